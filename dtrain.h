@@ -26631,9 +26631,10 @@ static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *w
     int error = dtrain__worker_start(worker);
     if (error == 0)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL to do without",
-                        strerror(error), without);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_IO,
+        "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL, which needs none",
+        strerror(error), without);
 }
 
 /* Checks a call as the CPU's is checked, before anything of it is seen by a peer. */
@@ -26834,8 +26835,8 @@ static dtrain_status dtrain__staged_await(const dtrain__staged *run, size_t chun
             return status;
         if (now - begun >= limit)
             return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                                "chunk %zu of %zu has not come within %lld ms; what is queued before it takes longer, "
-                                "or hangs",
+                                "chunk %zu of %zu has not come within %lld ms: what is queued before it takes longer, "
+                                "or hangs; give a longer timeout_ms",
                                 chunk + 1, run->chunks, (long long)comm->desc.timeout_ms);
         dtrain__bell_wait(comm->bell, turn, now + 50000, dtrain__staged_silent, NULL);
         now = dtrain__os_now_ns();
@@ -27019,7 +27020,7 @@ static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
     int known;
     own->began = dtrain__os_process_began(getpid(), &known);
     if (own->began == 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc");
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc: mount it");
     own->passed[0] = own->passed[1] = DTRAIN__PROCESSES_NUMBER;
     __atomic_store_n(&own->process, (uint64_t)getpid(), __ATOMIC_SEQ_CST);
     return DTRAIN_OK;
@@ -27058,7 +27059,7 @@ static dtrain_status dtrain__processes_join(dtrain_device_group *group)
     if (page == NULL || memcmp(page->key, first->page_key, sizeof page->key) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "it cannot open the memory of rank 0's process %llu: they are on two hosts, in two "
-                            "containers or two users'",
+                            "containers, or of two users",
                             (unsigned long long)first->process);
     return dtrain__processes_sign(group);
 }
@@ -27447,7 +27448,8 @@ static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, con
         return dtrain__device_failed(group, op, comm->number, status);
     }
     dtrain__fail(&comm->error, DTRAIN_ERR_PEER_LOST,
-                 "%s on rank %d: rank %d is lost: its process %llu has ended, and what it had on its device",
+                 "%s on rank %d: rank %d is lost: its process %llu has ended, and its work on its device; go on with "
+                 "dtrain_comm_shrink",
                  dtrain__device_text(comm, op, comm->number).text, comm->rank, rank,
                  (unsigned long long)group->processes->page->ranks[rank].process);
     return dtrain__device_break(group);
@@ -27470,8 +27472,9 @@ static dtrain_status dtrain__processes_reach(dtrain_device_group *group, const d
         dtrain_status status = DTRAIN_OK;
         if (peer && ((its->has_in && !dtrain__processes_holds(&its->in, bytes)) ||
                      (its->has_out && !dtrain__processes_holds(&its->out, bytes)))) {
-            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                                  "rank %d tells of a buffer that its allocation does not hold", rank);
+            status = dtrain__fail(
+                NULL, DTRAIN_ERR_CORRUPT,
+                "rank %d sent a buffer that lies outside its allocation: build all ranks from one dtrain.h", rank);
             return dtrain__device_failed(group, op, group->comm->number, status);
         }
         if (peer && its->has_in)
@@ -27501,7 +27504,7 @@ static const char *dtrain__processes_hindrance(const dtrain_device_group *group,
 {
     const dtrain__device_note *note = &group->notes[rank], *first = &group->notes[0];
     if (note->handles[0] == 0)
-        return "its device's table shares nothing with other processes";
+        return "its device's table cannot share memory with other processes";
     if (memcmp(note->handles, first->handles, sizeof note->handles) != 0)
         return "its device is of another kind than that of rank 0";
     return rank == 0 && first->page_fd == 0 ? "the system gave it no memory to share" : NULL;
@@ -27537,8 +27540,8 @@ static dtrain_status dtrain__processes_try(dtrain_device_group *group)
     int late = dtrain__processes_drain(group, until, &status);
     if (late && status == DTRAIN_OK)
         status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                              "its device %s has waited %lld ms for what the others' queues write in memory that all "
-                              "share, or for what its own held before; make the group while the devices are idle",
+                              "its device %s has waited %lld ms for words that the other queues write, or for earlier "
+                              "work of its own queue: make the group while the devices are idle",
                               dtrain_device_name(group->device), (long long)ms / 2);
     dtrain__processes_close_all(group);
     return status;
@@ -28215,8 +28218,8 @@ static dtrain_status dtrain__flags_check(dtrain_device_group *group)
         return dtrain__processes_check(group);
     } else if (rank == peer) {
         dtrain__fail(&comm->error, DTRAIN_ERR_IO,
-                     "device_group on rank %d: the device of rank %d failed in an earlier call; results since are "
-                     "undefined, that rank's error says why",
+                     "device_group on rank %d: the device of rank %d failed in an earlier call: that rank's error says "
+                     "why; results since are undefined, make a new group",
                      comm->rank, rank);
     } else {
         dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
@@ -28333,16 +28336,16 @@ static const char *dtrain__hosts_hindrance(const dtrain_device_group *group, int
     int each = dtrain__hosts_each(group);
     *rank = 0;
     if (each == group->comm->size)
-        return "all ranks are on its host, where DTRAIN_DEVICE_EVENTS does";
+        return "all ranks are on one host, where DTRAIN_DEVICE_EVENTS is enough";
     if (each == 1)
-        return "it is the only one of its host, or its neighbour in rank order is on another";
+        return "it is the only rank of its host, or its neighbour in rank order is on another host";
     if (each > DTRAIN__DEVICE_MOST)
         return "its host has more than 64 ranks";
     if (group->comm->desc.order != DTRAIN_ORDER_ANY && !dtrain__step_power_of_two(each))
-        return "its host has a number of ranks that is no power of two, and sums are of the tree order";
+        return "the number of ranks of its host is no power of two, which the tree order of sums needs";
     for (*rank = each; *rank < group->comm->size; ++*rank)
         if (!dtrain__hosts_fits(group, each, *rank))
-            return "its host has not as many ranks as that of rank 0, or they are no neighbours in rank order";
+            return "its host has more or fewer ranks than that of rank 0, or they are not neighbours in rank order";
     return NULL;
 }
 
@@ -28722,10 +28725,10 @@ static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
 
 static dtrain_status dtrain__async_forked(const dtrain__async *async, const char *call)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "%s: process %ld made this group of devices, and this is its forked child %ld; make one after "
-                        "the fork",
-                        call, (long)async->process, (long)getpid());
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_INVALID,
+        "%s: process %ld made this group of devices, and this is its forked child %ld: make a group after the fork",
+        call, (long)async->process, (long)getpid());
 }
 
 /* A work that is free, or a new one. */
@@ -28739,7 +28742,8 @@ static dtrain_device_work *dtrain__async_take(dtrain__async *async)
     }
     work = (dtrain_device_work *)dtrain__alloc(comm->allocator, sizeof *work + 2 * (size_t)comm->size * sizeof(size_t));
     if (work == NULL) {
-        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device group on rank %d: no memory for another call beside the device",
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                     "device_group on rank %d: no memory for another call: wait for works that were started",
                      async->shell.rank);
         return NULL;
     }
@@ -28819,8 +28823,8 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     device = device != NULL ? device : async->caller;
     if (own != NULL && device->ops != own->ops)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "device_work_wait on rank %d: device %s is of another kind than the group's, %s; wait on a "
-                            "queue of the group's, and copy from there",
+                            "device_work_wait on rank %d: device %s is of another kind than the group's, %s: wait on a "
+                            "queue of that kind, and copy from there",
                             async->shell.rank, dtrain_device_name(device), dtrain_device_name(own));
     dtrain__async_wait(async, work->job.number, INT64_MAX);
     dtrain__error ended = work->error;
@@ -28932,7 +28936,7 @@ static dtrain_status dtrain__async_op_v(dtrain_device_group *group, dtrain__kind
     if (counts != NULL || group == NULL)
         return DTRAIN_OK;
     return dtrain__fail(group->async != NULL ? NULL : &group->comm->error, DTRAIN_ERR_INVALID,
-                        "device_group_%s_v on rank %d: the array of counts, one for each rank, is NULL",
+                        "device_group_%s_v on rank %d: counts is NULL, expected one for each rank",
                         dtrain__op_kind_name((uint64_t)kind), group->comm->rank);
 }
 
@@ -28945,11 +28949,11 @@ static dtrain_status dtrain__async_begin(dtrain_device_group *group, const dtrai
         return dtrain__device_begin(NULL, op);
     if (work == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "device_group_%s_async on rank %d: nowhere to put the handle (work is NULL)", kind,
+                            "device_group_%s_async on rank %d: work is NULL, expected an address for the work", kind,
                             group->comm->rank);
     if (group->async == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "device_group_%s_async on rank %d: the group was made without desc.async", kind,
+                            "device_group_%s_async on rank %d: the group was made with desc.async 0, expected 1", kind,
                             group->comm->rank);
     return dtrain__async_start(group, op, work);
 }
@@ -29074,9 +29078,9 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
     *rank = group->comm->rank;
     int threads = group->comm->plane->in_process;
     if (!threads && group->mine.host == 0)
-        return "its group is neither one of threads nor of dtrain_comm_create";
+        return "its group has neither threads nor processes of dtrain_comm_create";
     if (group->comm->size > DTRAIN__DEVICE_MOST && !hosts)
-        return "it is among more than 64 ranks";
+        return "its group has more than 64 ranks";
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
         const dtrain__device_note *note = &group->notes[*rank];
         if (!note->has_device)
@@ -29100,7 +29104,7 @@ static dtrain_status dtrain__device_no_events(dtrain_device_group *group, int ra
                        : group->mode == DTRAIN_DEVICE_HOSTS ? "HOSTS"
                                                             : "EVENTS";
     return dtrain__fail(&group->comm->error, DTRAIN_ERR_UNSUPPORTED,
-                        "device_group_create on rank %d: DTRAIN_DEVICE_%s cannot be on rank %d: %s; ask for "
+                        "device_group_create on rank %d: DTRAIN_DEVICE_%s is not possible on rank %d: %s; ask for "
                         "DTRAIN_DEVICE_STAGED, or leave desc.mode 0",
                         group->comm->rank, mode, rank, why);
 }
@@ -29405,7 +29409,7 @@ typedef struct dtrain_device_work dtrain_device_work;
 static dtrain_status dtrain__no_device(const dtrain_device *device)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "parameters on %s: this program was built with DTRAIN_NO_DEVICE: remove that macro",
+                        "parameters are on %s, and this program was built with DTRAIN_NO_DEVICE: remove that macro",
                         dtrain_device_name(device));
 }
 
@@ -46800,9 +46804,9 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)
 #ifndef DTRAIN_NO_CHECKPOINT
 
 /* ---- >>staging ----
- * The way between a device's memory and files: pinned memory of the CPU through which all goes in chunks, so that the
- * copies of one chunk overlap what the CPU does with another. Lives for one save or load, since the device may not live
- * longer. Everything else here takes a device's addresses for numbers. */
+ * Moves data between a device's memory and files, in chunks through pinned memory, so that the copy of one chunk
+ * overlaps the CPU's work on another. It lives for one save or load, as the device may not live longer. The other
+ * modules here never read or write a device's addresses. */
 #ifndef DTRAIN__STAGING
 #define DTRAIN__STAGING
 
@@ -46810,12 +46814,12 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)
 #define DTRAIN__STAGING_CHUNK ((size_t)1 << 20)
 
 typedef struct dtrain__staging {
-    dtrain_device *device; /* NULL: none yet */
+    dtrain_device *device; /* NULL: none so far */
     unsigned char *pinned;
     size_t used; /* bytes that the device may still read */
 } dtrain__staging;
 
-/* Waits until what was written is on the device. */
+/* Waits until what was sent is on the device. */
 static dtrain_status dtrain__staging_wait(dtrain__staging *staging)
 {
     size_t used = staging->used;
@@ -46830,7 +46834,7 @@ static void dtrain__staging_free(dtrain__staging *staging)
     memset(staging, 0, sizeof *staging);
 }
 
-/* Turns to a device, which is not NULL. */
+/* Changes to a device, which is not NULL. */
 static dtrain_status dtrain__staging_begin(dtrain__staging *staging, dtrain_device *device)
 {
     void *pinned = NULL;
@@ -46847,7 +46851,7 @@ static dtrain_status dtrain__staging_begin(dtrain__staging *staging, dtrain_devi
     return DTRAIN_OK;
 }
 
-/* Reads a device's memory: while one half of the pinned memory is filled, the other is taken out. */
+/* Reads a device's memory: one half of the pinned memory is filled while the other is emptied. */
 static dtrain_status dtrain__staging_read(dtrain__staging *staging, dtrain_device *device, void *to, const void *from,
                                           size_t bytes)
 {
@@ -46873,7 +46877,7 @@ static dtrain_status dtrain__staging_read(dtrain__staging *staging, dtrain_devic
     return status;
 }
 
-/* Gives room for at most `want` bytes, *have, that dtrain__staging_send takes to the device. */
+/* Gives room for *have bytes, at most `want`. Fill it, then call dtrain__staging_send. */
 static dtrain_status dtrain__staging_room(dtrain__staging *staging, dtrain_device *device, size_t want, void **at,
                                           size_t *have)
 {
@@ -46885,7 +46889,7 @@ static dtrain_status dtrain__staging_room(dtrain__staging *staging, dtrain_devic
     return status;
 }
 
-/* Takes `bytes` bytes of the room that was given last to the device, once earlier work there has ended. */
+/* Sends `bytes` bytes of the last room to the device, after earlier work there. */
 static dtrain_status dtrain__staging_send(dtrain__staging *staging, void *to, size_t bytes)
 {
     const unsigned char *from = staging->pinned + staging->used;
@@ -46896,34 +46900,35 @@ static dtrain_status dtrain__staging_send(dtrain__staging *staging, void *to, si
 #endif
 
 /* ---- >>lock ----
- * The lock of a directory that a job saves into. Its holder is alone there, so what a killed save has left belongs to
- * nobody. It is a POSIX record lock on the first byte of the file .lock. Unlike flock and locks of an open file, it
- * belongs to the process that took it, and ends with that process, even if forked children keep the descriptor.
+ * The lock of a directory that a job saves into. While a job holds it, what killed saves have left belongs to no job.
+ * It is a POSIX record lock on the first byte of the file .lock. Unlike flock and locks of an open file, it belongs to
+ * the process that took it. It ends with that process, even if forked children keep the descriptor.
  *
- * So it cannot tell two checkpointers of one process apart, and ends when either closes the file: each takes it anew
- * before every save. Each also locks the open file, where the system can, on a byte that tells its process. Who finds
- * such a lock of a living process is not alone. The file's text names the holder, for people, and outlives the lock. */
+ * So it cannot tell two checkpointers of one process apart, and ends when either closes the file. Each takes it anew
+ * before every save. Each also locks the open file, if the system can, on a byte that tells its process. A checkpointer
+ * that finds such a lock of a living process is not alone. The file's text names the holder for people, and outlives
+ * the lock. */
 #ifndef DTRAIN__LOCK
 #define DTRAIN__LOCK
 
 #define DTRAIN__LOCK_NAME ".lock"
 #ifdef __linux__
-#define DTRAIN__LOCK_OWN 37   /* F_OFD_SETLK, which headers show with _GNU_SOURCE alone */
+#define DTRAIN__LOCK_OWN 37   /* F_OFD_SETLK, which headers define only with _GNU_SOURCE */
 #define DTRAIN__LOCK_OTHER 36 /* F_OFD_GETLK */
 #else
 #define DTRAIN__LOCK_OWN -1
 #define DTRAIN__LOCK_OTHER -2
 #endif
-enum { DTRAIN__LOCK_TEXT = 100 };    /* bytes of the file: a name and spaces */
-enum { DTRAIN__LOCK_PID_BITS = 22 }; /* of a process' number, where there are locks of open files */
+enum { DTRAIN__LOCK_TEXT = 100 };    /* bytes of the file: a name padded with spaces */
+enum { DTRAIN__LOCK_PID_BITS = 22 }; /* of a process number, on systems with locks of open files */
 
 typedef struct dtrain__lock {
     int fd;       /* -1: not held */
-    int is_alone; /* no other checkpointer was there when it was taken */
+    int is_alone; /* no other checkpointer was there when the lock was taken */
 } dtrain__lock;
 
-/* A lock of `bytes` bytes, 0 for all that follow. Returns 0 or an errno; EAGAIN where another holds it, also of
- * commands that only look: *found, unless that is NULL, is then the other's. */
+/* Sets or looks for a lock of `bytes` bytes; 0: of all that follow. Returns 0 or an errno, EAGAIN if another holds it.
+ * Then *found, unless NULL, is the other's lock. */
 static int dtrain__lock_fcntl(int fd, int command, short type, off_t begin, off_t bytes, struct flock *found)
 {
     struct flock range;
@@ -46943,7 +46948,7 @@ static int dtrain__lock_fcntl(int fd, int command, short type, off_t begin, off_
     return (command == F_GETLK || command == DTRAIN__LOCK_OTHER) && range.l_type != F_UNLCK ? EAGAIN : 0;
 }
 
-/* Opens the file to be locked, or where another user's may not be written, to be looked at. Returns 0 or an errno. */
+/* Opens the lock file; only to look at it if another user owns it. Returns 0 or an errno. */
 static int dtrain__lock_open(dtrain__lock *lock, int directory)
 {
     int flags = O_RDWR | O_CREAT;
@@ -46957,7 +46962,7 @@ static int dtrain__lock_open(dtrain__lock *lock, int directory)
     return 0;
 }
 
-/* Locks of the open file, which this process' other descriptors do not share. */
+/* Handles locks of the open file, which other descriptors of this process do not share. */
 static int dtrain__lock_own(int fd, int command, short type, off_t begin, off_t bytes, struct flock *found)
 {
     return command > 0 && sizeof(off_t) == 8 ? dtrain__lock_fcntl(fd, command, type, begin, bytes, found) : ENOTSUP;
@@ -46966,12 +46971,12 @@ static int dtrain__lock_own(int fd, int command, short type, off_t begin, off_t 
 static void dtrain__lock_release(dtrain__lock *lock)
 {
     if (lock->fd >= 0)
-        dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_UNLCK, 1, 0, NULL); /* a forked child may hold it too */
+        dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_UNLCK, 1, 0, NULL); /* a forked child may hold the file too */
     dtrain__file_close(lock->fd);
     lock->fd = -1;
 }
 
-/* Reads who wrote the file last, up to what no name has. */
+/* Reads the name of whoever wrote the file last, up to the first byte that no name has. */
 static void dtrain__lock_read(int fd, char name[DTRAIN__LOCK_TEXT + 1])
 {
     ssize_t bytes = dtrain__file_sys_pread(fd, name, DTRAIN__LOCK_TEXT, 0);
@@ -46982,8 +46987,9 @@ static void dtrain__lock_read(int fd, char name[DTRAIN__LOCK_TEXT + 1])
     name[end] = '\0';
 }
 
-/* Looks for another's lock of the open file. One of a process of this host that has ended, whose forked child has it,
- * is passed over; of several such one counts, which costs time and no files. Returns 0, EAGAIN or another errno. */
+/* Looks for another checkpointer's lock of the open file. Skips that of a process of this host that has ended and whose
+ * forked child holds it. Of several such it skips one; that delays removals and costs no files. Returns 0, EAGAIN or
+ * another errno. */
 static int dtrain__lock_others(int fd, int64_t host)
 {
     struct flock found;
@@ -46998,8 +47004,8 @@ static int dtrain__lock_others(int fd, int64_t host)
     return error != 0 ? error : dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, found.l_start + 1, 0, NULL);
 }
 
-/* Writes who holds it, and finds out who else may save: of this process, where there are no locks of open files, the
- * text tells. */
+/* Writes the holder's name, and finds out whether another checkpointer may save. Without locks of open files, the text
+ * tells about those of this process. */
 static void dtrain__lock_sign(dtrain__lock *lock)
 {
     char host[64] = "?", name[DTRAIN__LOCK_TEXT + 1], before[DTRAIN__LOCK_TEXT + 1];
@@ -47007,14 +47013,14 @@ static void dtrain__lock_sign(dtrain__lock *lock)
     snprintf(name, sizeof name, "pid %ld on %.60s", (long)getpid(), host);
     int64_t number = (int64_t)(dtrain__xxh64_of(host, strlen(host), 0) >> 33);
     off_t own = (off_t)(1 + (number << DTRAIN__LOCK_PID_BITS | (int64_t)getpid()));
-    dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_RDLCK, own, 1, NULL); /* others of this process have the same */
+    dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_RDLCK, own, 1, NULL); /* this process may hold several */
     int others = dtrain__lock_others(lock->fd, number);
     dtrain__lock_read(lock->fd, before);
     int differs = strcmp(before, name) != 0;
     size_t length = strlen(name);
     memset(name + length, ' ', DTRAIN__LOCK_TEXT - length);
     name[DTRAIN__LOCK_TEXT - 1] = '\n';
-    int error = dtrain__file_write_all(lock->fd, name, DTRAIN__LOCK_TEXT); /* costs a name in a text */
+    int error = dtrain__file_write_all(lock->fd, name, DTRAIN__LOCK_TEXT); /* or a text lacks the name */
     lock->is_alone = others == 0 || (others != EAGAIN && differs && error == 0);
 }
 
@@ -47024,7 +47030,7 @@ static dtrain_status dtrain__lock_refused(dtrain__lock *lock, const char *path)
     struct flock range;
     dtrain__lock_read(lock->fd, holder);
     if (dtrain__lock_fcntl(lock->fd, F_GETLK, F_WRLCK, 0, 1, &range) == EAGAIN && range.l_pid > 0) {
-        snprintf(pid, sizeof pid, "pid %ld", (long)range.l_pid); /* who could not sign, and is of this host */
+        snprintf(pid, sizeof pid, "pid %ld", (long)range.l_pid); /* a holder on this host that could not sign */
         size_t length = strlen(pid);
         if (strncmp(holder, pid, length) != 0 || holder[length] != ' ')
             snprintf(holder, sizeof holder, "%s", pid);
@@ -47033,11 +47039,11 @@ static dtrain_status dtrain__lock_refused(dtrain__lock *lock, const char *path)
     return dtrain__fail(NULL, DTRAIN_ERR_IO,
                         "checkpoint: another job saves into the directory \"%.200s\": %s holds the lock of the file "
                         "%s there: end that job, or give this one another directory",
-                        path, holder[0] != '\0' ? holder : "somebody who has not signed", DTRAIN__LOCK_NAME);
+                        path, holder[0] != '\0' ? holder : "an unknown process", DTRAIN__LOCK_NAME);
 }
 
-/* Takes the lock of an open directory, or makes sure that it is still held; never waits for it. DTRAIN_OK without a
- * lock: there are none here, or the file is not to be written. */
+/* Takes the lock of an open directory, or checks that it is still held; never waits for it. Returns DTRAIN_OK without a
+ * lock if the file system has none, or the file may not be written. */
 static dtrain_status dtrain__lock_take(dtrain__lock *lock, int directory, const char *path)
 {
     int fresh = lock->fd < 0, error = dtrain__lock_open(lock, directory);
@@ -47045,23 +47051,24 @@ static dtrain_status dtrain__lock_take(dtrain__lock *lock, int directory, const 
     if (error == EACCES || error == EPERM || error == EROFS || error == ENOENT)
         return DTRAIN_OK;
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: opening \"%.200s/%s\", the lock of those who save: %s",
-                            path, DTRAIN__LOCK_NAME, strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "checkpoint: opening the lock file \"%.200s/%s\": %s: let this process write it", path,
+                            DTRAIN__LOCK_NAME, strerror(error));
     if (fresh && (dtrain__file_sys_stat(lock->fd, &status) != 0 || !S_ISREG(status.st_mode))) {
         dtrain__lock_release(lock);
-        return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "checkpoint: \"%.200s/%s\" is no regular file: remove it, it is for the lock of those who "
-                            "save",
-                            path, DTRAIN__LOCK_NAME);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_IO,
+            "checkpoint: \"%.200s/%s\" is no regular file, as the lock of saving jobs must be: remove it", path,
+            DTRAIN__LOCK_NAME);
     }
-    error = dtrain__lock_fcntl(lock->fd, F_SETLK, F_WRLCK, 0, 1, NULL); /* the process', for all its descriptors */
-    if (error == EBADF) { /* it is open to be looked at: a lock for readers keeps writers out */
+    error = dtrain__lock_fcntl(lock->fd, F_SETLK, F_WRLCK, 0, 1, NULL); /* of the process, for all its descriptors */
+    if (error == EBADF) { /* open for reading only: a read lock keeps writers out */
         error = dtrain__lock_fcntl(lock->fd, F_GETLK, F_WRLCK, 0, 1, NULL);
         error = error == 0 ? dtrain__lock_fcntl(lock->fd, F_SETLK, F_RDLCK, 0, 1, NULL) : error;
     }
     if (error == EACCES || error == EAGAIN)
         return dtrain__lock_refused(lock, path);
-    if (error != 0) { /* of all kinds, where there are no locks */
+    if (error != 0) { /* any other error: there are no locks here */
         dtrain__lock_release(lock);
         return DTRAIN_OK;
     }
@@ -47073,12 +47080,12 @@ static dtrain_status dtrain__lock_take(dtrain__lock *lock, int directory, const 
 #endif
 
 /* ---- >>region ----
- * What a piece has of its tensor, which elements of it another piece has too, and whether pieces tile their tensors.
- * Arithmetic alone.
+ * Arithmetic of pieces: what a piece has of its tensor, which elements two pieces share, and whether pieces tile a
+ * tensor.
  *
- * A region is a range of a box, counted row by row. Elements of a region come in the order in which they come in the
- * tensor, so that what two regions share is found by walking the box that their boxes share, run by run: a run is what
- * lies next to each other in the tensor, and so in both. */
+ * A region is a range of a box, counted row by row. Its elements come in the order of the tensor. So what two regions
+ * share is found by walking the box that their boxes share, run by run. A run is a range of elements that are
+ * neighbours in the tensor, and so in both regions. */
 #ifndef DTRAIN__REGION
 #define DTRAIN__REGION
 DTRAIN__FAST_BEGIN
@@ -47087,11 +47094,11 @@ typedef struct dtrain__region {
     int ndim;
     size_t shape[DTRAIN_MAX_DIMS], stride[DTRAIN_MAX_DIMS]; /* of the tensor */
     size_t begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS];   /* of the box */
-    size_t at, count;                                       /* elements of the box */
-    size_t run;                                             /* elements of the box that lie together */
+    size_t at, count;                                       /* range in the box */
+    size_t run;                                             /* elements of the box that are neighbours in the tensor */
 } dtrain__region;
 
-/* Derives stride and run. The shape's elements do not overflow, the box is inside it. */
+/* Derives stride and run. The shape's elements must not overflow, and the box must be inside it. */
 static void dtrain__region_settle(dtrain__region *region)
 {
     int whole = 1;
@@ -47115,7 +47122,7 @@ static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece 
     if (piece->ndim < 0 || piece->ndim > DTRAIN_MAX_DIMS)
         return "ndim is not from 0 to 8";
     if (dtrain_dtype_bits(piece->dtype) < 8)
-        return "its dtype is none of a byte or more";
+        return "its dtype has no whole number of bytes";
     region->ndim = piece->ndim;
     for (int d = 0; d < piece->ndim; d++) {
         region->shape[d] = piece->shape[d];
@@ -47124,10 +47131,10 @@ static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece 
         if (region->begin[d] > region->shape[d] || region->size[d] > region->shape[d] - region->begin[d])
             return "its box reaches beyond the shape";
         if (!dtrain__mul_size(elements, region->shape[d], &elements))
-            return "its shape multiplies to more than memory";
+            return "its shape has more elements than memory";
     }
     if (!dtrain__mul_size(elements, dtrain_dtype_bits(piece->dtype), &bits))
-        return "its shape multiplies to more than memory";
+        return "its shape has more elements than memory";
     elements = dtrain__pieces_product(region->size, 0, region->ndim);
     if (piece->begin > elements || piece->count > elements - piece->begin)
         return "its range reaches beyond the box";
@@ -47139,7 +47146,7 @@ static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece 
     return NULL;
 }
 
-/* The place in the tensor of element e of the box. */
+/* Returns the place in the tensor of element e of the box. */
 static size_t dtrain__region_place(const dtrain__region *region, size_t e)
 {
     size_t place = 0;
@@ -47150,10 +47157,10 @@ static size_t dtrain__region_place(const dtrain__region *region, size_t e)
     return place;
 }
 
-/* The first element of the box whose place in the tensor is not before `place`. */
+/* Returns the first element of the box whose place in the tensor is at or after `place`. */
 static size_t dtrain__region_seek(const dtrain__region *region, size_t place)
 {
-    size_t e = region->ndim == 0 ? place : 0; /* a scalar's own place, or its end */
+    size_t e = region->ndim == 0 ? place : 0; /* a scalar: 0, or its end */
     for (int d = 0; d < region->ndim; d++) {
         size_t index = place / region->stride[d];
         place %= region->stride[d];
@@ -47166,19 +47173,19 @@ static size_t dtrain__region_seek(const dtrain__region *region, size_t place)
     return e;
 }
 
-/* What two regions of one tensor share, to be taken run by run. */
+/* Walks what two regions of one tensor share, run by run. */
 typedef struct dtrain__region_overlap {
     const dtrain__region *from, *to;
     dtrain__region both; /* at: the next element */
     size_t end;
 } dtrain__region_overlap;
 
-/* Elements [from_begin, from_begin + count) of one are [to_begin, ...) of the other. */
+/* Elements [from_begin, from_begin + count) of one region are [to_begin, ...) of the other. */
 typedef struct dtrain__region_overlap_run {
     size_t from_begin, to_begin, count;
 } dtrain__region_overlap_run;
 
-/* Returns 0 when they share nothing. */
+/* Begins a walk. Returns 0 if they share nothing. */
 static int dtrain__region_overlap_begin(dtrain__region_overlap *overlap, const dtrain__region *from,
                                         const dtrain__region *to)
 {
@@ -47232,7 +47239,7 @@ static int dtrain__region_overlap_next(dtrain__region_overlap *overlap, dtrain__
     return run->count > 0;
 }
 
-/* All elements that they share; the overlap is at its beginning. */
+/* Returns the number of elements that they share. The overlap must be at its beginning. */
 static size_t dtrain__region_overlap_count(const dtrain__region_overlap *overlap)
 {
     return overlap->end - overlap->both.at;
@@ -47242,8 +47249,8 @@ static size_t dtrain__region_overlap_count(const dtrain__region_overlap *overlap
 
 typedef dtrain_status (*dtrain__region_visit)(void *user, const dtrain__region *box);
 
-/* Calls visit with the boxes, at most 2 * ndim - 1, that a region is made of, in the order of its elements. Dimensions
- * before d are one index wide; low and high count in those from d on. At most ndim deep. */
+/* Calls visit with the boxes that a region consists of, at most 2 * ndim - 1, in the order of its elements. Dimensions
+ * before d are one index wide; low and high count in those from d on. Recurses at most ndim deep. */
 static dtrain_status dtrain__region_boxes_from(dtrain__region *box, int d, size_t low, size_t high,
                                                dtrain__region_visit visit, void *user)
 {
@@ -47254,9 +47261,9 @@ static dtrain_status dtrain__region_boxes_from(dtrain__region *box, int d, size_
     if (low == 0 && high == all)
         return visit(user, box);
     size_t inner = all / box->size[d], begin = box->begin[d], size = box->size[d];
-    size_t first = (low + inner - 1) / inner, last = high / inner; /* whole indices: first to last */
+    size_t first = (low + inner - 1) / inner, last = high / inner; /* whole indices: first up to last */
     box->size[d] = 1;
-    if (low % inner != 0) { /* the end of an index; it may be the end of the range as well */
+    if (low % inner != 0) { /* the rest of one index, which may also end the range */
         box->begin[d] = begin + low / inner;
         status = dtrain__region_boxes_from(box, d + 1, low % inner, high / inner == low / inner ? high % inner : inner,
                                            visit, user);
@@ -47283,21 +47290,21 @@ static dtrain_status dtrain__region_boxes(const dtrain__region *region, dtrain__
 }
 
 /* ---- tiling ----
- * Whether regions hold every element of their tensor once. Every index of every dimension gets a random weight modulo a
- * prime; a box then weighs the product of its sides' sums, and a set of boxes what its elements weigh together. Regions
- * that weigh what the tensor weighs tile it: others pass by chance alone (Schwartz and Zippel), twice at most once in
- * 2^55. This takes time linear in the number of regions, whatever their form, where comparing pairs does not. The sum
- * of weights up to an index is itself drawn at random, which comes to the same. */
+ * Checks that regions hold every element of their tensor once. Every index of every dimension gets a random weight
+ * modulo a prime. A box weighs the product of its sides' sums, and a set of boxes weighs what its elements weigh
+ * together. Regions that tile the tensor weigh what it weighs. Others pass only by chance (Schwartz and Zippel), in
+ * both of two rounds at most once in 2^55. This takes time linear in the number of regions, whatever their form;
+ * comparing pairs does not. The code draws the running sums of weights at random, which is equivalent. */
 
 #define DTRAIN__REGION_TILING_PRIME 0x7fffffffu /* 2^31 - 1 */
 
 typedef struct dtrain__region_tiling {
     uint64_t seed[2];
     uint64_t weight[2], whole[2];
-    size_t count; /* elements of all regions, for the text */
+    size_t count; /* elements of all regions, for the error text */
 } dtrain__region_tiling;
 
-/* The sum of the weights of indices below `index`. */
+/* Returns the sum of the weights of indices below `index`. */
 static uint64_t dtrain__region_tiling_sum(uint64_t seed, int d, size_t index)
 {
     return index == 0 ? 0 : dtrain_random_u64(seed + (uint64_t)d, index) % DTRAIN__REGION_TILING_PRIME;
@@ -47346,7 +47353,7 @@ static int dtrain__region_tiling_whole(const dtrain__region_tiling *tiling)
 
 /* ---- pieces ---- */
 
-/* Compares the names of two pieces with their suffixes, byte by byte; for qsort, too. */
+/* Compares the names of two pieces with their suffixes, byte by byte; also for qsort. */
 static int dtrain__region_compare_names(const void *left, const void *right)
 {
     const dtrain_piece *a = (const dtrain_piece *)left, *b = (const dtrain_piece *)right;
@@ -47365,7 +47372,7 @@ static int dtrain__region_compare_names(const void *left, const void *right)
     }
 }
 
-/* The name in full, cut where it is long, for texts. */
+/* Writes the full name, cut if it is long, for texts. */
 static const char *dtrain__region_name(char out[160], const dtrain_piece *piece)
 {
     snprintf(out, 160, "%.120s%s", piece->name != NULL ? piece->name : "(no name)",
@@ -47386,7 +47393,7 @@ static dtrain_status dtrain__region_check(dtrain__region *region, const dtrain_p
     return DTRAIN_OK;
 }
 
-/* Orders regions of one tensor; 0: they are the same. */
+/* Orders regions of one tensor; 0: they are equal. */
 static int dtrain__region_compare(const dtrain__region *a, const dtrain__region *b)
 {
     for (int d = 0; d < a->ndim; d++) {
@@ -47404,21 +47411,21 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>index ----
- * What a checkpoint consists of: its files, its tensors and their pieces, and the numbers and texts beside them. One
- * JSON form serves for a rank's part, which is an index with one file, and for the whole: parts are read one after the
- * other into one index, which is then settled: tensors are sorted and those of one name joined, and their pieces
- * checked to tile them. The text ends with the hash of all that comes before.
+ * What a checkpoint consists of: files, tensors and their pieces, and numbers and texts beside them. One JSON form
+ * serves for both a rank's part, which is an index with one file, and the whole. Parts are read one after the other
+ * into one index, which is then settled: tensors are sorted, those of one name are joined, and their pieces must tile
+ * them. The text ends with the hash of all that comes before.
  *
  * A text may be hostile. Memory grows with what was read of it, and is a small multiple of that. */
 #ifndef DTRAIN__INDEX
 #define DTRAIN__INDEX
 
-#define DTRAIN__INDEX_BYTES ((uint64_t)1 << 32) /* the most that is read */
+#define DTRAIN__INDEX_BYTES ((uint64_t)1 << 32) /* the longest text that is read */
 #define DTRAIN__INDEX_NONE ((size_t)-1)
 #define DTRAIN__INDEX_TAIL 27 /* bytes of ,"hash":"0123456789abcdef"} */
 #define DTRAIN__INDEX_BLOCK 65536
 
-/* The number of a save: a checkpointer's own, and how many saves it has begun. */
+/* The number of a save: the checkpointer's own number, and how many saves it has begun. */
 typedef struct dtrain__index_save_id {
     uint64_t nonce, counter;
 } dtrain__index_save_id;
@@ -47428,17 +47435,17 @@ static int dtrain__index_same_save(const dtrain__index_save_id *a, const dtrain_
     return a->nonce == b->nonce && a->counter == b->counter;
 }
 
-/* One file of an index, and the hashes that it is checked by. */
+/* One file of an index, with the hashes that check it. */
 typedef struct dtrain__index_hashed {
-    size_t name; /* among the texts; NONE: there is none */
+    size_t name; /* place among the texts; NONE: no file */
     uint64_t header_bytes, header_hash, data_bytes;
 } dtrain__index_hashed;
 
 typedef struct dtrain__index_file {
     dtrain__index_hashed data, hashes;
-    size_t blocks, block_count; /* hashes of the hashes file's blocks, among the numbers */
+    size_t blocks, block_count; /* hashes of the blocks of the hashes file, among the numbers */
     int rank;
-    int holder; /* the rank that has it, where files are not shared; -1: this one */
+    int holder; /* the rank that has the file, if files are not shared; -1: this rank */
 } dtrain__index_file;
 
 typedef struct dtrain__index_tensor {
@@ -47446,43 +47453,43 @@ typedef struct dtrain__index_tensor {
     dtrain_dtype dtype;
     int ndim;
     size_t shape[DTRAIN_MAX_DIMS];
-    size_t first, count; /* its pieces, when settled */
-    size_t spares;       /* after them, copies of some of them */
+    size_t first, count; /* its pieces, once settled */
+    size_t spares;       /* copies of some pieces, which follow them */
 } dtrain__index_tensor;
 
 typedef struct dtrain__index_piece {
     size_t tensor, file;
-    size_t number; /* it is NAME#number in the file; NONE: NAME */
-    size_t box;    /* ndim begins and ndim sizes among the numbers; NONE: the whole tensor */
+    size_t number; /* its name in the file is NAME#number; NONE: NAME */
+    size_t box;    /* place of ndim begins and ndim sizes among the numbers; NONE: the whole tensor */
     size_t at, count;
-    size_t copy; /* copies beyond the first are left out when settled */
+    size_t copy; /* which of several copies; settling leaves out all but the first */
 } dtrain__index_piece;
 
 typedef struct dtrain__index_value {
     size_t key, key_length, value, value_length;
 } dtrain__index_value;
 
-/* What is not about tensors; a part's and the whole's, which takes those of the first part. */
+/* What is not about tensors. The whole index takes the facts of its first part. */
 typedef struct dtrain__index_facts {
     dtrain__index_save_id id;
     uint64_t step, world_size;
     uint64_t seed, random_index;
 } dtrain__index_facts;
 
-enum { DTRAIN__INDEX_SETTING = 80, DTRAIN__INDEX_SETTINGS = 64 }; /* bytes of one at most; how many there are */
+enum { DTRAIN__INDEX_SETTING = 80, DTRAIN__INDEX_SETTINGS = 64 }; /* most bytes of a key or value; most settings */
 
 typedef struct dtrain__index {
     dtrain_allocator *allocator;
-    const char *where; /* of the text being read, for error texts */
-    int parts;         /* read so far */
+    const char *where; /* names the text being read, for error texts */
+    int parts;         /* number of parts read */
     dtrain__index_facts facts;
-    char *texts; /* each with a zero byte after it */
+    char *texts; /* each ends with a zero byte */
     uint64_t *numbers;
     dtrain__index_file *files;
     dtrain__index_tensor *tensors;
     dtrain__index_piece *pieces;
     dtrain__index_value *values;
-    dtrain__index_value *settings; /* what lists say beside their pieces: see >>pieces. Numbers as they are written */
+    dtrain__index_value *settings; /* what lists tell beside their pieces (see >>pieces); numbers as they are written */
     size_t text_bytes, number_count, file_count, tensor_count, piece_count, value_count, setting_count;
 } dtrain__index;
 
@@ -47503,7 +47510,7 @@ static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocato
     index->allocator = allocator;
 }
 
-/* Makes it empty, and keeps its memory. */
+/* Empties an index and keeps its memory. */
 static void dtrain__index_clear(dtrain__index *index)
 {
     index->text_bytes = index->number_count = index->file_count = index->tensor_count = index->piece_count =
@@ -47512,7 +47519,8 @@ static void dtrain__index_clear(dtrain__index *index)
     memset(&index->facts, 0, sizeof index->facts);
 }
 
-/* Makes room in an array that grows for `more` elements after `count`; 0: there is no memory, which is reported. */
+/* Makes room for `more` elements after `count` in an array that grows. Returns 0 if there is no memory, and reports it.
+ */
 #define DTRAIN__INDEX_ROOM(allocator, array, count, more) \
     dtrain__index_room((allocator), (void *)&(array), sizeof *(array), (count), (more))
 
@@ -47546,7 +47554,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__index_add(dtrain_allocator *alloca
     return DTRAIN_OK;
 }
 
-/* Keeps a text; gives where, or NONE. */
+/* Keeps a text; returns its place, or NONE. */
 static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t length)
 {
     size_t at = index->text_bytes;
@@ -47586,7 +47594,7 @@ static int dtrain__index_is_number(const char *text)
     return *text == '-' || (*text >= '0' && *text <= '9');
 }
 
-/* Returns a setting's value; NULL: it is not there. */
+/* Returns the value of a setting, or NULL. */
 static const char *dtrain__index_setting(const dtrain__index *index, const char *key)
 {
     for (size_t i = 0; i < index->setting_count; i++)
@@ -47595,15 +47603,15 @@ static const char *dtrain__index_setting(const dtrain__index *index, const char 
     return NULL;
 }
 
-/* Enters a setting; where it is there already, from an earlier list or part, it must be the same. */
+/* Enters a setting. If an earlier list or part has entered it, the value must be the same. */
 static dtrain_status dtrain__index_set(dtrain__index *index, const char *key, const char *value)
 {
     const char *before = dtrain__index_setting(index, key);
     dtrain__index_value setting;
     if (before != NULL && strcmp(before, value) != 0)
         return dtrain__fail(NULL, index->where != NULL ? DTRAIN_ERR_MISMATCH : DTRAIN_ERR_INVALID,
-                            "checkpoint: %.200s has %s %s, and what came before it has %s, and a checkpoint keeps one: "
-                            "make and step all alike, or save them with a checkpointer each",
+                            "checkpoint: %.200s has %s %s, and an earlier list or part has %s; a checkpoint keeps one "
+                            "value: make and step all alike, or give each a checkpointer",
                             index->where != NULL ? index->where : "a list of this rank", key, value, before);
     if (before != NULL || index->setting_count == DTRAIN__INDEX_SETTINGS)
         return DTRAIN_OK;
@@ -47635,7 +47643,7 @@ static DTRAIN__NOINLINE const char *dtrain__index_name(const dtrain__index *inde
     return index->texts + tensor->name;
 }
 
-/* qsort has no context: what is sorted carries the addresses that it is compared by. */
+/* qsort passes no context: the sorted items carry what they are compared by. */
 typedef struct dtrain__index_order {
     const char *name;
     size_t length, old;
@@ -47648,7 +47656,7 @@ static int dtrain__index_by_name(const void *left, const void *right)
     return order != 0 ? order : a->old < b->old ? -1 : a->old > b->old;
 }
 
-/* Joins tensors of one name: writes the joined ones to `joined` and each old one's new number to `moved`. */
+/* Joins tensors of one name. Writes the joined ones to `joined`, and the new number of each old one to `moved`. */
 static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__index_order *order,
                                         dtrain__index_tensor *joined, size_t *moved, size_t *count)
 {
@@ -47662,8 +47670,8 @@ static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__inde
         } else if (last->dtype != tensor->dtype || last->ndim != tensor->ndim ||
                    memcmp(last->shape, tensor->shape, (size_t)last->ndim * sizeof(size_t)) != 0) {
             return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                                "checkpoint: tensor \"%.200s\" has another shape or dtype in one part than in another: "
-                                "give every rank the same full shape",
+                                "checkpoint: the shape or dtype of tensor \"%.200s\" differs between ranks or lists: "
+                                "give it the same full shape and dtype everywhere",
                                 dtrain__index_name(index, tensor));
         }
         moved[order[i].old] = *count - 1;
@@ -47671,7 +47679,7 @@ static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__inde
     return DTRAIN_OK;
 }
 
-/* Puts pieces in the order of their tensors, and within one of files. Counting sort: keeps the order of reading. */
+/* Sorts pieces by tensor, and within a tensor in the order of reading (counting sort). */
 static void dtrain__index_deal(dtrain__index *index, dtrain__index_piece *dealt, const size_t *moved)
 {
     size_t at = 0;
@@ -47708,7 +47716,7 @@ static int dtrain__index_by_region(const void *left, const void *right)
                                            : a->piece.file > b->piece.file;
 }
 
-/* Puts one of each set of copies first, and the others behind, where a tensor has any that are not alone. */
+/* Puts the first of each set of copies in front, and the others behind them, if any piece of the tensor has copies. */
 static dtrain_status dtrain__index_part_copies(dtrain__index *index, dtrain__index_tensor *tensor)
 {
     dtrain__index_piece *pieces = index->pieces + tensor->first;
@@ -47755,13 +47763,13 @@ static dtrain_status dtrain__index_check_tensor(dtrain__index *index, dtrain__in
     if (dtrain__region_tiling_whole(&tiling))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                        "checkpoint: the pieces of tensor \"%.200s\" have %zu elements, where it has %zu: pieces must "
+                        "checkpoint: the pieces of tensor \"%.200s\" have %zu elements, the tensor %zu: pieces must "
                         "hold each element once%s",
                         dtrain__index_name(index, tensor), tiling.count, whole.count,
                         tiling.count == whole.count ? ", but some overlap and leave others out" : "");
 }
 
-/* Joins what was read, and checks it. tiled = 0: a part alone, whose pieces need not tile. */
+/* Joins what was read, and checks it. tiled = 0: this is one part, whose pieces need not tile. */
 static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
 {
     size_t tensors = index->tensor_count, pieces = index->piece_count, count;
@@ -47772,7 +47780,8 @@ static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
     dtrain__index_piece *dealt = (dtrain__index_piece *)dtrain__alloc(allocator, pieces * sizeof *dealt);
     dtrain_status status = DTRAIN_OK;
     if (order == NULL || joined == NULL || moved == NULL || dealt == NULL) {
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index");
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                              "checkpoint: no memory to sort an index of %zu tensors and %zu pieces", tensors, pieces);
         goto done;
     }
     for (size_t i = 0; i < tensors; i++) {
@@ -47798,7 +47807,7 @@ done:
     return status;
 }
 
-/* The tensor of a name, or NULL; the index is settled. */
+/* Returns the tensor of a name, or NULL. The index must be settled. */
 static dtrain__index_tensor *dtrain__index_find(const dtrain__index *index, const char *name, const char *suffix)
 {
     dtrain_piece key, here;
@@ -47824,9 +47833,9 @@ static dtrain__index_tensor *dtrain__index_find(const dtrain__index *index, cons
 #endif
 
 /* ---- >>index-text ----
- * The JSON of an index: written, and read from whoever wrote it. Members come in any order, those that are not known
- * and are no settings are passed over; a member that comes twice, or is missing where it is needed, is an error.
- * Numbers are whole and below 2^64 but for settings. */
+ * Writes and reads the JSON of an index; a text read may come from anybody. Members come in any order. Unknown members
+ * that are no settings are skipped. A member that comes twice, or a needed one that is missing, is an error. Numbers
+ * are whole and below 2^64, except in settings. */
 #ifndef DTRAIN__INDEX_TEXT
 #define DTRAIN__INDEX_TEXT
 
@@ -47835,10 +47844,10 @@ static dtrain__index_tensor *dtrain__index_find(const dtrain__index *index, cons
 
 /* ---- writing ---- */
 
-/* Prints settings: those of a group, which are told one after the other, as members of an object of its name. */
+/* Prints settings. Those of a group follow each other; they are members of an object of the group's name. */
 static void dtrain__index_print_settings(dtrain__json_writer *json, const dtrain__index *index)
 {
-    const char *last = ""; /* the group that is open, and its point */
+    const char *last = ""; /* the open group with its point */
     size_t open = 0;
     for (size_t i = 0; i < index->setting_count; i++) {
         const char *key = index->texts + index->settings[i].key, *value = index->texts + index->settings[i].value;
@@ -47971,15 +47980,16 @@ static void dtrain__index_print_now(dtrain__json_writer *json, const dtrain__ind
     dtrain__json_end(json);
 }
 
-/* Prints a settled index into memory of its allocator, *text, which grows. */
+/* Prints a settled index to *text, memory of the index's allocator that grows. */
 static dtrain_status dtrain__index_print(const dtrain__index *index, char **text, size_t *bytes)
 {
     dtrain__json_writer json;
     dtrain__json_write_start(&json, NULL, 0);
     dtrain__index_print_now(&json, index);
     if (json.broken)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: a name, key or value is not UTF-8");
-    *bytes = json.bytes - 1 + DTRAIN__INDEX_TAIL; /* the tail takes the place of the last brace */
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "checkpoint: a name, key or value is not UTF-8: give UTF-8 texts");
+    *bytes = json.bytes - 1 + DTRAIN__INDEX_TAIL; /* the tail replaces the last brace */
     char *larger = (char *)dtrain__memory_grow(index->allocator, *text, 1, *bytes, 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index of %zu bytes", *bytes);
@@ -47992,13 +48002,12 @@ static dtrain_status dtrain__index_print(const dtrain__index *index, char **text
 }
 
 /* ---- reading ----
- * Functions that read give a value, or 0 after an error: the first one stays in the parser, and nothing is read after
- * it. */
+ * Functions that read return a value, or 0 after an error. The first error stays in the parser, and ends reading. */
 
 typedef struct dtrain__index_parser {
     dtrain__index *index;
     dtrain__json_reader json;
-    size_t base_file; /* files of this text are numbered from here on */
+    size_t base_file; /* number of the first file of this text */
     dtrain_status status;
 } dtrain__index_parser;
 
@@ -48009,7 +48018,7 @@ static DTRAIN__NOINLINE void dtrain__index_bad(dtrain__index_parser *parser, siz
                                       parser->index->where, offset, what);
 }
 
-/* Reads the next token, which must be of a kind; `what` says what is expected. Returns 0 after an error. */
+/* Reads the next token, which must be of a kind; `what` says what was expected. Returns 0 after an error. */
 static DTRAIN__NOINLINE int dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
                                                  dtrain__json_kind kind, const char *what)
 {
@@ -48023,18 +48032,18 @@ static uint64_t dtrain__index_u64(dtrain__index_parser *parser, uint64_t most)
 {
     dtrain__json_token token;
     uint64_t value = 0;
-    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected") &&
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "expected a number") &&
         (!dtrain__json_u64(&parser->json, &token, &value) || value > most))
         dtrain__index_bad(parser, token.begin, "not a whole number, or too large a one");
     return parser->status == DTRAIN_OK ? value : 0;
 }
 
-/* Keeps the text of a STRING or KEY, and gives where; zero bytes are refused where it is a name. */
+/* Keeps the text of a STRING or KEY, and returns its place. A name must not be empty or have a zero byte. */
 static size_t dtrain__index_keep(dtrain__index_parser *parser, const dtrain__json_token *token, int is_name,
                                  size_t *length)
 {
     dtrain__index *index = parser->index;
-    size_t at = index->text_bytes, most = token->end - token->begin; /* unescaped, a text is no longer */
+    size_t at = index->text_bytes, most = token->end - token->begin; /* unescaping never makes a text longer */
     *length = 0;
     if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, at, most + 1)) {
         parser->status = DTRAIN_ERR_MEMORY;
@@ -48052,7 +48061,7 @@ static size_t dtrain__index_keep(dtrain__index_parser *parser, const dtrain__jso
 static size_t dtrain__index_string(dtrain__index_parser *parser, int is_name, size_t *length)
 {
     dtrain__json_token token;
-    int is_string = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
+    int is_string = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "expected a text");
     return is_string ? dtrain__index_keep(parser, &token, is_name, length) : 0;
 }
 
@@ -48061,10 +48070,10 @@ static void dtrain__index_open(dtrain__index_parser *parser, int is_object)
 {
     dtrain__json_token token;
     dtrain__index_expect(parser, &token, is_object ? DTRAIN__JSON_OBJECT : DTRAIN__JSON_ARRAY,
-                         is_object ? "an object was expected" : "a list was expected");
+                         is_object ? "expected an object" : "expected a list");
 }
 
-/* Reads the next key of the object that is open; returns 0 at its end. */
+/* Reads the next key of the open object; returns 0 at its end. */
 static int dtrain__index_next(dtrain__index_parser *parser, dtrain__json_token *key)
 {
     if (parser->status == DTRAIN_OK && dtrain__json_next(&parser->json, key) == DTRAIN__JSON_ERROR)
@@ -48072,7 +48081,7 @@ static int dtrain__index_next(dtrain__index_parser *parser, dtrain__json_token *
     return parser->status == DTRAIN_OK && key->kind == DTRAIN__JSON_KEY;
 }
 
-/* Whether the list that is open has another value, which is then read next. */
+/* Returns whether the open list has another value, which is read next. */
 static int dtrain__index_more(dtrain__index_parser *parser)
 {
     dtrain__json_reader before = parser->json;
@@ -48085,8 +48094,8 @@ static int dtrain__index_more(dtrain__index_parser *parser)
     return 1;
 }
 
-/* Takes a member that nobody else knows: a number or a plain text is a setting, an object is a group of them. Others,
- * and what is longer than settings are, are passed over. group: its name, at the top of the text an empty one. */
+/* Takes an unknown member. A number or a text without escapes is a setting, an object is a group of settings. Others,
+ * and texts too long for a setting, are skipped. group: the group's name, empty outside of one. */
 static void dtrain__index_read_setting(dtrain__index_parser *parser, const dtrain__json_token *key, const char *group)
 {
     char name[2 * DTRAIN__INDEX_SETTING] = "", value[DTRAIN__INDEX_SETTING] = "";
@@ -48107,13 +48116,13 @@ static void dtrain__index_read_setting(dtrain__index_parser *parser, const dtrai
         while (dtrain__index_next(parser, &token))
             dtrain__index_read_setting(parser, &token, name);
     } else {
-        dtrain__json_skip(&parser->json, &token); /* what is wrong there, the next token tells */
+        dtrain__json_skip(&parser->json, &token); /* the next token reports any error in it */
     }
 }
 
-/* Reads the key of the next member of the open object that is among names, which a NULL ends, and gives its number; -1
- * at the object's end. *seen gets its bit, so that none comes twice. Other members are passed over, or, where settings
- * is not NULL, are settings of that group. */
+/* Reads the key of the next known member of the open object. Returns its number in names, which a NULL ends, or -1 at
+ * the object's end. *seen has a bit for each name, so that none comes twice. Unknown members are settings of the group
+ * `settings`; if that is NULL, they are skipped. */
 static int dtrain__index_member(dtrain__index_parser *parser, const char *const *names, uint32_t *seen,
                                 const char *settings)
 {
@@ -48138,7 +48147,7 @@ static int dtrain__index_member(dtrain__index_parser *parser, const char *const 
     return -1;
 }
 
-/* Reads a list of at most DTRAIN_MAX_DIMS sizes; returns how many they are. */
+/* Reads a list of at most DTRAIN_MAX_DIMS sizes; returns their number. */
 static int dtrain__index_sizes(dtrain__index_parser *parser, size_t sizes[DTRAIN_MAX_DIMS])
 {
     int count = 0;
@@ -48178,7 +48187,7 @@ static void dtrain__index_take_piece(dtrain__index_parser *parser, const dtrain_
         size_t begin = boxed ? read->box[0][d] : 0, size = boxed ? read->box[1][d] : tensor->shape[d];
         if (begin > tensor->shape[d] || size > tensor->shape[d] - begin)
             dtrain__index_bad(parser, offset, "a box that reaches beyond its tensor");
-        elements *= size; /* at most the tensor's, which were checked */
+        elements *= size; /* no overflow: at most the tensor's, which were checked */
     }
     if (!(seen >> 4 & 1))
         read->piece.count = elements;
@@ -48226,7 +48235,7 @@ static dtrain_dtype dtrain__index_dtype(dtrain__index_parser *parser)
     return dtype;
 }
 
-/* Reads a tensor, whose name was kept: dtype and shape stand before pieces, as they are written. */
+/* Reads a tensor, after its name. dtype and shape must stand before pieces, as the writer puts them. */
 static void dtrain__index_read_tensor(dtrain__index_parser *parser, dtrain__index_tensor *tensor)
 {
     static const char *const names[] = {"dtype", "shape", "pieces", NULL};
@@ -48270,13 +48279,14 @@ static void dtrain__index_read_tensors(dtrain__index_parser *parser)
 
 /* ---- files and values ---- */
 
-/* The blocks that hold this many bytes. */
+/* Returns the number of blocks that hold this many bytes. */
 static uint64_t dtrain__index_blocks(uint64_t bytes)
 {
     return bytes / DTRAIN__INDEX_BLOCK + (bytes % DTRAIN__INDEX_BLOCK != 0);
 }
 
-/* Reads the object of a file, or in that the one of its hashes, whose own hashes are its blocks. */
+/* Reads the object of a data file. of_hashes: reads the object in it of the file of hashes, whose blocks are hashed
+ * here. */
 static void dtrain__index_read_hashed(dtrain__index_parser *parser, dtrain__index_file *file, int of_hashes)
 {
     static const char *const names[2][7] = {
@@ -48295,7 +48305,7 @@ static void dtrain__index_read_hashed(dtrain__index_parser *parser, dtrain__inde
             size_t offset = parser->json.offset, length = 0;
             hashed->name = dtrain__index_string(parser, 1, &length);
             if (parser->status == DTRAIN_OK && !dtrain__file_plain_name(index->texts + hashed->name, length))
-                dtrain__index_bad(parser, offset, "a file's name that is no plain one");
+                dtrain__index_bad(parser, offset, "a file's name with a directory or of another form");
         } else if (which == 5) {
             dtrain__index_read_hashed(parser, file, 1);
         } else if (!of_hashes) {
@@ -48327,7 +48337,7 @@ static void dtrain__index_read_files(dtrain__index_parser *parser)
         if (file.data.data_bytes > UINT64_MAX / 2 ||
             file.hashes.data_bytes != 8 * dtrain__index_blocks(file.data.data_bytes) ||
             file.block_count != dtrain__index_blocks(file.hashes.data_bytes))
-            dtrain__index_bad(parser, parser->json.offset, "a file with other numbers of hashes than of blocks");
+            dtrain__index_bad(parser, parser->json.offset, "a file with more or fewer hashes than blocks");
         if (parser->status == DTRAIN_OK)
             parser->status = DTRAIN__INDEX_ADD(index->allocator, index->files, index->file_count, file);
     }
@@ -48342,7 +48352,7 @@ static void dtrain__index_read_values(dtrain__index_parser *parser)
         dtrain__index_value value;
         value.key = dtrain__index_keep(parser, &token, 1, &value.key_length);
         value.value = dtrain__index_string(parser, 0, &value.value_length);
-        if (parser->status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
+        if (parser->status == DTRAIN_OK && index->parts == 0) /* facts and values come from the first part */
             parser->status = DTRAIN__INDEX_ADD(index->allocator, index->values, index->value_count, value);
     }
 }
@@ -48352,7 +48362,7 @@ static void dtrain__index_read_values(dtrain__index_parser *parser)
 static void dtrain__index_read_format(dtrain__index_parser *parser)
 {
     dtrain__json_token token;
-    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected") &&
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "expected a text") &&
         !dtrain__json_is(&parser->json, &token, DTRAIN__INDEX_FORMAT))
         dtrain__index_bad(parser, token.begin, "not the format \"" DTRAIN__INDEX_FORMAT "\"");
 }
@@ -48361,10 +48371,10 @@ static void dtrain__index_read_version(dtrain__index_parser *parser)
 {
     uint64_t version = dtrain__index_u64(parser, UINT64_MAX);
     if (parser->status == DTRAIN_OK && version != DTRAIN__INDEX_VERSION)
-        parser->status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                      "checkpoint index \"%s\" is of version %llu, and this dtrain knows %d: read it "
-                                      "with that which wrote it",
-                                      parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
+        parser->status = dtrain__fail(
+            NULL, DTRAIN_ERR_UNSUPPORTED,
+            "checkpoint index \"%s\" is of version %llu, expected %d: read it with the dtrain that wrote it",
+            parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
 }
 
 static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_facts *facts)
@@ -48386,7 +48396,7 @@ static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_f
         case 8: dtrain__index_read_values(parser); break;
         case 9: dtrain__index_read_files(parser); break;
         case 10: dtrain__index_read_tensors(parser); break;
-        case 11: /* checked before */
+        case 11: /* hash: checked before */
             dtrain__json_next(&parser->json, &token);
             dtrain__json_skip(&parser->json, &token);
             break;
@@ -48397,24 +48407,27 @@ static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_f
         dtrain__index_bad(parser, parser->json.offset, "the index lacks one of its members");
 }
 
-/* The text's last member is the hash of what comes before it. */
+/* Checks that the last member is the hash of what comes before it. */
 static dtrain_status dtrain__index_check_hash(const char *where, const char *text, size_t bytes)
 {
     char tail[DTRAIN__INDEX_TAIL + 1];
     if (bytes <= DTRAIN__INDEX_TAIL)
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\" has %zu bytes: it was cut", where,
-                            bytes);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_CORRUPT,
+            "checkpoint index \"%s\" has %zu bytes, too few for an index: it was cut; restore it, or load another step",
+            where, bytes);
     snprintf(tail, sizeof tail, ",\"hash\":\"%016llx\"}",
              (unsigned long long)dtrain__xxh64_of(text, bytes - DTRAIN__INDEX_TAIL, 0));
     if (memcmp(tail, text + bytes - DTRAIN__INDEX_TAIL, DTRAIN__INDEX_TAIL) == 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                        "checkpoint index \"%s\": its %zu bytes have not the hash that ends it: it was damaged or cut",
+                        "checkpoint index \"%s\": its %zu bytes do not have the hash that ends it: it was damaged or "
+                        "cut; restore it, or load another step",
                         where, bytes);
 }
 
-/* Adds a text, of a part or of a whole, to an index; `where` names it for error texts. A second part must be of the
- * same save. */
+/* Adds a text, of a part or of a whole, to an index. `where` names it in error texts. Every part must be of the same
+ * save. */
 static dtrain_status dtrain__index_read(dtrain__index *index, const char *where, const char *text, size_t bytes)
 {
     dtrain__index_parser parser;
@@ -48438,7 +48451,7 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
     if (index->parts > 0 && (!dtrain__index_same_save(&facts.id, &index->facts.id) || facts.step != index->facts.step ||
                              facts.world_size != index->facts.world_size))
         return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                            "checkpoint: part \"%s\" is of step %llu on %llu ranks, the first one of step %llu on "
+                            "checkpoint: part \"%s\" is of step %llu on %llu ranks, the first part of step %llu on "
                             "%llu: save the same step on every rank",
                             where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
                             (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
@@ -48447,7 +48460,7 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
     return DTRAIN_OK;
 }
 
-/* The same of a file, of at most `most` bytes. */
+/* Adds the text of a file of at most `most` bytes. */
 static dtrain_status dtrain__index_read_file(dtrain__index *index, int directory, const char *name, uint64_t most,
                                              uint64_t *bytes_read)
 {
@@ -48464,8 +48477,8 @@ static dtrain_status dtrain__index_read_file(dtrain__index *index, int directory
 #endif
 
 /* ---- >>piece ----
- * The pieces of a state: its lists asked in turn, what they list checked and copied. The same lists, made by the same
- * calls, say what is saved and where it goes when it is loaded. */
+ * Asks the lists of a state for their pieces, one list after the other, and checks and copies what they list. The same
+ * lists, made by the same calls, say what is saved and where it goes in a load. */
 #ifndef DTRAIN__PIECE
 #define DTRAIN__PIECE
 
@@ -48501,7 +48514,7 @@ static void dtrain__piece_visit(void *user, const dtrain_piece *piece)
     list->bytes += bytes;
 }
 
-/* Whether a name ends as that of optimizer state. */
+/* Returns whether a name ends as names of optimizer state do. */
 static int dtrain__piece_is_state(const char *name, size_t length)
 {
     const char *suffix;
@@ -48513,7 +48526,7 @@ static int dtrain__piece_is_state(const char *name, size_t length)
     return 0;
 }
 
-/* What is wrong with a name; NULL: nothing. */
+/* Returns what is wrong with a name, or NULL. */
 static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
 {
     size_t length = strlen(piece->name);
@@ -48522,14 +48535,14 @@ static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
     return dtrain__safetensors_is_utf8(piece->name, length) ? NULL : "is not UTF-8";
 }
 
-/* Checks a piece; one of an element a step gets its size. */
+/* Checks a piece. One with an element a step gets its size. */
 static dtrain_status dtrain__piece_settle(dtrain_piece *piece, size_t index, uint64_t step, int rank)
 {
     dtrain__region region;
     if (piece->per_step && piece->ndim == 1) {
         if (rank == 0 && step > piece->shape[0])
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "checkpoint: it is of step %llu, and \"%.200s\" has room for %zu steps: give it more",
+                                "checkpoint: it is of step %llu, and \"%.200s\" has room for %zu steps: make it larger",
                                 (unsigned long long)step, piece->name, piece->shape[0]);
         piece->shape[0] = (size_t)step;
         piece->count = rank == 0 ? (size_t)step : 0;
@@ -48539,11 +48552,13 @@ static dtrain_status dtrain__piece_settle(dtrain_piece *piece, size_t index, uin
     if (bad != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the name \"%.200s\" %s", piece->name, bad);
     if (status == DTRAIN_OK && piece->count > 0 && piece->data == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: a piece of \"%.200s\" has no data", piece->name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "checkpoint: a piece of \"%.200s\" has no data: give the address of its elements",
+                            piece->name);
     return status;
 }
 
-/* Lists and checks all pieces of a state as of a step; lister: who asks, but for where pieces go. */
+/* Lists and checks all pieces of a state at a step. lister: who asks, without where pieces go. */
 static dtrain_status dtrain__piece_collect(dtrain__piece_list *list, dtrain__lister lister,
                                            const dtrain_checkpoint_state *state, uint64_t step,
                                            dtrain_allocator *allocator)
@@ -48568,26 +48583,26 @@ static dtrain_status dtrain__piece_collect(dtrain__piece_list *list, dtrain__lis
 #endif
 
 /* ---- >>part ----
- * One rank's part of a save: which of its pieces it writes, where they wait, and the three files: the data, the hashes
- * of its blocks, and last the mark, which says that the other two are on the disk and what is in them. Files carry the
- * number of the save, so that what an earlier one has left, or a rank that was taken for dead still writes, is never
- * taken for this one's. */
+ * One rank's part of a save: which pieces it writes, their copies, and three files. They are the data, the hashes of
+ * its blocks, and last the mark, which says that the other two are on the disk and what they hold. File names have the
+ * number of the save. So files of an earlier save, or of a rank taken for dead that still writes, are never taken for
+ * this one's. */
 #ifndef DTRAIN__PART
 #define DTRAIN__PART
 
-#define DTRAIN__PART_GRAIN 4096 /* elements of a copied piece that go to one rank at least */
+#define DTRAIN__PART_GRAIN 4096 /* fewest elements of a copied piece that one rank writes */
 #define DTRAIN__PART_NAME 112   /* bytes of a file's name */
 
 /* One piece on its way to the file. */
 typedef struct dtrain__part_item {
-    size_t name; /* in the file, among the texts of the part */
+    size_t name; /* its name in the file, among the texts of the part */
     dtrain_dtype dtype;
     int ndim;
     size_t shape[DTRAIN_MAX_DIMS];
     const void *data;
     size_t bytes;
-    dtrain_device *device; /* whose memory data is; NULL: the CPU's */
-    dtrain__staging *way;  /* to it, while the file is written */
+    dtrain_device *device; /* that has the data; NULL: the CPU */
+    dtrain__staging *way;  /* from the device, while the file is written */
 } dtrain__part_item;
 
 typedef struct dtrain__part_writer {
@@ -48598,7 +48613,7 @@ typedef struct dtrain__part_writer {
     dtrain__part_item *items;
     dtrain_safetensors_source *sources;
     unsigned char *staging;
-    uint64_t *blocks; /* hashes */
+    uint64_t *blocks; /* their hashes */
     char *text;
     size_t item_count;
 } dtrain__part_writer;
@@ -48617,14 +48632,14 @@ static void dtrain__part_free(dtrain__part_writer *part)
 
 /* ---- names ---- */
 
-/* rank-00003.0123456789abcdef-7.done: rank 3's, of save 7 of the checkpointer 0123456789abcdef. */
+/* Writes a name as rank-00003.0123456789abcdef-7.done: rank 3, save 7 of the checkpointer 0123456789abcdef. */
 static void dtrain__part_name(char out[DTRAIN__PART_NAME], int rank, const dtrain__index_save_id *id, const char *tail)
 {
     snprintf(out, DTRAIN__PART_NAME, "rank-%05d.%016llx-%llu.%s", rank, (unsigned long long)id->nonce,
              (unsigned long long)id->counter, tail);
 }
 
-/* Reads a whole number of at most 20 digits; returns what follows it, or NULL. */
+/* Reads a whole number of at most 20 digits. Returns what follows it, or NULL. */
 static const char *dtrain__part_digits(const char *text, uint64_t *value)
 {
     int digits = 0;
@@ -48637,8 +48652,7 @@ static const char *dtrain__part_digits(const char *text, uint64_t *value)
     return digits > 0 ? text : NULL;
 }
 
-/* Takes a name apart; the dot before a temporary file's is passed over. Returns the tail, or NULL for a name of another
- * form. */
+/* Takes a name apart, without the dot of a temporary file. Returns the tail, or NULL for a name of another form. */
 static const char *dtrain__part_parse(const char *name, int *rank, dtrain__index_save_id *id)
 {
     uint64_t number;
@@ -48667,20 +48681,21 @@ static void dtrain__part_step_name(char out[32], uint64_t step)
     snprintf(out, 32, "step-%llu", (unsigned long long)step);
 }
 
-/* Whether a name is that of a step's directory. */
+/* Returns whether a name is that of a step's directory. */
 static int dtrain__part_is_step(const char *name, uint64_t *step)
 {
     char again[32];
     const char *end = strncmp(name, "step-", 5) == 0 ? dtrain__part_digits(name + 5, step) : NULL;
     if (end == NULL || *end != '\0')
         return 0;
-    dtrain__part_step_name(again, *step); /* no leading zeros */
+    dtrain__part_step_name(again, *step); /* refuses leading zeros */
     return strcmp(again, name) == 0;
 }
 
 /* ---- what is written ---- */
 
-/* The range of its data that this rank writes of a piece: copies are dealt in grains, tensors of one grain by name. */
+/* Gives the range of a piece that this rank writes. Copies are dealt in grains; a tensor of one grain is dealt by its
+ * name. */
 static size_t dtrain__part_share(const dtrain__part_writer *part, const dtrain_piece *piece, size_t *begin)
 {
     int copies = piece->copies > 0 ? piece->copies : 1;
@@ -48703,7 +48718,7 @@ static size_t dtrain__part_share(const dtrain__part_writer *part, const dtrain_p
     return end - *begin;
 }
 
-/* Names a tensor in the index, and gives the place of its name. */
+/* Enters a tensor into the index, and gives the place of its name. */
 static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain_piece *piece)
 {
     dtrain__index *index = &part->index;
@@ -48725,8 +48740,8 @@ static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain
     return DTRAIN__INDEX_ADD(index->allocator, index->tensors, index->tensor_count, tensor);
 }
 
-/* The name in the file: the tensor's own where it is there in one piece, NAME#number elsewhere. A # in the first kind
- * would let two meet, so that it has a number, too. */
+/* Names a piece in the file: as the tensor if it is whole there, else NAME#number. A whole one whose name has a # gets
+ * a number too, so that two names never meet. */
 static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtrain__region *region, size_t number,
                                             dtrain__part_item *item, dtrain__index_piece *entry)
 {
@@ -48747,7 +48762,8 @@ static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtr
     return DTRAIN_OK;
 }
 
-/* Elements [begin, begin + count) of a piece's data: with the shape of its box where they are all of it. */
+/* Fills in elements [begin, begin + count) of a piece's data. If they are all of it, the item has the shape of its box.
+ */
 static void dtrain__part_data(dtrain__part_item *item, const dtrain_piece *piece, const dtrain__region *region,
                               size_t begin, size_t count)
 {
@@ -48796,7 +48812,7 @@ static dtrain_status dtrain__part_take(dtrain__part_writer *part, const dtrain_p
     return DTRAIN__INDEX_ADD(part->allocator, part->items, part->item_count, item);
 }
 
-/* Whether no key comes twice among the values that were entered. */
+/* Checks that no key comes twice among the values. */
 static dtrain_status dtrain__part_values_once(dtrain__part_writer *part)
 {
     dtrain__index *index = &part->index;
@@ -48817,7 +48833,8 @@ static dtrain_status dtrain__part_values_once(dtrain__part_writer *part)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu values", index->value_count);
     return twice == index->value_count
                ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the key \"%.200s\" of value %zu comes twice",
+               : dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "checkpoint: the key \"%.200s\" of value %zu comes twice: give each key once",
                               index->texts + index->values[twice].key, twice);
 }
 
@@ -48825,18 +48842,20 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
 {
     dtrain__index *index = &part->index;
     if (state->value_count > 0 && state->values == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: %zu values are promised, but values is NULL",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "checkpoint: value_count is %zu and values is NULL: give the values, or 0",
                             state->value_count);
     for (size_t i = 0; i < state->value_count; i++) {
         const dtrain_safetensors_pair *pair = &state->values[i];
         dtrain__index_value value;
         if (pair->key == NULL || pair->value == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: value %zu has no key or no value", i);
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "checkpoint: the key or value of value %zu is NULL: give both", i);
         size_t key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
         size_t value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
         if (key_length == 0 || memchr(pair->key, 0, key_length) != NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "checkpoint: the key of value %zu is empty or has a zero byte", i);
+                                "checkpoint: the key of value %zu is empty or has a zero byte: give it another", i);
         if (dtrain__index_pair(index, pair->key, key_length, pair->value, value_length, &value) != DTRAIN_OK ||
             DTRAIN__INDEX_ADD(index->allocator, index->values, index->value_count, value) != DTRAIN_OK)
             return DTRAIN_ERR_MEMORY;
@@ -48850,7 +48869,7 @@ static dtrain_status dtrain__part_set(void *owner, const char *key, const char *
     return dtrain__index_set(&((dtrain__part_writer *)owner)->index, key, value);
 }
 
-/* Says what this rank writes of a state; data stays where it is. */
+/* Lists what this rank writes of a state; the data stays where it is. */
 static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrain_checkpoint_state *state,
                                           const dtrain__index_save_id *id, int ranks)
 {
@@ -48870,7 +48889,7 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
 
 DTRAIN__FAST_BEGIN
 #ifdef __SSE2__
-/* 64 bytes past the caches; `to` is aligned. */
+/* Copies 64 bytes past the caches; `to` is aligned. */
 static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 {
     __m128i line[4];
@@ -48882,9 +48901,9 @@ static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 }
 #endif
 
-/* Copies to a buffer that another thread reads, much later: past the caches, which spares reading the lines that are
- * overwritten, and four pages at a time, which keeps more of the memory busy; memcpy does so for a large copy alone,
- * and a state is many. `to` is aligned to 64 bytes. */
+/* Copies to a buffer that another thread reads much later; `to` is aligned to 64 bytes. Streaming stores spare reading
+ * the lines that are overwritten. Four pages at a time keep more of the memory busy. memcpy does so only for large
+ * copies, and a state is many small ones. */
 static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     size_t done = 0;
@@ -48921,13 +48940,13 @@ static dtrain_status dtrain__part_stage_items(dtrain__part_writer *part)
     return status;
 }
 
-/* Copies what is to be written to the staging buffer, so that the program may go on. */
+/* Copies the items to the staging buffer, so that the program may change its data. */
 static dtrain_status dtrain__part_stage(dtrain__part_writer *part)
 {
     size_t all = 0;
     for (size_t i = 0; i < part->item_count; i++)
         all += (part->items[i].bytes + 63) / 64 * 64;
-    if (all > dtrain__memory_bytes(part->staging)) { /* nothing of the old one is needed */
+    if (all > dtrain__memory_bytes(part->staging)) { /* the old buffer's contents are not needed */
         dtrain__free(part->allocator, part->staging);
         part->staging = (unsigned char *)dtrain__alloc(part->allocator, all);
         if (part->staging == NULL)
@@ -48941,7 +48960,7 @@ static dtrain_status dtrain__part_stage(dtrain__part_writer *part)
 
 /* ---- hashed files ---- */
 
-/* Hashes a file's header and the blocks of its data on the way to the disk. */
+/* Hashes a file's header and data blocks while they are written. */
 typedef struct dtrain__part_sink {
     dtrain__file_temp temp;
     dtrain__xxh64 hash;
@@ -48951,7 +48970,8 @@ typedef struct dtrain__part_sink {
     size_t block_count;
 } dtrain__part_sink;
 
-/* The bytes up to where the next hash ends, in which all of the header but its length is one. */
+/* Returns the bytes up to the end of the range being hashed: the header's length, the rest of the header, or a block.
+ */
 static uint64_t dtrain__part_left(const dtrain__part_sink *sink)
 {
     if (sink->seen < 8)
@@ -48988,7 +49008,7 @@ static dtrain_status dtrain__part_to_file(void *user, const void *data, size_t b
     return dtrain__file_temp_write(&sink->temp, data, bytes);
 }
 
-/* Writes a file, and says what it is hashed to; blocks has room. */
+/* Writes a file and gives its hashes. `blocks` has room for them. */
 static dtrain_status dtrain__part_put(dtrain__part_writer *part, int directory, const char *name, size_t count,
                                       dtrain__index_hashed *file, uint64_t *blocks)
 {
@@ -49009,14 +49029,14 @@ static dtrain_status dtrain__part_put(dtrain__part_writer *part, int directory, 
     return dtrain__file_temp_end(&sink.temp, status, part->no_sync);
 }
 
-/* Supplies a range of an item on a device. */
+/* Supplies a range of an item that is on a device. */
 static dtrain_status dtrain__part_fill(void *user, uint64_t offset, void *out, size_t bytes)
 {
     const dtrain__part_item *item = (const dtrain__part_item *)user;
     return dtrain__staging_read(item->way, item->device, out, (const unsigned char *)item->data + offset, bytes);
 }
 
-/* Writes the data file; its hashes are then in part->blocks. */
+/* Writes the data file, and leaves its hashes in part->blocks. */
 static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int directory, const char *name,
                                            dtrain__index_hashed *file)
 {
@@ -49067,7 +49087,7 @@ static dtrain_status dtrain__part_put_hashes(dtrain__part_writer *part, int dire
     return dtrain__part_put(part, directory, name, 1, &file->hashes, index->numbers + file->blocks);
 }
 
-/* Writes data and hashes, and enters them into the part's index, which is then printed to part->text. */
+/* Writes data and hashes, enters them into the part's index, and prints that to part->text. */
 static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory, size_t *bytes)
 {
     dtrain__index *index = &part->index;
@@ -49095,63 +49115,63 @@ static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory
 #endif
 
 /* ---- >>save ----
- * How the parts of all ranks become a checkpoint. Each rank writes its files and then a mark that they are on the disk.
+ * Makes a checkpoint of the parts of all ranks. Each rank writes its files, and then a mark that they are on the disk.
  * When rank 0 has seen all marks of this save it writes the index, which makes the checkpoint visible. Then it replaces
  * latest, and then it removes what is old. Each name is synced in its directory before the next step.
  *
- * With local, each rank makes its own part visible and removes its own; the newest save that all ranks have must stay
+ * With local, each rank makes its own part visible and removes its own. The newest save that all ranks have must stay
  * on each of them. */
 #ifndef DTRAIN__SAVE
 #define DTRAIN__SAVE
 
 #define DTRAIN__SAVE_INDEX "index.json"
-#define DTRAIN__SAVE_BEFORE "index.before.json" /* local: of the save of this step that the index has replaced */
+#define DTRAIN__SAVE_BEFORE "index.before.json" /* local: the index that a later save of the step has replaced */
 #define DTRAIN__SAVE_LATEST "latest"
-/* That network file systems get to show what a rank wrote last. */
+/* Time for network file systems to show what a rank wrote last. */
 #define DTRAIN__SAVE_LEFT_NS DTRAIN__TUNED(save_left_ns, 10000000000)
-#define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
+#define DTRAIN__SAVE_WHY 400 /* bytes of the error that a failed rank tells the others */
 
 struct dtrain_checkpoint {
-    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator own; /* used if the caller gives none */
     dtrain_allocator *allocator;
-    dtrain_comm *comm; /* NULL: alone */
+    dtrain_comm *comm; /* NULL: one rank */
     int rank, ranks;
     int keep_last, local, no_verify, no_sync;
     int64_t timeout_ms;
-    char path[400];           /* the directory of the desc, for texts */
-    int base;                 /* the same, open */
-    int directory;            /* where steps are: the same, or with local this rank's in it */
-    dtrain__lock lock;        /* of rank 0, or with local of each rank, on it */
-    int refused;              /* the errno with which it refuses to be written; 0: none */
-    dtrain__index_save_id id; /* of the last call; that of the save under way is among the facts of the part */
+    char path[400];           /* desc.directory, for texts */
+    int base;                 /* desc.directory, open */
+    int directory;            /* holds the steps: base, or with local this rank's own in it */
+    dtrain__lock lock;        /* of that directory: rank 0's, with local every rank's */
+    int refused;              /* errno if it may not be written; 0: it may */
+    dtrain__index_save_id id; /* of the last call; part.index.facts has that of the save under way */
     dtrain__index_save_id replaced;
     int replaces;
-    dtrain__index_facts last;   /* of the save whose part this rank has brought to its disk last; counter 0: none */
-    dtrain__index_facts common; /* local: of the newest save whose part every rank is known to have; counter 0: none */
+    dtrain__index_facts last;   /* of the last save whose part this rank has on its disk; counter 0: none */
+    dtrain__index_facts common; /* local: of the newest save that every rank is known to have; counter 0: none */
     dtrain__part_writer part;
-    dtrain__index whole; /* rank 0: of all parts */
+    dtrain__index whole; /* rank 0: the index of all parts */
     char *text;
-    int same_last;       /* at the last agreement all told the same last save */
-    int unheard;         /* the last agreement broke off: other ranks may have come to one */
-    unsigned char *seen; /* ranks whose mark is there */
+    int same_last;       /* in the last agreement all ranks named the same last save */
+    int unheard;         /* the last agreement broke off; other ranks may have agreed */
+    unsigned char *seen; /* per rank: its mark was seen */
     uint64_t *steps;     /* found in the directory */
     size_t step_count;
-    dtrain__worker worker; /* of an asynchronous save, until the caller has taken its result */
+    dtrain__worker worker; /* runs an asynchronous save, until the caller has its result */
     dtrain__worker_job job;
-    uint32_t leaving; /* set by destroy: wait for no other rank's work */
-    int untold;       /* result is an error that the caller has not seen */
+    uint32_t leaving; /* set by destroy: do not wait for other ranks' work */
+    int untold;       /* result is an error that no call has returned */
     dtrain__error result, error;
     dtrain__index loaded; /* the index that was loaded last */
 };
 
-/* The number of the save under way. */
+/* Returns the number of the save under way. */
 static DTRAIN__NOINLINE const dtrain__index_save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
 {
     return &ckpt->part.index.facts.id;
 }
 
-/* Gives all ranks the status of the first that failed, and its text, and tells them which calls and saves this rank has
- * made. Whoever is behind in the count of calls goes on from the highest. */
+/* Gives all ranks the status and text of the first rank that failed. Tells them this rank's count of calls and last
+ * save. A rank with a lower count takes the highest. */
 static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status status, dtrain__alike *alike)
 {
     uint64_t last = ckpt->last.id.counter;
@@ -49168,12 +49188,12 @@ static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status st
     ckpt->same_last = alike->most[1] == last && alike->most[2] == ~last;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
-    if (alike->unheard && failed) /* that may be why */
+    if (alike->unheard && failed) /* that may be why it broke off */
         snprintf(who, sizeof who, "rank %d: ", ckpt->rank);
     return dtrain__fail(&ckpt->error, status, "%s%s", who, dtrain__thread_error.text);
 }
 
-/* The one line that is compared, or NULL: none is. */
+/* Gives the one line to compare; `given` NULL: none. */
 static int dtrain__save_line(const void *given, size_t index, dtrain__alike_line *line)
 {
     if (index > 0 || given == NULL)
@@ -49182,7 +49202,7 @@ static int dtrain__save_line(const void *given, size_t index, dtrain__alike_line
     return 1;
 }
 
-/* The same, where a number must be the same on all ranks, too; compared NULL: none must. */
+/* Does the same; a number must also be equal on all ranks, unless `compared`, its name, is NULL. */
 static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
                                                          const char *compared)
 {
@@ -49195,12 +49215,12 @@ static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt
 }
 
 /* ---- saves that all ranks have, with local ----
- * Every save begins with an agreement, in the caller's thread, at which no rank has a save under way. Each rank says
- * which save it has ended last. If all name the same one, it is the newest common save. That one stays, beside the
- * newest keep_last of this rank. A save of the same step replaces the index of a common one: the old index is kept,
- * under another name, until a later save is common. */
+ * Every save begins with an agreement in the caller's thread, when no rank has a save under way. Each rank names the
+ * last save that it has ended. If all name the same one, it is the newest common save. It stays, beside this rank's
+ * newest keep_last. If a save of the same step replaces the index of a common one, the old index is kept under another
+ * name until a later save is common. */
 
-/* Whether a save may be the only one that all ranks have. */
+/* Returns whether a save may be the only one that all ranks have. */
 static int dtrain__save_is_common(const dtrain_checkpoint *ckpt, const dtrain__index_save_id *id)
 {
     return ckpt->common.id.counter == 0 || dtrain__index_same_save(id, &ckpt->common.id);
@@ -49208,13 +49228,13 @@ static int dtrain__save_is_common(const dtrain_checkpoint *ckpt, const dtrain__i
 
 /* ---- directories ---- */
 
-/* Makes a directory where there is none, brings its name to the disk, and opens it. */
+/* Makes a directory if it does not exist, brings its name to the disk, and opens it. */
 static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, int no_sync)
 {
     if (dtrain__file_sys_mkdir(parent, name) == 0) {
         int error = no_sync ? 0 : dtrain__file_sync_directory(parent);
         if (error != 0)
-            return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: directory \"%s\" did not reach the disk: %s", name,
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: bringing directory \"%s\" to the disk: %s", name,
                                 strerror(error));
     } else if (errno != EEXIST) {
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: making directory \"%s\": %s", name, strerror(errno));
@@ -49222,7 +49242,7 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
 
-/* Whether a file is there and can be read. */
+/* Returns whether a file exists and can be read. */
 static int dtrain__save_opens(int directory, const char *name)
 {
     int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
@@ -49230,8 +49250,8 @@ static int dtrain__save_opens(int directory, const char *name)
     return fd >= 0;
 }
 
-/* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say, or a time that
- * they do not count to. */
+/* Returns when a file changed last, in nanoseconds. If the system does not say, or the time does not fit, returns
+ * INT64_MAX, newer than all. */
 static int64_t dtrain__save_changed(int directory, const char *name)
 {
     struct stat status;
@@ -49243,7 +49263,7 @@ static int64_t dtrain__save_changed(int directory, const char *name)
     return when;
 }
 
-/* Reads which save an index is of; 0: there is none, or none that can be read. */
+/* Reads which save an index is of. Returns 0 if there is no readable index. */
 static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, const char *name, dtrain__index_save_id *id)
 {
     dtrain__error before = dtrain__thread_error;
@@ -49259,7 +49279,7 @@ static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, const ch
 
 /* ---- this rank's part ---- */
 
-/* Removes this rank's files of the last save; only where no index can list them. */
+/* Removes this rank's files of the last save. Call it only if no index can list them. */
 static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
 {
     static const char *const tails[] = {"done", "safetensors", "hashes.safetensors"};
@@ -49276,7 +49296,7 @@ static int dtrain__save_is_there(int directory, const char *name)
     return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
 }
 
-/* Whether the index may list the files of this save: it is in place before its directory is synced. */
+/* Returns whether the index may list the files of this save: it is in place before its directory is synced. */
 static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
 {
     dtrain__index_save_id id;
@@ -49285,7 +49305,7 @@ static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
                : dtrain__save_is_there(directory, DTRAIN__SAVE_INDEX);
 }
 
-/* With local: keeps the index that this save will replace, where other ranks may get no further than what it lists. */
+/* With local: keeps the index that this save will replace, if it may be the newest that all ranks have. */
 static dtrain_status dtrain__save_keep_before(dtrain_checkpoint *ckpt, int directory)
 {
     void *text = NULL;
@@ -49300,8 +49320,8 @@ static dtrain_status dtrain__save_keep_before(dtrain_checkpoint *ckpt, int direc
     return status;
 }
 
-/* Opens the step's directory, and writes this rank's files, and the mark last; with local, an index of this rank's own.
- * A mark that is there, though its directory did not reach the disk, may have been seen: the files stay. */
+/* Opens the step's directory and writes this rank's files, the mark last; with local, an index of its own instead. If
+ * the mark is in place, other ranks may have seen it, even if syncing failed: then the files stay. */
 static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
 {
     dtrain__part_writer *part = &ckpt->part;
@@ -49309,7 +49329,8 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
     size_t bytes = 0;
     if (ckpt->refused != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "checkpoint: the directory could not be written when the checkpointer was made: %s",
+                            "checkpoint: the directory could not be written when the checkpointer was created: %s: "
+                            "allow it, and create another",
                             strerror(ckpt->refused));
     dtrain__part_step_name(step, part->index.facts.step);
     dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
@@ -49335,9 +49356,9 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
 
 typedef struct dtrain__save_marks {
     dtrain_checkpoint *ckpt;
-    int count;   /* ranks whose mark is there */
-    int failed;  /* a rank that says it failed; -1: none */
-    int visible; /* rank 0 says that it has written the index */
+    int count;   /* marks seen */
+    int failed;  /* a rank that tells it failed; -1: none */
+    int visible; /* rank 0 has written the index */
 } dtrain__save_marks;
 
 static int dtrain__save_see_mark(void *user, const char *name)
@@ -49374,7 +49395,7 @@ static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory,
     return DTRAIN_ERR_IO;
 }
 
-/* A rank that has left without its mark; -1: there is none. Who waits for the index waits for rank 0 alone. */
+/* Returns a rank that has left without its mark, or -1. for_index: looks at rank 0 alone. */
 static int dtrain__save_left(const dtrain_checkpoint *ckpt, int for_index)
 {
     for (int rank = 0; rank < (for_index ? 1 : ckpt->ranks); rank++)
@@ -49383,7 +49404,7 @@ static int dtrain__save_left(const dtrain_checkpoint *ckpt, int for_index)
     return -1;
 }
 
-/* Says which ranks were not seen. */
+/* Lists the ranks whose marks were not seen. */
 static void dtrain__save_unseen(const dtrain_checkpoint *ckpt, dtrain__alike_ranks *ranks)
 {
     memset(ranks, 0, sizeof *ranks);
@@ -49405,16 +49426,17 @@ static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index, i
                             step, left, for_index ? "it wrote the index" : "its part was written");
     return for_index
                ? dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                              "checkpoint of step %llu: rank %d has waited %lld ms for rank 0 to write the index", step,
-                              ckpt->rank, (long long)(2 * ckpt->timeout_ms))
+                              "checkpoint of step %llu: rank %d has waited %lld ms for rank 0 to write the index: give "
+                              "a longer timeout_ms",
+                              step, ckpt->rank, (long long)(2 * ckpt->timeout_ms))
                : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                               "checkpoint of step %llu: nothing has come from rank %s for %lld ms: see that every "
                               "rank saves, or give a longer timeout_ms",
                               step, ranks.text, (long long)ckpt->timeout_ms);
 }
 
-/* Waits until all marks are there; for_index: until rank 0 says that the index is. Every turn lists the directory anew,
- * which makes network file systems look. Of a rank that has left, what it wrote last is awaited for a while. */
+/* Waits for all marks; for_index: until rank 0 has written the index. Every turn lists the directory anew, which makes
+ * network file systems look. If a rank has left, waits a while for what it wrote last. */
 static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, int for_index)
 {
     dtrain__save_marks marks = {ckpt, 0, -1, 0};
@@ -49447,7 +49469,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
     }
 }
 
-/* Tells the others that this rank's part of a save will not come; what goes wrong with that, their deadline tells. */
+/* Tells the others that this rank's part will not come. If that fails, they find out by their deadline. */
 static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, const dtrain__index_save_id *id)
 {
     dtrain__error kept = dtrain__thread_error;
@@ -49481,7 +49503,7 @@ static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
     }
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&ckpt->whole, 1);
-    if (status == DTRAIN_ERR_CORRUPT) /* it is the program's pieces that do not fit */
+    if (status == DTRAIN_ERR_CORRUPT) /* the program's pieces do not fit together */
         status = DTRAIN_ERR_INVALID;
     if (status == DTRAIN_OK)
         status = dtrain__index_print(&ckpt->whole, &ckpt->text, &bytes);
@@ -49499,27 +49521,28 @@ static dtrain_status dtrain__save_latest(dtrain_checkpoint *ckpt)
 }
 
 /* ---- removing what is old ----
- * Rank 0 alone removes, and only after its own save is visible: checkpoints before the newest keep_last, files that the
- * new index has replaced, and what interrupted saves have left. The number in a file's name says whose it is.
+ * Rank 0 alone removes, and only after its own save is visible. It removes checkpoints before the newest keep_last,
+ * files that the new index has replaced, and leftovers of interrupted saves. The number in a file's name says whose it
+ * is:
  *
- *   an earlier save of this checkpointer   dead: all its ranks have written a mark of the later one, which comes after
- *   a later save of this checkpointer      of a rank that is ahead
- *   another checkpointer                   may be of a save that still runs
+ *   an earlier save of this checkpointer   dead: all its ranks have written a mark of a later save
+ *   a later save of this checkpointer      in use: another rank is ahead
+ *   another checkpointer                   maybe in use by a save that still runs
  *
- * For the last case two things tell. Who saves holds the lock of the directory (>>lock) from its first save on. When a
- * job gets it, nobody else saves there, and all that no index lists is dead. Later, and where there are no locks, time
- * tells. A save that gets no new mark for timeout_ms gives up, so what has not changed for twice as long, by the clock
- * of the file system, is dead. */
+ * In the last case there are two ways to know. A saving job holds the lock of the directory (>>lock) from its first
+ * save on. When a job gets the lock, no other saves there, and all that no index lists is dead. Later, or without
+ * locks, time tells. A save gives up when no new mark comes for timeout_ms. So files that have not changed for twice as
+ * long, by the clock of the file system, are dead. */
 
-/* A step's directory, as it is looked through. */
+/* A step's directory that is being searched. */
 typedef struct dtrain__save_tidy {
     dtrain_checkpoint *ckpt;
     int directory;
-    int64_t now;                     /* of the file system */
-    int alone;                       /* nobody else saves: what is not of this checkpointer needs not be old */
-    int has_index, has_files, mixed; /* of more than one save */
+    int64_t now;                     /* by the file system's clock */
+    int alone;                       /* no other job saves: files of other checkpointers are dead at any age */
+    int has_index, has_files, mixed; /* mixed: files of more than one save */
     int has_before;
-    dtrain__index_save_id visible; /* of the index; without one, or where they are all of one save, of the first file */
+    dtrain__index_save_id visible; /* of the index; without one, or if not mixed, of the first file */
     dtrain__index_save_id before;
     int prunes;
 } dtrain__save_tidy;
@@ -49541,7 +49564,7 @@ static int dtrain__save_look(void *user, const char *name)
     return 0;
 }
 
-/* Whether nothing has changed for so long that whoever wrote it has given up. */
+/* Returns whether a file has not changed for so long that its writer has given up. */
 static int dtrain__save_old(const dtrain__save_tidy *tidy, int directory, const char *name)
 {
     int64_t when = tidy->alone ? 0 : dtrain__save_changed(directory, name);
@@ -49549,7 +49572,7 @@ static int dtrain__save_old(const dtrain__save_tidy *tidy, int directory, const 
            (when < tidy->now && tidy->now - when > dtrain__os_ms_to_ns(2 * tidy->ckpt->timeout_ms) + 2000000000);
 }
 
-/* Removes one file if it is nobody's. */
+/* Removes one file if it is dead. */
 static int dtrain__save_sweep(void *user, const char *name)
 {
     dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
@@ -49578,7 +49601,8 @@ static int dtrain__save_sweep(void *user, const char *name)
     return 0;
 }
 
-/* Makes a checkpoint, with prunes, and the one before it unless it is needed, none any more: first their indexes go. */
+/* Removes the indexes that are no longer needed: of a replaced save, and with prunes of the checkpoint. They go before
+ * their files. */
 static void dtrain__save_unlist(dtrain__save_tidy *tidy)
 {
     dtrain_checkpoint *ckpt = tidy->ckpt;
@@ -49593,7 +49617,7 @@ static void dtrain__save_unlist(dtrain__save_tidy *tidy)
         dtrain__file_sync_directory(tidy->directory);
 }
 
-/* Removes from a step's directory what is nobody's, and with prunes the checkpoint and the directory. */
+/* Removes dead files from a step's directory; with prunes, the checkpoint and the directory too. */
 static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step, int prunes)
 {
     dtrain_checkpoint *ckpt = base->ckpt;
@@ -49608,14 +49632,14 @@ static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step,
     dtrain__file_list(tidy.directory, dtrain__save_look, &tidy);
     if (tidy.has_index && tidy.mixed &&
         !dtrain__save_read_id(ckpt, tidy.directory, DTRAIN__SAVE_INDEX, &tidy.visible)) {
-        dtrain__file_close(tidy.directory); /* not to be told apart: left to somebody who looks */
+        dtrain__file_close(tidy.directory); /* cannot tell the saves apart: leaves them to a person */
         return;
     }
     dtrain__save_unlist(&tidy);
     dtrain__file_list(tidy.directory, dtrain__save_sweep, &tidy);
     dtrain__file_close(tidy.directory);
-    int used = tidy.alone && step == ckpt->part.index.facts.step;        /* by other ranks, that have begun */
-    if (prunes || (old && !tidy.has_index && !tidy.has_before && !used)) /* refused where anything is left in it */
+    int used = tidy.alone && step == ckpt->part.index.facts.step;        /* by ranks that have begun this save */
+    if (prunes || (old && !tidy.has_index && !tidy.has_before && !used)) /* fails unless it is empty */
         dtrain__file_sys_unlink(ckpt->directory, name, AT_REMOVEDIR);
 }
 
@@ -49651,31 +49675,32 @@ static int dtrain__save_has_index(int directory, uint64_t step)
     return dtrain__save_opens(directory, name);
 }
 
-/* What a save or a create that was killed has left beside the steps. */
+/* Removes leftovers of killed saves and creates beside the steps. */
 static int dtrain__save_sweep_base(void *user, const char *name)
 {
     dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
     int latest = strncmp(name, ".latest.", 8) == 0;
-    int shared = strncmp(name, ".shared-", 8) == 0 && !tidy->alone; /* readers leave it too, and have no lock */
+    int shared = strncmp(name, ".shared-", 8) == 0 && !tidy->alone; /* jobs that only read leave it too, and hold no
+                                                                       lock */
     if ((latest || shared) && dtrain__save_old(tidy, tidy->directory, name))
         dtrain__file_sys_unlink(tidy->directory, name, 0);
     return 0;
 }
 
-/* Whether the checkpoint of a step, of which `kept` are there from it on, is old. What all ranks have last stays. */
+/* Returns whether the checkpoint of a step is old, when `kept` exist from it on. The newest common one is not. */
 static int dtrain__save_prunes(const dtrain_checkpoint *ckpt, uint64_t step, int kept)
 {
     return ckpt->keep_last > 0 && kept > ckpt->keep_last &&
            (!ckpt->local || (ckpt->common.id.counter > 0 && step != ckpt->common.step));
 }
 
-/* Removes what is old. What goes wrong costs room on the disk, no checkpoint, and is tried again by the next save.
- * alone: before the first save, when nobody else saves. */
+/* Removes what is old. A failure costs disk space, no checkpoint; the next save tries again. alone: before the first
+ * save, when no other job saves. */
 static void dtrain__save_clear(dtrain_checkpoint *ckpt, int alone)
 {
     uint64_t step = ckpt->part.index.facts.step;
     char name[64];
-    int kept = !alone; /* the one that was saved */
+    int kept = !alone; /* the save just made */
     dtrain__error before = dtrain__thread_error;
     dtrain__save_tidy base;
     memset(&base, 0, sizeof base);
@@ -49689,7 +49714,7 @@ static void dtrain__save_clear(dtrain_checkpoint *ckpt, int alone)
     dtrain__save_list_steps(ckpt, ckpt->directory);
     for (size_t i = 0; i < ckpt->step_count; i++) {
         int whole = ckpt->steps[i] < step && dtrain__save_has_index(ckpt->directory, ckpt->steps[i]);
-        int may = ckpt->local || !alone; /* else latest may name an older one than the newest keep_last */
+        int may = ckpt->local || !alone; /* otherwise latest may name one older than the newest keep_last */
         kept += whole;
         dtrain__save_tidy_step(&base, ckpt->steps[i], whole && may && dtrain__save_prunes(ckpt, ckpt->steps[i], kept));
     }
@@ -49697,7 +49722,7 @@ static void dtrain__save_clear(dtrain_checkpoint *ckpt, int alone)
     dtrain__thread_error = before;
 }
 
-/* Who removes what is old takes the lock, and at first removes what killed saves have left. */
+/* Takes the lock on ranks that remove what is old. The first time it also removes leftovers of killed saves. */
 static dtrain_status dtrain__save_lock(dtrain_checkpoint *ckpt)
 {
     if ((ckpt->rank > 0 && !ckpt->local) || ckpt->refused != 0)
@@ -49709,8 +49734,8 @@ static dtrain_status dtrain__save_lock(dtrain_checkpoint *ckpt)
     return status;
 }
 
-/* Rank 0, when all marks are there; with local every rank, for itself. *visible: the index is in place, whatever went
- * wrong after that. tells: the others wait for a mark that says so. */
+/* Makes a save visible. Rank 0 does so when all marks are there; with local every rank does it for its own. Sets
+ * *visible if the index is in place, even after a later error. tells: leaves a mark that the others wait for. */
 static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory, int tells, int *visible)
 {
     char mark[DTRAIN__PART_NAME], shown[DTRAIN__PART_NAME];
@@ -49723,7 +49748,7 @@ static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory,
     for (int rank = 0; rank < ckpt->ranks && !ckpt->local; rank++) {
         dtrain__part_name(mark, rank, dtrain__save_current(ckpt), "done");
         dtrain__part_name(shown, rank, dtrain__save_current(ckpt), "visible");
-        if (rank == 0 && tells && ckpt->ranks > 1) /* a rename needs no room on the disk */
+        if (rank == 0 && tells && ckpt->ranks > 1) /* a rename needs no disk space */
             dtrain__file_sys_rename(directory, mark, directory, shown);
         else
             dtrain__file_sys_unlink(directory, mark, 0);
@@ -49732,7 +49757,7 @@ static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory,
     return DTRAIN_OK;
 }
 
-/* All of an asynchronous save but the copy. */
+/* Does all of an asynchronous save except the copy. */
 static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
 {
     int directory = -1, visible = 0, marked;
@@ -49758,27 +49783,27 @@ static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
 #endif
 
 /* ---- >>verify ----
- * Reading files whose blocks carry hashes. What is read is whole blocks, a window of them at a time, each checked
- * before a byte of it is given out; ranges that come in the order of the file read no block twice. Hashes come from a
- * file that is read in the same way, and whose own are in the index. Of files without hashes, as those of a model, what
- * is wanted is read, and short ranges with the rest of a page. */
+ * Reads files whose blocks carry hashes. It reads whole blocks, a window of them at a time, and checks each before it
+ * gives out a byte of it. Ranges in the order of the file read no block twice. The hashes come from a file that is read
+ * in the same way; its own hashes are in the index. Of files without hashes, such as a model's, it reads what is
+ * wanted; short ranges are read with the rest of their page. */
 #ifndef DTRAIN__VERIFY
 #define DTRAIN__VERIFY
 
-#define DTRAIN__VERIFY_WINDOW ((size_t)16 * DTRAIN__INDEX_BLOCK) /* bytes at a time: checked while in a cache */
+#define DTRAIN__VERIFY_WINDOW ((size_t)16 * DTRAIN__INDEX_BLOCK) /* bytes read at a time; they stay in a cache */
 #define DTRAIN__VERIFY_PAGE 4096
 
 typedef struct dtrain__verify_file {
     const char *name; /* for texts */
     int fd;           /* of `file` */
-    int borrowed;     /* 1: the file is somebody else's, who closes it */
+    int borrowed;     /* 1: its owner closes the file */
     dtrain_safetensors *file;
     uint64_t data_begin, data_bytes;
     unsigned char *window;
     size_t window_bytes;
-    uint64_t begin, end;              /* of the data that is in the window */
-    const uint64_t *hashes;           /* of the blocks; NULL: they are in `from` */
-    struct dtrain__verify_file *from; /* NULL too: nothing is checked */
+    uint64_t begin, end;              /* range of the data that is in the window */
+    const uint64_t *hashes;           /* of the blocks; NULL: `from` has them */
+    struct dtrain__verify_file *from; /* NULL, and hashes NULL: nothing is checked */
     uint64_t *bytes_read;
 } dtrain__verify_file;
 
@@ -49808,7 +49833,8 @@ static dtrain_status dtrain__verify_file_header(dtrain__verify_file *open, const
     }
     if (status == DTRAIN_OK && dtrain__xxh64_end(&hash) != entry->header_hash)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\": its header has not the hash that was saved: it was damaged",
+                              "checkpoint file \"%s\": its header does not have the hash that was saved: it was "
+                              "damaged; restore it, or load another step",
                               open->name);
     return status;
 }
@@ -49821,7 +49847,7 @@ static dtrain_status dtrain__verify_file_window(dtrain__verify_file *open, size_
                                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes", bytes);
 }
 
-/* Opens a file of an index; close it also after an error. */
+/* Opens a file of an index. Close it even after an error. */
 static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int directory, const char *name,
                                               const dtrain__index_hashed *entry, int verify, size_t window_bytes,
                                               dtrain_allocator *allocator, uint64_t *bytes_read)
@@ -49835,7 +49861,8 @@ static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int dir
     dtrain_status status = dtrain__file_open(&open->fd, &bytes, directory, name, "checkpoint");
     if (status == DTRAIN_OK && (bytes < entry->header_bytes || bytes - entry->header_bytes != entry->data_bytes))
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\" has %llu bytes, where the index says %llu and %llu: it was cut",
+                              "checkpoint file \"%s\" has %llu bytes, expected a header of %llu and data of %llu: it "
+                              "was cut; restore it, or load another step",
                               name, (unsigned long long)bytes, (unsigned long long)entry->header_bytes,
                               (unsigned long long)entry->data_bytes);
     if (status == DTRAIN_OK && verify)
@@ -49847,15 +49874,17 @@ static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int dir
     if (status != DTRAIN_OK)
         open->fd = -1; /* closed */
     if (status == DTRAIN_OK && dtrain__safetensors_header_bytes(open->file) != entry->header_bytes)
-        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\": its header has another length than the index says", name);
+        status = dtrain__fail(
+            NULL, DTRAIN_ERR_CORRUPT,
+            "checkpoint file \"%s\": its header has %llu bytes, expected %llu: restore it, or load another step", name,
+            (unsigned long long)dtrain__safetensors_header_bytes(open->file), (unsigned long long)entry->header_bytes);
     return status == DTRAIN_OK ? dtrain__verify_file_window(open, window_bytes, allocator) : status;
 }
 
 static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want, size_t each,
                                              const unsigned char **data, size_t *have);
 
-/* The hash that a block should have. */
+/* Gives the hash that a block should have. */
 static dtrain_status dtrain__verify_file_hash(dtrain__verify_file *open, uint64_t block, uint64_t *hash)
 {
     const unsigned char *data;
@@ -49875,7 +49904,7 @@ static int dtrain__verify_file_hashed(const dtrain__verify_file *open)
     return open->hashes != NULL || open->from != NULL;
 }
 
-/* Reads `bytes` bytes of the data, whole blocks where they are hashed, and checks them. */
+/* Reads `bytes` bytes of the data and checks them; whole blocks if they are hashed. */
 static dtrain_status dtrain__verify_file_read(dtrain__verify_file *open, uint64_t offset, uint64_t bytes,
                                               unsigned char *out)
 {
@@ -49887,11 +49916,11 @@ static dtrain_status dtrain__verify_file_read(dtrain__verify_file *open, uint64_
         uint64_t expected = 0, n = bytes - at < DTRAIN__INDEX_BLOCK ? bytes - at : DTRAIN__INDEX_BLOCK;
         status = dtrain__verify_file_hash(open, (offset + at) / DTRAIN__INDEX_BLOCK, &expected);
         if (status == DTRAIN_OK && dtrain__xxh64_of(out + at, (size_t)n, 0) != expected)
-            status = dtrain__fail(
-                NULL, DTRAIN_ERR_CORRUPT,
-                "checkpoint file \"%s\": bytes %llu to %llu have not the hash that was saved: they were damaged",
-                open->name, (unsigned long long)(open->data_begin + offset + at),
-                (unsigned long long)(open->data_begin + offset + at + n - 1));
+            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                  "checkpoint file \"%s\": bytes %llu to %llu do not have the hash that was saved: "
+                                  "they were damaged; restore it, or load another step",
+                                  open->name, (unsigned long long)(open->data_begin + offset + at),
+                                  (unsigned long long)(open->data_begin + offset + at + n - 1));
     }
     return status;
 }
@@ -49901,9 +49930,8 @@ static uint64_t dtrain__verify_least(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
-/* Gives the address of the data at an offset, and how many of the `want` bytes from there on are with it, at least
- * `each`, which is 8 at most. The range is inside the data, and where that is hashed, in its blocks at multiples of
- * `each`. */
+/* Gives the address of the data at an offset. *have: how many of the `want` bytes are there, at least `each`, which is
+ * at most 8. The range must be inside the data; in hashed data, offset must be a multiple of `each`. */
 static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want, size_t each,
                                              const unsigned char **data, size_t *have)
 {
@@ -49925,8 +49953,8 @@ static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t
     return DTRAIN_OK;
 }
 
-/* Reads straight to where it goes: *bytes of the `want` from an offset on. None where they are in the window, or too
- * few; where they are hashed, whole blocks alone. */
+/* Reads straight to `out`. *bytes: how many of the `want` bytes it read, whole blocks if they are hashed. It reads none
+ * if they are in the window or too few. */
 static dtrain_status dtrain__verify_file_direct(dtrain__verify_file *open, uint64_t offset, uint64_t want,
                                                 unsigned char *out, size_t *bytes)
 {
@@ -49940,14 +49968,14 @@ static dtrain_status dtrain__verify_file_direct(dtrain__verify_file *open, uint6
 
 /* ---- files of an index ---- */
 
-/* The file of an index that is open, with its hashes; one at a time. */
+/* The one open file of an index, with its hashes. */
 typedef struct dtrain__verify_reader {
     dtrain_allocator *allocator;
     const dtrain__index *index;
     int verify;
-    size_t open; /* which; NONE */
+    size_t open; /* its number; NONE: none is open */
     dtrain__verify_file data, hashes;
-    dtrain__staging way; /* to devices that are read into */
+    dtrain__staging way; /* to the devices that are loaded */
     uint64_t bytes_read;
 } dtrain__verify_reader;
 
@@ -49969,7 +49997,7 @@ static void dtrain__verify_close(dtrain__verify_reader *reader)
     reader->open = DTRAIN__INDEX_NONE;
 }
 
-/* Opens the file of a file's hashes. */
+/* Opens the file that holds a file's hashes. */
 static dtrain_status dtrain__verify_open_hashes(dtrain__verify_reader *reader, int directory,
                                                 const dtrain__index_file *file)
 {
@@ -49985,7 +50013,8 @@ static dtrain_status dtrain__verify_open_hashes(dtrain__verify_reader *reader, i
     if (tensor != NULL && tensor->dtype == DTRAIN_U64 && tensor->begin == file->hashes.header_bytes &&
         tensor->end - tensor->begin == file->hashes.data_bytes)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint file \"%s\" is no file of hashes",
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                        "checkpoint file \"%s\" does not hold the hashes that the index expects in it",
                         index->texts + file->hashes.name);
 }
 
@@ -50008,7 +50037,7 @@ static dtrain_status dtrain__verify_open(dtrain__verify_reader *reader, int dire
     return status;
 }
 
-/* The same of an open file of a model, which has no hashes. */
+/* Does the same for an open file of a model, which has no hashes. */
 static dtrain_status dtrain__verify_open_model(dtrain__verify_reader *reader, dtrain_safetensors *file, size_t number)
 {
     dtrain__verify_file *open = &reader->data;
@@ -50023,7 +50052,7 @@ static dtrain_status dtrain__verify_open_model(dtrain__verify_reader *reader, dt
     return dtrain__verify_file_window(open, DTRAIN__VERIFY_WINDOW, reader->allocator);
 }
 
-/* Finds a piece in the open file; *begin: where its data begins in the file's. */
+/* Finds a piece in the open file. *begin: where its data begins, in the file's data. */
 static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dtrain__index_piece *piece,
                                          uint64_t *begin)
 {
@@ -50041,7 +50070,7 @@ static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dt
         (dtrain__verify_file_hashed(&reader->data) &&
          (found->begin - reader->data.data_begin) % (dtrain_dtype_bits(tensor->dtype) / 8) != 0))
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\" has no tensor \"%.200s\" of %zu %s, which the index says it has",
+                              "checkpoint file \"%s\" lacks tensor \"%.200s\" of %zu %s, which the index expects in it",
                               reader->data.name, name, piece->count, dtrain_dtype_name(tensor->dtype));
     else
         *begin = found->begin - reader->data.data_begin;
@@ -50049,7 +50078,7 @@ static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dt
     return status;
 }
 
-/* Copies `count` elements of a file's data from a byte on, and converts them. */
+/* Copies and converts `count` elements of a file's data, from a byte on. */
 static dtrain_status dtrain__verify_copy(dtrain__verify_file *file, uint64_t offset, size_t count, dtrain_dtype from,
                                          void *out, dtrain_dtype to)
 {
@@ -50068,7 +50097,7 @@ static dtrain_status dtrain__verify_copy(dtrain__verify_file *file, uint64_t off
         if (status != DTRAIN_OK)
             return status;
         size_t n = have / from_bytes;
-        if (DTRAIN__FILE_SWAP) { /* the window stays as it is read */
+        if (DTRAIN__FILE_SWAP) { /* the window stays as it was read */
             n = n < sizeof turned / from_bytes ? n : sizeof turned / from_bytes;
             memcpy(turned, data, n * from_bytes);
             dtrain__safetensors_swap(turned, n * from_bytes, from);
@@ -50085,7 +50114,8 @@ static dtrain_status dtrain__verify_copy(dtrain__verify_file *file, uint64_t off
     return status;
 }
 
-/* Where data goes: memory of a device, NULL for the CPU's. A device's is there after dtrain__staging_wait. */
+/* Where data goes: memory of a device, or of the CPU for NULL. On a device it is complete after dtrain__staging_wait.
+ */
 typedef struct dtrain__verify_target {
     void *data;
     dtrain_dtype dtype;
@@ -50093,7 +50123,7 @@ typedef struct dtrain__verify_target {
     dtrain__staging *way;
 } dtrain__verify_target;
 
-/* The same to elements `at` to at + count of a target. */
+/* Does the same, to elements `at` to at + count of a target. */
 static dtrain_status dtrain__verify_put(dtrain__verify_file *file, uint64_t offset, size_t count, dtrain_dtype from,
                                         const dtrain__verify_target *to, size_t at)
 {
@@ -50117,8 +50147,8 @@ static dtrain_status dtrain__verify_put(dtrain__verify_file *file, uint64_t offs
     return status;
 }
 
-/* Puts what the regions of a stored piece and of a target share into the target. The stored one's data begins at a byte
- * of the file; packed: from there on the file has what they share, and nothing else. */
+/* Puts what a stored piece and a target share into the target. `begin` is where the piece's data begins in the file.
+ * packed: the file holds only what they share, from there on. */
 static dtrain_status dtrain__verify_share(dtrain__verify_file *file, uint64_t begin, int packed,
                                           const dtrain__region *have, dtrain_dtype dtype, const dtrain__region *want,
                                           const dtrain__verify_target *to, uint64_t *bytes)
@@ -50138,7 +50168,7 @@ static dtrain_status dtrain__verify_share(dtrain__verify_file *file, uint64_t be
     return status;
 }
 
-/* Reads what a stored piece, in the open file, and the region of a target share. */
+/* Reads what a stored piece of the open file and a target share. */
 static dtrain_status dtrain__verify_read(dtrain__verify_reader *reader, const dtrain__index_piece *piece,
                                          const dtrain__region *want, const dtrain__verify_target *to, uint64_t *bytes)
 {
@@ -50154,23 +50184,22 @@ static dtrain_status dtrain__verify_read(dtrain__verify_reader *reader, const dt
 #endif
 
 /* ---- >>load ----
- * From an index to a program's state: which checkpoint, what of it is asked for, what is missing or too much, and the
- * reading. All ranks agree after each step, so that an error of one is an error of all, and nothing is written before
- * every rank knows that all of it fits. A plain model is read by the same steps: its tensors are listed as an index
- * whose pieces are whole. */
+ * Loads an index into a program's state: chooses the checkpoint, compares it with what is asked for, and reads. All
+ * ranks agree after each step, so an error of one is an error of all. Nothing is written before every rank knows that
+ * all of it fits. A plain model goes through the same steps: its tensors become an index whose pieces are whole. */
 #ifndef DTRAIN__LOAD
 #define DTRAIN__LOAD
 
-/* How often a load is begun anew where one step was chosen again and again, and in all. */
+/* Most attempts at a load with the same step chosen each time, and in all. */
 enum { DTRAIN__LOAD_SAME = 5, DTRAIN__LOAD_ATTEMPTS = 100 };
 
-/* What a wanted piece is read from. */
+/* The tensor that a wanted piece is read from. */
 typedef struct dtrain__load_want {
-    size_t tensor; /* of the index; NONE: it is not there */
-    size_t piece;  /* of the wanted ones */
+    size_t tensor; /* in the index; NONE: not there */
+    size_t piece;  /* among the wanted ones */
 } dtrain__load_want;
 
-/* Something to be read: what a stored and a wanted piece share. */
+/* One read: what a stored and a wanted piece share. */
 typedef struct dtrain__load_job {
     size_t file, have, want;
 } dtrain__load_job;
@@ -50180,17 +50209,17 @@ typedef struct dtrain__load {
     dtrain_checkpoint_load_desc desc;
     dtrain_checkpoint_report report;
     dtrain__index index;
-    dtrain_safetensors_model *model; /* a plain one; NULL: a checkpoint */
+    dtrain_safetensors_model *model; /* of a plain model; NULL: a checkpoint */
     char step_name[32];
-    int directory; /* of the step; -1: of a model, or local */
-    int opened;    /* it was chosen, and its index read */
+    int directory; /* of the step; -1: a model, or local */
+    int opened;    /* a step was chosen and its index read */
     dtrain__piece_list list;
     dtrain__load_want *wants;
-    unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
+    unsigned char *flags; /* for each tensor: a rank asks for it; one more: a rank has a place for optimizer state */
     dtrain__load_job *jobs;
     size_t job_count;
     dtrain__verify_reader reader;
-    dtrain__error failed; /* of reading for others */
+    dtrain__error failed; /* the first error in reading, for this rank or for others */
 } dtrain__load;
 
 static void dtrain__load_end(dtrain__load *load)
@@ -50209,8 +50238,8 @@ static void dtrain__load_end(dtrain__load *load)
 
 /* ---- which checkpoint ---- */
 
-/* Reads what latest says; an empty name where it is not there, or cannot be one. Where it is there and cannot be read,
- * another step must not be taken for the newest: that is an error. */
+/* Reads the name in latest. Gives an empty name if there is no latest, or if it holds no such name. A latest that
+ * cannot be read is an error: another step must not be taken for the newest. */
 static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
 {
     dtrain__error before = dtrain__thread_error;
@@ -50224,15 +50253,15 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     if (status == DTRAIN_OK && length > 0 && length < 32)
         memcpy(name, text, length);
     dtrain__free(ckpt->allocator, text);
-    if (status != DTRAIN_OK && status != DTRAIN_ERR_CORRUPT && /* that is too long */
+    if (status != DTRAIN_OK && status != DTRAIN_ERR_CORRUPT && /* CORRUPT: it is too long */
         (status == DTRAIN_ERR_MEMORY || dtrain__file_sys_stat_at(directory, DTRAIN__SAVE_LATEST, &there, 0) == 0))
         return status;
     dtrain__thread_error = before;
     return DTRAIN_OK;
 }
 
-/* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. A run
- * that saves into the same directory may remove what latest names before it is looked at: then latest has changed. */
+/* Finds the newest checkpoint: the one that latest names, or else the highest step that has an index. A job that saves
+ * into the directory may remove the step between the two looks; then latest has changed. */
 static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, const char *path, char name[32])
 {
     char before[32];
@@ -50262,13 +50291,13 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.400s\": %s", path,
                             strerror(error));
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "checkpoint: the directory \"%.400s\" holds no checkpoint that is whole: give that in which "
-                        "step-N are",
-                        path);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_IO,
+        "checkpoint: the directory \"%.400s\" holds no checkpoint that is whole: give the directory that holds step-N",
+        path);
 }
 
-/* Rank 0 chooses, the others are told. */
+/* Rank 0 chooses a step and tells the others. */
 static dtrain_status dtrain__load_choose(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -50286,7 +50315,8 @@ static dtrain_status dtrain__load_choose(dtrain__load *load)
     return status;
 }
 
-/* Checks that an index is of the step that its directory is named after; a name of another form says nothing. */
+/* Checks that an index is of the step that its directory is named after. A directory of another name may hold any step.
+ */
 static dtrain_status dtrain__load_of_step(const dtrain__index *index, const char *directory)
 {
     uint64_t step = 0;
@@ -50299,7 +50329,7 @@ static dtrain_status dtrain__load_of_step(const dtrain__index *index, const char
                         directory, (unsigned long long)index->facts.step, (unsigned long long)index->facts.step);
 }
 
-/* Reads and checks the index of a step's open directory, of which name is the last part of the path. */
+/* Reads and checks the index of a step's open directory; name is the last part of its path. */
 static dtrain_status dtrain__load_index(dtrain__index *index, int directory, const char *name, uint64_t *bytes_read)
 {
     dtrain_status status =
@@ -50317,9 +50347,12 @@ static dtrain_status dtrain__load_open(dtrain__load *load)
         return status;
     uint64_t step;
     int named = load->step_name[sizeof load->step_name - 1] == '\0' && dtrain__part_is_step(load->step_name, &step);
-    for (int others = 0; others < 2 && status == DTRAIN_OK; others++) { /* what rank 0 refuses nobody else reads */
+    for (int others = 0; others < 2 && status == DTRAIN_OK; others++) { /* rank 0 reads first: if it fails, no other
+                                                                           rank reads */
         if (!named) {
-            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: what rank 0 has chosen is no step");
+            status =
+                dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                             "checkpoint: rank 0 did not send the name of a step: build all ranks from one dtrain.h");
         } else if ((ckpt->rank > 0) == others) {
             status = dtrain__file_open_directory(&load->directory, ckpt->directory, load->step_name, "checkpoint");
             if (status == DTRAIN_OK)
@@ -50338,7 +50371,7 @@ static dtrain_status dtrain__load_model_tensor(dtrain__index *index, size_t file
     dtrain__index_tensor tensor;
     dtrain__index_piece piece;
     if (from->ndim > DTRAIN_MAX_DIMS || from->name_length == 0 || memchr(from->name, 0, from->name_length) != NULL)
-        return DTRAIN_OK; /* nothing of that form can be asked for */
+        return DTRAIN_OK; /* no piece can ask for such a tensor */
     memset(&tensor, 0, sizeof tensor);
     memset(&piece, 0, sizeof piece);
     tensor.name = dtrain__index_text(index, from->name, from->name_length);
@@ -50372,7 +50405,8 @@ static dtrain_status dtrain__load_model_file(dtrain__load *load, const dtrain_sa
     return status;
 }
 
-/* Lists a model's tensors, the same on every rank; other names of tied weights are found when they are asked for. */
+/* Lists a model's tensors, the same on every rank. Other names of tied weights are looked up when they are asked for.
+ */
 static dtrain_status dtrain__load_open_model(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -50393,7 +50427,7 @@ static int dtrain__load_is_float(dtrain_dtype dtype)
            dtype == DTRAIN_F8_E4M3 || dtype == DTRAIN_F8_E5M2;
 }
 
-/* Adds to the report's text, which ends in dots where it is full. */
+/* Adds to the report's text, which ends in dots when it is full. */
 __attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
 {
     size_t used = strlen(load->report.text), room = sizeof load->report.text - used;
@@ -50413,7 +50447,7 @@ static void dtrain__load_say_shape(dtrain__load *load, dtrain_dtype dtype, const
     dtrain__load_say(load, "}");
 }
 
-/* Whether the tensor has the piece's shape, and a dtype that converts to its. */
+/* Returns whether a tensor has the shape of a piece, and a dtype that converts to the piece's. */
 static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_piece *piece)
 {
     return tensor->ndim == piece->ndim &&
@@ -50422,7 +50456,7 @@ static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_pi
             (dtrain__load_is_float(tensor->dtype) && dtrain__load_is_float(piece->dtype)));
 }
 
-/* The tensor that a piece is of, or NULL: in a model it may have another name as well. */
+/* Returns the tensor of a piece, or NULL. In a model a tensor may have a second name. */
 static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, const dtrain_piece *piece)
 {
     const dtrain__index_tensor *tensor = dtrain__index_find(&load->index, piece->name, piece->suffix);
@@ -50433,18 +50467,17 @@ static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, c
     return tied != NULL ? dtrain__index_find(&load->index, tied->name, NULL) : NULL;
 }
 
-/* Finds each wanted piece's tensor, counts those that are missing or of another shape, and lists them. */
+/* Finds each wanted piece's tensor. Counts and lists those that are missing or of another shape. */
 static void dtrain__load_match(dtrain__load *load)
 {
     char name[160];
-    for (int pass = 0; pass < 2; pass++) /* first what is missing, then what has another shape */
+    for (int pass = 0; pass < 2; pass++) /* 0: lists what is missing; 1: what has another shape */
         for (size_t i = 0, listed = 0; i < load->list.count; i++) {
             const dtrain_piece *piece = &load->list.pieces[i];
             const dtrain__index_tensor *tensor = dtrain__load_find(load, piece);
             int again = i > 0 && dtrain__region_compare_names(piece, &load->list.pieces[i - 1]) == 0;
             int fits = tensor != NULL && dtrain__load_fits(tensor, piece);
-            int asks =
-                load->model == NULL || piece->suffix == NULL; /* state that a model does not hold is not missing */
+            int asks = load->model == NULL || piece->suffix == NULL; /* optimizer state is not missing in a model */
             load->wants[i].piece = i;
             load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
             if (tensor != NULL)
@@ -50471,7 +50504,7 @@ static void dtrain__load_match(dtrain__load *load)
         }
 }
 
-/* Counts and lists what nobody asked for; flags are of all ranks. */
+/* Counts and lists tensors that no rank asked for. The flags are those of all ranks. */
 static void dtrain__load_extra(dtrain__load *load)
 {
     const dtrain__index *index = &load->index;
@@ -50484,7 +50517,7 @@ static void dtrain__load_extra(dtrain__load *load)
     }
 }
 
-/* Lists a setting that was another in the run that saved, where that is refused. */
+/* Lists a setting that differs from the run that saved, if the list refuses that. */
 static dtrain_status dtrain__load_compare_setting(void *owner, const char *key, const char *value, int fixed)
 {
     dtrain__load *load = (dtrain__load *)owner;
@@ -50508,11 +50541,11 @@ static dtrain_status dtrain__load_ask(void *owner, const char *key, uint64_t mos
     else if (good)
         good = dtrain__json_u64(&json, &token, whole) && *whole <= most;
     return good ? DTRAIN_OK
-                : dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: %s is \"%.40s\", no number that it can be", key,
-                               text);
+                : dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: %s is \"%.40s\", expected a number in its range",
+                               key, text);
 }
 
-/* Who asks a state's lists. */
+/* What the lists of a state are asked by. */
 static dtrain__lister dtrain__load_lister(dtrain__load *load)
 {
     dtrain__lister lister = {load->ckpt->ranks,
@@ -50528,7 +50561,7 @@ static dtrain__lister dtrain__load_lister(dtrain__load *load)
     return lister;
 }
 
-/* Says how the state and the index fit together; an error where they do not and that is asked for. */
+/* Reports how the state and the index fit. It is an error if they do not and desc.lenient is 0. */
 static dtrain_status dtrain__load_compare(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -50581,7 +50614,8 @@ static int dtrain__load_by_file(const void *left, const void *right)
     return a->want < b->want ? -1 : a->want > b->want;
 }
 
-/* Of a stored piece that another rank has, a copy that this one can reach, if there is one. */
+/* Returns a copy of a stored piece that this rank can reach, if there is one, in place of a piece that another rank
+ * has. */
 static size_t dtrain__load_nearest(const dtrain__load *load, const dtrain__index_tensor *tensor, size_t piece)
 {
     const dtrain__index *index = &load->index;
@@ -50597,7 +50631,7 @@ static size_t dtrain__load_nearest(const dtrain__load *load, const dtrain__index
     return piece;
 }
 
-/* Lists what stored and wanted pieces share, file by file. */
+/* Lists what stored and wanted pieces share, sorted by file. */
 static dtrain_status dtrain__load_plan(dtrain__load *load)
 {
     const dtrain__index *index = &load->index;
@@ -50642,7 +50676,7 @@ static dtrain_status dtrain__load_open_file(dtrain__load *load, size_t file)
     return status;
 }
 
-/* Reads every job whose file this rank can reach. */
+/* Does every read from files that this rank can reach. */
 static dtrain_status dtrain__load_read(dtrain__load *load)
 {
     dtrain_status status = DTRAIN_OK;
@@ -50662,7 +50696,7 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
-/* Tells every list, also where one cannot take it: the ranks that share another wait for this one. */
+/* Tells every list that it was loaded, even after an error: ranks that share another list wait for this one. */
 static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_status first = DTRAIN_OK;
@@ -50680,7 +50714,7 @@ static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoi
     return dtrain__save_agree(load->ckpt, first, 0, NULL);
 }
 
-/* Tells the lists, and sets counters. */
+/* Tells the lists that they were loaded, and sets the state's counters. */
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;
@@ -50696,26 +50730,26 @@ static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_s
 #endif
 
 /* ---- >>local ----
- * Checkpoints on disks that ranks do not share. A rank keeps its own in directory/rank-NNNNN, each with an index of its
- * own part, and may be started on another host later, in another number: so every rank lists all parts that it can see.
- * The newest save whose parts, wherever they are, hold everything is the one that is loaded; a rank reads what it can
- * reach, and asks the others for the rest, one request of a few MiB a rank and turn. */
+ * Checkpoints on disks that ranks do not share. Each rank keeps its own in directory/rank-NNNNN, with an index of its
+ * own part. It may be started later on another host or with another number, so every rank lists all parts that it can
+ * see. The ranks load the newest save whose parts hold everything, wherever they are. A rank reads what it can reach,
+ * and asks the others for the rest: one request of a few MiB a rank and turn. */
 #ifndef DTRAIN__LOCAL
 #define DTRAIN__LOCAL
 
-#define DTRAIN__LOCAL_TURN ((size_t)4 << 20)    /* bytes of one request at most */
-#define DTRAIN__LOCAL_INDEX ((size_t)256 << 20) /* of the index of one part */
-#define DTRAIN__LOCAL_LIST ((size_t)16 << 20)   /* of the list of what one rank sees */
+#define DTRAIN__LOCAL_TURN ((size_t)4 << 20)    /* most bytes of one request */
+#define DTRAIN__LOCAL_INDEX ((size_t)256 << 20) /* most bytes of the index of one part */
+#define DTRAIN__LOCAL_LIST ((size_t)16 << 20)   /* most bytes of the list of what one rank sees */
 
 /* A part that a rank can see. */
 typedef struct dtrain__local_part {
     uint64_t step;
     dtrain__index_save_id id;
     uint64_t world_size;
-    uint64_t rank;   /* that wrote it */
-    uint64_t holder; /* that sees it */
+    uint64_t rank;   /* the rank that wrote it */
+    uint64_t holder; /* the rank that sees it */
     uint64_t before; /* 1: a later save of the step has replaced its index */
-    uint64_t age;    /* 0: that is so on no rank, 2: on some, 4: on all that have a part; and 1 where some have none */
+    uint64_t age;    /* parts replaced so: 0: none, 2: some, 4: all; and 1 more if some ranks have no part */
 } dtrain__local_part;
 
 static const char *dtrain__local_index(uint64_t before)
@@ -50727,11 +50761,11 @@ typedef struct dtrain__local_list {
     dtrain_checkpoint *ckpt;
     dtrain__local_part *parts;
     size_t count;
-    int rank; /* whose directory is being looked through */
+    int rank; /* the rank whose directory is being read */
     dtrain_status status;
 } dtrain__local_list;
 
-/* Adds the part that an index of one step of a rank lists. A damaged index is no part. */
+/* Adds the part that an index of one step of a rank lists; a damaged index is skipped. */
 static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, const char *name, uint64_t before)
 {
     dtrain_checkpoint *ckpt = list->ckpt;
@@ -50754,7 +50788,7 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
     return status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
 }
 
-/* Adds the parts of one step of the rank whose directory is open. */
+/* Adds the parts of one step, from the open directory of a rank. */
 static dtrain_status dtrain__local_add_step(dtrain__local_list *list, int directory, uint64_t step)
 {
     char name[32];
@@ -50781,7 +50815,7 @@ static int dtrain__local_look(void *user, const char *name)
     list->rank = (int)rank;
     if (dtrain__file_open_directory(&fd, list->ckpt->base, name, "checkpoint") != DTRAIN_OK)
         return 0;
-    if (dtrain__save_list_steps(list->ckpt, fd) == ENOMEM) /* an older step is not to be taken for the newest */
+    if (dtrain__save_list_steps(list->ckpt, fd) == ENOMEM) /* an older step must not be taken for the newest */
         list->status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     for (size_t i = 0; i < list->ckpt->step_count && list->status == DTRAIN_OK; i++)
         list->status = dtrain__local_add_step(list, fd, list->ckpt->steps[i]);
@@ -50789,10 +50823,10 @@ static int dtrain__local_look(void *user, const char *name)
     return list->status != DTRAIN_OK;
 }
 
-/* What ranks have told each other, one after the other. */
+/* What the ranks have sent, one after the other. */
 typedef struct dtrain__local_told {
     unsigned char *data;
-    size_t bytes, *counts; /* of each rank, so many */
+    size_t bytes, *counts; /* counts: bytes of each rank */
 } dtrain__local_told;
 
 static void dtrain__local_told_free(dtrain_checkpoint *ckpt, dtrain__local_told *told)
@@ -50802,7 +50836,7 @@ static void dtrain__local_told_free(dtrain_checkpoint *ckpt, dtrain__local_told 
     memset(told, 0, sizeof *told);
 }
 
-/* Adds up what the ranks announce: at most `most` bytes each, or of `from` alone, unless that is -1. */
+/* Adds up the bytes that ranks announce. Each may announce at most `most`; if `from` is not -1, only that rank may. */
 static dtrain_status dtrain__local_announced(dtrain_checkpoint *ckpt, const uint64_t *sizes, size_t most, int from,
                                              dtrain__local_told *told)
 {
@@ -50820,7 +50854,7 @@ static dtrain_status dtrain__local_announced(dtrain_checkpoint *ckpt, const uint
     return told->data != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
 }
 
-/* Gathers bytes of any number from every rank, within the limits of dtrain__local_announced; to be freed. */
+/* Gathers any number of bytes from every rank, within the limits of dtrain__local_announced. Free the result. */
 static dtrain_status dtrain__local_gather(dtrain_checkpoint *ckpt, const void *mine, size_t mine_bytes, size_t most,
                                           int from, dtrain__local_told *told)
 {
@@ -50845,7 +50879,7 @@ static dtrain_status dtrain__local_gather(dtrain_checkpoint *ckpt, const void *m
     return status;
 }
 
-/* Checks the lists of parts: a rank tells of what it sees itself. */
+/* Checks the lists of parts: a rank may list only what it sees itself. */
 static dtrain_status dtrain__local_check_parts(const dtrain_checkpoint *ckpt, const dtrain__local_told *told)
 {
     const dtrain__local_part *part = (const dtrain__local_part *)(const void *)told->data;
@@ -50855,7 +50889,8 @@ static dtrain_status dtrain__local_check_parts(const dtrain_checkpoint *ckpt, co
         for (size_t i = 0; i < count && good; i++, part++)
             good = part->holder == (uint64_t)rank && part->rank <= INT_MAX && part->before <= 1;
         if (!good)
-            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: rank %d tells of parts that no rank can see",
+            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                "checkpoint: rank %d lists parts that it cannot see: build all ranks from one dtrain.h",
                                 rank);
     }
     return DTRAIN_OK;
@@ -50888,7 +50923,7 @@ static dtrain_status dtrain__local_read(dtrain__load *load, const dtrain__local_
     return status;
 }
 
-/* Adds the index that the holder of a part has told; returns whether it is of that part. */
+/* Adds the index that the holder of a part has sent. Returns whether it is of that part. */
 static int dtrain__local_take_index(dtrain__load *load, const dtrain__local_part *part, const dtrain__local_told *told,
                                     dtrain_status *status)
 {
@@ -50902,13 +50937,13 @@ static int dtrain__local_take_index(dtrain__load *load, const dtrain__local_part
     return 1;
 }
 
-/* Tries the save whose parts are parts[0] to parts[count - 1], of which the first of each rank is used: every rank gets
- * all their indexes. *whole: they hold everything. The same on every rank. */
+/* Tries the save of parts[0] to parts[count - 1], with the first part of each rank. Every rank gets all their indexes.
+ * *whole: they hold everything. The result is the same on every rank. */
 static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_part *parts, size_t count, int *whole)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain_status status = DTRAIN_OK, sent;
-    dtrain__error full; /* no memory here: not the same as a part that is not there */
+    dtrain__error full; /* no memory here; other than a part that is missing */
     memset(&full, 0, sizeof full);
     dtrain__index_clear(&load->index);
     *whole = 1;
@@ -50931,7 +50966,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
         if (sent != DTRAIN_OK)
             return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
     }
-    for (size_t k = 0; k < count; k++) /* what this rank sees, it reads */
+    for (size_t k = 0; k < count; k++) /* a rank reads what it sees itself */
         for (size_t i = 0; i < load->index.file_count && parts[k].holder == (uint64_t)ckpt->rank; i++)
             if ((uint64_t)load->index.files[i].rank == parts[k].rank)
                 load->index.files[i].holder = -1;
@@ -50940,7 +50975,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
     return full.status != DTRAIN_OK ? dtrain__report(&full) : status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
 }
 
-/* The end of the parts that are of the same save as parts[i]. */
+/* Returns the end of the parts that are of the save of parts[i]. */
 static size_t dtrain__local_end(const dtrain__local_part *parts, size_t i, size_t count)
 {
     size_t end = i;
@@ -50949,8 +50984,8 @@ static size_t dtrain__local_end(const dtrain__local_part *parts, size_t i, size_
     return end;
 }
 
-/* Sorts the parts by save, the newest first: of saves of one step, that of which no part was replaced by another's, and
- * all are there. The parts of a rank that a later, smaller job does not have stay for ever. */
+/* Sorts the parts by save, the newest first. Among saves of one step, the first is one whose parts are all there, and
+ * of which no part was replaced. Parts of ranks that a later, smaller job lacks are never removed. */
 static void dtrain__local_sort(dtrain__local_part *parts, size_t count)
 {
     for (size_t i = 0; i < count; i++)
@@ -50970,7 +51005,7 @@ static void dtrain__local_sort(dtrain__local_part *parts, size_t count)
     qsort(parts, count, sizeof *parts, dtrain__local_newer);
 }
 
-/* Goes through the saves that anybody sees, the newest first, until one is whole. */
+/* Goes through the saves that any rank sees, the newest first, until one is whole. */
 static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part *parts, size_t count)
 {
     dtrain_status status = DTRAIN_OK;
@@ -50987,17 +51022,19 @@ static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part
             return status;
         dtrain__part_step_name(load->step_name, parts[i].step);
         if (!whole && load->ckpt->rank == 0)
-            dtrain__log(DTRAIN_LOG_WARN, "checkpoint: of step %llu not everything is there: %.400s",
+            dtrain__log(DTRAIN_LOG_WARN, "checkpoint: step %llu is not whole on the disks of the ranks: %.400s",
                         (unsigned long long)parts[i].step, dtrain__thread_error.text);
     }
     if (whole)
         return DTRAIN_OK;
-    return dtrain__fail(&load->ckpt->error, DTRAIN_ERR_IO,
-                        "checkpoint: among the disks of %d ranks no step is whole: %zu parts are there",
-                        load->ckpt->ranks, count);
+    return dtrain__fail(
+        &load->ckpt->error, DTRAIN_ERR_IO,
+        "checkpoint: on the disks of the %d ranks no step is whole; they hold %zu parts: start ranks on "
+        "the hosts that saved",
+        load->ckpt->ranks, count);
 }
 
-/* As dtrain__load_open, where files are not shared. */
+/* Does what dtrain__load_open does, if files are not shared. */
 static dtrain_status dtrain__local_open(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -51009,7 +51046,8 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     int error = dtrain__file_list(ckpt->base, dtrain__local_look, &list);
     dtrain_status status = list.status;
     if (status == DTRAIN_OK && error != 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.200s\": %s", ckpt->path,
+                              strerror(error));
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status == DTRAIN_OK) {
         status = dtrain__local_gather(ckpt, list.parts, list.count * sizeof *list.parts, DTRAIN__LOCAL_LIST, -1, &told);
@@ -51027,21 +51065,21 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
 
 /* ---- what others hold ---- */
 
-/* What one rank asks for in a turn: what a stored piece shares with a range of a box. */
+/* What one rank asks for in a turn: the elements that a stored piece shares with a range of a box. */
 typedef struct dtrain__local_request {
-    uint64_t holder, piece, bytes; /* bytes 0: nothing */
+    uint64_t holder, piece, bytes; /* bytes 0: no request */
     uint64_t begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS], at, count;
 } dtrain__local_request;
 
 typedef struct dtrain__local_turn {
     dtrain__load *load;
     dtrain__local_request *requests; /* of all ranks */
-    unsigned char *out, *in;         /* in: what was asked for, and before it whether it is good */
+    unsigned char *out, *in;         /* in: a byte that says whether the data is good, then the data */
     size_t *counts[2];
-    size_t job, done; /* of which this many elements of the wanted piece were asked for */
+    size_t job, done; /* done: elements of the wanted piece of this job that were asked for */
 } dtrain__local_turn;
 
-/* The region that a request is about, and that of the stored piece. */
+/* Gives the region that a request asks about, and the region of the stored piece. */
 static void dtrain__local_regions(const dtrain__load *load, const dtrain__local_request *request,
                                   dtrain__region *region, dtrain__region *have)
 {
@@ -51058,7 +51096,8 @@ static void dtrain__local_regions(const dtrain__load *load, const dtrain__local_
     dtrain__region_settle(region);
 }
 
-/* Fills in this rank's next request: of the wanted piece a range of at most a turn's bytes, that shares something. */
+/* Fills in this rank's next request: the next range of the wanted piece that shares something, at most a turn's bytes.
+ */
 static void dtrain__local_ask(dtrain__local_turn *turn)
 {
     dtrain__load *load = turn->load;
@@ -51097,7 +51136,7 @@ static void dtrain__local_ask(dtrain__local_turn *turn)
     }
 }
 
-/* Whether a request can be told apart from noise by all ranks: then they go on together. */
+/* Returns whether all ranks can serve or refuse a request alike, so that they go on together. */
 static int dtrain__local_is_request(const dtrain__load *load, const dtrain__local_request *request)
 {
     return request->bytes == 0 ||
@@ -51105,8 +51144,8 @@ static int dtrain__local_is_request(const dtrain__load *load, const dtrain__loca
             request->piece < load->index.piece_count);
 }
 
-/* Begins what a request asks for: what a piece shares with a range of a box. Returns 0 where it asks for something
- * else, or for other bytes than it claims. */
+/* Begins to read what a request asks for. Returns 0 if it asks for something else than it may, or claims other bytes.
+ */
 static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_request *request, dtrain__region *have,
                                dtrain__region *region, dtrain__region_overlap *overlap)
 {
@@ -51115,7 +51154,7 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
     for (int d = 0; d < tensor->ndim; d++) {
         if (request->begin[d] > tensor->shape[d] || request->size[d] > tensor->shape[d] - request->begin[d])
             return 0;
-        elements *= (size_t)request->size[d]; /* at most the tensor's, which were checked */
+        elements *= (size_t)request->size[d]; /* no overflow: at most the tensor's, which were checked */
     }
     if (request->at > elements || request->count > elements - request->at)
         return 0;
@@ -51125,8 +51164,7 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
            request->bytes % (dtrain_dtype_bits(tensor->dtype) / 8) == 0;
 }
 
-/* Reads what another rank asked for, packed as it is in the file, in the order of elements; the byte before it says
- * whether it is good. */
+/* Reads what another rank asked for, packed, in the order of elements. The byte before it says whether it is good. */
 static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned char *out)
 {
     dtrain__load *load = turn->load;
@@ -51160,7 +51198,7 @@ static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned cha
         load->failed = dtrain__thread_error;
 }
 
-/* Puts what was asked for in its place. */
+/* Puts the reply in its place. */
 static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
 {
     dtrain__load *load = turn->load;
@@ -51171,10 +51209,11 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     size_t before = (size_t)request->at - want->begin;
     dtrain__verify_target to = {(unsigned char *)want->data + before * (dtrain_dtype_bits(want->dtype) / 8),
                                 want->dtype, want->device, &load->reader.way};
-    dtrain__verify_file reply; /* it is all in the window */
+    dtrain__verify_file reply; /* all of it is in the window */
     dtrain__region have, region;
     if (turn->in[0] != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: rank %llu could not read its part for rank %d",
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "checkpoint: rank %llu could not read its part for rank %d: that rank's error says why",
                             (unsigned long long)request->holder, load->ckpt->rank);
     memset(&reply, 0, sizeof reply);
     reply.window = turn->in + 1;
@@ -51184,7 +51223,7 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
-/* One turn: everybody asks one rank, reads for those that ask it, and gets what it asked for. *more: somebody asked. */
+/* Runs one turn: every rank asks one other, reads for those that ask it, and gets its reply. *more: some rank asked. */
 static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
 {
     dtrain_checkpoint *ckpt = turn->load->ckpt;
@@ -51211,7 +51250,7 @@ static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
     if (!*more)
         return DTRAIN_OK;
     void *larger = dtrain__memory_grow(ckpt->allocator, turn->out, 1, 0, out);
-    if (larger == NULL) /* the others wait for it: they learn when this rank leaves */
+    if (larger == NULL) /* the others wait for this rank, and hear of it when it leaves */
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes that others ask for", out);
     turn->out = (unsigned char *)larger;
     out = 0;
@@ -51228,7 +51267,7 @@ static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
     return status;
 }
 
-/* Gets what this rank cannot read itself. Every rank calls it; `own` is how its own reading went. */
+/* Gets what this rank cannot read itself. Every rank calls it; `own` is the result of its own reading. */
 static dtrain_status dtrain__local_fetch(dtrain__load *load, dtrain_status own)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -51259,15 +51298,15 @@ static dtrain_status dtrain__local_fetch(dtrain__load *load, dtrain_status own)
 #endif
 
 /* ---- >>checkpoint-calls ----
- * The checkpointer: made and destroyed, its saves in the caller's thread and in one of its own, its loads. The number
- * of a save is agreed on without a word: rank 0's random number, told at creation, and a count of the calls, which
- * every call raises on every rank, whatever becomes of it. */
+ * The checkpointer: create and destroy, blocking and asynchronous saves, loads. All ranks know the number of a save
+ * without a message. It is rank 0's random number, which every rank gets at creation, and a count of the calls. Every
+ * call raises the count on every rank, even if it fails. */
 #ifndef DTRAIN__CHECKPOINT
 #define DTRAIN__CHECKPOINT
 
 /* ---- creation ---- */
 
-/* Makes the directory and those above it that are not there, and opens it. */
+/* Makes a directory and its missing parents, and opens it. */
 static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char *path)
 {
     char part[1024];
@@ -51276,7 +51315,7 @@ static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char
     if (length == 0 || length >= sizeof part)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_create: directory has %zu bytes, expected 1 to 1,023", length);
-    for (size_t at = 1; at <= length; at++) { /* one that cannot be made may still be opened */
+    for (size_t at = 1; at <= length; at++) { /* the last may exist even if one of these cannot be made */
         if (path[at] != '/' && path[at] != '\0')
             continue;
         memcpy(part, path, at);
@@ -51286,8 +51325,10 @@ static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char
     dtrain_status status =
         dtrain__file_open_directory(&ckpt->base, DTRAIN__FILE_HERE, path, "dtrain_checkpoint_create");
     if (status != DTRAIN_OK && error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: making directory \"%s\": %s", path,
-                            strerror(error));
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_IO,
+            "dtrain_checkpoint_create: making directory \"%s\": %s: give a path where this process may make one", path,
+            strerror(error));
     return status;
 }
 
@@ -51296,7 +51337,7 @@ static int dtrain__checkpoint_refuses(int error)
     return error == EROFS || error == EACCES || error == EPERM;
 }
 
-/* With local, opens this rank's own directory; where it cannot be made, what others have can still be loaded. */
+/* With local, opens this rank's own directory. If it cannot be made, this rank can still load what others have. */
 static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
 {
     char name[32];
@@ -51310,23 +51351,25 @@ static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
         return DTRAIN_OK;
     }
     if (!ckpt->no_sync)
-        dtrain__file_sync_directory(ckpt->base); /* the first save fails where this matters */
+        dtrain__file_sync_directory(ckpt->base); /* if this matters, the first save fails */
     return dtrain__save_open(&ckpt->directory, ckpt->base, name, ckpt->no_sync);
 }
 
-/* Rank 0 leaves a file that the others are to find. */
+/* Rank 0 makes a file for the others to find. */
 static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt, const char *name)
 {
     int fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
     if (fd < 0 && !dtrain__checkpoint_refuses(errno))
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: writing to the directory: %s",
-                            strerror(errno));
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_IO,
+            "dtrain_checkpoint_create: making a file in directory \"%.200s\": %s: see that its disk has room",
+            ckpt->path, strerror(errno));
     ckpt->refused = fd < 0 ? errno : 0;
     dtrain__file_close(fd);
     return DTRAIN_OK;
 }
 
-/* Whether this rank sees rank 0's file, given a moment: a network file system may not look at once. */
+/* Returns whether this rank sees rank 0's file. It looks for 3 s: a network file system may show a new file late. */
 static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt, const char *name)
 {
     struct timespec turn = dtrain__os_timespec(50000000);
@@ -51338,7 +51381,7 @@ static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt, const char *name)
     return 0;
 }
 
-/* Finds out whether all ranks see one file system. Rank 0 may not be able to write there: then loading will tell. */
+/* Finds out whether all ranks see one file system. If rank 0 may not write there, a load will find out. */
 static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
 {
     dtrain__alike_ranks strangers;
@@ -51364,20 +51407,20 @@ static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
     dtrain__save_unseen(ckpt, &strangers);
     if (strangers.count == 0)
         return DTRAIN_OK;
-    return dtrain__fail(
-        NULL, DTRAIN_ERR_IO,
-        "dtrain_checkpoint_create: rank %s sees in its directory no file that rank 0 makes there: give a "
-        "directory on a file system that all share, or set local",
-        strangers.text);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "dtrain_checkpoint_create: rank %s does not see the file that rank 0 made in the directory: "
+                        "give a directory on a file system that all ranks share, or set local",
+                        strangers.text);
 }
 
 static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
 {
     uint64_t nonce = 0;
     int error = ckpt->rank == 0 ? dtrain__os_random(&nonce, sizeof nonce) : 0;
-    dtrain_status status = error == 0 ? DTRAIN_OK
-                                      : dtrain__fail(NULL, DTRAIN_ERR_IO,
-                                                     "dtrain_checkpoint_create: no random number: %s", strerror(error));
+    dtrain_status status =
+        error == 0 ? DTRAIN_OK
+                   : dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: the system gave no random number: %s",
+                                  strerror(error));
     if (ckpt->ranks > 1) {
         dtrain_status sent = dtrain_broadcast(ckpt->comm, &nonce, 1, DTRAIN_U64, 0);
         status = status == DTRAIN_OK ? sent : status;
@@ -51387,12 +51430,12 @@ static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
 }
 
 static const dtrain__alike_field dtrain__checkpoint_fields[] = {
-    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, directory, OWN), /* where this rank has it; what is in it is compared */
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, directory, OWN), /* each rank has its own path */
     DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, keep_last, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, local, FLAG),
-    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, no_verify, OWN), /* of what this rank loads */
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, no_verify, OWN), /* affects this rank's loads alone */
     DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, no_sync, FLAG),
-    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, timeout_ms, OWN), /* that this rank waits */
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, timeout_ms, OWN), /* how long this rank waits */
     DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, allocator, OWN)};
 
 static int dtrain__checkpoint_line(const void *desc, size_t index, dtrain__alike_line *line)
@@ -51427,7 +51470,9 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
                                                   const dtrain_checkpoint_desc *desc)
 {
     if (ckpt == NULL || desc == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_checkpoint_create: ckpt and desc are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_create: %s is NULL, expected the address of %s",
+                            ckpt == NULL ? "ckpt" : "desc", ckpt == NULL ? "the checkpointer" : "a desc");
     *ckpt = NULL;
     dtrain_allocator *allocator = desc->allocator;
     dtrain_checkpoint *made = (dtrain_checkpoint *)dtrain__memory_owner(allocator, sizeof *made,
@@ -51443,7 +51488,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
     made->no_verify = desc->no_verify;
     made->no_sync = desc->no_sync;
     made->timeout_ms = desc->timeout_ms > 0 ? desc->timeout_ms : 300000;
-    if (made->timeout_ms > INT64_MAX / 4) /* it is doubled */
+    if (made->timeout_ms > INT64_MAX / 4) /* it is doubled later */
         made->timeout_ms = INT64_MAX / 4;
     made->base = made->directory = made->lock.fd = -1;
     made->part.allocator = made->allocator;
@@ -51454,9 +51499,10 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
     dtrain__index_begin(&made->whole, made->allocator);
     dtrain__index_begin(&made->loaded, made->allocator);
     made->seen = (unsigned char *)dtrain__alloc(made->allocator, (size_t)made->ranks);
-    dtrain_status status = made->seen != NULL
-                               ? dtrain__checkpoint_init(made, desc)
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory");
+    dtrain_status status =
+        made->seen != NULL
+            ? dtrain__checkpoint_init(made, desc)
+            : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory for %d bytes", made->ranks);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
         dtrain_checkpoint_destroy(made);
@@ -51468,7 +51514,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
 
 /* ---- saving ---- */
 
-/* Takes the thread's result, when it has ended or is waited for. */
+/* Ends the thread of an asynchronous save, waits for it first, and takes its result. */
 static void dtrain__checkpoint_join(dtrain_checkpoint *ckpt)
 {
     if (!dtrain__worker_runs(&ckpt->worker))
@@ -51499,14 +51545,14 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
     dtrain__free(ckpt->allocator, ckpt);
 }
 
-/* Whether no asynchronous save is under way on this rank. */
+/* Returns whether no asynchronous save is under way on this rank. */
 static int dtrain__checkpoint_done(dtrain_checkpoint *ckpt)
 {
     return dtrain__worker_is_done(&ckpt->worker, ckpt->worker.posted);
 }
 
-/* Begins a save: whether one may begin now, and what this rank writes; stages: of a copy, that the program may go on.
- */
+/* Begins a save: checks that one may begin, and lists what this rank writes. stages: copies that, so that the program
+ * may change its data. */
 static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state, int stages)
 {
     ckpt->id.counter++;
@@ -51520,20 +51566,21 @@ static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtr
             ckpt->rank, (unsigned long long)ckpt->part.index.facts.step);
     if (ckpt->untold) {
         ckpt->untold = 0;
-        return dtrain__fail(&ckpt->error, ckpt->result.status, "the save before this one, which was not begun: %.560s",
+        return dtrain__fail(&ckpt->error, ckpt->result.status,
+                            "checkpoint: this save was not begun, as the save before it failed: %.560s",
                             ckpt->result.text);
     }
     memset(&ckpt->result, 0, sizeof ckpt->result);
     if (state == NULL)
-        return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL: say what to save");
+        return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL, expected what to save");
     dtrain_status status = dtrain__part_prepare(&ckpt->part, state, &ckpt->id, ckpt->ranks);
     if (status == DTRAIN_OK && stages)
         status = dtrain__part_stage(&ckpt->part);
     return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
 }
 
-/* The ranks agree whether a save begins. One that has left out an asynchronous save is behind in the count of calls:
- * here all hear of each other. */
+/* Agrees among the ranks whether a save begins. A rank that skipped an asynchronous save has a lower count of calls;
+ * here it takes the highest. */
 static dtrain_status dtrain__checkpoint_agree(dtrain_checkpoint *ckpt, dtrain_status status,
                                               const dtrain_checkpoint_state *state)
 {
@@ -51560,22 +51607,22 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
     status = dtrain__save_write(ckpt, &directory);
     if (status != DTRAIN_OK)
         dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
-    else if (!ckpt->local) /* by files, as one disk may take longer than the group's deadline */
+    else if (!ckpt->local) /* through files: a disk may take longer than the group's deadline */
         status = dtrain__save_await(ckpt, directory, 0);
     int agrees = status == DTRAIN_OK;
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status != DTRAIN_OK) {
-        /* rank 0 lists the files of a rank that agrees as soon as it has heard all, whatever that rank has heard */
+        /* once rank 0 has heard all, it lists the files of a rank that agreed, even if that rank has heard nothing */
         int listed = agrees && ckpt->unheard && ckpt->rank > 0;
         if (directory >= 0 && !ckpt->local && !listed)
             dtrain__save_discard(ckpt, directory);
-        if (directory >= 0 && ckpt->local) /* as often as it goes wrong, no more is there */
+        if (directory >= 0 && ckpt->local) /* repeated failures then leave no more behind than one */
             dtrain__save_clear(ckpt, 0);
         dtrain__file_close(directory);
         return status;
     }
     ckpt->last = ckpt->part.index.facts;
-    ckpt->common = ckpt->last; /* all have brought their part to the disk */
+    ckpt->common = ckpt->last; /* every rank has its part on the disk */
     if (ckpt->rank == 0 || ckpt->local)
         status = dtrain__save_commit(ckpt, directory, 0, &visible);
     if (status != DTRAIN_OK && !visible && !ckpt->local)
@@ -51608,13 +51655,15 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
         if (error == 0)
             dtrain__worker_post(&ckpt->worker, &ckpt->job);
         else
-            status = dtrain__fail(&ckpt->error, DTRAIN_ERR_IO, "checkpoint: rank %d cannot start a thread: %s",
-                                  ckpt->rank, strerror(error));
+            status = dtrain__fail(
+                &ckpt->error, DTRAIN_ERR_IO,
+                "checkpoint: the system refused rank %d a thread (%s): use dtrain_checkpoint_save, which needs none",
+                ckpt->rank, strerror(error));
     }
     if (status != DTRAIN_OK && state != NULL)
         dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);
     if (status != DTRAIN_OK && !ckpt->worker.threaded && ckpt->result.status == DTRAIN_OK)
-        ckpt->result = ckpt->error; /* told, and told again by a wait */
+        ckpt->result = ckpt->error; /* a wait returns it again */
     return status;
 }
 
@@ -51626,8 +51675,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
     dtrain__checkpoint_join(ckpt);
     if (ckpt->worker.threaded)
         return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID,
-                            "dtrain_checkpoint_wait on rank %d: process %ld has begun the save, and this is its forked "
-                            "child %ld; wait there",
+                            "dtrain_checkpoint_wait on rank %d: process %ld began the save, and this is its forked "
+                            "child %ld: wait in the parent",
                             ckpt->rank, (long)ckpt->worker.process, (long)getpid());
     ckpt->untold = 0;
     if (ckpt->result.status != DTRAIN_OK)
@@ -51637,7 +51686,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
 
 /* ---- loading ---- */
 
-/* Lists what the program has room for, by name. */
+/* Lists what the program has room for, sorted by name. */
 static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -51673,7 +51722,8 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
 }
 
-/* One attempt at a load; chosen: of which step; *moved: that was replaced or removed while it was read, perhaps. */
+/* Makes one attempt at a load. chosen: out, the step's name. *moved: the step may have been replaced or removed
+ * meanwhile. */
 static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
                                                 const dtrain_checkpoint_load_desc *desc,
                                                 dtrain_checkpoint_report *report, char chosen[32], int *moved)
@@ -51689,7 +51739,7 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     dtrain_status status = dtrain__checkpoint_load(&load, state);
     int chose = load.step_name[0] != '\0' && (!ckpt->local || load.wants != NULL);
     if ((status == DTRAIN_ERR_IO || status == DTRAIN_ERR_CORRUPT) && chose &&
-        strstr(dtrain__thread_error.text, load.step_name) == NULL) /* files' names do not tell of which step they are */
+        strstr(dtrain__thread_error.text, load.step_name) == NULL) /* file names do not tell their step */
         dtrain__fail(&ckpt->error, status, "%.560s (in %s)", dtrain__thread_error.text, load.step_name);
     dtrain__error cause = dtrain__thread_error;
     *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
@@ -51698,11 +51748,11 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     load.report.bytes_read = load.reader.bytes_read;
     if (report != NULL)
         *report = load.report;
-    if (status == DTRAIN_OK && load.model == NULL) { /* kept for its values */
+    if (status == DTRAIN_OK && load.model == NULL) { /* for dtrain_checkpoint_value */
         dtrain__index kept = ckpt->loaded;
         ckpt->loaded = load.index;
         load.index = kept;
-        ckpt->last.id.counter = 0; /* what is loaded is whole, whoever has its parts */
+        ckpt->last.id.counter = 0; /* what is loaded is whole, whichever rank has its parts */
         ckpt->common = ckpt->loaded.facts;
     }
     dtrain__load_end(&load);
@@ -51718,9 +51768,10 @@ DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_
     int moved = 1;
     if (ckpt == NULL || state == NULL)
         return dtrain__fail(ckpt != NULL ? &ckpt->error : NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_checkpoint_load: a checkpointer and a state are needed, got NULL");
-    dtrain__checkpoint_join(ckpt); /* what is being written may be what is to be read */
-    /* A run that saves into the same directory may remove what was chosen; then there is another, or the same anew. */
+                            "dtrain_checkpoint_load: %s is NULL, expected %s", ckpt == NULL ? "ckpt" : "state",
+                            ckpt == NULL ? "a checkpointer" : "where to load to");
+    dtrain__checkpoint_join(ckpt); /* the load may want what is being written */
+    /* A job that saves into the directory may remove the chosen step: choose again. */
     for (int attempt = 0, same = 0; attempt < DTRAIN__LOAD_ATTEMPTS && same < DTRAIN__LOAD_SAME && moved; attempt++) {
         memcpy(before, chosen, sizeof before);
         status = dtrain__checkpoint_attempt(ckpt, state, desc, report, chosen, &moved);
@@ -51747,7 +51798,7 @@ DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, co
 #endif
 
 /* ---- >>export ----
- * A checkpoint without the program that wrote it: checked from end to end, or written as one file. */
+ * Checks a checkpoint from end to end, or writes it as one file, without the program that saved it. */
 #ifndef DTRAIN__EXPORT
 #define DTRAIN__EXPORT
 
@@ -51757,12 +51808,12 @@ typedef struct dtrain__export {
     dtrain__verify_reader reader;
     int directory;
     dtrain_safetensors_source *sources;
-    struct dtrain__export_tensor *tensors; /* of the sources */
+    struct dtrain__export_tensor *tensors; /* one for each source */
     size_t count;
-    void (*tell)(uint64_t bytes); /* how much was read; may be NULL */
+    void (*tell)(uint64_t bytes); /* is told how many bytes were read; may be NULL */
 } dtrain__export;
 
-/* What a source's fill is given. */
+/* What the fill function of a source gets. */
 typedef struct dtrain__export_tensor {
     dtrain__export *whole;
     const dtrain__index_tensor *tensor;
@@ -51777,8 +51828,7 @@ static void dtrain__export_end(dtrain__export *all)
     dtrain__index_free(&all->index);
 }
 
-/* Gives the last part of a directory's path, or where that names no step ("." or a link), of the path that it stands
- * for. */
+/* Gives the last part of a directory's path. If that names no step ("." or a link), gives that of the resolved path. */
 static void dtrain__export_name(const char *path, char name[32])
 {
     char real[PATH_MAX];
@@ -51798,7 +51848,7 @@ static void dtrain__export_name(const char *path, char name[32])
 /* Opens a step's directory, or the newest in a directory of steps, and reads its index. */
 static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
 {
-    dtrain_checkpoint finder; /* to look for the newest */
+    dtrain_checkpoint finder; /* finds the newest */
     char name[32];
     int base = -1;
     memset(all, 0, sizeof *all);
@@ -51826,7 +51876,7 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
                                : status;
 }
 
-/* Checks every block of one file, and that its pieces are there. */
+/* Checks every block of one file, and that the file holds its pieces. */
 static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
 {
     const dtrain__index *index = &all->index;
@@ -51859,7 +51909,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path)
     return status;
 }
 
-/* Supplies a range of a tensor, from whatever pieces hold it. */
+/* Supplies a range of a tensor from the pieces that hold it. */
 static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out, size_t bytes)
 {
     const dtrain__export_tensor *from = (const dtrain__export_tensor *)user;

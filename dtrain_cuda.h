@@ -129,8 +129,8 @@
  */
 
 /* ---- >>cuda ----
- * Devices for NVIDIA's GPUs: a dtrain_device over a stream of the CUDA runtime. You need the CUDA Toolkit to build and a
- * driver to run. Without a driver the calls return DTRAIN_ERR_UNSUPPORTED and the program goes on. */
+ * Devices for NVIDIA's GPUs: a dtrain_device over a stream of the CUDA runtime. You need the CUDA Toolkit to build and
+ * a driver to run. Without a driver the calls return DTRAIN_ERR_UNSUPPORTED and the program goes on. */
 #ifndef DTRAIN__CUDA_H
 #define DTRAIN__CUDA_H
 
@@ -186,8 +186,8 @@ DTRAIN_API void dtrain_cuda_destroy(dtrain_device *device);
 DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device);
 
 #ifdef DTRAIN_CUDA_EMULATE
-/* Open the memory of emulated devices to the CPU, and close it again. Call them around your own kernels, which are calls
- * of functions there.
+/* Open the memory of emulated devices to the CPU, and close it again. Call them around your own kernels, which are
+ * calls of functions there.
  *
  * The memory is open to the calling thread and to threads that it starts meanwhile. Other threads may have access too.
  *
@@ -1547,8 +1547,8 @@ static dtrain_status dtrain__cuda_fits(dtrain_device *device, const char *call, 
     if (bytes <= room)
         return DTRAIN_OK;
     return dtrain_error_set(DTRAIN_ERR_INVALID,
-                            "%s on %s: %s (%p) must hold %zu bytes, its allocation ends after %zu; allocate more, or "
-                            "pass a smaller count",
+                            "%s on %s: %s (%p) must hold %zu bytes, and its allocation ends after %zu: allocate more, "
+                            "or pass a smaller count",
                             call, device->name, what, pointer, bytes, room);
 }
 
@@ -1829,11 +1829,10 @@ static dtrain_status dtrain__cuda_apart(dtrain_device *device, const char *call,
     if (error == cudaSuccess || error == cudaErrorMemoryAllocation || dtrain__cuda_lost(error))
         return dtrain__cuda_status(device, call, error);
     (void)cudaGetLastError();
-    return dtrain_error_set(
-        DTRAIN_ERR_UNSUPPORTED,
-        "%s on %s: %s (%s, error %d); processes share memory where each sees the other's GPU, which "
-        "can reach it, on one host and in one container or with the host's IPC and process names",
-        call, device->name, cudaGetErrorString(error), cudaGetErrorName(error), (int)error);
+    return dtrain_error_set(DTRAIN_ERR_UNSUPPORTED,
+                            "%s on %s: %s (%s, error %d); processes share memory if each sees the other's GPU and can "
+                            "reach it, on one host, in one container or with the host's IPC and PID namespaces",
+                            call, device->name, cudaGetErrorString(error), cudaGetErrorName(error), (int)error);
 }
 
 static dtrain_status dtrain__cuda_unshared(dtrain_device *device, const void *pointer, const char *what)
@@ -5472,7 +5471,7 @@ DTRAIN_API dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain
         return status;
     dtrain__cuda_queue *queue = (dtrain__cuda_queue *)calloc(1, sizeof *queue);
     if (queue == NULL)
-        return dtrain_error_set(DTRAIN_ERR_MEMORY, "dtrain_cuda_create: no %zu bytes for a queue", sizeof *queue);
+        return dtrain_error_set(DTRAIN_ERR_MEMORY, "dtrain_cuda_create: no memory for %zu bytes", sizeof *queue);
     snprintf(queue->name, sizeof queue->name, "cuda:%d", index);
     queue->index = index;
     queue->device.ops = &dtrain__cuda_ops;

@@ -1,7 +1,7 @@
 /* ---- >>checkpoint-calls ----
- * The checkpointer: made and destroyed, its saves in the caller's thread and in one of its own, its loads. The number
- * of a save is agreed on without a word: rank 0's random number, told at creation, and a count of the calls, which
- * every call raises on every rank, whatever becomes of it. */
+ * The checkpointer: create and destroy, blocking and asynchronous saves, loads. All ranks know the number of a save
+ * without a message. It is rank 0's random number, which every rank gets at creation, and a count of the calls. Every
+ * call raises the count on every rank, even if it fails. */
 #ifndef DTRAIN__CHECKPOINT
 #define DTRAIN__CHECKPOINT
 #include "load.c"
@@ -9,7 +9,7 @@
 
 /* ---- creation ---- */
 
-/* Makes the directory and those above it that are not there, and opens it. */
+/* Makes a directory and its missing parents, and opens it. */
 static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char *path)
 {
     char part[1024];
@@ -18,7 +18,7 @@ static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char
     if (length == 0 || length >= sizeof part)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_create: directory has %zu bytes, expected 1 to 1,023", length);
-    for (size_t at = 1; at <= length; at++) { /* one that cannot be made may still be opened */
+    for (size_t at = 1; at <= length; at++) { /* the last may exist even if one of these cannot be made */
         if (path[at] != '/' && path[at] != '\0')
             continue;
         memcpy(part, path, at);
@@ -28,8 +28,10 @@ static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char
     dtrain_status status =
         dtrain__file_open_directory(&ckpt->base, DTRAIN__FILE_HERE, path, "dtrain_checkpoint_create");
     if (status != DTRAIN_OK && error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: making directory \"%s\": %s", path,
-                            strerror(error));
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_IO,
+            "dtrain_checkpoint_create: making directory \"%s\": %s: give a path where this process may make one", path,
+            strerror(error));
     return status;
 }
 
@@ -38,7 +40,7 @@ static int dtrain__checkpoint_refuses(int error)
     return error == EROFS || error == EACCES || error == EPERM;
 }
 
-/* With local, opens this rank's own directory; where it cannot be made, what others have can still be loaded. */
+/* With local, opens this rank's own directory. If it cannot be made, this rank can still load what others have. */
 static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
 {
     char name[32];
@@ -52,23 +54,25 @@ static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
         return DTRAIN_OK;
     }
     if (!ckpt->no_sync)
-        dtrain__file_sync_directory(ckpt->base); /* the first save fails where this matters */
+        dtrain__file_sync_directory(ckpt->base); /* if this matters, the first save fails */
     return dtrain__save_open(&ckpt->directory, ckpt->base, name, ckpt->no_sync);
 }
 
-/* Rank 0 leaves a file that the others are to find. */
+/* Rank 0 makes a file for the others to find. */
 static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt, const char *name)
 {
     int fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
     if (fd < 0 && !dtrain__checkpoint_refuses(errno))
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: writing to the directory: %s",
-                            strerror(errno));
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_IO,
+            "dtrain_checkpoint_create: making a file in directory \"%.200s\": %s: see that its disk has room",
+            ckpt->path, strerror(errno));
     ckpt->refused = fd < 0 ? errno : 0;
     dtrain__file_close(fd);
     return DTRAIN_OK;
 }
 
-/* Whether this rank sees rank 0's file, given a moment: a network file system may not look at once. */
+/* Returns whether this rank sees rank 0's file. It looks for 3 s: a network file system may show a new file late. */
 static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt, const char *name)
 {
     struct timespec turn = dtrain__os_timespec(50000000);
@@ -80,7 +84,7 @@ static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt, const char *name)
     return 0;
 }
 
-/* Finds out whether all ranks see one file system. Rank 0 may not be able to write there: then loading will tell. */
+/* Finds out whether all ranks see one file system. If rank 0 may not write there, a load will find out. */
 static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
 {
     dtrain__alike_ranks strangers;
@@ -106,20 +110,20 @@ static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
     dtrain__save_unseen(ckpt, &strangers);
     if (strangers.count == 0)
         return DTRAIN_OK;
-    return dtrain__fail(
-        NULL, DTRAIN_ERR_IO,
-        "dtrain_checkpoint_create: rank %s sees in its directory no file that rank 0 makes there: give a "
-        "directory on a file system that all share, or set local",
-        strangers.text);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "dtrain_checkpoint_create: rank %s does not see the file that rank 0 made in the directory: "
+                        "give a directory on a file system that all ranks share, or set local",
+                        strangers.text);
 }
 
 static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
 {
     uint64_t nonce = 0;
     int error = ckpt->rank == 0 ? dtrain__os_random(&nonce, sizeof nonce) : 0;
-    dtrain_status status = error == 0 ? DTRAIN_OK
-                                      : dtrain__fail(NULL, DTRAIN_ERR_IO,
-                                                     "dtrain_checkpoint_create: no random number: %s", strerror(error));
+    dtrain_status status =
+        error == 0 ? DTRAIN_OK
+                   : dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: the system gave no random number: %s",
+                                  strerror(error));
     if (ckpt->ranks > 1) {
         dtrain_status sent = dtrain_broadcast(ckpt->comm, &nonce, 1, DTRAIN_U64, 0);
         status = status == DTRAIN_OK ? sent : status;
@@ -129,12 +133,12 @@ static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
 }
 
 static const dtrain__alike_field dtrain__checkpoint_fields[] = {
-    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, directory, OWN), /* where this rank has it; what is in it is compared */
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, directory, OWN), /* each rank has its own path */
     DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, keep_last, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, local, FLAG),
-    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, no_verify, OWN), /* of what this rank loads */
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, no_verify, OWN), /* affects this rank's loads alone */
     DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, no_sync, FLAG),
-    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, timeout_ms, OWN), /* that this rank waits */
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, timeout_ms, OWN), /* how long this rank waits */
     DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, allocator, OWN)};
 
 static int dtrain__checkpoint_line(const void *desc, size_t index, dtrain__alike_line *line)
@@ -169,7 +173,9 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
                                                   const dtrain_checkpoint_desc *desc)
 {
     if (ckpt == NULL || desc == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_checkpoint_create: ckpt and desc are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_create: %s is NULL, expected the address of %s",
+                            ckpt == NULL ? "ckpt" : "desc", ckpt == NULL ? "the checkpointer" : "a desc");
     *ckpt = NULL;
     dtrain_allocator *allocator = desc->allocator;
     dtrain_checkpoint *made = (dtrain_checkpoint *)dtrain__memory_owner(allocator, sizeof *made,
@@ -185,7 +191,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
     made->no_verify = desc->no_verify;
     made->no_sync = desc->no_sync;
     made->timeout_ms = desc->timeout_ms > 0 ? desc->timeout_ms : 300000;
-    if (made->timeout_ms > INT64_MAX / 4) /* it is doubled */
+    if (made->timeout_ms > INT64_MAX / 4) /* it is doubled later */
         made->timeout_ms = INT64_MAX / 4;
     made->base = made->directory = made->lock.fd = -1;
     made->part.allocator = made->allocator;
@@ -196,9 +202,10 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
     dtrain__index_begin(&made->whole, made->allocator);
     dtrain__index_begin(&made->loaded, made->allocator);
     made->seen = (unsigned char *)dtrain__alloc(made->allocator, (size_t)made->ranks);
-    dtrain_status status = made->seen != NULL
-                               ? dtrain__checkpoint_init(made, desc)
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory");
+    dtrain_status status =
+        made->seen != NULL
+            ? dtrain__checkpoint_init(made, desc)
+            : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory for %d bytes", made->ranks);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
         dtrain_checkpoint_destroy(made);
@@ -210,7 +217,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
 
 /* ---- saving ---- */
 
-/* Takes the thread's result, when it has ended or is waited for. */
+/* Ends the thread of an asynchronous save, waits for it first, and takes its result. */
 static void dtrain__checkpoint_join(dtrain_checkpoint *ckpt)
 {
     if (!dtrain__worker_runs(&ckpt->worker))
@@ -241,14 +248,14 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
     dtrain__free(ckpt->allocator, ckpt);
 }
 
-/* Whether no asynchronous save is under way on this rank. */
+/* Returns whether no asynchronous save is under way on this rank. */
 static int dtrain__checkpoint_done(dtrain_checkpoint *ckpt)
 {
     return dtrain__worker_is_done(&ckpt->worker, ckpt->worker.posted);
 }
 
-/* Begins a save: whether one may begin now, and what this rank writes; stages: of a copy, that the program may go on.
- */
+/* Begins a save: checks that one may begin, and lists what this rank writes. stages: copies that, so that the program
+ * may change its data. */
 static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state, int stages)
 {
     ckpt->id.counter++;
@@ -262,20 +269,21 @@ static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtr
             ckpt->rank, (unsigned long long)ckpt->part.index.facts.step);
     if (ckpt->untold) {
         ckpt->untold = 0;
-        return dtrain__fail(&ckpt->error, ckpt->result.status, "the save before this one, which was not begun: %.560s",
+        return dtrain__fail(&ckpt->error, ckpt->result.status,
+                            "checkpoint: this save was not begun, as the save before it failed: %.560s",
                             ckpt->result.text);
     }
     memset(&ckpt->result, 0, sizeof ckpt->result);
     if (state == NULL)
-        return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL: say what to save");
+        return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL, expected what to save");
     dtrain_status status = dtrain__part_prepare(&ckpt->part, state, &ckpt->id, ckpt->ranks);
     if (status == DTRAIN_OK && stages)
         status = dtrain__part_stage(&ckpt->part);
     return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
 }
 
-/* The ranks agree whether a save begins. One that has left out an asynchronous save is behind in the count of calls:
- * here all hear of each other. */
+/* Agrees among the ranks whether a save begins. A rank that skipped an asynchronous save has a lower count of calls;
+ * here it takes the highest. */
 static dtrain_status dtrain__checkpoint_agree(dtrain_checkpoint *ckpt, dtrain_status status,
                                               const dtrain_checkpoint_state *state)
 {
@@ -302,22 +310,22 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
     status = dtrain__save_write(ckpt, &directory);
     if (status != DTRAIN_OK)
         dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
-    else if (!ckpt->local) /* by files, as one disk may take longer than the group's deadline */
+    else if (!ckpt->local) /* through files: a disk may take longer than the group's deadline */
         status = dtrain__save_await(ckpt, directory, 0);
     int agrees = status == DTRAIN_OK;
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status != DTRAIN_OK) {
-        /* rank 0 lists the files of a rank that agrees as soon as it has heard all, whatever that rank has heard */
+        /* once rank 0 has heard all, it lists the files of a rank that agreed, even if that rank has heard nothing */
         int listed = agrees && ckpt->unheard && ckpt->rank > 0;
         if (directory >= 0 && !ckpt->local && !listed)
             dtrain__save_discard(ckpt, directory);
-        if (directory >= 0 && ckpt->local) /* as often as it goes wrong, no more is there */
+        if (directory >= 0 && ckpt->local) /* repeated failures then leave no more behind than one */
             dtrain__save_clear(ckpt, 0);
         dtrain__file_close(directory);
         return status;
     }
     ckpt->last = ckpt->part.index.facts;
-    ckpt->common = ckpt->last; /* all have brought their part to the disk */
+    ckpt->common = ckpt->last; /* every rank has its part on the disk */
     if (ckpt->rank == 0 || ckpt->local)
         status = dtrain__save_commit(ckpt, directory, 0, &visible);
     if (status != DTRAIN_OK && !visible && !ckpt->local)
@@ -350,13 +358,15 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
         if (error == 0)
             dtrain__worker_post(&ckpt->worker, &ckpt->job);
         else
-            status = dtrain__fail(&ckpt->error, DTRAIN_ERR_IO, "checkpoint: rank %d cannot start a thread: %s",
-                                  ckpt->rank, strerror(error));
+            status = dtrain__fail(
+                &ckpt->error, DTRAIN_ERR_IO,
+                "checkpoint: the system refused rank %d a thread (%s): use dtrain_checkpoint_save, which needs none",
+                ckpt->rank, strerror(error));
     }
     if (status != DTRAIN_OK && state != NULL)
         dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);
     if (status != DTRAIN_OK && !ckpt->worker.threaded && ckpt->result.status == DTRAIN_OK)
-        ckpt->result = ckpt->error; /* told, and told again by a wait */
+        ckpt->result = ckpt->error; /* a wait returns it again */
     return status;
 }
 
@@ -368,8 +378,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
     dtrain__checkpoint_join(ckpt);
     if (ckpt->worker.threaded)
         return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID,
-                            "dtrain_checkpoint_wait on rank %d: process %ld has begun the save, and this is its forked "
-                            "child %ld; wait there",
+                            "dtrain_checkpoint_wait on rank %d: process %ld began the save, and this is its forked "
+                            "child %ld: wait in the parent",
                             ckpt->rank, (long)ckpt->worker.process, (long)getpid());
     ckpt->untold = 0;
     if (ckpt->result.status != DTRAIN_OK)
@@ -379,7 +389,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
 
 /* ---- loading ---- */
 
-/* Lists what the program has room for, by name. */
+/* Lists what the program has room for, sorted by name. */
 static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -415,7 +425,8 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
 }
 
-/* One attempt at a load; chosen: of which step; *moved: that was replaced or removed while it was read, perhaps. */
+/* Makes one attempt at a load. chosen: out, the step's name. *moved: the step may have been replaced or removed
+ * meanwhile. */
 static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
                                                 const dtrain_checkpoint_load_desc *desc,
                                                 dtrain_checkpoint_report *report, char chosen[32], int *moved)
@@ -431,7 +442,7 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     dtrain_status status = dtrain__checkpoint_load(&load, state);
     int chose = load.step_name[0] != '\0' && (!ckpt->local || load.wants != NULL);
     if ((status == DTRAIN_ERR_IO || status == DTRAIN_ERR_CORRUPT) && chose &&
-        strstr(dtrain__thread_error.text, load.step_name) == NULL) /* files' names do not tell of which step they are */
+        strstr(dtrain__thread_error.text, load.step_name) == NULL) /* file names do not tell their step */
         dtrain__fail(&ckpt->error, status, "%.560s (in %s)", dtrain__thread_error.text, load.step_name);
     dtrain__error cause = dtrain__thread_error;
     *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
@@ -440,11 +451,11 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     load.report.bytes_read = load.reader.bytes_read;
     if (report != NULL)
         *report = load.report;
-    if (status == DTRAIN_OK && load.model == NULL) { /* kept for its values */
+    if (status == DTRAIN_OK && load.model == NULL) { /* for dtrain_checkpoint_value */
         dtrain__index kept = ckpt->loaded;
         ckpt->loaded = load.index;
         load.index = kept;
-        ckpt->last.id.counter = 0; /* what is loaded is whole, whoever has its parts */
+        ckpt->last.id.counter = 0; /* what is loaded is whole, whichever rank has its parts */
         ckpt->common = ckpt->loaded.facts;
     }
     dtrain__load_end(&load);
@@ -460,9 +471,10 @@ DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_
     int moved = 1;
     if (ckpt == NULL || state == NULL)
         return dtrain__fail(ckpt != NULL ? &ckpt->error : NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_checkpoint_load: a checkpointer and a state are needed, got NULL");
-    dtrain__checkpoint_join(ckpt); /* what is being written may be what is to be read */
-    /* A run that saves into the same directory may remove what was chosen; then there is another, or the same anew. */
+                            "dtrain_checkpoint_load: %s is NULL, expected %s", ckpt == NULL ? "ckpt" : "state",
+                            ckpt == NULL ? "a checkpointer" : "where to load to");
+    dtrain__checkpoint_join(ckpt); /* the load may want what is being written */
+    /* A job that saves into the directory may remove the chosen step: choose again. */
     for (int attempt = 0, same = 0; attempt < DTRAIN__LOAD_ATTEMPTS && same < DTRAIN__LOAD_SAME && moved; attempt++) {
         memcpy(before, chosen, sizeof before);
         status = dtrain__checkpoint_attempt(ckpt, state, desc, report, chosen, &moved);

@@ -1,5 +1,5 @@
 /* ---- >>export ----
- * A checkpoint without the program that wrote it: checked from end to end, or written as one file. */
+ * Checks a checkpoint from end to end, or writes it as one file, without the program that saved it. */
 #ifndef DTRAIN__EXPORT
 #define DTRAIN__EXPORT
 #include "checkpoint.c"
@@ -10,12 +10,12 @@ typedef struct dtrain__export {
     dtrain__verify_reader reader;
     int directory;
     dtrain_safetensors_source *sources;
-    struct dtrain__export_tensor *tensors; /* of the sources */
+    struct dtrain__export_tensor *tensors; /* one for each source */
     size_t count;
-    void (*tell)(uint64_t bytes); /* how much was read; may be NULL */
+    void (*tell)(uint64_t bytes); /* is told how many bytes were read; may be NULL */
 } dtrain__export;
 
-/* What a source's fill is given. */
+/* What the fill function of a source gets. */
 typedef struct dtrain__export_tensor {
     dtrain__export *whole;
     const dtrain__index_tensor *tensor;
@@ -30,8 +30,7 @@ static void dtrain__export_end(dtrain__export *all)
     dtrain__index_free(&all->index);
 }
 
-/* Gives the last part of a directory's path, or where that names no step ("." or a link), of the path that it stands
- * for. */
+/* Gives the last part of a directory's path. If that names no step ("." or a link), gives that of the resolved path. */
 static void dtrain__export_name(const char *path, char name[32])
 {
     char real[PATH_MAX];
@@ -51,7 +50,7 @@ static void dtrain__export_name(const char *path, char name[32])
 /* Opens a step's directory, or the newest in a directory of steps, and reads its index. */
 static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
 {
-    dtrain_checkpoint finder; /* to look for the newest */
+    dtrain_checkpoint finder; /* finds the newest */
     char name[32];
     int base = -1;
     memset(all, 0, sizeof *all);
@@ -79,7 +78,7 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
                                : status;
 }
 
-/* Checks every block of one file, and that its pieces are there. */
+/* Checks every block of one file, and that the file holds its pieces. */
 static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
 {
     const dtrain__index *index = &all->index;
@@ -112,7 +111,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path)
     return status;
 }
 
-/* Supplies a range of a tensor, from whatever pieces hold it. */
+/* Supplies a range of a tensor from the pieces that hold it. */
 static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out, size_t bytes)
 {
     const dtrain__export_tensor *from = (const dtrain__export_tensor *)user;

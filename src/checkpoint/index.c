@@ -1,8 +1,8 @@
 /* ---- >>index ----
- * What a checkpoint consists of: its files, its tensors and their pieces, and the numbers and texts beside them. One
- * JSON form serves for a rank's part, which is an index with one file, and for the whole: parts are read one after the
- * other into one index, which is then settled: tensors are sorted and those of one name joined, and their pieces
- * checked to tile them. The text ends with the hash of all that comes before.
+ * What a checkpoint consists of: files, tensors and their pieces, and numbers and texts beside them. One JSON form
+ * serves for both a rank's part, which is an index with one file, and the whole. Parts are read one after the other
+ * into one index, which is then settled: tensors are sorted, those of one name are joined, and their pieces must tile
+ * them. The text ends with the hash of all that comes before.
  *
  * A text may be hostile. Memory grows with what was read of it, and is a small multiple of that. */
 #ifndef DTRAIN__INDEX
@@ -12,12 +12,12 @@
 #include "region.c"
 #include "../base/json.c"
 
-#define DTRAIN__INDEX_BYTES ((uint64_t)1 << 32) /* the most that is read */
+#define DTRAIN__INDEX_BYTES ((uint64_t)1 << 32) /* the longest text that is read */
 #define DTRAIN__INDEX_NONE ((size_t)-1)
 #define DTRAIN__INDEX_TAIL 27 /* bytes of ,"hash":"0123456789abcdef"} */
 #define DTRAIN__INDEX_BLOCK 65536
 
-/* The number of a save: a checkpointer's own, and how many saves it has begun. */
+/* The number of a save: the checkpointer's own number, and how many saves it has begun. */
 typedef struct dtrain__index_save_id {
     uint64_t nonce, counter;
 } dtrain__index_save_id;
@@ -27,17 +27,17 @@ static int dtrain__index_same_save(const dtrain__index_save_id *a, const dtrain_
     return a->nonce == b->nonce && a->counter == b->counter;
 }
 
-/* One file of an index, and the hashes that it is checked by. */
+/* One file of an index, with the hashes that check it. */
 typedef struct dtrain__index_hashed {
-    size_t name; /* among the texts; NONE: there is none */
+    size_t name; /* place among the texts; NONE: no file */
     uint64_t header_bytes, header_hash, data_bytes;
 } dtrain__index_hashed;
 
 typedef struct dtrain__index_file {
     dtrain__index_hashed data, hashes;
-    size_t blocks, block_count; /* hashes of the hashes file's blocks, among the numbers */
+    size_t blocks, block_count; /* hashes of the blocks of the hashes file, among the numbers */
     int rank;
-    int holder; /* the rank that has it, where files are not shared; -1: this one */
+    int holder; /* the rank that has the file, if files are not shared; -1: this rank */
 } dtrain__index_file;
 
 typedef struct dtrain__index_tensor {
@@ -45,43 +45,43 @@ typedef struct dtrain__index_tensor {
     dtrain_dtype dtype;
     int ndim;
     size_t shape[DTRAIN_MAX_DIMS];
-    size_t first, count; /* its pieces, when settled */
-    size_t spares;       /* after them, copies of some of them */
+    size_t first, count; /* its pieces, once settled */
+    size_t spares;       /* copies of some pieces, which follow them */
 } dtrain__index_tensor;
 
 typedef struct dtrain__index_piece {
     size_t tensor, file;
-    size_t number; /* it is NAME#number in the file; NONE: NAME */
-    size_t box;    /* ndim begins and ndim sizes among the numbers; NONE: the whole tensor */
+    size_t number; /* its name in the file is NAME#number; NONE: NAME */
+    size_t box;    /* place of ndim begins and ndim sizes among the numbers; NONE: the whole tensor */
     size_t at, count;
-    size_t copy; /* copies beyond the first are left out when settled */
+    size_t copy; /* which of several copies; settling leaves out all but the first */
 } dtrain__index_piece;
 
 typedef struct dtrain__index_value {
     size_t key, key_length, value, value_length;
 } dtrain__index_value;
 
-/* What is not about tensors; a part's and the whole's, which takes those of the first part. */
+/* What is not about tensors. The whole index takes the facts of its first part. */
 typedef struct dtrain__index_facts {
     dtrain__index_save_id id;
     uint64_t step, world_size;
     uint64_t seed, random_index;
 } dtrain__index_facts;
 
-enum { DTRAIN__INDEX_SETTING = 80, DTRAIN__INDEX_SETTINGS = 64 }; /* bytes of one at most; how many there are */
+enum { DTRAIN__INDEX_SETTING = 80, DTRAIN__INDEX_SETTINGS = 64 }; /* most bytes of a key or value; most settings */
 
 typedef struct dtrain__index {
     dtrain_allocator *allocator;
-    const char *where; /* of the text being read, for error texts */
-    int parts;         /* read so far */
+    const char *where; /* names the text being read, for error texts */
+    int parts;         /* number of parts read */
     dtrain__index_facts facts;
-    char *texts; /* each with a zero byte after it */
+    char *texts; /* each ends with a zero byte */
     uint64_t *numbers;
     dtrain__index_file *files;
     dtrain__index_tensor *tensors;
     dtrain__index_piece *pieces;
     dtrain__index_value *values;
-    dtrain__index_value *settings; /* what lists say beside their pieces: see >>pieces. Numbers as they are written */
+    dtrain__index_value *settings; /* what lists tell beside their pieces (see >>pieces); numbers as they are written */
     size_t text_bytes, number_count, file_count, tensor_count, piece_count, value_count, setting_count;
 } dtrain__index;
 
@@ -102,7 +102,7 @@ static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocato
     index->allocator = allocator;
 }
 
-/* Makes it empty, and keeps its memory. */
+/* Empties an index and keeps its memory. */
 static void dtrain__index_clear(dtrain__index *index)
 {
     index->text_bytes = index->number_count = index->file_count = index->tensor_count = index->piece_count =
@@ -111,7 +111,8 @@ static void dtrain__index_clear(dtrain__index *index)
     memset(&index->facts, 0, sizeof index->facts);
 }
 
-/* Makes room in an array that grows for `more` elements after `count`; 0: there is no memory, which is reported. */
+/* Makes room for `more` elements after `count` in an array that grows. Returns 0 if there is no memory, and reports it.
+ */
 #define DTRAIN__INDEX_ROOM(allocator, array, count, more) \
     dtrain__index_room((allocator), (void *)&(array), sizeof *(array), (count), (more))
 
@@ -145,7 +146,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__index_add(dtrain_allocator *alloca
     return DTRAIN_OK;
 }
 
-/* Keeps a text; gives where, or NONE. */
+/* Keeps a text; returns its place, or NONE. */
 static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t length)
 {
     size_t at = index->text_bytes;
@@ -185,7 +186,7 @@ static int dtrain__index_is_number(const char *text)
     return *text == '-' || (*text >= '0' && *text <= '9');
 }
 
-/* Returns a setting's value; NULL: it is not there. */
+/* Returns the value of a setting, or NULL. */
 static const char *dtrain__index_setting(const dtrain__index *index, const char *key)
 {
     for (size_t i = 0; i < index->setting_count; i++)
@@ -194,15 +195,15 @@ static const char *dtrain__index_setting(const dtrain__index *index, const char 
     return NULL;
 }
 
-/* Enters a setting; where it is there already, from an earlier list or part, it must be the same. */
+/* Enters a setting. If an earlier list or part has entered it, the value must be the same. */
 static dtrain_status dtrain__index_set(dtrain__index *index, const char *key, const char *value)
 {
     const char *before = dtrain__index_setting(index, key);
     dtrain__index_value setting;
     if (before != NULL && strcmp(before, value) != 0)
         return dtrain__fail(NULL, index->where != NULL ? DTRAIN_ERR_MISMATCH : DTRAIN_ERR_INVALID,
-                            "checkpoint: %.200s has %s %s, and what came before it has %s, and a checkpoint keeps one: "
-                            "make and step all alike, or save them with a checkpointer each",
+                            "checkpoint: %.200s has %s %s, and an earlier list or part has %s; a checkpoint keeps one "
+                            "value: make and step all alike, or give each a checkpointer",
                             index->where != NULL ? index->where : "a list of this rank", key, value, before);
     if (before != NULL || index->setting_count == DTRAIN__INDEX_SETTINGS)
         return DTRAIN_OK;
@@ -234,7 +235,7 @@ static DTRAIN__NOINLINE const char *dtrain__index_name(const dtrain__index *inde
     return index->texts + tensor->name;
 }
 
-/* qsort has no context: what is sorted carries the addresses that it is compared by. */
+/* qsort passes no context: the sorted items carry what they are compared by. */
 typedef struct dtrain__index_order {
     const char *name;
     size_t length, old;
@@ -247,7 +248,7 @@ static int dtrain__index_by_name(const void *left, const void *right)
     return order != 0 ? order : a->old < b->old ? -1 : a->old > b->old;
 }
 
-/* Joins tensors of one name: writes the joined ones to `joined` and each old one's new number to `moved`. */
+/* Joins tensors of one name. Writes the joined ones to `joined`, and the new number of each old one to `moved`. */
 static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__index_order *order,
                                         dtrain__index_tensor *joined, size_t *moved, size_t *count)
 {
@@ -261,8 +262,8 @@ static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__inde
         } else if (last->dtype != tensor->dtype || last->ndim != tensor->ndim ||
                    memcmp(last->shape, tensor->shape, (size_t)last->ndim * sizeof(size_t)) != 0) {
             return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                                "checkpoint: tensor \"%.200s\" has another shape or dtype in one part than in another: "
-                                "give every rank the same full shape",
+                                "checkpoint: the shape or dtype of tensor \"%.200s\" differs between ranks or lists: "
+                                "give it the same full shape and dtype everywhere",
                                 dtrain__index_name(index, tensor));
         }
         moved[order[i].old] = *count - 1;
@@ -270,7 +271,7 @@ static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__inde
     return DTRAIN_OK;
 }
 
-/* Puts pieces in the order of their tensors, and within one of files. Counting sort: keeps the order of reading. */
+/* Sorts pieces by tensor, and within a tensor in the order of reading (counting sort). */
 static void dtrain__index_deal(dtrain__index *index, dtrain__index_piece *dealt, const size_t *moved)
 {
     size_t at = 0;
@@ -307,7 +308,7 @@ static int dtrain__index_by_region(const void *left, const void *right)
                                            : a->piece.file > b->piece.file;
 }
 
-/* Puts one of each set of copies first, and the others behind, where a tensor has any that are not alone. */
+/* Puts the first of each set of copies in front, and the others behind them, if any piece of the tensor has copies. */
 static dtrain_status dtrain__index_part_copies(dtrain__index *index, dtrain__index_tensor *tensor)
 {
     dtrain__index_piece *pieces = index->pieces + tensor->first;
@@ -354,13 +355,13 @@ static dtrain_status dtrain__index_check_tensor(dtrain__index *index, dtrain__in
     if (dtrain__region_tiling_whole(&tiling))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                        "checkpoint: the pieces of tensor \"%.200s\" have %zu elements, where it has %zu: pieces must "
+                        "checkpoint: the pieces of tensor \"%.200s\" have %zu elements, the tensor %zu: pieces must "
                         "hold each element once%s",
                         dtrain__index_name(index, tensor), tiling.count, whole.count,
                         tiling.count == whole.count ? ", but some overlap and leave others out" : "");
 }
 
-/* Joins what was read, and checks it. tiled = 0: a part alone, whose pieces need not tile. */
+/* Joins what was read, and checks it. tiled = 0: this is one part, whose pieces need not tile. */
 static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
 {
     size_t tensors = index->tensor_count, pieces = index->piece_count, count;
@@ -371,7 +372,8 @@ static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
     dtrain__index_piece *dealt = (dtrain__index_piece *)dtrain__alloc(allocator, pieces * sizeof *dealt);
     dtrain_status status = DTRAIN_OK;
     if (order == NULL || joined == NULL || moved == NULL || dealt == NULL) {
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index");
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                              "checkpoint: no memory to sort an index of %zu tensors and %zu pieces", tensors, pieces);
         goto done;
     }
     for (size_t i = 0; i < tensors; i++) {
@@ -397,7 +399,7 @@ done:
     return status;
 }
 
-/* The tensor of a name, or NULL; the index is settled. */
+/* Returns the tensor of a name, or NULL. The index must be settled. */
 static dtrain__index_tensor *dtrain__index_find(const dtrain__index *index, const char *name, const char *suffix)
 {
     dtrain_piece key, here;

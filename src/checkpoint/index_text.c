@@ -1,7 +1,7 @@
 /* ---- >>index-text ----
- * The JSON of an index: written, and read from whoever wrote it. Members come in any order, those that are not known
- * and are no settings are passed over; a member that comes twice, or is missing where it is needed, is an error.
- * Numbers are whole and below 2^64 but for settings. */
+ * Writes and reads the JSON of an index; a text read may come from anybody. Members come in any order. Unknown members
+ * that are no settings are skipped. A member that comes twice, or a needed one that is missing, is an error. Numbers
+ * are whole and below 2^64, except in settings. */
 #ifndef DTRAIN__INDEX_TEXT
 #define DTRAIN__INDEX_TEXT
 #include "index.c"
@@ -11,10 +11,10 @@
 
 /* ---- writing ---- */
 
-/* Prints settings: those of a group, which are told one after the other, as members of an object of its name. */
+/* Prints settings. Those of a group follow each other; they are members of an object of the group's name. */
 static void dtrain__index_print_settings(dtrain__json_writer *json, const dtrain__index *index)
 {
-    const char *last = ""; /* the group that is open, and its point */
+    const char *last = ""; /* the open group with its point */
     size_t open = 0;
     for (size_t i = 0; i < index->setting_count; i++) {
         const char *key = index->texts + index->settings[i].key, *value = index->texts + index->settings[i].value;
@@ -147,15 +147,16 @@ static void dtrain__index_print_now(dtrain__json_writer *json, const dtrain__ind
     dtrain__json_end(json);
 }
 
-/* Prints a settled index into memory of its allocator, *text, which grows. */
+/* Prints a settled index to *text, memory of the index's allocator that grows. */
 static dtrain_status dtrain__index_print(const dtrain__index *index, char **text, size_t *bytes)
 {
     dtrain__json_writer json;
     dtrain__json_write_start(&json, NULL, 0);
     dtrain__index_print_now(&json, index);
     if (json.broken)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: a name, key or value is not UTF-8");
-    *bytes = json.bytes - 1 + DTRAIN__INDEX_TAIL; /* the tail takes the place of the last brace */
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "checkpoint: a name, key or value is not UTF-8: give UTF-8 texts");
+    *bytes = json.bytes - 1 + DTRAIN__INDEX_TAIL; /* the tail replaces the last brace */
     char *larger = (char *)dtrain__memory_grow(index->allocator, *text, 1, *bytes, 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index of %zu bytes", *bytes);
@@ -168,13 +169,12 @@ static dtrain_status dtrain__index_print(const dtrain__index *index, char **text
 }
 
 /* ---- reading ----
- * Functions that read give a value, or 0 after an error: the first one stays in the parser, and nothing is read after
- * it. */
+ * Functions that read return a value, or 0 after an error. The first error stays in the parser, and ends reading. */
 
 typedef struct dtrain__index_parser {
     dtrain__index *index;
     dtrain__json_reader json;
-    size_t base_file; /* files of this text are numbered from here on */
+    size_t base_file; /* number of the first file of this text */
     dtrain_status status;
 } dtrain__index_parser;
 
@@ -185,7 +185,7 @@ static DTRAIN__NOINLINE void dtrain__index_bad(dtrain__index_parser *parser, siz
                                       parser->index->where, offset, what);
 }
 
-/* Reads the next token, which must be of a kind; `what` says what is expected. Returns 0 after an error. */
+/* Reads the next token, which must be of a kind; `what` says what was expected. Returns 0 after an error. */
 static DTRAIN__NOINLINE int dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
                                                  dtrain__json_kind kind, const char *what)
 {
@@ -199,18 +199,18 @@ static uint64_t dtrain__index_u64(dtrain__index_parser *parser, uint64_t most)
 {
     dtrain__json_token token;
     uint64_t value = 0;
-    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected") &&
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "expected a number") &&
         (!dtrain__json_u64(&parser->json, &token, &value) || value > most))
         dtrain__index_bad(parser, token.begin, "not a whole number, or too large a one");
     return parser->status == DTRAIN_OK ? value : 0;
 }
 
-/* Keeps the text of a STRING or KEY, and gives where; zero bytes are refused where it is a name. */
+/* Keeps the text of a STRING or KEY, and returns its place. A name must not be empty or have a zero byte. */
 static size_t dtrain__index_keep(dtrain__index_parser *parser, const dtrain__json_token *token, int is_name,
                                  size_t *length)
 {
     dtrain__index *index = parser->index;
-    size_t at = index->text_bytes, most = token->end - token->begin; /* unescaped, a text is no longer */
+    size_t at = index->text_bytes, most = token->end - token->begin; /* unescaping never makes a text longer */
     *length = 0;
     if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, at, most + 1)) {
         parser->status = DTRAIN_ERR_MEMORY;
@@ -228,7 +228,7 @@ static size_t dtrain__index_keep(dtrain__index_parser *parser, const dtrain__jso
 static size_t dtrain__index_string(dtrain__index_parser *parser, int is_name, size_t *length)
 {
     dtrain__json_token token;
-    int is_string = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
+    int is_string = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "expected a text");
     return is_string ? dtrain__index_keep(parser, &token, is_name, length) : 0;
 }
 
@@ -237,10 +237,10 @@ static void dtrain__index_open(dtrain__index_parser *parser, int is_object)
 {
     dtrain__json_token token;
     dtrain__index_expect(parser, &token, is_object ? DTRAIN__JSON_OBJECT : DTRAIN__JSON_ARRAY,
-                         is_object ? "an object was expected" : "a list was expected");
+                         is_object ? "expected an object" : "expected a list");
 }
 
-/* Reads the next key of the object that is open; returns 0 at its end. */
+/* Reads the next key of the open object; returns 0 at its end. */
 static int dtrain__index_next(dtrain__index_parser *parser, dtrain__json_token *key)
 {
     if (parser->status == DTRAIN_OK && dtrain__json_next(&parser->json, key) == DTRAIN__JSON_ERROR)
@@ -248,7 +248,7 @@ static int dtrain__index_next(dtrain__index_parser *parser, dtrain__json_token *
     return parser->status == DTRAIN_OK && key->kind == DTRAIN__JSON_KEY;
 }
 
-/* Whether the list that is open has another value, which is then read next. */
+/* Returns whether the open list has another value, which is read next. */
 static int dtrain__index_more(dtrain__index_parser *parser)
 {
     dtrain__json_reader before = parser->json;
@@ -261,8 +261,8 @@ static int dtrain__index_more(dtrain__index_parser *parser)
     return 1;
 }
 
-/* Takes a member that nobody else knows: a number or a plain text is a setting, an object is a group of them. Others,
- * and what is longer than settings are, are passed over. group: its name, at the top of the text an empty one. */
+/* Takes an unknown member. A number or a text without escapes is a setting, an object is a group of settings. Others,
+ * and texts too long for a setting, are skipped. group: the group's name, empty outside of one. */
 static void dtrain__index_read_setting(dtrain__index_parser *parser, const dtrain__json_token *key, const char *group)
 {
     char name[2 * DTRAIN__INDEX_SETTING] = "", value[DTRAIN__INDEX_SETTING] = "";
@@ -283,13 +283,13 @@ static void dtrain__index_read_setting(dtrain__index_parser *parser, const dtrai
         while (dtrain__index_next(parser, &token))
             dtrain__index_read_setting(parser, &token, name);
     } else {
-        dtrain__json_skip(&parser->json, &token); /* what is wrong there, the next token tells */
+        dtrain__json_skip(&parser->json, &token); /* the next token reports any error in it */
     }
 }
 
-/* Reads the key of the next member of the open object that is among names, which a NULL ends, and gives its number; -1
- * at the object's end. *seen gets its bit, so that none comes twice. Other members are passed over, or, where settings
- * is not NULL, are settings of that group. */
+/* Reads the key of the next known member of the open object. Returns its number in names, which a NULL ends, or -1 at
+ * the object's end. *seen has a bit for each name, so that none comes twice. Unknown members are settings of the group
+ * `settings`; if that is NULL, they are skipped. */
 static int dtrain__index_member(dtrain__index_parser *parser, const char *const *names, uint32_t *seen,
                                 const char *settings)
 {
@@ -314,7 +314,7 @@ static int dtrain__index_member(dtrain__index_parser *parser, const char *const 
     return -1;
 }
 
-/* Reads a list of at most DTRAIN_MAX_DIMS sizes; returns how many they are. */
+/* Reads a list of at most DTRAIN_MAX_DIMS sizes; returns their number. */
 static int dtrain__index_sizes(dtrain__index_parser *parser, size_t sizes[DTRAIN_MAX_DIMS])
 {
     int count = 0;
@@ -354,7 +354,7 @@ static void dtrain__index_take_piece(dtrain__index_parser *parser, const dtrain_
         size_t begin = boxed ? read->box[0][d] : 0, size = boxed ? read->box[1][d] : tensor->shape[d];
         if (begin > tensor->shape[d] || size > tensor->shape[d] - begin)
             dtrain__index_bad(parser, offset, "a box that reaches beyond its tensor");
-        elements *= size; /* at most the tensor's, which were checked */
+        elements *= size; /* no overflow: at most the tensor's, which were checked */
     }
     if (!(seen >> 4 & 1))
         read->piece.count = elements;
@@ -402,7 +402,7 @@ static dtrain_dtype dtrain__index_dtype(dtrain__index_parser *parser)
     return dtype;
 }
 
-/* Reads a tensor, whose name was kept: dtype and shape stand before pieces, as they are written. */
+/* Reads a tensor, after its name. dtype and shape must stand before pieces, as the writer puts them. */
 static void dtrain__index_read_tensor(dtrain__index_parser *parser, dtrain__index_tensor *tensor)
 {
     static const char *const names[] = {"dtype", "shape", "pieces", NULL};
@@ -446,13 +446,14 @@ static void dtrain__index_read_tensors(dtrain__index_parser *parser)
 
 /* ---- files and values ---- */
 
-/* The blocks that hold this many bytes. */
+/* Returns the number of blocks that hold this many bytes. */
 static uint64_t dtrain__index_blocks(uint64_t bytes)
 {
     return bytes / DTRAIN__INDEX_BLOCK + (bytes % DTRAIN__INDEX_BLOCK != 0);
 }
 
-/* Reads the object of a file, or in that the one of its hashes, whose own hashes are its blocks. */
+/* Reads the object of a data file. of_hashes: reads the object in it of the file of hashes, whose blocks are hashed
+ * here. */
 static void dtrain__index_read_hashed(dtrain__index_parser *parser, dtrain__index_file *file, int of_hashes)
 {
     static const char *const names[2][7] = {
@@ -471,7 +472,7 @@ static void dtrain__index_read_hashed(dtrain__index_parser *parser, dtrain__inde
             size_t offset = parser->json.offset, length = 0;
             hashed->name = dtrain__index_string(parser, 1, &length);
             if (parser->status == DTRAIN_OK && !dtrain__file_plain_name(index->texts + hashed->name, length))
-                dtrain__index_bad(parser, offset, "a file's name that is no plain one");
+                dtrain__index_bad(parser, offset, "a file's name with a directory or of another form");
         } else if (which == 5) {
             dtrain__index_read_hashed(parser, file, 1);
         } else if (!of_hashes) {
@@ -503,7 +504,7 @@ static void dtrain__index_read_files(dtrain__index_parser *parser)
         if (file.data.data_bytes > UINT64_MAX / 2 ||
             file.hashes.data_bytes != 8 * dtrain__index_blocks(file.data.data_bytes) ||
             file.block_count != dtrain__index_blocks(file.hashes.data_bytes))
-            dtrain__index_bad(parser, parser->json.offset, "a file with other numbers of hashes than of blocks");
+            dtrain__index_bad(parser, parser->json.offset, "a file with more or fewer hashes than blocks");
         if (parser->status == DTRAIN_OK)
             parser->status = DTRAIN__INDEX_ADD(index->allocator, index->files, index->file_count, file);
     }
@@ -518,7 +519,7 @@ static void dtrain__index_read_values(dtrain__index_parser *parser)
         dtrain__index_value value;
         value.key = dtrain__index_keep(parser, &token, 1, &value.key_length);
         value.value = dtrain__index_string(parser, 0, &value.value_length);
-        if (parser->status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
+        if (parser->status == DTRAIN_OK && index->parts == 0) /* facts and values come from the first part */
             parser->status = DTRAIN__INDEX_ADD(index->allocator, index->values, index->value_count, value);
     }
 }
@@ -528,7 +529,7 @@ static void dtrain__index_read_values(dtrain__index_parser *parser)
 static void dtrain__index_read_format(dtrain__index_parser *parser)
 {
     dtrain__json_token token;
-    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected") &&
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "expected a text") &&
         !dtrain__json_is(&parser->json, &token, DTRAIN__INDEX_FORMAT))
         dtrain__index_bad(parser, token.begin, "not the format \"" DTRAIN__INDEX_FORMAT "\"");
 }
@@ -537,10 +538,10 @@ static void dtrain__index_read_version(dtrain__index_parser *parser)
 {
     uint64_t version = dtrain__index_u64(parser, UINT64_MAX);
     if (parser->status == DTRAIN_OK && version != DTRAIN__INDEX_VERSION)
-        parser->status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                      "checkpoint index \"%s\" is of version %llu, and this dtrain knows %d: read it "
-                                      "with that which wrote it",
-                                      parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
+        parser->status = dtrain__fail(
+            NULL, DTRAIN_ERR_UNSUPPORTED,
+            "checkpoint index \"%s\" is of version %llu, expected %d: read it with the dtrain that wrote it",
+            parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
 }
 
 static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_facts *facts)
@@ -562,7 +563,7 @@ static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_f
         case 8: dtrain__index_read_values(parser); break;
         case 9: dtrain__index_read_files(parser); break;
         case 10: dtrain__index_read_tensors(parser); break;
-        case 11: /* checked before */
+        case 11: /* hash: checked before */
             dtrain__json_next(&parser->json, &token);
             dtrain__json_skip(&parser->json, &token);
             break;
@@ -573,24 +574,27 @@ static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_f
         dtrain__index_bad(parser, parser->json.offset, "the index lacks one of its members");
 }
 
-/* The text's last member is the hash of what comes before it. */
+/* Checks that the last member is the hash of what comes before it. */
 static dtrain_status dtrain__index_check_hash(const char *where, const char *text, size_t bytes)
 {
     char tail[DTRAIN__INDEX_TAIL + 1];
     if (bytes <= DTRAIN__INDEX_TAIL)
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\" has %zu bytes: it was cut", where,
-                            bytes);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_CORRUPT,
+            "checkpoint index \"%s\" has %zu bytes, too few for an index: it was cut; restore it, or load another step",
+            where, bytes);
     snprintf(tail, sizeof tail, ",\"hash\":\"%016llx\"}",
              (unsigned long long)dtrain__xxh64_of(text, bytes - DTRAIN__INDEX_TAIL, 0));
     if (memcmp(tail, text + bytes - DTRAIN__INDEX_TAIL, DTRAIN__INDEX_TAIL) == 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                        "checkpoint index \"%s\": its %zu bytes have not the hash that ends it: it was damaged or cut",
+                        "checkpoint index \"%s\": its %zu bytes do not have the hash that ends it: it was damaged or "
+                        "cut; restore it, or load another step",
                         where, bytes);
 }
 
-/* Adds a text, of a part or of a whole, to an index; `where` names it for error texts. A second part must be of the
- * same save. */
+/* Adds a text, of a part or of a whole, to an index. `where` names it in error texts. Every part must be of the same
+ * save. */
 static dtrain_status dtrain__index_read(dtrain__index *index, const char *where, const char *text, size_t bytes)
 {
     dtrain__index_parser parser;
@@ -614,7 +618,7 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
     if (index->parts > 0 && (!dtrain__index_same_save(&facts.id, &index->facts.id) || facts.step != index->facts.step ||
                              facts.world_size != index->facts.world_size))
         return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                            "checkpoint: part \"%s\" is of step %llu on %llu ranks, the first one of step %llu on "
+                            "checkpoint: part \"%s\" is of step %llu on %llu ranks, the first part of step %llu on "
                             "%llu: save the same step on every rank",
                             where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
                             (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
@@ -623,7 +627,7 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
     return DTRAIN_OK;
 }
 
-/* The same of a file, of at most `most` bytes. */
+/* Adds the text of a file of at most `most` bytes. */
 static dtrain_status dtrain__index_read_file(dtrain__index *index, int directory, const char *name, uint64_t most,
                                              uint64_t *bytes_read)
 {

@@ -1,23 +1,22 @@
 /* ---- >>load ----
- * From an index to a program's state: which checkpoint, what of it is asked for, what is missing or too much, and the
- * reading. All ranks agree after each step, so that an error of one is an error of all, and nothing is written before
- * every rank knows that all of it fits. A plain model is read by the same steps: its tensors are listed as an index
- * whose pieces are whole. */
+ * Loads an index into a program's state: chooses the checkpoint, compares it with what is asked for, and reads. All
+ * ranks agree after each step, so an error of one is an error of all. Nothing is written before every rank knows that
+ * all of it fits. A plain model goes through the same steps: its tensors become an index whose pieces are whole. */
 #ifndef DTRAIN__LOAD
 #define DTRAIN__LOAD
 #include "verify.c"
 #include "../format/huggingface.c"
 
-/* How often a load is begun anew where one step was chosen again and again, and in all. */
+/* Most attempts at a load with the same step chosen each time, and in all. */
 enum { DTRAIN__LOAD_SAME = 5, DTRAIN__LOAD_ATTEMPTS = 100 };
 
-/* What a wanted piece is read from. */
+/* The tensor that a wanted piece is read from. */
 typedef struct dtrain__load_want {
-    size_t tensor; /* of the index; NONE: it is not there */
-    size_t piece;  /* of the wanted ones */
+    size_t tensor; /* in the index; NONE: not there */
+    size_t piece;  /* among the wanted ones */
 } dtrain__load_want;
 
-/* Something to be read: what a stored and a wanted piece share. */
+/* One read: what a stored and a wanted piece share. */
 typedef struct dtrain__load_job {
     size_t file, have, want;
 } dtrain__load_job;
@@ -27,17 +26,17 @@ typedef struct dtrain__load {
     dtrain_checkpoint_load_desc desc;
     dtrain_checkpoint_report report;
     dtrain__index index;
-    dtrain_safetensors_model *model; /* a plain one; NULL: a checkpoint */
+    dtrain_safetensors_model *model; /* of a plain model; NULL: a checkpoint */
     char step_name[32];
-    int directory; /* of the step; -1: of a model, or local */
-    int opened;    /* it was chosen, and its index read */
+    int directory; /* of the step; -1: a model, or local */
+    int opened;    /* a step was chosen and its index read */
     dtrain__piece_list list;
     dtrain__load_want *wants;
-    unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
+    unsigned char *flags; /* for each tensor: a rank asks for it; one more: a rank has a place for optimizer state */
     dtrain__load_job *jobs;
     size_t job_count;
     dtrain__verify_reader reader;
-    dtrain__error failed; /* of reading for others */
+    dtrain__error failed; /* the first error in reading, for this rank or for others */
 } dtrain__load;
 
 static void dtrain__load_end(dtrain__load *load)
@@ -56,8 +55,8 @@ static void dtrain__load_end(dtrain__load *load)
 
 /* ---- which checkpoint ---- */
 
-/* Reads what latest says; an empty name where it is not there, or cannot be one. Where it is there and cannot be read,
- * another step must not be taken for the newest: that is an error. */
+/* Reads the name in latest. Gives an empty name if there is no latest, or if it holds no such name. A latest that
+ * cannot be read is an error: another step must not be taken for the newest. */
 static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory, char name[32])
 {
     dtrain__error before = dtrain__thread_error;
@@ -71,15 +70,15 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     if (status == DTRAIN_OK && length > 0 && length < 32)
         memcpy(name, text, length);
     dtrain__free(ckpt->allocator, text);
-    if (status != DTRAIN_OK && status != DTRAIN_ERR_CORRUPT && /* that is too long */
+    if (status != DTRAIN_OK && status != DTRAIN_ERR_CORRUPT && /* CORRUPT: it is too long */
         (status == DTRAIN_ERR_MEMORY || dtrain__file_sys_stat_at(directory, DTRAIN__SAVE_LATEST, &there, 0) == 0))
         return status;
     dtrain__thread_error = before;
     return DTRAIN_OK;
 }
 
-/* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. A run
- * that saves into the same directory may remove what latest names before it is looked at: then latest has changed. */
+/* Finds the newest checkpoint: the one that latest names, or else the highest step that has an index. A job that saves
+ * into the directory may remove the step between the two looks; then latest has changed. */
 static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, const char *path, char name[32])
 {
     char before[32];
@@ -109,13 +108,13 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.400s\": %s", path,
                             strerror(error));
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "checkpoint: the directory \"%.400s\" holds no checkpoint that is whole: give that in which "
-                        "step-N are",
-                        path);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_IO,
+        "checkpoint: the directory \"%.400s\" holds no checkpoint that is whole: give the directory that holds step-N",
+        path);
 }
 
-/* Rank 0 chooses, the others are told. */
+/* Rank 0 chooses a step and tells the others. */
 static dtrain_status dtrain__load_choose(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -133,7 +132,8 @@ static dtrain_status dtrain__load_choose(dtrain__load *load)
     return status;
 }
 
-/* Checks that an index is of the step that its directory is named after; a name of another form says nothing. */
+/* Checks that an index is of the step that its directory is named after. A directory of another name may hold any step.
+ */
 static dtrain_status dtrain__load_of_step(const dtrain__index *index, const char *directory)
 {
     uint64_t step = 0;
@@ -146,7 +146,7 @@ static dtrain_status dtrain__load_of_step(const dtrain__index *index, const char
                         directory, (unsigned long long)index->facts.step, (unsigned long long)index->facts.step);
 }
 
-/* Reads and checks the index of a step's open directory, of which name is the last part of the path. */
+/* Reads and checks the index of a step's open directory; name is the last part of its path. */
 static dtrain_status dtrain__load_index(dtrain__index *index, int directory, const char *name, uint64_t *bytes_read)
 {
     dtrain_status status =
@@ -164,9 +164,12 @@ static dtrain_status dtrain__load_open(dtrain__load *load)
         return status;
     uint64_t step;
     int named = load->step_name[sizeof load->step_name - 1] == '\0' && dtrain__part_is_step(load->step_name, &step);
-    for (int others = 0; others < 2 && status == DTRAIN_OK; others++) { /* what rank 0 refuses nobody else reads */
+    for (int others = 0; others < 2 && status == DTRAIN_OK; others++) { /* rank 0 reads first: if it fails, no other
+                                                                           rank reads */
         if (!named) {
-            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: what rank 0 has chosen is no step");
+            status =
+                dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                             "checkpoint: rank 0 did not send the name of a step: build all ranks from one dtrain.h");
         } else if ((ckpt->rank > 0) == others) {
             status = dtrain__file_open_directory(&load->directory, ckpt->directory, load->step_name, "checkpoint");
             if (status == DTRAIN_OK)
@@ -185,7 +188,7 @@ static dtrain_status dtrain__load_model_tensor(dtrain__index *index, size_t file
     dtrain__index_tensor tensor;
     dtrain__index_piece piece;
     if (from->ndim > DTRAIN_MAX_DIMS || from->name_length == 0 || memchr(from->name, 0, from->name_length) != NULL)
-        return DTRAIN_OK; /* nothing of that form can be asked for */
+        return DTRAIN_OK; /* no piece can ask for such a tensor */
     memset(&tensor, 0, sizeof tensor);
     memset(&piece, 0, sizeof piece);
     tensor.name = dtrain__index_text(index, from->name, from->name_length);
@@ -219,7 +222,8 @@ static dtrain_status dtrain__load_model_file(dtrain__load *load, const dtrain_sa
     return status;
 }
 
-/* Lists a model's tensors, the same on every rank; other names of tied weights are found when they are asked for. */
+/* Lists a model's tensors, the same on every rank. Other names of tied weights are looked up when they are asked for.
+ */
 static dtrain_status dtrain__load_open_model(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -240,7 +244,7 @@ static int dtrain__load_is_float(dtrain_dtype dtype)
            dtype == DTRAIN_F8_E4M3 || dtype == DTRAIN_F8_E5M2;
 }
 
-/* Adds to the report's text, which ends in dots where it is full. */
+/* Adds to the report's text, which ends in dots when it is full. */
 __attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
 {
     size_t used = strlen(load->report.text), room = sizeof load->report.text - used;
@@ -260,7 +264,7 @@ static void dtrain__load_say_shape(dtrain__load *load, dtrain_dtype dtype, const
     dtrain__load_say(load, "}");
 }
 
-/* Whether the tensor has the piece's shape, and a dtype that converts to its. */
+/* Returns whether a tensor has the shape of a piece, and a dtype that converts to the piece's. */
 static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_piece *piece)
 {
     return tensor->ndim == piece->ndim &&
@@ -269,7 +273,7 @@ static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_pi
             (dtrain__load_is_float(tensor->dtype) && dtrain__load_is_float(piece->dtype)));
 }
 
-/* The tensor that a piece is of, or NULL: in a model it may have another name as well. */
+/* Returns the tensor of a piece, or NULL. In a model a tensor may have a second name. */
 static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, const dtrain_piece *piece)
 {
     const dtrain__index_tensor *tensor = dtrain__index_find(&load->index, piece->name, piece->suffix);
@@ -280,18 +284,17 @@ static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, c
     return tied != NULL ? dtrain__index_find(&load->index, tied->name, NULL) : NULL;
 }
 
-/* Finds each wanted piece's tensor, counts those that are missing or of another shape, and lists them. */
+/* Finds each wanted piece's tensor. Counts and lists those that are missing or of another shape. */
 static void dtrain__load_match(dtrain__load *load)
 {
     char name[160];
-    for (int pass = 0; pass < 2; pass++) /* first what is missing, then what has another shape */
+    for (int pass = 0; pass < 2; pass++) /* 0: lists what is missing; 1: what has another shape */
         for (size_t i = 0, listed = 0; i < load->list.count; i++) {
             const dtrain_piece *piece = &load->list.pieces[i];
             const dtrain__index_tensor *tensor = dtrain__load_find(load, piece);
             int again = i > 0 && dtrain__region_compare_names(piece, &load->list.pieces[i - 1]) == 0;
             int fits = tensor != NULL && dtrain__load_fits(tensor, piece);
-            int asks =
-                load->model == NULL || piece->suffix == NULL; /* state that a model does not hold is not missing */
+            int asks = load->model == NULL || piece->suffix == NULL; /* optimizer state is not missing in a model */
             load->wants[i].piece = i;
             load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
             if (tensor != NULL)
@@ -318,7 +321,7 @@ static void dtrain__load_match(dtrain__load *load)
         }
 }
 
-/* Counts and lists what nobody asked for; flags are of all ranks. */
+/* Counts and lists tensors that no rank asked for. The flags are those of all ranks. */
 static void dtrain__load_extra(dtrain__load *load)
 {
     const dtrain__index *index = &load->index;
@@ -331,7 +334,7 @@ static void dtrain__load_extra(dtrain__load *load)
     }
 }
 
-/* Lists a setting that was another in the run that saved, where that is refused. */
+/* Lists a setting that differs from the run that saved, if the list refuses that. */
 static dtrain_status dtrain__load_compare_setting(void *owner, const char *key, const char *value, int fixed)
 {
     dtrain__load *load = (dtrain__load *)owner;
@@ -355,11 +358,11 @@ static dtrain_status dtrain__load_ask(void *owner, const char *key, uint64_t mos
     else if (good)
         good = dtrain__json_u64(&json, &token, whole) && *whole <= most;
     return good ? DTRAIN_OK
-                : dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: %s is \"%.40s\", no number that it can be", key,
-                               text);
+                : dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: %s is \"%.40s\", expected a number in its range",
+                               key, text);
 }
 
-/* Who asks a state's lists. */
+/* What the lists of a state are asked by. */
 static dtrain__lister dtrain__load_lister(dtrain__load *load)
 {
     dtrain__lister lister = {load->ckpt->ranks,
@@ -375,7 +378,7 @@ static dtrain__lister dtrain__load_lister(dtrain__load *load)
     return lister;
 }
 
-/* Says how the state and the index fit together; an error where they do not and that is asked for. */
+/* Reports how the state and the index fit. It is an error if they do not and desc.lenient is 0. */
 static dtrain_status dtrain__load_compare(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -428,7 +431,8 @@ static int dtrain__load_by_file(const void *left, const void *right)
     return a->want < b->want ? -1 : a->want > b->want;
 }
 
-/* Of a stored piece that another rank has, a copy that this one can reach, if there is one. */
+/* Returns a copy of a stored piece that this rank can reach, if there is one, in place of a piece that another rank
+ * has. */
 static size_t dtrain__load_nearest(const dtrain__load *load, const dtrain__index_tensor *tensor, size_t piece)
 {
     const dtrain__index *index = &load->index;
@@ -444,7 +448,7 @@ static size_t dtrain__load_nearest(const dtrain__load *load, const dtrain__index
     return piece;
 }
 
-/* Lists what stored and wanted pieces share, file by file. */
+/* Lists what stored and wanted pieces share, sorted by file. */
 static dtrain_status dtrain__load_plan(dtrain__load *load)
 {
     const dtrain__index *index = &load->index;
@@ -489,7 +493,7 @@ static dtrain_status dtrain__load_open_file(dtrain__load *load, size_t file)
     return status;
 }
 
-/* Reads every job whose file this rank can reach. */
+/* Does every read from files that this rank can reach. */
 static dtrain_status dtrain__load_read(dtrain__load *load)
 {
     dtrain_status status = DTRAIN_OK;
@@ -509,7 +513,7 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
-/* Tells every list, also where one cannot take it: the ranks that share another wait for this one. */
+/* Tells every list that it was loaded, even after an error: ranks that share another list wait for this one. */
 static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_status first = DTRAIN_OK;
@@ -527,7 +531,7 @@ static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoi
     return dtrain__save_agree(load->ckpt, first, 0, NULL);
 }
 
-/* Tells the lists, and sets counters. */
+/* Tells the lists that they were loaded, and sets the state's counters. */
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;

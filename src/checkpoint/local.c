@@ -1,25 +1,25 @@
 /* ---- >>local ----
- * Checkpoints on disks that ranks do not share. A rank keeps its own in directory/rank-NNNNN, each with an index of its
- * own part, and may be started on another host later, in another number: so every rank lists all parts that it can see.
- * The newest save whose parts, wherever they are, hold everything is the one that is loaded; a rank reads what it can
- * reach, and asks the others for the rest, one request of a few MiB a rank and turn. */
+ * Checkpoints on disks that ranks do not share. Each rank keeps its own in directory/rank-NNNNN, with an index of its
+ * own part. It may be started later on another host or with another number, so every rank lists all parts that it can
+ * see. The ranks load the newest save whose parts hold everything, wherever they are. A rank reads what it can reach,
+ * and asks the others for the rest: one request of a few MiB a rank and turn. */
 #ifndef DTRAIN__LOCAL
 #define DTRAIN__LOCAL
 #include "load.c"
 
-#define DTRAIN__LOCAL_TURN ((size_t)4 << 20)    /* bytes of one request at most */
-#define DTRAIN__LOCAL_INDEX ((size_t)256 << 20) /* of the index of one part */
-#define DTRAIN__LOCAL_LIST ((size_t)16 << 20)   /* of the list of what one rank sees */
+#define DTRAIN__LOCAL_TURN ((size_t)4 << 20)    /* most bytes of one request */
+#define DTRAIN__LOCAL_INDEX ((size_t)256 << 20) /* most bytes of the index of one part */
+#define DTRAIN__LOCAL_LIST ((size_t)16 << 20)   /* most bytes of the list of what one rank sees */
 
 /* A part that a rank can see. */
 typedef struct dtrain__local_part {
     uint64_t step;
     dtrain__index_save_id id;
     uint64_t world_size;
-    uint64_t rank;   /* that wrote it */
-    uint64_t holder; /* that sees it */
+    uint64_t rank;   /* the rank that wrote it */
+    uint64_t holder; /* the rank that sees it */
     uint64_t before; /* 1: a later save of the step has replaced its index */
-    uint64_t age;    /* 0: that is so on no rank, 2: on some, 4: on all that have a part; and 1 where some have none */
+    uint64_t age;    /* parts replaced so: 0: none, 2: some, 4: all; and 1 more if some ranks have no part */
 } dtrain__local_part;
 
 static const char *dtrain__local_index(uint64_t before)
@@ -31,11 +31,11 @@ typedef struct dtrain__local_list {
     dtrain_checkpoint *ckpt;
     dtrain__local_part *parts;
     size_t count;
-    int rank; /* whose directory is being looked through */
+    int rank; /* the rank whose directory is being read */
     dtrain_status status;
 } dtrain__local_list;
 
-/* Adds the part that an index of one step of a rank lists. A damaged index is no part. */
+/* Adds the part that an index of one step of a rank lists; a damaged index is skipped. */
 static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, const char *name, uint64_t before)
 {
     dtrain_checkpoint *ckpt = list->ckpt;
@@ -58,7 +58,7 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
     return status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
 }
 
-/* Adds the parts of one step of the rank whose directory is open. */
+/* Adds the parts of one step, from the open directory of a rank. */
 static dtrain_status dtrain__local_add_step(dtrain__local_list *list, int directory, uint64_t step)
 {
     char name[32];
@@ -85,7 +85,7 @@ static int dtrain__local_look(void *user, const char *name)
     list->rank = (int)rank;
     if (dtrain__file_open_directory(&fd, list->ckpt->base, name, "checkpoint") != DTRAIN_OK)
         return 0;
-    if (dtrain__save_list_steps(list->ckpt, fd) == ENOMEM) /* an older step is not to be taken for the newest */
+    if (dtrain__save_list_steps(list->ckpt, fd) == ENOMEM) /* an older step must not be taken for the newest */
         list->status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     for (size_t i = 0; i < list->ckpt->step_count && list->status == DTRAIN_OK; i++)
         list->status = dtrain__local_add_step(list, fd, list->ckpt->steps[i]);
@@ -93,10 +93,10 @@ static int dtrain__local_look(void *user, const char *name)
     return list->status != DTRAIN_OK;
 }
 
-/* What ranks have told each other, one after the other. */
+/* What the ranks have sent, one after the other. */
 typedef struct dtrain__local_told {
     unsigned char *data;
-    size_t bytes, *counts; /* of each rank, so many */
+    size_t bytes, *counts; /* counts: bytes of each rank */
 } dtrain__local_told;
 
 static void dtrain__local_told_free(dtrain_checkpoint *ckpt, dtrain__local_told *told)
@@ -106,7 +106,7 @@ static void dtrain__local_told_free(dtrain_checkpoint *ckpt, dtrain__local_told 
     memset(told, 0, sizeof *told);
 }
 
-/* Adds up what the ranks announce: at most `most` bytes each, or of `from` alone, unless that is -1. */
+/* Adds up the bytes that ranks announce. Each may announce at most `most`; if `from` is not -1, only that rank may. */
 static dtrain_status dtrain__local_announced(dtrain_checkpoint *ckpt, const uint64_t *sizes, size_t most, int from,
                                              dtrain__local_told *told)
 {
@@ -124,7 +124,7 @@ static dtrain_status dtrain__local_announced(dtrain_checkpoint *ckpt, const uint
     return told->data != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
 }
 
-/* Gathers bytes of any number from every rank, within the limits of dtrain__local_announced; to be freed. */
+/* Gathers any number of bytes from every rank, within the limits of dtrain__local_announced. Free the result. */
 static dtrain_status dtrain__local_gather(dtrain_checkpoint *ckpt, const void *mine, size_t mine_bytes, size_t most,
                                           int from, dtrain__local_told *told)
 {
@@ -149,7 +149,7 @@ static dtrain_status dtrain__local_gather(dtrain_checkpoint *ckpt, const void *m
     return status;
 }
 
-/* Checks the lists of parts: a rank tells of what it sees itself. */
+/* Checks the lists of parts: a rank may list only what it sees itself. */
 static dtrain_status dtrain__local_check_parts(const dtrain_checkpoint *ckpt, const dtrain__local_told *told)
 {
     const dtrain__local_part *part = (const dtrain__local_part *)(const void *)told->data;
@@ -159,7 +159,8 @@ static dtrain_status dtrain__local_check_parts(const dtrain_checkpoint *ckpt, co
         for (size_t i = 0; i < count && good; i++, part++)
             good = part->holder == (uint64_t)rank && part->rank <= INT_MAX && part->before <= 1;
         if (!good)
-            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: rank %d tells of parts that no rank can see",
+            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                "checkpoint: rank %d lists parts that it cannot see: build all ranks from one dtrain.h",
                                 rank);
     }
     return DTRAIN_OK;
@@ -192,7 +193,7 @@ static dtrain_status dtrain__local_read(dtrain__load *load, const dtrain__local_
     return status;
 }
 
-/* Adds the index that the holder of a part has told; returns whether it is of that part. */
+/* Adds the index that the holder of a part has sent. Returns whether it is of that part. */
 static int dtrain__local_take_index(dtrain__load *load, const dtrain__local_part *part, const dtrain__local_told *told,
                                     dtrain_status *status)
 {
@@ -206,13 +207,13 @@ static int dtrain__local_take_index(dtrain__load *load, const dtrain__local_part
     return 1;
 }
 
-/* Tries the save whose parts are parts[0] to parts[count - 1], of which the first of each rank is used: every rank gets
- * all their indexes. *whole: they hold everything. The same on every rank. */
+/* Tries the save of parts[0] to parts[count - 1], with the first part of each rank. Every rank gets all their indexes.
+ * *whole: they hold everything. The result is the same on every rank. */
 static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_part *parts, size_t count, int *whole)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain_status status = DTRAIN_OK, sent;
-    dtrain__error full; /* no memory here: not the same as a part that is not there */
+    dtrain__error full; /* no memory here; other than a part that is missing */
     memset(&full, 0, sizeof full);
     dtrain__index_clear(&load->index);
     *whole = 1;
@@ -235,7 +236,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
         if (sent != DTRAIN_OK)
             return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
     }
-    for (size_t k = 0; k < count; k++) /* what this rank sees, it reads */
+    for (size_t k = 0; k < count; k++) /* a rank reads what it sees itself */
         for (size_t i = 0; i < load->index.file_count && parts[k].holder == (uint64_t)ckpt->rank; i++)
             if ((uint64_t)load->index.files[i].rank == parts[k].rank)
                 load->index.files[i].holder = -1;
@@ -244,7 +245,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
     return full.status != DTRAIN_OK ? dtrain__report(&full) : status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
 }
 
-/* The end of the parts that are of the same save as parts[i]. */
+/* Returns the end of the parts that are of the save of parts[i]. */
 static size_t dtrain__local_end(const dtrain__local_part *parts, size_t i, size_t count)
 {
     size_t end = i;
@@ -253,8 +254,8 @@ static size_t dtrain__local_end(const dtrain__local_part *parts, size_t i, size_
     return end;
 }
 
-/* Sorts the parts by save, the newest first: of saves of one step, that of which no part was replaced by another's, and
- * all are there. The parts of a rank that a later, smaller job does not have stay for ever. */
+/* Sorts the parts by save, the newest first. Among saves of one step, the first is one whose parts are all there, and
+ * of which no part was replaced. Parts of ranks that a later, smaller job lacks are never removed. */
 static void dtrain__local_sort(dtrain__local_part *parts, size_t count)
 {
     for (size_t i = 0; i < count; i++)
@@ -274,7 +275,7 @@ static void dtrain__local_sort(dtrain__local_part *parts, size_t count)
     qsort(parts, count, sizeof *parts, dtrain__local_newer);
 }
 
-/* Goes through the saves that anybody sees, the newest first, until one is whole. */
+/* Goes through the saves that any rank sees, the newest first, until one is whole. */
 static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part *parts, size_t count)
 {
     dtrain_status status = DTRAIN_OK;
@@ -291,17 +292,19 @@ static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part
             return status;
         dtrain__part_step_name(load->step_name, parts[i].step);
         if (!whole && load->ckpt->rank == 0)
-            dtrain__log(DTRAIN_LOG_WARN, "checkpoint: of step %llu not everything is there: %.400s",
+            dtrain__log(DTRAIN_LOG_WARN, "checkpoint: step %llu is not whole on the disks of the ranks: %.400s",
                         (unsigned long long)parts[i].step, dtrain__thread_error.text);
     }
     if (whole)
         return DTRAIN_OK;
-    return dtrain__fail(&load->ckpt->error, DTRAIN_ERR_IO,
-                        "checkpoint: among the disks of %d ranks no step is whole: %zu parts are there",
-                        load->ckpt->ranks, count);
+    return dtrain__fail(
+        &load->ckpt->error, DTRAIN_ERR_IO,
+        "checkpoint: on the disks of the %d ranks no step is whole; they hold %zu parts: start ranks on "
+        "the hosts that saved",
+        load->ckpt->ranks, count);
 }
 
-/* As dtrain__load_open, where files are not shared. */
+/* Does what dtrain__load_open does, if files are not shared. */
 static dtrain_status dtrain__local_open(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
@@ -313,7 +316,8 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     int error = dtrain__file_list(ckpt->base, dtrain__local_look, &list);
     dtrain_status status = list.status;
     if (status == DTRAIN_OK && error != 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.200s\": %s", ckpt->path,
+                              strerror(error));
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status == DTRAIN_OK) {
         status = dtrain__local_gather(ckpt, list.parts, list.count * sizeof *list.parts, DTRAIN__LOCAL_LIST, -1, &told);
@@ -331,21 +335,21 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
 
 /* ---- what others hold ---- */
 
-/* What one rank asks for in a turn: what a stored piece shares with a range of a box. */
+/* What one rank asks for in a turn: the elements that a stored piece shares with a range of a box. */
 typedef struct dtrain__local_request {
-    uint64_t holder, piece, bytes; /* bytes 0: nothing */
+    uint64_t holder, piece, bytes; /* bytes 0: no request */
     uint64_t begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS], at, count;
 } dtrain__local_request;
 
 typedef struct dtrain__local_turn {
     dtrain__load *load;
     dtrain__local_request *requests; /* of all ranks */
-    unsigned char *out, *in;         /* in: what was asked for, and before it whether it is good */
+    unsigned char *out, *in;         /* in: a byte that says whether the data is good, then the data */
     size_t *counts[2];
-    size_t job, done; /* of which this many elements of the wanted piece were asked for */
+    size_t job, done; /* done: elements of the wanted piece of this job that were asked for */
 } dtrain__local_turn;
 
-/* The region that a request is about, and that of the stored piece. */
+/* Gives the region that a request asks about, and the region of the stored piece. */
 static void dtrain__local_regions(const dtrain__load *load, const dtrain__local_request *request,
                                   dtrain__region *region, dtrain__region *have)
 {
@@ -362,7 +366,8 @@ static void dtrain__local_regions(const dtrain__load *load, const dtrain__local_
     dtrain__region_settle(region);
 }
 
-/* Fills in this rank's next request: of the wanted piece a range of at most a turn's bytes, that shares something. */
+/* Fills in this rank's next request: the next range of the wanted piece that shares something, at most a turn's bytes.
+ */
 static void dtrain__local_ask(dtrain__local_turn *turn)
 {
     dtrain__load *load = turn->load;
@@ -401,7 +406,7 @@ static void dtrain__local_ask(dtrain__local_turn *turn)
     }
 }
 
-/* Whether a request can be told apart from noise by all ranks: then they go on together. */
+/* Returns whether all ranks can serve or refuse a request alike, so that they go on together. */
 static int dtrain__local_is_request(const dtrain__load *load, const dtrain__local_request *request)
 {
     return request->bytes == 0 ||
@@ -409,8 +414,8 @@ static int dtrain__local_is_request(const dtrain__load *load, const dtrain__loca
             request->piece < load->index.piece_count);
 }
 
-/* Begins what a request asks for: what a piece shares with a range of a box. Returns 0 where it asks for something
- * else, or for other bytes than it claims. */
+/* Begins to read what a request asks for. Returns 0 if it asks for something else than it may, or claims other bytes.
+ */
 static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_request *request, dtrain__region *have,
                                dtrain__region *region, dtrain__region_overlap *overlap)
 {
@@ -419,7 +424,7 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
     for (int d = 0; d < tensor->ndim; d++) {
         if (request->begin[d] > tensor->shape[d] || request->size[d] > tensor->shape[d] - request->begin[d])
             return 0;
-        elements *= (size_t)request->size[d]; /* at most the tensor's, which were checked */
+        elements *= (size_t)request->size[d]; /* no overflow: at most the tensor's, which were checked */
     }
     if (request->at > elements || request->count > elements - request->at)
         return 0;
@@ -429,8 +434,7 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
            request->bytes % (dtrain_dtype_bits(tensor->dtype) / 8) == 0;
 }
 
-/* Reads what another rank asked for, packed as it is in the file, in the order of elements; the byte before it says
- * whether it is good. */
+/* Reads what another rank asked for, packed, in the order of elements. The byte before it says whether it is good. */
 static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned char *out)
 {
     dtrain__load *load = turn->load;
@@ -464,7 +468,7 @@ static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned cha
         load->failed = dtrain__thread_error;
 }
 
-/* Puts what was asked for in its place. */
+/* Puts the reply in its place. */
 static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
 {
     dtrain__load *load = turn->load;
@@ -475,10 +479,11 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     size_t before = (size_t)request->at - want->begin;
     dtrain__verify_target to = {(unsigned char *)want->data + before * (dtrain_dtype_bits(want->dtype) / 8),
                                 want->dtype, want->device, &load->reader.way};
-    dtrain__verify_file reply; /* it is all in the window */
+    dtrain__verify_file reply; /* all of it is in the window */
     dtrain__region have, region;
     if (turn->in[0] != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: rank %llu could not read its part for rank %d",
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "checkpoint: rank %llu could not read its part for rank %d: that rank's error says why",
                             (unsigned long long)request->holder, load->ckpt->rank);
     memset(&reply, 0, sizeof reply);
     reply.window = turn->in + 1;
@@ -488,7 +493,7 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
-/* One turn: everybody asks one rank, reads for those that ask it, and gets what it asked for. *more: somebody asked. */
+/* Runs one turn: every rank asks one other, reads for those that ask it, and gets its reply. *more: some rank asked. */
 static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
 {
     dtrain_checkpoint *ckpt = turn->load->ckpt;
@@ -515,7 +520,7 @@ static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
     if (!*more)
         return DTRAIN_OK;
     void *larger = dtrain__memory_grow(ckpt->allocator, turn->out, 1, 0, out);
-    if (larger == NULL) /* the others wait for it: they learn when this rank leaves */
+    if (larger == NULL) /* the others wait for this rank, and hear of it when it leaves */
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes that others ask for", out);
     turn->out = (unsigned char *)larger;
     out = 0;
@@ -532,7 +537,7 @@ static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
     return status;
 }
 
-/* Gets what this rank cannot read itself. Every rank calls it; `own` is how its own reading went. */
+/* Gets what this rank cannot read itself. Every rank calls it; `own` is the result of its own reading. */
 static dtrain_status dtrain__local_fetch(dtrain__load *load, dtrain_status own)
 {
     dtrain_checkpoint *ckpt = load->ckpt;

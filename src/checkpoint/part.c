@@ -1,8 +1,8 @@
 /* ---- >>part ----
- * One rank's part of a save: which of its pieces it writes, where they wait, and the three files: the data, the hashes
- * of its blocks, and last the mark, which says that the other two are on the disk and what is in them. Files carry the
- * number of the save, so that what an earlier one has left, or a rank that was taken for dead still writes, is never
- * taken for this one's. */
+ * One rank's part of a save: which pieces it writes, their copies, and three files. They are the data, the hashes of
+ * its blocks, and last the mark, which says that the other two are on the disk and what they hold. File names have the
+ * number of the save. So files of an earlier save, or of a rank taken for dead that still writes, are never taken for
+ * this one's. */
 #ifndef DTRAIN__PART
 #define DTRAIN__PART
 #include "index_text.c"
@@ -11,19 +11,19 @@
 #include "../format/safetensors_write.c"
 #include "../tensor/isa.c"
 
-#define DTRAIN__PART_GRAIN 4096 /* elements of a copied piece that go to one rank at least */
+#define DTRAIN__PART_GRAIN 4096 /* fewest elements of a copied piece that one rank writes */
 #define DTRAIN__PART_NAME 112   /* bytes of a file's name */
 
 /* One piece on its way to the file. */
 typedef struct dtrain__part_item {
-    size_t name; /* in the file, among the texts of the part */
+    size_t name; /* its name in the file, among the texts of the part */
     dtrain_dtype dtype;
     int ndim;
     size_t shape[DTRAIN_MAX_DIMS];
     const void *data;
     size_t bytes;
-    dtrain_device *device; /* whose memory data is; NULL: the CPU's */
-    dtrain__staging *way;  /* to it, while the file is written */
+    dtrain_device *device; /* that has the data; NULL: the CPU */
+    dtrain__staging *way;  /* from the device, while the file is written */
 } dtrain__part_item;
 
 typedef struct dtrain__part_writer {
@@ -34,7 +34,7 @@ typedef struct dtrain__part_writer {
     dtrain__part_item *items;
     dtrain_safetensors_source *sources;
     unsigned char *staging;
-    uint64_t *blocks; /* hashes */
+    uint64_t *blocks; /* their hashes */
     char *text;
     size_t item_count;
 } dtrain__part_writer;
@@ -53,14 +53,14 @@ static void dtrain__part_free(dtrain__part_writer *part)
 
 /* ---- names ---- */
 
-/* rank-00003.0123456789abcdef-7.done: rank 3's, of save 7 of the checkpointer 0123456789abcdef. */
+/* Writes a name as rank-00003.0123456789abcdef-7.done: rank 3, save 7 of the checkpointer 0123456789abcdef. */
 static void dtrain__part_name(char out[DTRAIN__PART_NAME], int rank, const dtrain__index_save_id *id, const char *tail)
 {
     snprintf(out, DTRAIN__PART_NAME, "rank-%05d.%016llx-%llu.%s", rank, (unsigned long long)id->nonce,
              (unsigned long long)id->counter, tail);
 }
 
-/* Reads a whole number of at most 20 digits; returns what follows it, or NULL. */
+/* Reads a whole number of at most 20 digits. Returns what follows it, or NULL. */
 static const char *dtrain__part_digits(const char *text, uint64_t *value)
 {
     int digits = 0;
@@ -73,8 +73,7 @@ static const char *dtrain__part_digits(const char *text, uint64_t *value)
     return digits > 0 ? text : NULL;
 }
 
-/* Takes a name apart; the dot before a temporary file's is passed over. Returns the tail, or NULL for a name of another
- * form. */
+/* Takes a name apart, without the dot of a temporary file. Returns the tail, or NULL for a name of another form. */
 static const char *dtrain__part_parse(const char *name, int *rank, dtrain__index_save_id *id)
 {
     uint64_t number;
@@ -103,20 +102,21 @@ static void dtrain__part_step_name(char out[32], uint64_t step)
     snprintf(out, 32, "step-%llu", (unsigned long long)step);
 }
 
-/* Whether a name is that of a step's directory. */
+/* Returns whether a name is that of a step's directory. */
 static int dtrain__part_is_step(const char *name, uint64_t *step)
 {
     char again[32];
     const char *end = strncmp(name, "step-", 5) == 0 ? dtrain__part_digits(name + 5, step) : NULL;
     if (end == NULL || *end != '\0')
         return 0;
-    dtrain__part_step_name(again, *step); /* no leading zeros */
+    dtrain__part_step_name(again, *step); /* refuses leading zeros */
     return strcmp(again, name) == 0;
 }
 
 /* ---- what is written ---- */
 
-/* The range of its data that this rank writes of a piece: copies are dealt in grains, tensors of one grain by name. */
+/* Gives the range of a piece that this rank writes. Copies are dealt in grains; a tensor of one grain is dealt by its
+ * name. */
 static size_t dtrain__part_share(const dtrain__part_writer *part, const dtrain_piece *piece, size_t *begin)
 {
     int copies = piece->copies > 0 ? piece->copies : 1;
@@ -139,7 +139,7 @@ static size_t dtrain__part_share(const dtrain__part_writer *part, const dtrain_p
     return end - *begin;
 }
 
-/* Names a tensor in the index, and gives the place of its name. */
+/* Enters a tensor into the index, and gives the place of its name. */
 static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain_piece *piece)
 {
     dtrain__index *index = &part->index;
@@ -161,8 +161,8 @@ static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain
     return DTRAIN__INDEX_ADD(index->allocator, index->tensors, index->tensor_count, tensor);
 }
 
-/* The name in the file: the tensor's own where it is there in one piece, NAME#number elsewhere. A # in the first kind
- * would let two meet, so that it has a number, too. */
+/* Names a piece in the file: as the tensor if it is whole there, else NAME#number. A whole one whose name has a # gets
+ * a number too, so that two names never meet. */
 static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtrain__region *region, size_t number,
                                             dtrain__part_item *item, dtrain__index_piece *entry)
 {
@@ -183,7 +183,8 @@ static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtr
     return DTRAIN_OK;
 }
 
-/* Elements [begin, begin + count) of a piece's data: with the shape of its box where they are all of it. */
+/* Fills in elements [begin, begin + count) of a piece's data. If they are all of it, the item has the shape of its box.
+ */
 static void dtrain__part_data(dtrain__part_item *item, const dtrain_piece *piece, const dtrain__region *region,
                               size_t begin, size_t count)
 {
@@ -232,7 +233,7 @@ static dtrain_status dtrain__part_take(dtrain__part_writer *part, const dtrain_p
     return DTRAIN__INDEX_ADD(part->allocator, part->items, part->item_count, item);
 }
 
-/* Whether no key comes twice among the values that were entered. */
+/* Checks that no key comes twice among the values. */
 static dtrain_status dtrain__part_values_once(dtrain__part_writer *part)
 {
     dtrain__index *index = &part->index;
@@ -253,7 +254,8 @@ static dtrain_status dtrain__part_values_once(dtrain__part_writer *part)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu values", index->value_count);
     return twice == index->value_count
                ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the key \"%.200s\" of value %zu comes twice",
+               : dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "checkpoint: the key \"%.200s\" of value %zu comes twice: give each key once",
                               index->texts + index->values[twice].key, twice);
 }
 
@@ -261,18 +263,20 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
 {
     dtrain__index *index = &part->index;
     if (state->value_count > 0 && state->values == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: %zu values are promised, but values is NULL",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "checkpoint: value_count is %zu and values is NULL: give the values, or 0",
                             state->value_count);
     for (size_t i = 0; i < state->value_count; i++) {
         const dtrain_safetensors_pair *pair = &state->values[i];
         dtrain__index_value value;
         if (pair->key == NULL || pair->value == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: value %zu has no key or no value", i);
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "checkpoint: the key or value of value %zu is NULL: give both", i);
         size_t key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
         size_t value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
         if (key_length == 0 || memchr(pair->key, 0, key_length) != NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "checkpoint: the key of value %zu is empty or has a zero byte", i);
+                                "checkpoint: the key of value %zu is empty or has a zero byte: give it another", i);
         if (dtrain__index_pair(index, pair->key, key_length, pair->value, value_length, &value) != DTRAIN_OK ||
             DTRAIN__INDEX_ADD(index->allocator, index->values, index->value_count, value) != DTRAIN_OK)
             return DTRAIN_ERR_MEMORY;
@@ -286,7 +290,7 @@ static dtrain_status dtrain__part_set(void *owner, const char *key, const char *
     return dtrain__index_set(&((dtrain__part_writer *)owner)->index, key, value);
 }
 
-/* Says what this rank writes of a state; data stays where it is. */
+/* Lists what this rank writes of a state; the data stays where it is. */
 static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrain_checkpoint_state *state,
                                           const dtrain__index_save_id *id, int ranks)
 {
@@ -306,7 +310,7 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
 
 DTRAIN__FAST_BEGIN
 #ifdef __SSE2__
-/* 64 bytes past the caches; `to` is aligned. */
+/* Copies 64 bytes past the caches; `to` is aligned. */
 static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 {
     __m128i line[4];
@@ -318,9 +322,9 @@ static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 }
 #endif
 
-/* Copies to a buffer that another thread reads, much later: past the caches, which spares reading the lines that are
- * overwritten, and four pages at a time, which keeps more of the memory busy; memcpy does so for a large copy alone,
- * and a state is many. `to` is aligned to 64 bytes. */
+/* Copies to a buffer that another thread reads much later; `to` is aligned to 64 bytes. Streaming stores spare reading
+ * the lines that are overwritten. Four pages at a time keep more of the memory busy. memcpy does so only for large
+ * copies, and a state is many small ones. */
 static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     size_t done = 0;
@@ -357,13 +361,13 @@ static dtrain_status dtrain__part_stage_items(dtrain__part_writer *part)
     return status;
 }
 
-/* Copies what is to be written to the staging buffer, so that the program may go on. */
+/* Copies the items to the staging buffer, so that the program may change its data. */
 static dtrain_status dtrain__part_stage(dtrain__part_writer *part)
 {
     size_t all = 0;
     for (size_t i = 0; i < part->item_count; i++)
         all += (part->items[i].bytes + 63) / 64 * 64;
-    if (all > dtrain__memory_bytes(part->staging)) { /* nothing of the old one is needed */
+    if (all > dtrain__memory_bytes(part->staging)) { /* the old buffer's contents are not needed */
         dtrain__free(part->allocator, part->staging);
         part->staging = (unsigned char *)dtrain__alloc(part->allocator, all);
         if (part->staging == NULL)
@@ -377,7 +381,7 @@ static dtrain_status dtrain__part_stage(dtrain__part_writer *part)
 
 /* ---- hashed files ---- */
 
-/* Hashes a file's header and the blocks of its data on the way to the disk. */
+/* Hashes a file's header and data blocks while they are written. */
 typedef struct dtrain__part_sink {
     dtrain__file_temp temp;
     dtrain__xxh64 hash;
@@ -387,7 +391,8 @@ typedef struct dtrain__part_sink {
     size_t block_count;
 } dtrain__part_sink;
 
-/* The bytes up to where the next hash ends, in which all of the header but its length is one. */
+/* Returns the bytes up to the end of the range being hashed: the header's length, the rest of the header, or a block.
+ */
 static uint64_t dtrain__part_left(const dtrain__part_sink *sink)
 {
     if (sink->seen < 8)
@@ -424,7 +429,7 @@ static dtrain_status dtrain__part_to_file(void *user, const void *data, size_t b
     return dtrain__file_temp_write(&sink->temp, data, bytes);
 }
 
-/* Writes a file, and says what it is hashed to; blocks has room. */
+/* Writes a file and gives its hashes. `blocks` has room for them. */
 static dtrain_status dtrain__part_put(dtrain__part_writer *part, int directory, const char *name, size_t count,
                                       dtrain__index_hashed *file, uint64_t *blocks)
 {
@@ -445,14 +450,14 @@ static dtrain_status dtrain__part_put(dtrain__part_writer *part, int directory, 
     return dtrain__file_temp_end(&sink.temp, status, part->no_sync);
 }
 
-/* Supplies a range of an item on a device. */
+/* Supplies a range of an item that is on a device. */
 static dtrain_status dtrain__part_fill(void *user, uint64_t offset, void *out, size_t bytes)
 {
     const dtrain__part_item *item = (const dtrain__part_item *)user;
     return dtrain__staging_read(item->way, item->device, out, (const unsigned char *)item->data + offset, bytes);
 }
 
-/* Writes the data file; its hashes are then in part->blocks. */
+/* Writes the data file, and leaves its hashes in part->blocks. */
 static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int directory, const char *name,
                                            dtrain__index_hashed *file)
 {
@@ -503,7 +508,7 @@ static dtrain_status dtrain__part_put_hashes(dtrain__part_writer *part, int dire
     return dtrain__part_put(part, directory, name, 1, &file->hashes, index->numbers + file->blocks);
 }
 
-/* Writes data and hashes, and enters them into the part's index, which is then printed to part->text. */
+/* Writes data and hashes, enters them into the part's index, and prints that to part->text. */
 static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory, size_t *bytes)
 {
     dtrain__index *index = &part->index;

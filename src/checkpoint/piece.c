@@ -1,6 +1,6 @@
 /* ---- >>piece ----
- * The pieces of a state: its lists asked in turn, what they list checked and copied. The same lists, made by the same
- * calls, say what is saved and where it goes when it is loaded. */
+ * Asks the lists of a state for their pieces, one list after the other, and checks and copies what they list. The same
+ * lists, made by the same calls, say what is saved and where it goes in a load. */
 #ifndef DTRAIN__PIECE
 #define DTRAIN__PIECE
 #include "index.c"
@@ -38,7 +38,7 @@ static void dtrain__piece_visit(void *user, const dtrain_piece *piece)
     list->bytes += bytes;
 }
 
-/* Whether a name ends as that of optimizer state. */
+/* Returns whether a name ends as names of optimizer state do. */
 static int dtrain__piece_is_state(const char *name, size_t length)
 {
     const char *suffix;
@@ -50,7 +50,7 @@ static int dtrain__piece_is_state(const char *name, size_t length)
     return 0;
 }
 
-/* What is wrong with a name; NULL: nothing. */
+/* Returns what is wrong with a name, or NULL. */
 static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
 {
     size_t length = strlen(piece->name);
@@ -59,14 +59,14 @@ static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
     return dtrain__safetensors_is_utf8(piece->name, length) ? NULL : "is not UTF-8";
 }
 
-/* Checks a piece; one of an element a step gets its size. */
+/* Checks a piece. One with an element a step gets its size. */
 static dtrain_status dtrain__piece_settle(dtrain_piece *piece, size_t index, uint64_t step, int rank)
 {
     dtrain__region region;
     if (piece->per_step && piece->ndim == 1) {
         if (rank == 0 && step > piece->shape[0])
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "checkpoint: it is of step %llu, and \"%.200s\" has room for %zu steps: give it more",
+                                "checkpoint: it is of step %llu, and \"%.200s\" has room for %zu steps: make it larger",
                                 (unsigned long long)step, piece->name, piece->shape[0]);
         piece->shape[0] = (size_t)step;
         piece->count = rank == 0 ? (size_t)step : 0;
@@ -76,11 +76,13 @@ static dtrain_status dtrain__piece_settle(dtrain_piece *piece, size_t index, uin
     if (bad != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the name \"%.200s\" %s", piece->name, bad);
     if (status == DTRAIN_OK && piece->count > 0 && piece->data == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: a piece of \"%.200s\" has no data", piece->name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "checkpoint: a piece of \"%.200s\" has no data: give the address of its elements",
+                            piece->name);
     return status;
 }
 
-/* Lists and checks all pieces of a state as of a step; lister: who asks, but for where pieces go. */
+/* Lists and checks all pieces of a state at a step. lister: who asks, without where pieces go. */
 static dtrain_status dtrain__piece_collect(dtrain__piece_list *list, dtrain__lister lister,
                                            const dtrain_checkpoint_state *state, uint64_t step,
                                            dtrain_allocator *allocator)

@@ -1,10 +1,10 @@
 /* ---- >>region ----
- * What a piece has of its tensor, which elements of it another piece has too, and whether pieces tile their tensors.
- * Arithmetic alone.
+ * Arithmetic of pieces: what a piece has of its tensor, which elements two pieces share, and whether pieces tile a
+ * tensor.
  *
- * A region is a range of a box, counted row by row. Elements of a region come in the order in which they come in the
- * tensor, so that what two regions share is found by walking the box that their boxes share, run by run: a run is what
- * lies next to each other in the tensor, and so in both. */
+ * A region is a range of a box, counted row by row. Its elements come in the order of the tensor. So what two regions
+ * share is found by walking the box that their boxes share, run by run. A run is a range of elements that are
+ * neighbours in the tensor, and so in both regions. */
 #ifndef DTRAIN__REGION
 #define DTRAIN__REGION
 #include "checkpoint.h"
@@ -18,11 +18,11 @@ typedef struct dtrain__region {
     int ndim;
     size_t shape[DTRAIN_MAX_DIMS], stride[DTRAIN_MAX_DIMS]; /* of the tensor */
     size_t begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS];   /* of the box */
-    size_t at, count;                                       /* elements of the box */
-    size_t run;                                             /* elements of the box that lie together */
+    size_t at, count;                                       /* range in the box */
+    size_t run;                                             /* elements of the box that are neighbours in the tensor */
 } dtrain__region;
 
-/* Derives stride and run. The shape's elements do not overflow, the box is inside it. */
+/* Derives stride and run. The shape's elements must not overflow, and the box must be inside it. */
 static void dtrain__region_settle(dtrain__region *region)
 {
     int whole = 1;
@@ -46,7 +46,7 @@ static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece 
     if (piece->ndim < 0 || piece->ndim > DTRAIN_MAX_DIMS)
         return "ndim is not from 0 to 8";
     if (dtrain_dtype_bits(piece->dtype) < 8)
-        return "its dtype is none of a byte or more";
+        return "its dtype has no whole number of bytes";
     region->ndim = piece->ndim;
     for (int d = 0; d < piece->ndim; d++) {
         region->shape[d] = piece->shape[d];
@@ -55,10 +55,10 @@ static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece 
         if (region->begin[d] > region->shape[d] || region->size[d] > region->shape[d] - region->begin[d])
             return "its box reaches beyond the shape";
         if (!dtrain__mul_size(elements, region->shape[d], &elements))
-            return "its shape multiplies to more than memory";
+            return "its shape has more elements than memory";
     }
     if (!dtrain__mul_size(elements, dtrain_dtype_bits(piece->dtype), &bits))
-        return "its shape multiplies to more than memory";
+        return "its shape has more elements than memory";
     elements = dtrain__pieces_product(region->size, 0, region->ndim);
     if (piece->begin > elements || piece->count > elements - piece->begin)
         return "its range reaches beyond the box";
@@ -70,7 +70,7 @@ static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece 
     return NULL;
 }
 
-/* The place in the tensor of element e of the box. */
+/* Returns the place in the tensor of element e of the box. */
 static size_t dtrain__region_place(const dtrain__region *region, size_t e)
 {
     size_t place = 0;
@@ -81,10 +81,10 @@ static size_t dtrain__region_place(const dtrain__region *region, size_t e)
     return place;
 }
 
-/* The first element of the box whose place in the tensor is not before `place`. */
+/* Returns the first element of the box whose place in the tensor is at or after `place`. */
 static size_t dtrain__region_seek(const dtrain__region *region, size_t place)
 {
-    size_t e = region->ndim == 0 ? place : 0; /* a scalar's own place, or its end */
+    size_t e = region->ndim == 0 ? place : 0; /* a scalar: 0, or its end */
     for (int d = 0; d < region->ndim; d++) {
         size_t index = place / region->stride[d];
         place %= region->stride[d];
@@ -97,19 +97,19 @@ static size_t dtrain__region_seek(const dtrain__region *region, size_t place)
     return e;
 }
 
-/* What two regions of one tensor share, to be taken run by run. */
+/* Walks what two regions of one tensor share, run by run. */
 typedef struct dtrain__region_overlap {
     const dtrain__region *from, *to;
     dtrain__region both; /* at: the next element */
     size_t end;
 } dtrain__region_overlap;
 
-/* Elements [from_begin, from_begin + count) of one are [to_begin, ...) of the other. */
+/* Elements [from_begin, from_begin + count) of one region are [to_begin, ...) of the other. */
 typedef struct dtrain__region_overlap_run {
     size_t from_begin, to_begin, count;
 } dtrain__region_overlap_run;
 
-/* Returns 0 when they share nothing. */
+/* Begins a walk. Returns 0 if they share nothing. */
 static int dtrain__region_overlap_begin(dtrain__region_overlap *overlap, const dtrain__region *from,
                                         const dtrain__region *to)
 {
@@ -163,7 +163,7 @@ static int dtrain__region_overlap_next(dtrain__region_overlap *overlap, dtrain__
     return run->count > 0;
 }
 
-/* All elements that they share; the overlap is at its beginning. */
+/* Returns the number of elements that they share. The overlap must be at its beginning. */
 static size_t dtrain__region_overlap_count(const dtrain__region_overlap *overlap)
 {
     return overlap->end - overlap->both.at;
@@ -173,8 +173,8 @@ static size_t dtrain__region_overlap_count(const dtrain__region_overlap *overlap
 
 typedef dtrain_status (*dtrain__region_visit)(void *user, const dtrain__region *box);
 
-/* Calls visit with the boxes, at most 2 * ndim - 1, that a region is made of, in the order of its elements. Dimensions
- * before d are one index wide; low and high count in those from d on. At most ndim deep. */
+/* Calls visit with the boxes that a region consists of, at most 2 * ndim - 1, in the order of its elements. Dimensions
+ * before d are one index wide; low and high count in those from d on. Recurses at most ndim deep. */
 static dtrain_status dtrain__region_boxes_from(dtrain__region *box, int d, size_t low, size_t high,
                                                dtrain__region_visit visit, void *user)
 {
@@ -185,9 +185,9 @@ static dtrain_status dtrain__region_boxes_from(dtrain__region *box, int d, size_
     if (low == 0 && high == all)
         return visit(user, box);
     size_t inner = all / box->size[d], begin = box->begin[d], size = box->size[d];
-    size_t first = (low + inner - 1) / inner, last = high / inner; /* whole indices: first to last */
+    size_t first = (low + inner - 1) / inner, last = high / inner; /* whole indices: first up to last */
     box->size[d] = 1;
-    if (low % inner != 0) { /* the end of an index; it may be the end of the range as well */
+    if (low % inner != 0) { /* the rest of one index, which may also end the range */
         box->begin[d] = begin + low / inner;
         status = dtrain__region_boxes_from(box, d + 1, low % inner, high / inner == low / inner ? high % inner : inner,
                                            visit, user);
@@ -214,21 +214,21 @@ static dtrain_status dtrain__region_boxes(const dtrain__region *region, dtrain__
 }
 
 /* ---- tiling ----
- * Whether regions hold every element of their tensor once. Every index of every dimension gets a random weight modulo a
- * prime; a box then weighs the product of its sides' sums, and a set of boxes what its elements weigh together. Regions
- * that weigh what the tensor weighs tile it: others pass by chance alone (Schwartz and Zippel), twice at most once in
- * 2^55. This takes time linear in the number of regions, whatever their form, where comparing pairs does not. The sum
- * of weights up to an index is itself drawn at random, which comes to the same. */
+ * Checks that regions hold every element of their tensor once. Every index of every dimension gets a random weight
+ * modulo a prime. A box weighs the product of its sides' sums, and a set of boxes weighs what its elements weigh
+ * together. Regions that tile the tensor weigh what it weighs. Others pass only by chance (Schwartz and Zippel), in
+ * both of two rounds at most once in 2^55. This takes time linear in the number of regions, whatever their form;
+ * comparing pairs does not. The code draws the running sums of weights at random, which is equivalent. */
 
 #define DTRAIN__REGION_TILING_PRIME 0x7fffffffu /* 2^31 - 1 */
 
 typedef struct dtrain__region_tiling {
     uint64_t seed[2];
     uint64_t weight[2], whole[2];
-    size_t count; /* elements of all regions, for the text */
+    size_t count; /* elements of all regions, for the error text */
 } dtrain__region_tiling;
 
-/* The sum of the weights of indices below `index`. */
+/* Returns the sum of the weights of indices below `index`. */
 static uint64_t dtrain__region_tiling_sum(uint64_t seed, int d, size_t index)
 {
     return index == 0 ? 0 : dtrain_random_u64(seed + (uint64_t)d, index) % DTRAIN__REGION_TILING_PRIME;
@@ -277,7 +277,7 @@ static int dtrain__region_tiling_whole(const dtrain__region_tiling *tiling)
 
 /* ---- pieces ---- */
 
-/* Compares the names of two pieces with their suffixes, byte by byte; for qsort, too. */
+/* Compares the names of two pieces with their suffixes, byte by byte; also for qsort. */
 static int dtrain__region_compare_names(const void *left, const void *right)
 {
     const dtrain_piece *a = (const dtrain_piece *)left, *b = (const dtrain_piece *)right;
@@ -296,7 +296,7 @@ static int dtrain__region_compare_names(const void *left, const void *right)
     }
 }
 
-/* The name in full, cut where it is long, for texts. */
+/* Writes the full name, cut if it is long, for texts. */
 static const char *dtrain__region_name(char out[160], const dtrain_piece *piece)
 {
     snprintf(out, 160, "%.120s%s", piece->name != NULL ? piece->name : "(no name)",
@@ -317,7 +317,7 @@ static dtrain_status dtrain__region_check(dtrain__region *region, const dtrain_p
     return DTRAIN_OK;
 }
 
-/* Orders regions of one tensor; 0: they are the same. */
+/* Orders regions of one tensor; 0: they are equal. */
 static int dtrain__region_compare(const dtrain__region *a, const dtrain__region *b)
 {
     for (int d = 0; d < a->ndim; d++) {

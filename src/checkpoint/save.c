@@ -1,9 +1,9 @@
 /* ---- >>save ----
- * How the parts of all ranks become a checkpoint. Each rank writes its files and then a mark that they are on the disk.
+ * Makes a checkpoint of the parts of all ranks. Each rank writes its files, and then a mark that they are on the disk.
  * When rank 0 has seen all marks of this save it writes the index, which makes the checkpoint visible. Then it replaces
  * latest, and then it removes what is old. Each name is synced in its directory before the next step.
  *
- * With local, each rank makes its own part visible and removes its own; the newest save that all ranks have must stay
+ * With local, each rank makes its own part visible and removes its own. The newest save that all ranks have must stay
  * on each of them. */
 #ifndef DTRAIN__SAVE
 #define DTRAIN__SAVE
@@ -13,53 +13,53 @@
 #include "../base/worker.c"
 
 #define DTRAIN__SAVE_INDEX "index.json"
-#define DTRAIN__SAVE_BEFORE "index.before.json" /* local: of the save of this step that the index has replaced */
+#define DTRAIN__SAVE_BEFORE "index.before.json" /* local: the index that a later save of the step has replaced */
 #define DTRAIN__SAVE_LATEST "latest"
-/* That network file systems get to show what a rank wrote last. */
+/* Time for network file systems to show what a rank wrote last. */
 #define DTRAIN__SAVE_LEFT_NS DTRAIN__TUNED(save_left_ns, 10000000000)
-#define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
+#define DTRAIN__SAVE_WHY 400 /* bytes of the error that a failed rank tells the others */
 
 struct dtrain_checkpoint {
-    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator own; /* used if the caller gives none */
     dtrain_allocator *allocator;
-    dtrain_comm *comm; /* NULL: alone */
+    dtrain_comm *comm; /* NULL: one rank */
     int rank, ranks;
     int keep_last, local, no_verify, no_sync;
     int64_t timeout_ms;
-    char path[400];           /* the directory of the desc, for texts */
-    int base;                 /* the same, open */
-    int directory;            /* where steps are: the same, or with local this rank's in it */
-    dtrain__lock lock;        /* of rank 0, or with local of each rank, on it */
-    int refused;              /* the errno with which it refuses to be written; 0: none */
-    dtrain__index_save_id id; /* of the last call; that of the save under way is among the facts of the part */
+    char path[400];           /* desc.directory, for texts */
+    int base;                 /* desc.directory, open */
+    int directory;            /* holds the steps: base, or with local this rank's own in it */
+    dtrain__lock lock;        /* of that directory: rank 0's, with local every rank's */
+    int refused;              /* errno if it may not be written; 0: it may */
+    dtrain__index_save_id id; /* of the last call; part.index.facts has that of the save under way */
     dtrain__index_save_id replaced;
     int replaces;
-    dtrain__index_facts last;   /* of the save whose part this rank has brought to its disk last; counter 0: none */
-    dtrain__index_facts common; /* local: of the newest save whose part every rank is known to have; counter 0: none */
+    dtrain__index_facts last;   /* of the last save whose part this rank has on its disk; counter 0: none */
+    dtrain__index_facts common; /* local: of the newest save that every rank is known to have; counter 0: none */
     dtrain__part_writer part;
-    dtrain__index whole; /* rank 0: of all parts */
+    dtrain__index whole; /* rank 0: the index of all parts */
     char *text;
-    int same_last;       /* at the last agreement all told the same last save */
-    int unheard;         /* the last agreement broke off: other ranks may have come to one */
-    unsigned char *seen; /* ranks whose mark is there */
+    int same_last;       /* in the last agreement all ranks named the same last save */
+    int unheard;         /* the last agreement broke off; other ranks may have agreed */
+    unsigned char *seen; /* per rank: its mark was seen */
     uint64_t *steps;     /* found in the directory */
     size_t step_count;
-    dtrain__worker worker; /* of an asynchronous save, until the caller has taken its result */
+    dtrain__worker worker; /* runs an asynchronous save, until the caller has its result */
     dtrain__worker_job job;
-    uint32_t leaving; /* set by destroy: wait for no other rank's work */
-    int untold;       /* result is an error that the caller has not seen */
+    uint32_t leaving; /* set by destroy: do not wait for other ranks' work */
+    int untold;       /* result is an error that no call has returned */
     dtrain__error result, error;
     dtrain__index loaded; /* the index that was loaded last */
 };
 
-/* The number of the save under way. */
+/* Returns the number of the save under way. */
 static DTRAIN__NOINLINE const dtrain__index_save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
 {
     return &ckpt->part.index.facts.id;
 }
 
-/* Gives all ranks the status of the first that failed, and its text, and tells them which calls and saves this rank has
- * made. Whoever is behind in the count of calls goes on from the highest. */
+/* Gives all ranks the status and text of the first rank that failed. Tells them this rank's count of calls and last
+ * save. A rank with a lower count takes the highest. */
 static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status status, dtrain__alike *alike)
 {
     uint64_t last = ckpt->last.id.counter;
@@ -76,12 +76,12 @@ static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status st
     ckpt->same_last = alike->most[1] == last && alike->most[2] == ~last;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
-    if (alike->unheard && failed) /* that may be why */
+    if (alike->unheard && failed) /* that may be why it broke off */
         snprintf(who, sizeof who, "rank %d: ", ckpt->rank);
     return dtrain__fail(&ckpt->error, status, "%s%s", who, dtrain__thread_error.text);
 }
 
-/* The one line that is compared, or NULL: none is. */
+/* Gives the one line to compare; `given` NULL: none. */
 static int dtrain__save_line(const void *given, size_t index, dtrain__alike_line *line)
 {
     if (index > 0 || given == NULL)
@@ -90,7 +90,7 @@ static int dtrain__save_line(const void *given, size_t index, dtrain__alike_line
     return 1;
 }
 
-/* The same, where a number must be the same on all ranks, too; compared NULL: none must. */
+/* Does the same; a number must also be equal on all ranks, unless `compared`, its name, is NULL. */
 static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
                                                          const char *compared)
 {
@@ -103,12 +103,12 @@ static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt
 }
 
 /* ---- saves that all ranks have, with local ----
- * Every save begins with an agreement, in the caller's thread, at which no rank has a save under way. Each rank says
- * which save it has ended last. If all name the same one, it is the newest common save. That one stays, beside the
- * newest keep_last of this rank. A save of the same step replaces the index of a common one: the old index is kept,
- * under another name, until a later save is common. */
+ * Every save begins with an agreement in the caller's thread, when no rank has a save under way. Each rank names the
+ * last save that it has ended. If all name the same one, it is the newest common save. It stays, beside this rank's
+ * newest keep_last. If a save of the same step replaces the index of a common one, the old index is kept under another
+ * name until a later save is common. */
 
-/* Whether a save may be the only one that all ranks have. */
+/* Returns whether a save may be the only one that all ranks have. */
 static int dtrain__save_is_common(const dtrain_checkpoint *ckpt, const dtrain__index_save_id *id)
 {
     return ckpt->common.id.counter == 0 || dtrain__index_same_save(id, &ckpt->common.id);
@@ -116,13 +116,13 @@ static int dtrain__save_is_common(const dtrain_checkpoint *ckpt, const dtrain__i
 
 /* ---- directories ---- */
 
-/* Makes a directory where there is none, brings its name to the disk, and opens it. */
+/* Makes a directory if it does not exist, brings its name to the disk, and opens it. */
 static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, int no_sync)
 {
     if (dtrain__file_sys_mkdir(parent, name) == 0) {
         int error = no_sync ? 0 : dtrain__file_sync_directory(parent);
         if (error != 0)
-            return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: directory \"%s\" did not reach the disk: %s", name,
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: bringing directory \"%s\" to the disk: %s", name,
                                 strerror(error));
     } else if (errno != EEXIST) {
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: making directory \"%s\": %s", name, strerror(errno));
@@ -130,7 +130,7 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
 
-/* Whether a file is there and can be read. */
+/* Returns whether a file exists and can be read. */
 static int dtrain__save_opens(int directory, const char *name)
 {
     int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
@@ -138,8 +138,8 @@ static int dtrain__save_opens(int directory, const char *name)
     return fd >= 0;
 }
 
-/* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say, or a time that
- * they do not count to. */
+/* Returns when a file changed last, in nanoseconds. If the system does not say, or the time does not fit, returns
+ * INT64_MAX, newer than all. */
 static int64_t dtrain__save_changed(int directory, const char *name)
 {
     struct stat status;
@@ -151,7 +151,7 @@ static int64_t dtrain__save_changed(int directory, const char *name)
     return when;
 }
 
-/* Reads which save an index is of; 0: there is none, or none that can be read. */
+/* Reads which save an index is of. Returns 0 if there is no readable index. */
 static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, const char *name, dtrain__index_save_id *id)
 {
     dtrain__error before = dtrain__thread_error;
@@ -167,7 +167,7 @@ static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, const ch
 
 /* ---- this rank's part ---- */
 
-/* Removes this rank's files of the last save; only where no index can list them. */
+/* Removes this rank's files of the last save. Call it only if no index can list them. */
 static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
 {
     static const char *const tails[] = {"done", "safetensors", "hashes.safetensors"};
@@ -184,7 +184,7 @@ static int dtrain__save_is_there(int directory, const char *name)
     return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
 }
 
-/* Whether the index may list the files of this save: it is in place before its directory is synced. */
+/* Returns whether the index may list the files of this save: it is in place before its directory is synced. */
 static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
 {
     dtrain__index_save_id id;
@@ -193,7 +193,7 @@ static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
                : dtrain__save_is_there(directory, DTRAIN__SAVE_INDEX);
 }
 
-/* With local: keeps the index that this save will replace, where other ranks may get no further than what it lists. */
+/* With local: keeps the index that this save will replace, if it may be the newest that all ranks have. */
 static dtrain_status dtrain__save_keep_before(dtrain_checkpoint *ckpt, int directory)
 {
     void *text = NULL;
@@ -208,8 +208,8 @@ static dtrain_status dtrain__save_keep_before(dtrain_checkpoint *ckpt, int direc
     return status;
 }
 
-/* Opens the step's directory, and writes this rank's files, and the mark last; with local, an index of this rank's own.
- * A mark that is there, though its directory did not reach the disk, may have been seen: the files stay. */
+/* Opens the step's directory and writes this rank's files, the mark last; with local, an index of its own instead. If
+ * the mark is in place, other ranks may have seen it, even if syncing failed: then the files stay. */
 static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
 {
     dtrain__part_writer *part = &ckpt->part;
@@ -217,7 +217,8 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
     size_t bytes = 0;
     if (ckpt->refused != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "checkpoint: the directory could not be written when the checkpointer was made: %s",
+                            "checkpoint: the directory could not be written when the checkpointer was created: %s: "
+                            "allow it, and create another",
                             strerror(ckpt->refused));
     dtrain__part_step_name(step, part->index.facts.step);
     dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
@@ -243,9 +244,9 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
 
 typedef struct dtrain__save_marks {
     dtrain_checkpoint *ckpt;
-    int count;   /* ranks whose mark is there */
-    int failed;  /* a rank that says it failed; -1: none */
-    int visible; /* rank 0 says that it has written the index */
+    int count;   /* marks seen */
+    int failed;  /* a rank that tells it failed; -1: none */
+    int visible; /* rank 0 has written the index */
 } dtrain__save_marks;
 
 static int dtrain__save_see_mark(void *user, const char *name)
@@ -282,7 +283,7 @@ static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory,
     return DTRAIN_ERR_IO;
 }
 
-/* A rank that has left without its mark; -1: there is none. Who waits for the index waits for rank 0 alone. */
+/* Returns a rank that has left without its mark, or -1. for_index: looks at rank 0 alone. */
 static int dtrain__save_left(const dtrain_checkpoint *ckpt, int for_index)
 {
     for (int rank = 0; rank < (for_index ? 1 : ckpt->ranks); rank++)
@@ -291,7 +292,7 @@ static int dtrain__save_left(const dtrain_checkpoint *ckpt, int for_index)
     return -1;
 }
 
-/* Says which ranks were not seen. */
+/* Lists the ranks whose marks were not seen. */
 static void dtrain__save_unseen(const dtrain_checkpoint *ckpt, dtrain__alike_ranks *ranks)
 {
     memset(ranks, 0, sizeof *ranks);
@@ -313,16 +314,17 @@ static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index, i
                             step, left, for_index ? "it wrote the index" : "its part was written");
     return for_index
                ? dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                              "checkpoint of step %llu: rank %d has waited %lld ms for rank 0 to write the index", step,
-                              ckpt->rank, (long long)(2 * ckpt->timeout_ms))
+                              "checkpoint of step %llu: rank %d has waited %lld ms for rank 0 to write the index: give "
+                              "a longer timeout_ms",
+                              step, ckpt->rank, (long long)(2 * ckpt->timeout_ms))
                : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                               "checkpoint of step %llu: nothing has come from rank %s for %lld ms: see that every "
                               "rank saves, or give a longer timeout_ms",
                               step, ranks.text, (long long)ckpt->timeout_ms);
 }
 
-/* Waits until all marks are there; for_index: until rank 0 says that the index is. Every turn lists the directory anew,
- * which makes network file systems look. Of a rank that has left, what it wrote last is awaited for a while. */
+/* Waits for all marks; for_index: until rank 0 has written the index. Every turn lists the directory anew, which makes
+ * network file systems look. If a rank has left, waits a while for what it wrote last. */
 static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, int for_index)
 {
     dtrain__save_marks marks = {ckpt, 0, -1, 0};
@@ -355,7 +357,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
     }
 }
 
-/* Tells the others that this rank's part of a save will not come; what goes wrong with that, their deadline tells. */
+/* Tells the others that this rank's part will not come. If that fails, they find out by their deadline. */
 static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, const dtrain__index_save_id *id)
 {
     dtrain__error kept = dtrain__thread_error;
@@ -389,7 +391,7 @@ static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
     }
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&ckpt->whole, 1);
-    if (status == DTRAIN_ERR_CORRUPT) /* it is the program's pieces that do not fit */
+    if (status == DTRAIN_ERR_CORRUPT) /* the program's pieces do not fit together */
         status = DTRAIN_ERR_INVALID;
     if (status == DTRAIN_OK)
         status = dtrain__index_print(&ckpt->whole, &ckpt->text, &bytes);
@@ -407,27 +409,28 @@ static dtrain_status dtrain__save_latest(dtrain_checkpoint *ckpt)
 }
 
 /* ---- removing what is old ----
- * Rank 0 alone removes, and only after its own save is visible: checkpoints before the newest keep_last, files that the
- * new index has replaced, and what interrupted saves have left. The number in a file's name says whose it is.
+ * Rank 0 alone removes, and only after its own save is visible. It removes checkpoints before the newest keep_last,
+ * files that the new index has replaced, and leftovers of interrupted saves. The number in a file's name says whose it
+ * is:
  *
- *   an earlier save of this checkpointer   dead: all its ranks have written a mark of the later one, which comes after
- *   a later save of this checkpointer      of a rank that is ahead
- *   another checkpointer                   may be of a save that still runs
+ *   an earlier save of this checkpointer   dead: all its ranks have written a mark of a later save
+ *   a later save of this checkpointer      in use: another rank is ahead
+ *   another checkpointer                   maybe in use by a save that still runs
  *
- * For the last case two things tell. Who saves holds the lock of the directory (>>lock) from its first save on. When a
- * job gets it, nobody else saves there, and all that no index lists is dead. Later, and where there are no locks, time
- * tells. A save that gets no new mark for timeout_ms gives up, so what has not changed for twice as long, by the clock
- * of the file system, is dead. */
+ * In the last case there are two ways to know. A saving job holds the lock of the directory (>>lock) from its first
+ * save on. When a job gets the lock, no other saves there, and all that no index lists is dead. Later, or without
+ * locks, time tells. A save gives up when no new mark comes for timeout_ms. So files that have not changed for twice as
+ * long, by the clock of the file system, are dead. */
 
-/* A step's directory, as it is looked through. */
+/* A step's directory that is being searched. */
 typedef struct dtrain__save_tidy {
     dtrain_checkpoint *ckpt;
     int directory;
-    int64_t now;                     /* of the file system */
-    int alone;                       /* nobody else saves: what is not of this checkpointer needs not be old */
-    int has_index, has_files, mixed; /* of more than one save */
+    int64_t now;                     /* by the file system's clock */
+    int alone;                       /* no other job saves: files of other checkpointers are dead at any age */
+    int has_index, has_files, mixed; /* mixed: files of more than one save */
     int has_before;
-    dtrain__index_save_id visible; /* of the index; without one, or where they are all of one save, of the first file */
+    dtrain__index_save_id visible; /* of the index; without one, or if not mixed, of the first file */
     dtrain__index_save_id before;
     int prunes;
 } dtrain__save_tidy;
@@ -449,7 +452,7 @@ static int dtrain__save_look(void *user, const char *name)
     return 0;
 }
 
-/* Whether nothing has changed for so long that whoever wrote it has given up. */
+/* Returns whether a file has not changed for so long that its writer has given up. */
 static int dtrain__save_old(const dtrain__save_tidy *tidy, int directory, const char *name)
 {
     int64_t when = tidy->alone ? 0 : dtrain__save_changed(directory, name);
@@ -457,7 +460,7 @@ static int dtrain__save_old(const dtrain__save_tidy *tidy, int directory, const 
            (when < tidy->now && tidy->now - when > dtrain__os_ms_to_ns(2 * tidy->ckpt->timeout_ms) + 2000000000);
 }
 
-/* Removes one file if it is nobody's. */
+/* Removes one file if it is dead. */
 static int dtrain__save_sweep(void *user, const char *name)
 {
     dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
@@ -486,7 +489,8 @@ static int dtrain__save_sweep(void *user, const char *name)
     return 0;
 }
 
-/* Makes a checkpoint, with prunes, and the one before it unless it is needed, none any more: first their indexes go. */
+/* Removes the indexes that are no longer needed: of a replaced save, and with prunes of the checkpoint. They go before
+ * their files. */
 static void dtrain__save_unlist(dtrain__save_tidy *tidy)
 {
     dtrain_checkpoint *ckpt = tidy->ckpt;
@@ -501,7 +505,7 @@ static void dtrain__save_unlist(dtrain__save_tidy *tidy)
         dtrain__file_sync_directory(tidy->directory);
 }
 
-/* Removes from a step's directory what is nobody's, and with prunes the checkpoint and the directory. */
+/* Removes dead files from a step's directory; with prunes, the checkpoint and the directory too. */
 static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step, int prunes)
 {
     dtrain_checkpoint *ckpt = base->ckpt;
@@ -516,14 +520,14 @@ static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step,
     dtrain__file_list(tidy.directory, dtrain__save_look, &tidy);
     if (tidy.has_index && tidy.mixed &&
         !dtrain__save_read_id(ckpt, tidy.directory, DTRAIN__SAVE_INDEX, &tidy.visible)) {
-        dtrain__file_close(tidy.directory); /* not to be told apart: left to somebody who looks */
+        dtrain__file_close(tidy.directory); /* cannot tell the saves apart: leaves them to a person */
         return;
     }
     dtrain__save_unlist(&tidy);
     dtrain__file_list(tidy.directory, dtrain__save_sweep, &tidy);
     dtrain__file_close(tidy.directory);
-    int used = tidy.alone && step == ckpt->part.index.facts.step;        /* by other ranks, that have begun */
-    if (prunes || (old && !tidy.has_index && !tidy.has_before && !used)) /* refused where anything is left in it */
+    int used = tidy.alone && step == ckpt->part.index.facts.step;        /* by ranks that have begun this save */
+    if (prunes || (old && !tidy.has_index && !tidy.has_before && !used)) /* fails unless it is empty */
         dtrain__file_sys_unlink(ckpt->directory, name, AT_REMOVEDIR);
 }
 
@@ -559,31 +563,32 @@ static int dtrain__save_has_index(int directory, uint64_t step)
     return dtrain__save_opens(directory, name);
 }
 
-/* What a save or a create that was killed has left beside the steps. */
+/* Removes leftovers of killed saves and creates beside the steps. */
 static int dtrain__save_sweep_base(void *user, const char *name)
 {
     dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
     int latest = strncmp(name, ".latest.", 8) == 0;
-    int shared = strncmp(name, ".shared-", 8) == 0 && !tidy->alone; /* readers leave it too, and have no lock */
+    int shared = strncmp(name, ".shared-", 8) == 0 && !tidy->alone; /* jobs that only read leave it too, and hold no
+                                                                       lock */
     if ((latest || shared) && dtrain__save_old(tidy, tidy->directory, name))
         dtrain__file_sys_unlink(tidy->directory, name, 0);
     return 0;
 }
 
-/* Whether the checkpoint of a step, of which `kept` are there from it on, is old. What all ranks have last stays. */
+/* Returns whether the checkpoint of a step is old, when `kept` exist from it on. The newest common one is not. */
 static int dtrain__save_prunes(const dtrain_checkpoint *ckpt, uint64_t step, int kept)
 {
     return ckpt->keep_last > 0 && kept > ckpt->keep_last &&
            (!ckpt->local || (ckpt->common.id.counter > 0 && step != ckpt->common.step));
 }
 
-/* Removes what is old. What goes wrong costs room on the disk, no checkpoint, and is tried again by the next save.
- * alone: before the first save, when nobody else saves. */
+/* Removes what is old. A failure costs disk space, no checkpoint; the next save tries again. alone: before the first
+ * save, when no other job saves. */
 static void dtrain__save_clear(dtrain_checkpoint *ckpt, int alone)
 {
     uint64_t step = ckpt->part.index.facts.step;
     char name[64];
-    int kept = !alone; /* the one that was saved */
+    int kept = !alone; /* the save just made */
     dtrain__error before = dtrain__thread_error;
     dtrain__save_tidy base;
     memset(&base, 0, sizeof base);
@@ -597,7 +602,7 @@ static void dtrain__save_clear(dtrain_checkpoint *ckpt, int alone)
     dtrain__save_list_steps(ckpt, ckpt->directory);
     for (size_t i = 0; i < ckpt->step_count; i++) {
         int whole = ckpt->steps[i] < step && dtrain__save_has_index(ckpt->directory, ckpt->steps[i]);
-        int may = ckpt->local || !alone; /* else latest may name an older one than the newest keep_last */
+        int may = ckpt->local || !alone; /* otherwise latest may name one older than the newest keep_last */
         kept += whole;
         dtrain__save_tidy_step(&base, ckpt->steps[i], whole && may && dtrain__save_prunes(ckpt, ckpt->steps[i], kept));
     }
@@ -605,7 +610,7 @@ static void dtrain__save_clear(dtrain_checkpoint *ckpt, int alone)
     dtrain__thread_error = before;
 }
 
-/* Who removes what is old takes the lock, and at first removes what killed saves have left. */
+/* Takes the lock on ranks that remove what is old. The first time it also removes leftovers of killed saves. */
 static dtrain_status dtrain__save_lock(dtrain_checkpoint *ckpt)
 {
     if ((ckpt->rank > 0 && !ckpt->local) || ckpt->refused != 0)
@@ -617,8 +622,8 @@ static dtrain_status dtrain__save_lock(dtrain_checkpoint *ckpt)
     return status;
 }
 
-/* Rank 0, when all marks are there; with local every rank, for itself. *visible: the index is in place, whatever went
- * wrong after that. tells: the others wait for a mark that says so. */
+/* Makes a save visible. Rank 0 does so when all marks are there; with local every rank does it for its own. Sets
+ * *visible if the index is in place, even after a later error. tells: leaves a mark that the others wait for. */
 static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory, int tells, int *visible)
 {
     char mark[DTRAIN__PART_NAME], shown[DTRAIN__PART_NAME];
@@ -631,7 +636,7 @@ static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory,
     for (int rank = 0; rank < ckpt->ranks && !ckpt->local; rank++) {
         dtrain__part_name(mark, rank, dtrain__save_current(ckpt), "done");
         dtrain__part_name(shown, rank, dtrain__save_current(ckpt), "visible");
-        if (rank == 0 && tells && ckpt->ranks > 1) /* a rename needs no room on the disk */
+        if (rank == 0 && tells && ckpt->ranks > 1) /* a rename needs no disk space */
             dtrain__file_sys_rename(directory, mark, directory, shown);
         else
             dtrain__file_sys_unlink(directory, mark, 0);
@@ -640,7 +645,7 @@ static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory,
     return DTRAIN_OK;
 }
 
-/* All of an asynchronous save but the copy. */
+/* Does all of an asynchronous save except the copy. */
 static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
 {
     int directory = -1, visible = 0, marked;

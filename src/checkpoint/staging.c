@@ -1,7 +1,7 @@
 /* ---- >>staging ----
- * The way between a device's memory and files: pinned memory of the CPU through which all goes in chunks, so that the
- * copies of one chunk overlap what the CPU does with another. Lives for one save or load, since the device may not live
- * longer. Everything else here takes a device's addresses for numbers. */
+ * Moves data between a device's memory and files, in chunks through pinned memory, so that the copy of one chunk
+ * overlaps the CPU's work on another. It lives for one save or load, as the device may not live longer. The other
+ * modules here never read or write a device's addresses. */
 #ifndef DTRAIN__STAGING
 #define DTRAIN__STAGING
 #include "checkpoint.h"
@@ -11,12 +11,12 @@
 #define DTRAIN__STAGING_CHUNK ((size_t)1 << 20)
 
 typedef struct dtrain__staging {
-    dtrain_device *device; /* NULL: none yet */
+    dtrain_device *device; /* NULL: none so far */
     unsigned char *pinned;
     size_t used; /* bytes that the device may still read */
 } dtrain__staging;
 
-/* Waits until what was written is on the device. */
+/* Waits until what was sent is on the device. */
 static dtrain_status dtrain__staging_wait(dtrain__staging *staging)
 {
     size_t used = staging->used;
@@ -31,7 +31,7 @@ static void dtrain__staging_free(dtrain__staging *staging)
     memset(staging, 0, sizeof *staging);
 }
 
-/* Turns to a device, which is not NULL. */
+/* Changes to a device, which is not NULL. */
 static dtrain_status dtrain__staging_begin(dtrain__staging *staging, dtrain_device *device)
 {
     void *pinned = NULL;
@@ -48,7 +48,7 @@ static dtrain_status dtrain__staging_begin(dtrain__staging *staging, dtrain_devi
     return DTRAIN_OK;
 }
 
-/* Reads a device's memory: while one half of the pinned memory is filled, the other is taken out. */
+/* Reads a device's memory: one half of the pinned memory is filled while the other is emptied. */
 static dtrain_status dtrain__staging_read(dtrain__staging *staging, dtrain_device *device, void *to, const void *from,
                                           size_t bytes)
 {
@@ -74,7 +74,7 @@ static dtrain_status dtrain__staging_read(dtrain__staging *staging, dtrain_devic
     return status;
 }
 
-/* Gives room for at most `want` bytes, *have, that dtrain__staging_send takes to the device. */
+/* Gives room for *have bytes, at most `want`. Fill it, then call dtrain__staging_send. */
 static dtrain_status dtrain__staging_room(dtrain__staging *staging, dtrain_device *device, size_t want, void **at,
                                           size_t *have)
 {
@@ -86,7 +86,7 @@ static dtrain_status dtrain__staging_room(dtrain__staging *staging, dtrain_devic
     return status;
 }
 
-/* Takes `bytes` bytes of the room that was given last to the device, once earlier work there has ended. */
+/* Sends `bytes` bytes of the last room to the device, after earlier work there. */
 static dtrain_status dtrain__staging_send(dtrain__staging *staging, void *to, size_t bytes)
 {
     const unsigned char *from = staging->pinned + staging->used;

@@ -1,27 +1,27 @@
 /* ---- >>verify ----
- * Reading files whose blocks carry hashes. What is read is whole blocks, a window of them at a time, each checked
- * before a byte of it is given out; ranges that come in the order of the file read no block twice. Hashes come from a
- * file that is read in the same way, and whose own are in the index. Of files without hashes, as those of a model, what
- * is wanted is read, and short ranges with the rest of a page. */
+ * Reads files whose blocks carry hashes. It reads whole blocks, a window of them at a time, and checks each before it
+ * gives out a byte of it. Ranges in the order of the file read no block twice. The hashes come from a file that is read
+ * in the same way; its own hashes are in the index. Of files without hashes, such as a model's, it reads what is
+ * wanted; short ranges are read with the rest of their page. */
 #ifndef DTRAIN__VERIFY
 #define DTRAIN__VERIFY
 #include "save.c"
 #include "../format/safetensors_read.c"
 
-#define DTRAIN__VERIFY_WINDOW ((size_t)16 * DTRAIN__INDEX_BLOCK) /* bytes at a time: checked while in a cache */
+#define DTRAIN__VERIFY_WINDOW ((size_t)16 * DTRAIN__INDEX_BLOCK) /* bytes read at a time; they stay in a cache */
 #define DTRAIN__VERIFY_PAGE 4096
 
 typedef struct dtrain__verify_file {
     const char *name; /* for texts */
     int fd;           /* of `file` */
-    int borrowed;     /* 1: the file is somebody else's, who closes it */
+    int borrowed;     /* 1: its owner closes the file */
     dtrain_safetensors *file;
     uint64_t data_begin, data_bytes;
     unsigned char *window;
     size_t window_bytes;
-    uint64_t begin, end;              /* of the data that is in the window */
-    const uint64_t *hashes;           /* of the blocks; NULL: they are in `from` */
-    struct dtrain__verify_file *from; /* NULL too: nothing is checked */
+    uint64_t begin, end;              /* range of the data that is in the window */
+    const uint64_t *hashes;           /* of the blocks; NULL: `from` has them */
+    struct dtrain__verify_file *from; /* NULL, and hashes NULL: nothing is checked */
     uint64_t *bytes_read;
 } dtrain__verify_file;
 
@@ -51,7 +51,8 @@ static dtrain_status dtrain__verify_file_header(dtrain__verify_file *open, const
     }
     if (status == DTRAIN_OK && dtrain__xxh64_end(&hash) != entry->header_hash)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\": its header has not the hash that was saved: it was damaged",
+                              "checkpoint file \"%s\": its header does not have the hash that was saved: it was "
+                              "damaged; restore it, or load another step",
                               open->name);
     return status;
 }
@@ -64,7 +65,7 @@ static dtrain_status dtrain__verify_file_window(dtrain__verify_file *open, size_
                                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes", bytes);
 }
 
-/* Opens a file of an index; close it also after an error. */
+/* Opens a file of an index. Close it even after an error. */
 static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int directory, const char *name,
                                               const dtrain__index_hashed *entry, int verify, size_t window_bytes,
                                               dtrain_allocator *allocator, uint64_t *bytes_read)
@@ -78,7 +79,8 @@ static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int dir
     dtrain_status status = dtrain__file_open(&open->fd, &bytes, directory, name, "checkpoint");
     if (status == DTRAIN_OK && (bytes < entry->header_bytes || bytes - entry->header_bytes != entry->data_bytes))
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\" has %llu bytes, where the index says %llu and %llu: it was cut",
+                              "checkpoint file \"%s\" has %llu bytes, expected a header of %llu and data of %llu: it "
+                              "was cut; restore it, or load another step",
                               name, (unsigned long long)bytes, (unsigned long long)entry->header_bytes,
                               (unsigned long long)entry->data_bytes);
     if (status == DTRAIN_OK && verify)
@@ -90,15 +92,17 @@ static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int dir
     if (status != DTRAIN_OK)
         open->fd = -1; /* closed */
     if (status == DTRAIN_OK && dtrain__safetensors_header_bytes(open->file) != entry->header_bytes)
-        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\": its header has another length than the index says", name);
+        status = dtrain__fail(
+            NULL, DTRAIN_ERR_CORRUPT,
+            "checkpoint file \"%s\": its header has %llu bytes, expected %llu: restore it, or load another step", name,
+            (unsigned long long)dtrain__safetensors_header_bytes(open->file), (unsigned long long)entry->header_bytes);
     return status == DTRAIN_OK ? dtrain__verify_file_window(open, window_bytes, allocator) : status;
 }
 
 static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want, size_t each,
                                              const unsigned char **data, size_t *have);
 
-/* The hash that a block should have. */
+/* Gives the hash that a block should have. */
 static dtrain_status dtrain__verify_file_hash(dtrain__verify_file *open, uint64_t block, uint64_t *hash)
 {
     const unsigned char *data;
@@ -118,7 +122,7 @@ static int dtrain__verify_file_hashed(const dtrain__verify_file *open)
     return open->hashes != NULL || open->from != NULL;
 }
 
-/* Reads `bytes` bytes of the data, whole blocks where they are hashed, and checks them. */
+/* Reads `bytes` bytes of the data and checks them; whole blocks if they are hashed. */
 static dtrain_status dtrain__verify_file_read(dtrain__verify_file *open, uint64_t offset, uint64_t bytes,
                                               unsigned char *out)
 {
@@ -130,11 +134,11 @@ static dtrain_status dtrain__verify_file_read(dtrain__verify_file *open, uint64_
         uint64_t expected = 0, n = bytes - at < DTRAIN__INDEX_BLOCK ? bytes - at : DTRAIN__INDEX_BLOCK;
         status = dtrain__verify_file_hash(open, (offset + at) / DTRAIN__INDEX_BLOCK, &expected);
         if (status == DTRAIN_OK && dtrain__xxh64_of(out + at, (size_t)n, 0) != expected)
-            status = dtrain__fail(
-                NULL, DTRAIN_ERR_CORRUPT,
-                "checkpoint file \"%s\": bytes %llu to %llu have not the hash that was saved: they were damaged",
-                open->name, (unsigned long long)(open->data_begin + offset + at),
-                (unsigned long long)(open->data_begin + offset + at + n - 1));
+            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                  "checkpoint file \"%s\": bytes %llu to %llu do not have the hash that was saved: "
+                                  "they were damaged; restore it, or load another step",
+                                  open->name, (unsigned long long)(open->data_begin + offset + at),
+                                  (unsigned long long)(open->data_begin + offset + at + n - 1));
     }
     return status;
 }
@@ -144,9 +148,8 @@ static uint64_t dtrain__verify_least(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
-/* Gives the address of the data at an offset, and how many of the `want` bytes from there on are with it, at least
- * `each`, which is 8 at most. The range is inside the data, and where that is hashed, in its blocks at multiples of
- * `each`. */
+/* Gives the address of the data at an offset. *have: how many of the `want` bytes are there, at least `each`, which is
+ * at most 8. The range must be inside the data; in hashed data, offset must be a multiple of `each`. */
 static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want, size_t each,
                                              const unsigned char **data, size_t *have)
 {
@@ -168,8 +171,8 @@ static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t
     return DTRAIN_OK;
 }
 
-/* Reads straight to where it goes: *bytes of the `want` from an offset on. None where they are in the window, or too
- * few; where they are hashed, whole blocks alone. */
+/* Reads straight to `out`. *bytes: how many of the `want` bytes it read, whole blocks if they are hashed. It reads none
+ * if they are in the window or too few. */
 static dtrain_status dtrain__verify_file_direct(dtrain__verify_file *open, uint64_t offset, uint64_t want,
                                                 unsigned char *out, size_t *bytes)
 {
@@ -183,14 +186,14 @@ static dtrain_status dtrain__verify_file_direct(dtrain__verify_file *open, uint6
 
 /* ---- files of an index ---- */
 
-/* The file of an index that is open, with its hashes; one at a time. */
+/* The one open file of an index, with its hashes. */
 typedef struct dtrain__verify_reader {
     dtrain_allocator *allocator;
     const dtrain__index *index;
     int verify;
-    size_t open; /* which; NONE */
+    size_t open; /* its number; NONE: none is open */
     dtrain__verify_file data, hashes;
-    dtrain__staging way; /* to devices that are read into */
+    dtrain__staging way; /* to the devices that are loaded */
     uint64_t bytes_read;
 } dtrain__verify_reader;
 
@@ -212,7 +215,7 @@ static void dtrain__verify_close(dtrain__verify_reader *reader)
     reader->open = DTRAIN__INDEX_NONE;
 }
 
-/* Opens the file of a file's hashes. */
+/* Opens the file that holds a file's hashes. */
 static dtrain_status dtrain__verify_open_hashes(dtrain__verify_reader *reader, int directory,
                                                 const dtrain__index_file *file)
 {
@@ -228,7 +231,8 @@ static dtrain_status dtrain__verify_open_hashes(dtrain__verify_reader *reader, i
     if (tensor != NULL && tensor->dtype == DTRAIN_U64 && tensor->begin == file->hashes.header_bytes &&
         tensor->end - tensor->begin == file->hashes.data_bytes)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint file \"%s\" is no file of hashes",
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                        "checkpoint file \"%s\" does not hold the hashes that the index expects in it",
                         index->texts + file->hashes.name);
 }
 
@@ -251,7 +255,7 @@ static dtrain_status dtrain__verify_open(dtrain__verify_reader *reader, int dire
     return status;
 }
 
-/* The same of an open file of a model, which has no hashes. */
+/* Does the same for an open file of a model, which has no hashes. */
 static dtrain_status dtrain__verify_open_model(dtrain__verify_reader *reader, dtrain_safetensors *file, size_t number)
 {
     dtrain__verify_file *open = &reader->data;
@@ -266,7 +270,7 @@ static dtrain_status dtrain__verify_open_model(dtrain__verify_reader *reader, dt
     return dtrain__verify_file_window(open, DTRAIN__VERIFY_WINDOW, reader->allocator);
 }
 
-/* Finds a piece in the open file; *begin: where its data begins in the file's. */
+/* Finds a piece in the open file. *begin: where its data begins, in the file's data. */
 static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dtrain__index_piece *piece,
                                          uint64_t *begin)
 {
@@ -284,7 +288,7 @@ static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dt
         (dtrain__verify_file_hashed(&reader->data) &&
          (found->begin - reader->data.data_begin) % (dtrain_dtype_bits(tensor->dtype) / 8) != 0))
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\" has no tensor \"%.200s\" of %zu %s, which the index says it has",
+                              "checkpoint file \"%s\" lacks tensor \"%.200s\" of %zu %s, which the index expects in it",
                               reader->data.name, name, piece->count, dtrain_dtype_name(tensor->dtype));
     else
         *begin = found->begin - reader->data.data_begin;
@@ -292,7 +296,7 @@ static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dt
     return status;
 }
 
-/* Copies `count` elements of a file's data from a byte on, and converts them. */
+/* Copies and converts `count` elements of a file's data, from a byte on. */
 static dtrain_status dtrain__verify_copy(dtrain__verify_file *file, uint64_t offset, size_t count, dtrain_dtype from,
                                          void *out, dtrain_dtype to)
 {
@@ -311,7 +315,7 @@ static dtrain_status dtrain__verify_copy(dtrain__verify_file *file, uint64_t off
         if (status != DTRAIN_OK)
             return status;
         size_t n = have / from_bytes;
-        if (DTRAIN__FILE_SWAP) { /* the window stays as it is read */
+        if (DTRAIN__FILE_SWAP) { /* the window stays as it was read */
             n = n < sizeof turned / from_bytes ? n : sizeof turned / from_bytes;
             memcpy(turned, data, n * from_bytes);
             dtrain__safetensors_swap(turned, n * from_bytes, from);
@@ -328,7 +332,8 @@ static dtrain_status dtrain__verify_copy(dtrain__verify_file *file, uint64_t off
     return status;
 }
 
-/* Where data goes: memory of a device, NULL for the CPU's. A device's is there after dtrain__staging_wait. */
+/* Where data goes: memory of a device, or of the CPU for NULL. On a device it is complete after dtrain__staging_wait.
+ */
 typedef struct dtrain__verify_target {
     void *data;
     dtrain_dtype dtype;
@@ -336,7 +341,7 @@ typedef struct dtrain__verify_target {
     dtrain__staging *way;
 } dtrain__verify_target;
 
-/* The same to elements `at` to at + count of a target. */
+/* Does the same, to elements `at` to at + count of a target. */
 static dtrain_status dtrain__verify_put(dtrain__verify_file *file, uint64_t offset, size_t count, dtrain_dtype from,
                                         const dtrain__verify_target *to, size_t at)
 {
@@ -360,8 +365,8 @@ static dtrain_status dtrain__verify_put(dtrain__verify_file *file, uint64_t offs
     return status;
 }
 
-/* Puts what the regions of a stored piece and of a target share into the target. The stored one's data begins at a byte
- * of the file; packed: from there on the file has what they share, and nothing else. */
+/* Puts what a stored piece and a target share into the target. `begin` is where the piece's data begins in the file.
+ * packed: the file holds only what they share, from there on. */
 static dtrain_status dtrain__verify_share(dtrain__verify_file *file, uint64_t begin, int packed,
                                           const dtrain__region *have, dtrain_dtype dtype, const dtrain__region *want,
                                           const dtrain__verify_target *to, uint64_t *bytes)
@@ -381,7 +386,7 @@ static dtrain_status dtrain__verify_share(dtrain__verify_file *file, uint64_t be
     return status;
 }
 
-/* Reads what a stored piece, in the open file, and the region of a target share. */
+/* Reads what a stored piece of the open file and a target share. */
 static dtrain_status dtrain__verify_read(dtrain__verify_reader *reader, const dtrain__index_piece *piece,
                                          const dtrain__region *want, const dtrain__verify_target *to, uint64_t *bytes)
 {

@@ -241,7 +241,7 @@ DTRAIN_API dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain
         return status;
     dtrain__cuda_queue *queue = (dtrain__cuda_queue *)calloc(1, sizeof *queue);
     if (queue == NULL)
-        return dtrain_error_set(DTRAIN_ERR_MEMORY, "dtrain_cuda_create: no %zu bytes for a queue", sizeof *queue);
+        return dtrain_error_set(DTRAIN_ERR_MEMORY, "dtrain_cuda_create: no memory for %zu bytes", sizeof *queue);
     snprintf(queue->name, sizeof queue->name, "cuda:%d", index);
     queue->index = index;
     queue->device.ops = &dtrain__cuda_ops;

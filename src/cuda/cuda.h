@@ -1,6 +1,6 @@
 /* ---- >>cuda ----
- * Devices for NVIDIA's GPUs: a dtrain_device over a stream of the CUDA runtime. You need the CUDA Toolkit to build and a
- * driver to run. Without a driver the calls return DTRAIN_ERR_UNSUPPORTED and the program goes on. */
+ * Devices for NVIDIA's GPUs: a dtrain_device over a stream of the CUDA runtime. You need the CUDA Toolkit to build and
+ * a driver to run. Without a driver the calls return DTRAIN_ERR_UNSUPPORTED and the program goes on. */
 #ifndef DTRAIN__CUDA_H
 #define DTRAIN__CUDA_H
 #include "manual.h"
@@ -57,8 +57,8 @@ DTRAIN_API void dtrain_cuda_destroy(dtrain_device *device);
 DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device);
 
 #ifdef DTRAIN_CUDA_EMULATE
-/* Open the memory of emulated devices to the CPU, and close it again. Call them around your own kernels, which are calls
- * of functions there.
+/* Open the memory of emulated devices to the CPU, and close it again. Call them around your own kernels, which are
+ * calls of functions there.
  *
  * The memory is open to the calling thread and to threads that it starts meanwhile. Other threads may have access too.
  *

@@ -161,8 +161,8 @@ static dtrain_status dtrain__cuda_fits(dtrain_device *device, const char *call, 
     if (bytes <= room)
         return DTRAIN_OK;
     return dtrain_error_set(DTRAIN_ERR_INVALID,
-                            "%s on %s: %s (%p) must hold %zu bytes, its allocation ends after %zu; allocate more, or "
-                            "pass a smaller count",
+                            "%s on %s: %s (%p) must hold %zu bytes, and its allocation ends after %zu: allocate more, "
+                            "or pass a smaller count",
                             call, device->name, what, pointer, bytes, room);
 }
 

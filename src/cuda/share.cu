@@ -17,11 +17,10 @@ static dtrain_status dtrain__cuda_apart(dtrain_device *device, const char *call,
     if (error == cudaSuccess || error == cudaErrorMemoryAllocation || dtrain__cuda_lost(error))
         return dtrain__cuda_status(device, call, error);
     (void)cudaGetLastError();
-    return dtrain_error_set(
-        DTRAIN_ERR_UNSUPPORTED,
-        "%s on %s: %s (%s, error %d); processes share memory where each sees the other's GPU, which "
-        "can reach it, on one host and in one container or with the host's IPC and process names",
-        call, device->name, cudaGetErrorString(error), cudaGetErrorName(error), (int)error);
+    return dtrain_error_set(DTRAIN_ERR_UNSUPPORTED,
+                            "%s on %s: %s (%s, error %d); processes share memory if each sees the other's GPU and can "
+                            "reach it, on one host, in one container or with the host's IPC and PID namespaces",
+                            call, device->name, cudaGetErrorString(error), cudaGetErrorName(error), (int)error);
 }
 
 static dtrain_status dtrain__cuda_unshared(dtrain_device *device, const void *pointer, const char *what)

@@ -128,10 +128,10 @@ static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
 
 static dtrain_status dtrain__async_forked(const dtrain__async *async, const char *call)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "%s: process %ld made this group of devices, and this is its forked child %ld; make one after "
-                        "the fork",
-                        call, (long)async->process, (long)getpid());
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_INVALID,
+        "%s: process %ld made this group of devices, and this is its forked child %ld: make a group after the fork",
+        call, (long)async->process, (long)getpid());
 }
 
 /* A work that is free, or a new one. */
@@ -145,7 +145,8 @@ static dtrain_device_work *dtrain__async_take(dtrain__async *async)
     }
     work = (dtrain_device_work *)dtrain__alloc(comm->allocator, sizeof *work + 2 * (size_t)comm->size * sizeof(size_t));
     if (work == NULL) {
-        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device group on rank %d: no memory for another call beside the device",
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                     "device_group on rank %d: no memory for another call: wait for works that were started",
                      async->shell.rank);
         return NULL;
     }
@@ -225,8 +226,8 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     device = device != NULL ? device : async->caller;
     if (own != NULL && device->ops != own->ops)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "device_work_wait on rank %d: device %s is of another kind than the group's, %s; wait on a "
-                            "queue of the group's, and copy from there",
+                            "device_work_wait on rank %d: device %s is of another kind than the group's, %s: wait on a "
+                            "queue of that kind, and copy from there",
                             async->shell.rank, dtrain_device_name(device), dtrain_device_name(own));
     dtrain__async_wait(async, work->job.number, INT64_MAX);
     dtrain__error ended = work->error;
@@ -338,7 +339,7 @@ static dtrain_status dtrain__async_op_v(dtrain_device_group *group, dtrain__kind
     if (counts != NULL || group == NULL)
         return DTRAIN_OK;
     return dtrain__fail(group->async != NULL ? NULL : &group->comm->error, DTRAIN_ERR_INVALID,
-                        "device_group_%s_v on rank %d: the array of counts, one for each rank, is NULL",
+                        "device_group_%s_v on rank %d: counts is NULL, expected one for each rank",
                         dtrain__op_kind_name((uint64_t)kind), group->comm->rank);
 }
 
@@ -351,11 +352,11 @@ static dtrain_status dtrain__async_begin(dtrain_device_group *group, const dtrai
         return dtrain__device_begin(NULL, op);
     if (work == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "device_group_%s_async on rank %d: nowhere to put the handle (work is NULL)", kind,
+                            "device_group_%s_async on rank %d: work is NULL, expected an address for the work", kind,
                             group->comm->rank);
     if (group->async == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "device_group_%s_async on rank %d: the group was made without desc.async", kind,
+                            "device_group_%s_async on rank %d: the group was made with desc.async 0, expected 1", kind,
                             group->comm->rank);
     return dtrain__async_start(group, op, work);
 }

@@ -180,9 +180,10 @@ static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *w
     int error = dtrain__worker_start(worker);
     if (error == 0)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL to do without",
-                        strerror(error), without);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_IO,
+        "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL, which needs none",
+        strerror(error), without);
 }
 
 /* Checks a call as the CPU's is checked, before anything of it is seen by a peer. */

@@ -103,9 +103,9 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
     *rank = group->comm->rank;
     int threads = group->comm->plane->in_process;
     if (!threads && group->mine.host == 0)
-        return "its group is neither one of threads nor of dtrain_comm_create";
+        return "its group has neither threads nor processes of dtrain_comm_create";
     if (group->comm->size > DTRAIN__DEVICE_MOST && !hosts)
-        return "it is among more than 64 ranks";
+        return "its group has more than 64 ranks";
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
         const dtrain__device_note *note = &group->notes[*rank];
         if (!note->has_device)
@@ -129,7 +129,7 @@ static dtrain_status dtrain__device_no_events(dtrain_device_group *group, int ra
                        : group->mode == DTRAIN_DEVICE_HOSTS ? "HOSTS"
                                                             : "EVENTS";
     return dtrain__fail(&group->comm->error, DTRAIN_ERR_UNSUPPORTED,
-                        "device_group_create on rank %d: DTRAIN_DEVICE_%s cannot be on rank %d: %s; ask for "
+                        "device_group_create on rank %d: DTRAIN_DEVICE_%s is not possible on rank %d: %s; ask for "
                         "DTRAIN_DEVICE_STAGED, or leave desc.mode 0",
                         group->comm->rank, mode, rank, why);
 }

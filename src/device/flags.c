@@ -319,8 +319,8 @@ static dtrain_status dtrain__flags_check(dtrain_device_group *group)
         return dtrain__processes_check(group);
     } else if (rank == peer) {
         dtrain__fail(&comm->error, DTRAIN_ERR_IO,
-                     "device_group on rank %d: the device of rank %d failed in an earlier call; results since are "
-                     "undefined, that rank's error says why",
+                     "device_group on rank %d: the device of rank %d failed in an earlier call: that rank's error says "
+                     "why; results since are undefined, make a new group",
                      comm->rank, rank);
     } else {
         dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,

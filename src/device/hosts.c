@@ -66,16 +66,16 @@ static const char *dtrain__hosts_hindrance(const dtrain_device_group *group, int
     int each = dtrain__hosts_each(group);
     *rank = 0;
     if (each == group->comm->size)
-        return "all ranks are on its host, where DTRAIN_DEVICE_EVENTS does";
+        return "all ranks are on one host, where DTRAIN_DEVICE_EVENTS is enough";
     if (each == 1)
-        return "it is the only one of its host, or its neighbour in rank order is on another";
+        return "it is the only rank of its host, or its neighbour in rank order is on another host";
     if (each > DTRAIN__DEVICE_MOST)
         return "its host has more than 64 ranks";
     if (group->comm->desc.order != DTRAIN_ORDER_ANY && !dtrain__step_power_of_two(each))
-        return "its host has a number of ranks that is no power of two, and sums are of the tree order";
+        return "the number of ranks of its host is no power of two, which the tree order of sums needs";
     for (*rank = each; *rank < group->comm->size; ++*rank)
         if (!dtrain__hosts_fits(group, each, *rank))
-            return "its host has not as many ranks as that of rank 0, or they are no neighbours in rank order";
+            return "its host has more or fewer ranks than that of rank 0, or they are not neighbours in rank order";
     return NULL;
 }
 

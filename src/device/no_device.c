@@ -12,7 +12,7 @@ typedef struct dtrain_device_work dtrain_device_work;
 static dtrain_status dtrain__no_device(const dtrain_device *device)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "parameters on %s: this program was built with DTRAIN_NO_DEVICE: remove that macro",
+                        "parameters are on %s, and this program was built with DTRAIN_NO_DEVICE: remove that macro",
                         dtrain_device_name(device));
 }
 

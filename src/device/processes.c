@@ -109,7 +109,7 @@ static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
     int known;
     own->began = dtrain__os_process_began(getpid(), &known);
     if (own->began == 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc");
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc: mount it");
     own->passed[0] = own->passed[1] = DTRAIN__PROCESSES_NUMBER;
     __atomic_store_n(&own->process, (uint64_t)getpid(), __ATOMIC_SEQ_CST);
     return DTRAIN_OK;
@@ -148,7 +148,7 @@ static dtrain_status dtrain__processes_join(dtrain_device_group *group)
     if (page == NULL || memcmp(page->key, first->page_key, sizeof page->key) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "it cannot open the memory of rank 0's process %llu: they are on two hosts, in two "
-                            "containers or two users'",
+                            "containers, or of two users",
                             (unsigned long long)first->process);
     return dtrain__processes_sign(group);
 }
@@ -537,7 +537,8 @@ static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, con
         return dtrain__device_failed(group, op, comm->number, status);
     }
     dtrain__fail(&comm->error, DTRAIN_ERR_PEER_LOST,
-                 "%s on rank %d: rank %d is lost: its process %llu has ended, and what it had on its device",
+                 "%s on rank %d: rank %d is lost: its process %llu has ended, and its work on its device; go on with "
+                 "dtrain_comm_shrink",
                  dtrain__device_text(comm, op, comm->number).text, comm->rank, rank,
                  (unsigned long long)group->processes->page->ranks[rank].process);
     return dtrain__device_break(group);
@@ -560,8 +561,9 @@ static dtrain_status dtrain__processes_reach(dtrain_device_group *group, const d
         dtrain_status status = DTRAIN_OK;
         if (peer && ((its->has_in && !dtrain__processes_holds(&its->in, bytes)) ||
                      (its->has_out && !dtrain__processes_holds(&its->out, bytes)))) {
-            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                                  "rank %d tells of a buffer that its allocation does not hold", rank);
+            status = dtrain__fail(
+                NULL, DTRAIN_ERR_CORRUPT,
+                "rank %d sent a buffer that lies outside its allocation: build all ranks from one dtrain.h", rank);
             return dtrain__device_failed(group, op, group->comm->number, status);
         }
         if (peer && its->has_in)
@@ -591,7 +593,7 @@ static const char *dtrain__processes_hindrance(const dtrain_device_group *group,
 {
     const dtrain__device_note *note = &group->notes[rank], *first = &group->notes[0];
     if (note->handles[0] == 0)
-        return "its device's table shares nothing with other processes";
+        return "its device's table cannot share memory with other processes";
     if (memcmp(note->handles, first->handles, sizeof note->handles) != 0)
         return "its device is of another kind than that of rank 0";
     return rank == 0 && first->page_fd == 0 ? "the system gave it no memory to share" : NULL;
@@ -627,8 +629,8 @@ static dtrain_status dtrain__processes_try(dtrain_device_group *group)
     int late = dtrain__processes_drain(group, until, &status);
     if (late && status == DTRAIN_OK)
         status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                              "its device %s has waited %lld ms for what the others' queues write in memory that all "
-                              "share, or for what its own held before; make the group while the devices are idle",
+                              "its device %s has waited %lld ms for words that the other queues write, or for earlier "
+                              "work of its own queue: make the group while the devices are idle",
                               dtrain_device_name(group->device), (long long)ms / 2);
     dtrain__processes_close_all(group);
     return status;

@@ -184,8 +184,8 @@ static dtrain_status dtrain__staged_await(const dtrain__staged *run, size_t chun
             return status;
         if (now - begun >= limit)
             return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                                "chunk %zu of %zu has not come within %lld ms; what is queued before it takes longer, "
-                                "or hangs",
+                                "chunk %zu of %zu has not come within %lld ms: what is queued before it takes longer, "
+                                "or hangs; give a longer timeout_ms",
                                 chunk + 1, run->chunks, (long long)comm->desc.timeout_ms);
         dtrain__bell_wait(comm->bell, turn, now + 50000, dtrain__staged_silent, NULL);
         now = dtrain__os_now_ns();

@@ -108,7 +108,7 @@ TEST(each_rank_reads_its_own_disk_and_a_lost_disk_is_made_up_for_by_copies)
     shell("rm -rf %s", s.directories[3]);
     s.fails = 1;
     CHECK_EQ(dtrain_run_threads(4, spread_load, &s, NULL), DTRAIN_ERR_IO);
-    CHECK_CONTAINS(dtrain_last_error(), "among the disks of 4 ranks no step is whole");
+    CHECK_CONTAINS(dtrain_last_error(), "on the disks of the 4 ranks no step is whole");
 }
 
 TEST(the_newest_step_that_is_whole_among_the_disks_is_loaded)
@@ -139,7 +139,7 @@ static dtrain_status not_shared(dtrain_comm *world, void *user)
     desc.directory = s->directories[dtrain_comm_rank(world)];
     CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &desc), DTRAIN_ERR_IO);
     CHECK(ckpt == NULL);
-    CHECK_CONTAINS(dtrain_last_error(), "rank 1, 2 sees in its directory no file that rank 0 makes there");
+    CHECK_CONTAINS(dtrain_last_error(), "rank 1, 2 does not see the file that rank 0 made");
     return DTRAIN_OK;
 }
 

@@ -549,8 +549,8 @@ typedef struct disagreement {
 static dtrain_status disagree_body(dtrain_comm *world, void *user)
 {
     disagreement *d = (disagreement *)user;
-    static const char *const texts[4] = {"a list of this rank has optimizer.step 3, and what came before it has 0",
-                                         " has optimizer.step 3, and what came before it has 0",
+    static const char *const texts[4] = {"a list of this rank has optimizer.step 3, and an earlier list or part has 0",
+                                         " has optimizer.step 3, and an earlier list or part has 0",
                                          " has loss_scale 2, and", "list 1 of 2 is of an object that is NULL"};
     holder h;
     holder_create(&h, world, d->t.how, 0);

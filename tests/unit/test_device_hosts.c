@@ -177,7 +177,7 @@ static void mode_is(dg_rank *r)
 static void not_hosts(dg_rank *r)
 {
     CHECK_EQ(dg_create(r), DTRAIN_ERR_UNSUPPORTED);
-    CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_DEVICE_HOSTS cannot be on rank ");
+    CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_DEVICE_HOSTS is not possible on rank ");
 }
 
 TEST(hosts_is_taken_where_hosts_have_equal_powers_of_two_of_neighbours_and_else_staged)
