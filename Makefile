@@ -58,7 +58,7 @@ build/bench: $(wildcard tools/bench_*.h)
 
 build/plan: $(wildcard tools/plan_*.h) examples/report.h
 
-build/%: tools/%.c dtrain.h | build
+build/%: tools/%.c tools/tool.h dtrain.h | build
 	$(CC) $(CFLAGS) $(EXACT) -I. $< -o $@ $(LIBS)
 
 # What tests link with: the library, and dtrain_cuda.h on its emulation, with their private functions open to tests that
@@ -87,7 +87,7 @@ $(test_dir)/%.o: %.c $(wildcard tests/support/*.h) $(open)/dtrain.h $(open)/dtra
 $(test_dir)/%: $(test_dir)/%.o $(test_dir)/libdtrain.a
 	$(CC) $(test_flags) $^ -o $@ $(LIBS)
 
-$(test_dir)/test_plan.o: $(wildcard tools/plan_*.h)
+$(test_dir)/test_plan.o: $(wildcard tools/plan_*.h) tools/tool.h
 
 .PRECIOUS: $(test_dir)/%.o $(open)/%
 .DELETE_ON_ERROR:

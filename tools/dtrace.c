@@ -1,40 +1,32 @@
-/* Puts the ranks' traces side by side: who was waited for, and where the ranks' calls first differ.
+/* Compares the ranks' traces: which rank the others waited for, and where the ranks' calls first differ.
+ * `build/dtrace --help` says how to call it and what it prints.
  *
  * cc -O2 -ffp-contract=off -I. tools/dtrace.c -o build/dtrace -lpthread -lm
- * build/dtrace [-o MERGED.json] RANK0.json RANK1.json ...
  *
- * The files are those of dtrain_comm_trace, or PREFIX.rank-N.json of DTRAIN_TRACE=PREFIX; one a rank and group, as many
- * as there are. Prints
- *
- *   waited for   the rank that came last to collectives, or whose messages came late: the seconds that others spent in
- *                waiting for it; then who waited for whom in the end, where a rank stopped in an operation
- *   differ       the first operation of a group that two ranks called differently, or that one had not called
- *   slowest      the operations that took longest, from the first rank's start to the last one's end, and the time
- *                between the first and the last start
- *
- * -o writes one file for chrome://tracing or Perfetto. Times of one host are compared by its monotonic clock, those of
- * different hosts as well as their real-time clocks agree. A file that is cut or no trace ends it with status 1. */
-#define DTRAIN_API static /* what is not called costs no time to compile */
+ * The files are those of dtrain_comm_trace, or PREFIX.rank-N.json of DTRAIN_TRACE=PREFIX. Times of one host are compared
+ * by its monotonic clock. Times of different hosts are compared by their real-time clocks. */
+#define DTRAIN_API static /* functions that are not called cost no time to compile */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "tool.h"
 
 #define TRACE_BYTES ((size_t)64 << 20)
 #define TRACE_RANKS 1000000
-#define TRACE_NS ((uint64_t)1 << 61) /* sums and differences of two stay inside an int64_t */
+#define TRACE_NS ((uint64_t)1 << 61) /* sums and differences of two times fit an int64_t */
 #define TRACE_EVENTS 10000
 #define TRACE_SLOWEST 5
 #define TRACE_CHAIN 16
 #define NONE UINT64_MAX /* a number that is null or missing */
 
 typedef struct range {
-    size_t begin, end; /* in the file's text; both 0: missing */
+    size_t begin, end; /* offsets in the file's text; both 0: missing */
 } range;
 
 typedef struct event {
     struct file *file;
     range name, phase, cat, args, call, text, algorithm, status;
     uint64_t number, peer, awaited, called_ns, started_ns, ended_ns;
-    int64_t start, end; /* on the clock of all; of what was under way, end is when the file was written */
+    int64_t start, end; /* on the common clock; an operation under way ends when its file was written */
 } event;
 
 typedef struct file {
@@ -43,7 +35,7 @@ typedef struct file {
     size_t bytes;
     uint64_t format, rank, world_size, group, monotonic_ns, realtime_ns, written_ns, operations;
     range host;
-    int64_t shift; /* to the clock of all */
+    int64_t shift; /* from the host's clock to the common clock */
     event *events;
     size_t count, room;
 } file;
@@ -52,21 +44,43 @@ typedef struct file {
 typedef struct meeting {
     event **events;
     size_t count;
-    event *last; /* the one that started last */
+    event *last; /* the event that started last */
     int64_t first, end;
 } meeting;
 
 static file *files;
 static size_t file_count;
 
+static const char help_text[] =
+    "usage: dtrace [-o MERGED.json] RANK0.json RANK1.json ...\n"
+    "Compares the traces of the ranks of a run, one file for each rank and group.\n"
+    "DTRAIN_TRACE=PREFIX makes the ranks write such files: PREFIX.rank-N.json.\n"
+    "  -o MERGED.json  also writes one file for chrome://tracing or Perfetto\n"
+    "  --help          prints this text\n"
+    "  --              ends the flags: what follows are files\n"
+    "It prints\n"
+    "  waited for  the rank that came last to collectives or sent late, and how many\n"
+    "              seconds the other ranks waited for it\n"
+    "  in the end  who waited for whom when a rank stopped in an operation\n"
+    "  differ      the first operation of a group that two ranks called differently,\n"
+    "              or that a rank did not call\n"
+    "  slowest     the longest operations, from the first rank's start to the last\n"
+    "              rank's end, and the time between the first and the last start\n"
+    "Exit status: 0; 1 for a file that is cut, is not a trace or cannot be read or\n"
+    "written; 2 for a wrong command line.\n"
+    "  DTRAIN_TRACE=run dtrun -n 4 build/train_gpt --steps 10\n"
+    "  dtrace -o merged.json run.rank-*.json\n";
+
 static int complain(const char *path, const char *what)
 {
+    progress_clear();
     fprintf(stderr, "dtrace: %s: %s\n", path, what);
     return 0;
 }
 
 static int complain_at(const file *f, size_t at, const char *what)
 {
+    progress_clear();
     fprintf(stderr, "dtrace: %s: byte %zu: %s\n", f->path, at, what);
     return 0;
 }
@@ -111,7 +125,7 @@ static int same(const event *a, range ra, const event *b, range rb)
            memcmp(a->file->text + ra.begin, b->file->text + rb.begin, ra.end - ra.begin) == 0;
 }
 
-/* A member that is kept when it is there: a number (text NULL) or the bytes of a string. */
+/* A member to read if the object has it: a number (text NULL) or the bytes of a string. */
 typedef struct field {
     const char *key;
     uint64_t *number;
@@ -176,13 +190,13 @@ static int read_event(dtrain__json_reader *reader, event *e)
     return key.kind == DTRAIN__JSON_OBJECT_END;
 }
 
-/* Whether a time is there, and sane. */
+/* Returns whether a time is present and in range. */
 static int is_time(uint64_t ns)
 {
     return ns < TRACE_NS;
 }
 
-/* Whether an event can be reasoned about. */
+/* Returns what is wrong with an event, or NULL. */
 static const char *event_fault(const event *e)
 {
     const file *f = e->file;
@@ -240,7 +254,7 @@ static int head_fault(const file *f)
     return 1;
 }
 
-/* One file: an object with otherData, which says whose it is, and then traceEvents. */
+/* Reads a file: an object with otherData, which names the rank and its group, and then traceEvents. */
 static int read_file(file *f)
 {
     dtrain__json_reader reader;
@@ -279,7 +293,8 @@ static int read_file(file *f)
     return good ? complain(f->path, "holds no traceEvents") : 0;
 }
 
-/* Files of one host and start share its monotonic clock; others are moved by what they say of the time of day. */
+/* Brings all times to one clock. Files of one host and boot share its monotonic clock. Others are shifted by the
+ * difference of their real-time clocks. */
 static void set_clocks(void)
 {
     int64_t base = INT64_MAX;
@@ -346,7 +361,7 @@ static int is_good(const event *e)
     return is(e->file, e->status, "OK");
 }
 
-/* Whether a rank stopped in an operation in which it waited for another one. */
+/* Returns whether a rank stopped in an operation while it waited for another rank. */
 static int is_stuck(const event *e)
 {
     return e != NULL && !is_good(e) && e->awaited != NONE;
@@ -362,8 +377,8 @@ static int by_meeting(const void *left, const void *right)
     return a->file->rank < b->file->rank ? -1 : a->file->rank > b->file->rank;
 }
 
-/* Every collective by group, number and rank. A call that was made again after its deadline has its number twice:
- * the later one counts. */
+/* Returns every collective, sorted by group, number and rank. A call that was repeated after a timeout has its number
+ * twice: the later one is kept. */
 static event **collect(size_t *count)
 {
     size_t all = 0, kept = 0;
@@ -387,7 +402,7 @@ static event **collect(size_t *count)
     return sorted;
 }
 
-/* The events of one number that begin at events[0]. */
+/* Collects the events with the group and number of events[0], which stand next to each other. */
 static meeting meet(event **events, size_t count)
 {
     meeting m = {events, 0, events[0], events[0]->start, events[0]->end};
@@ -401,7 +416,7 @@ static meeting meet(event **events, size_t count)
     return m;
 }
 
-/* Prints bytes of a file, which may be anything. */
+/* Prints bytes of a file, with ? for control characters. */
 static void show(const event *e, range r)
 {
     for (size_t i = r.begin; i < r.end; i++) {
@@ -422,7 +437,7 @@ static double seconds(int64_t ns)
     return (double)ns * 1e-9;
 }
 
-/* Whether the file would hold the number, had its rank called it; its last ones are kept. */
+/* Returns whether the file would hold this call if its rank had made it. A file keeps only its rank's last calls. */
 static int covers(const file *f, const event *call)
 {
     uint64_t lowest = NONE, operations = 0;
@@ -435,7 +450,7 @@ static int covers(const file *f, const event *call)
            (operations == f->operations || lowest <= call->number);
 }
 
-/* Says in which way the ranks of a meeting differ; 0 when they do not. */
+/* Prints how the ranks of a meeting differ; returns 0 if they do not. */
 static int differs(const meeting *m)
 {
     const event *first = m->events[0];
@@ -443,6 +458,7 @@ static int differs(const meeting *m)
         const event *other = m->events[i];
         if (same(first, first->text, other, other->text) && same(first, first->algorithm, other, other->algorithm))
             continue;
+        progress_end();
         printf("differ:      first in #%llu of group %llu: rank %llu called ", (unsigned long long)first->number,
                (unsigned long long)first->file->group, (unsigned long long)first->file->rank);
         show(first, first->text);
@@ -461,6 +477,7 @@ static int differs(const meeting *m)
             k++;
         if (k < m->count || !covers(&files[i], first))
             continue;
+        progress_end();
         printf("differ:      first in ");
         show_call(first);
         printf(", which rank %llu called and rank %llu had not, %.6f s later\n", (unsigned long long)first->file->rank,
@@ -474,16 +491,19 @@ static int differs(const meeting *m)
 static void find_difference(event **events, size_t count)
 {
     size_t step, numbers = 0;
+    progress_begin("dtrace", 500);
     for (size_t at = 0; at < count; at += step, numbers++) {
         meeting m = meet(events + at, count - at);
         step = m.count;
+        progress_show((double)at, (double)count, "comparing calls, %.0f %%", 100 * (double)at / (double)count);
         if (differs(&m))
             return;
     }
+    progress_end();
     printf("differ:      in none of %zu collectives\n", numbers);
 }
 
-/* Seconds that others spent in waiting for each file's rank, by rank. */
+/* The time that other ranks waited for one rank. */
 typedef struct waited {
     uint64_t rank;
     double seconds;
@@ -499,7 +519,7 @@ static waited *waited_for(waited *all, uint64_t rank)
     return &all[i];
 }
 
-/* The send that a recv took, or the recv that took a send. */
+/* Returns the send of a recv, or the recv of a send; NULL if no file holds it. */
 static const event *counterpart(const event *e)
 {
     const char *other = is(e->file, e->call, "recv") ? "send" : "recv";
@@ -512,7 +532,7 @@ static const event *counterpart(const event *e)
     return NULL;
 }
 
-/* Adds what `waiter` spent until `start`, or until it gave up, to the waits for a rank. */
+/* Adds the time that `waiter` waited until `start`, or until it gave up, to the time that ranks waited for `rank`. */
 static void add_wait(waited *all, const event *waiter, uint64_t rank, int64_t start, int *first)
 {
     int64_t until = start < waiter->end ? start : waiter->end;
@@ -524,7 +544,7 @@ static void add_wait(waited *all, const event *waiter, uint64_t rank, int64_t st
     *first = 0;
 }
 
-/* The rank that never came to a meeting and that `e` waited for, perhaps by way of others; or NONE. */
+/* Returns the rank that never came to a meeting and for which `e` waited, directly or through other ranks; or NONE. */
 static uint64_t absent(const meeting *m, const event *e)
 {
     for (size_t links = 0; links < m->count && is_stuck(e); links++) {
@@ -544,11 +564,13 @@ static void find_waited(event **events, size_t count)
     waited *all = (waited *)grow(NULL, (2 * file_count + 1) * sizeof(waited)), *most = all;
     double sum = 0;
     size_t step;
+    progress_begin("dtrace", 500);
     memset(all, 0, (2 * file_count + 1) * sizeof(waited));
     for (size_t at = 0; at < count; at += step) {
         meeting m = meet(events + at, count - at);
         int first = 1;
         step = m.count;
+        progress_show((double)at, (double)count, "comparing starts, %.0f %%", 100 * (double)at / (double)count);
         for (size_t i = 0; i < m.count; i++) {
             uint64_t missing = absent(&m, m.events[i]);
             if (missing != NONE)
@@ -561,6 +583,7 @@ static void find_waited(event **events, size_t count)
         for (size_t k = 0; k < files[i].count; k++) {
             const event *e = &files[i].events[k], *send;
             int first = 1;
+            progress_show((double)i, (double)file_count, "matching messages, file %zu of %zu", i + 1, file_count);
             if (is_operation(e) && is(e->file, e->call, "recv") && (send = counterpart(e)) != NULL)
                 add_wait(all, e, send->file->rank, send->start, &first);
         }
@@ -568,6 +591,7 @@ static void find_waited(event **events, size_t count)
         sum += all[i].seconds;
         most = all[i].seconds > most->seconds ? &all[i] : most;
     }
+    progress_end();
     if (sum > 0)
         printf("waited for:  rank %llu, %.6f s in %zu operations, of %.6f s that ranks waited for each other\n",
                (unsigned long long)most->rank, most->seconds, most->operations, sum);
@@ -576,7 +600,7 @@ static void find_waited(event **events, size_t count)
     free(all);
 }
 
-/* What a rank of a group did last; NULL without its file. */
+/* Returns the last operation of a rank of a group; NULL if there is none. */
 static const event *last_of(uint64_t group, uint64_t rank)
 {
     const event *last = NULL;
@@ -589,7 +613,7 @@ static const event *last_of(uint64_t group, uint64_t rank)
     return last;
 }
 
-/* Who waited for whom when the ranks stopped, from the first one on. */
+/* Prints who waited for whom when the ranks stopped, beginning with the rank that waited first. */
 static void find_last(void)
 {
     const event *chosen = NULL, *e;
@@ -652,7 +676,7 @@ static void put(FILE *out, const event *e, range r)
     fwrite(e->file->text + r.begin, 1, r.end - r.begin, out);
 }
 
-/* What a file says of an event is checked JSON, and goes over as it is. */
+/* Writes an event. The bytes of its strings and args are checked JSON and are copied unchanged. */
 static void put_event(FILE *out, const event *e, int first)
 {
     fprintf(out, "%s{\"name\":\"", first ? "" : ",\n");
@@ -681,9 +705,13 @@ static int merge(const char *path)
     if (out == NULL)
         return complain(path, strerror(errno));
     fprintf(out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
-    for (size_t i = 0; i < file_count; i++)
+    progress_begin("dtrace", 500);
+    for (size_t i = 0; i < file_count; i++) {
+        progress_show((double)i, (double)file_count, "writing file %zu of %zu", i + 1, file_count);
         for (size_t k = 0; k < files[i].count; k++, first = 0)
             put_event(out, &files[i].events[k], first);
+    }
+    progress_end();
     fprintf(out, "\n]}\n");
     int bad = ferror(out);
     if (fclose(out) != 0 || bad) {
@@ -714,21 +742,28 @@ int main(int argc, char **argv)
 {
     const char *output = NULL;
     int good = 1, first = 1;
-    if (argc > 2 && strcmp(argv[1], "-o") == 0) {
-        output = argv[2];
-        first = 3;
+    for (; first < argc && argv[first][0] == '-' && strcmp(argv[first], "--") != 0; first++) {
+        if (strcmp(argv[first], "--help") == 0 || strcmp(argv[first], "-h") == 0)
+            return tool_help(help_text);
+        if (strcmp(argv[first], "-o") != 0)
+            return tool_wrong("dtrace", argv[first], NULL, "there is no such flag");
+        if (++first == argc)
+            return tool_wrong("dtrace", "-o", NULL, "the name of a file is expected after it");
+        output = argv[first];
     }
-    if (first >= argc || argv[first][0] == '-') {
-        fprintf(stderr, "usage: dtrace [-o MERGED.json] RANK0.json RANK1.json ...\n");
-        return 1;
-    }
+    first += first < argc && strcmp(argv[first], "--") == 0;
+    if (first >= argc)
+        return tool_wrong("dtrace", "RANK0.json", NULL, "a trace for each rank is expected");
     file_count = (size_t)(argc - first);
     files = (file *)grow(NULL, file_count * sizeof(file));
     memset(files, 0, file_count * sizeof(file));
+    progress_begin("dtrace", 500);
     for (size_t i = 0; i < file_count && good; i++) {
+        progress_show((double)i, (double)file_count, "reading file %zu of %zu", i + 1, file_count);
         files[i].path = argv[first + (int)i];
         good = read_file(&files[i]);
     }
+    progress_end();
     good = good && analyse(output);
     for (size_t i = 0; i < file_count; i++) {
         free(files[i].text);

@@ -1,16 +1,17 @@
-/* Starts the ranks of a program on this host and sees to it that they end together.
+/* Starts the ranks of a program on this host and ends them together; `build/dtrun --help` lists the flags.
  *
  * cc -O2 -ffp-contract=off -I. tools/dtrun.c -o build/dtrun -lpthread -lm
  * build/dtrun -n 4 PROGRAM [ARGS...]
  *
- * One process, one poll() loop. Signal handlers only write to a pipe that the loop reads. Every rank leads a process
- * group of its own; its zombie is kept until all ranks have ended, so that its number stays the group's. A second
- * process, the guard, waits for the end of this one: whatever that end is, it kills the groups that are left and
- * removes the private directory. */
+ * dtrun is one process with one poll() loop. Its signal handlers only write to a pipe that the loop reads. Every rank
+ * leads a process group of its own. dtrun reaps the ranks only after all of them have ended, so that no other process
+ * gets the number of a group. A second process, the guard, waits until dtrun has ended, however it ended. Then the
+ * guard kills the groups that are left and removes the private directory. */
 #define _GNU_SOURCE
-#define DTRAIN_API static /* what is not called costs no time to compile */
+#define DTRAIN_API static /* functions that are not called cost no time to compile */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "tool.h"
 #include <dirent.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -29,49 +30,49 @@
 #endif
 
 #define LINE_BYTES 65536   /* a longer line is cut */
-#define READ_BYTES 16384   /* of one stream in one turn */
-#define QUEUE_BYTES 262144 /* waiting for our own output's reader; then the ranks wait as well */
+#define READ_BYTES 16384   /* read of one stream in one turn */
+#define QUEUE_BYTES 262144 /* output that waits for its reader; with more, dtrun reads no more from the ranks */
 #define TOKEN_BYTES 255
-#define MOST_RANKS 4096    /* of one host */
-#define LINGER_MS 1000     /* for what the ranks leave behind, once all have ended */
-#define SETTLE_MS 50       /* who loses a killed peer may end before the peer's own end is known */
-#define SAME_SIGNAL_MS 250 /* timeout(1) sends each signal to its child and to its group: that is one, not two */
+#define MOST_RANKS 4096    /* on one host */
+#define LINGER_MS 1000     /* that children of the ranks get to end, after all ranks have ended */
+#define SETTLE_MS 50       /* a rank whose peer is killed may end before dtrun learns of the peer's end */
+#define SAME_SIGNAL_MS 250 /* timeout(1) sends each signal to its child and to its group: dtrun takes both as one */
 
-typedef struct stream { /* the line that a rank is writing, or what our own output's reader has not taken */
-    int fd, gone;       /* fd: -1 once it has ended; gone: our reader is */
-    int after_return;   /* the last line ended with a carriage return: a newline now belongs to it */
+typedef struct stream { /* the line that a rank is writing, or output that dtrun's reader has not taken yet */
+    int fd, gone;       /* fd: -1 after its end; gone: dtrun's reader has closed it */
+    int after_return;   /* the last line ended with a carriage return: a newline that follows belongs to it */
     char *bytes;
     size_t length, room;
 } stream;
 
 typedef struct rank {
     pid_t pid;       /* 0 before its start */
-    int code, value; /* si_code and si_status of its end; code is 0 until then */
+    int code, value; /* si_code and si_status of its end; code is 0 while it runs */
 } rank;
 
 typedef enum phase {
     STARTED,     /* no deadline */
-    FAILED,      /* a rank did; which one was the first is not settled */
-    LEAVING,     /* the others should notice; then SIGTERM */
-    TERMINATING, /* they were asked to end; then SIGKILL */
-    KILLED,      /* then they are given up */
-    LINGERING    /* all ranks have ended; their children may have not */
+    FAILED,      /* a rank has failed; another one may have failed before it */
+    LEAVING,     /* the other ranks should notice and end; at the deadline they get SIGTERM */
+    TERMINATING, /* they have got SIGTERM; at the deadline they get SIGKILL */
+    KILLED,      /* they have got SIGKILL; at the deadline dtrun gives them up */
+    LINGERING    /* all ranks have ended; their children may still run */
 } phase;
 
-typedef struct launch { /* in memory that is shared with the guard: no other child may write to it */
+typedef struct launch { /* in memory shared with the guard; no other child may write to it */
     int local_size, node, nodes, threads, grace_ms, use_unix, no_prefix;
     char *root, *token_file, **command;
-    int first_rank, listener, started, running, first_failed; /* first_failed: -1 while none has */
+    int first_rank, listener, started, running, first_failed; /* first_failed: -1 while none has failed */
     pid_t guard, feeder;
-    pid_t groups[MOST_RANKS]; /* 0 once it is known to be empty */
+    pid_t groups[MOST_RANKS]; /* 0 after dtrun found it empty */
     rank ranks[MOST_RANKS];
     stream streams[2 * MOST_RANKS]; /* output and error of each */
     struct pollfd polled[2 * MOST_RANKS + 3];
     stream queues[2]; /* of standard output and error */
     phase phase;
-    int64_t deadline, asked_at; /* asked_at: of the first SIGINT or SIGTERM, 0 before */
-    int lost_output;            /* not 0: the exit status when the ranks were ended because our output is gone */
-    int hurry;                  /* leave although output is still waiting */
+    int64_t deadline, asked_at; /* asked_at: time of the first SIGINT or SIGTERM; 0 before it */
+    int lost_output;            /* the exit status after the ranks were ended because nobody reads the output; else 0 */
+    int hurry;                  /* end although output still waits for its reader */
     char token[TOKEN_BYTES + 1], directory[256];
 } launch;
 
@@ -84,7 +85,7 @@ static int64_t now_ms(void)
     return (int64_t)time.tv_sec * 1000 + time.tv_nsec / 1000000;
 }
 
-/* Ends this process, and by the guard everything. */
+/* Prints an error and ends this process; the guard then ends the ranks. */
 static void refuse(int status, const char *format, ...)
 {
     va_list list;
@@ -117,55 +118,61 @@ static void remove_directory(const char *path)
 
 /* ---- >>options ---- */
 
-static void help(void)
-{
-    puts("usage: dtrun -n RANKS [options] PROGRAM [ARGS...]\n"
-         "  -n N              processes on this host\n"
-         "  --node I/N        this is host I of N, each with as many processes; needs --root and --token-file\n"
-         "  --root ADDRESS    where rank 0 listens: host:port, [address]:port or unix:/path\n"
-         "  --unix            ranks meet over a unix socket in a private directory\n"
-         "  --token-file F    its first line is the group's secret, 16 to 255 bytes; else one is made\n"
-         "  --grace-ms N      before SIGTERM, and again before SIGKILL, once a rank failed; default 5000\n"
-         "  --threads N       OMP_NUM_THREADS and the like where they are not set; default 1\n"
-         "  --no-prefix       lines of output without [rank]\n"
-         "Each process gets DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT, DTRAIN_TOKEN, DTRAIN_LOCAL_RANK,\n"
-         "DTRAIN_LOCAL_SIZE and, on one host, DTRAIN_JOB. Rank 0 has the standard input. When a rank fails the\n"
-         "others are ended, and the exit status is that rank's: 128 + N after signal N, 127 when PROGRAM cannot be\n"
-         "run, 2 for a bad command line.");
-    exit(0);
-}
+static const char help_text[] =
+    "usage: dtrun -n RANKS [flags] PROGRAM [ARGS...]\n"
+    "Starts RANKS processes of PROGRAM on this host and ends them together.\n"
+    "  -n RANKS          processes on this host, 1 to 4096\n"
+    "  --node I/N        this is host I of N hosts, with as many processes on each;\n"
+    "                    needs --root and --token-file, the same on every host\n"
+    "  --root ADDRESS    where rank 0 listens: host:port, [address]:port, unix:/path\n"
+    "  --unix            the ranks meet at a unix socket in a private directory\n"
+    "  --token-file F    its first line is the group's secret, 16 to 255 bytes;\n"
+    "                    without this flag each run makes a new secret\n"
+    "  --grace-ms N      after a failure: N ms, SIGTERM, N ms, SIGKILL; default 5000\n"
+    "  --threads N       OMP_NUM_THREADS and the like where they are unset; default 1\n"
+    "  --no-prefix       leaves out the [rank] before each line of output\n"
+    "  --help            prints this text\n"
+    "Each process gets DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT, DTRAIN_TOKEN,\n"
+    "DTRAIN_LOCAL_RANK, DTRAIN_LOCAL_SIZE and, on a single host, DTRAIN_JOB. Rank 0\n"
+    "reads the standard input. If a rank fails, dtrun ends the others.\n"
+    "Exit status: 0, or that of the first rank that failed: 128 + N after signal N.\n"
+    "127: PROGRAM cannot be run. 2: wrong command line. 1: an error of the system.\n"
+    "  dtrun -n 4 build/train_gpt --steps 100\n"
+    "  dtrun -n 8 --node 0/2 --root 10.0.0.1:29500 --token-file token build/train_gpt\n";
 
-static int number(const char *name, const char *text, int least, int most)
+static int number(const char *flag, const char *text, int least, int most)
 {
-    size_t digits = strspn(text, "0123456789");
-    int value = digits > 0 && digits < 10 && text[digits] == 0 ? atoi(text) : -1;
-    if (value < least || value > most)
-        refuse(2, "%s takes a number from %d to %d, not \"%s\"", name, least, most, text);
-    return value;
+    uint64_t value;
+    if (!tool_whole(text, (uint64_t)least, (uint64_t)most, &value))
+        exit(tool_wrong("dtrun", flag, text, "a whole number from %d to %d is expected", least, most));
+    return (int)value;
 }
 
 static void check_options(const launch *l)
 {
     if (l->local_size == 0)
-        refuse(2, "how many ranks? Give -n N; see dtrun --help");
+        exit(tool_wrong("dtrun", "-n", NULL, "a number of ranks from 1 to %d is expected", MOST_RANKS));
     if (!l->command[0] || l->command[0][0] == 0)
-        refuse(2, "which program? See dtrun --help");
+        exit(tool_wrong("dtrun", "PROGRAM", NULL, "the program to run is expected after the flags"));
     if (l->root && l->use_unix)
-        refuse(2, "--unix makes a root itself: leave out --root");
+        exit(tool_wrong("dtrun", "--unix", NULL, "it makes a root itself: leave out --root"));
     if (l->root && !strchr(l->root, ':'))
-        refuse(2, "--root takes host:port or unix:/path, not \"%s\"", l->root);
+        exit(tool_wrong("dtrun", "--root", l->root, "host:port, [address]:port or unix:/path is expected"));
     if (l->nodes > 1 && (!l->root || !l->token_file))
-        refuse(2, "several nodes need --root host:port and --token-file, the same on each");
+        exit(tool_wrong("dtrun", l->root ? "--token-file" : "--root", NULL,
+                        "several nodes need --root host:port and --token-file, the same on each"));
 }
 
-static void parse_node(launch *l, char *text)
+static void parse_node(launch *l, const char *text)
 {
-    char *slash = strchr(text, '/');
-    if (!slash)
-        refuse(2, "--node takes I/N, as in 0/2, not \"%s\"", text);
-    *slash = 0;
-    l->nodes = number("N of --node I/N", slash + 1, 1, 65536);
-    l->node = number("I of --node I/N", text, 0, l->nodes - 1);
+    const char *end;
+    uint64_t node, nodes;
+    if (!tool_digits(text, &end, &node) || *end != '/' || !tool_whole(end + 1, 1, 65536, &nodes))
+        exit(tool_wrong("dtrun", "--node", text, "I/N is expected, as in 0/2, with N from 1 to 65536"));
+    if (node >= nodes)
+        exit(tool_wrong("dtrun", "--node", text, "I from 0 to %llu is expected", (unsigned long long)nodes - 1));
+    l->node = (int)node;
+    l->nodes = (int)nodes;
 }
 
 static void parse(launch *l, char **at)
@@ -173,7 +180,7 @@ static void parse(launch *l, char **at)
     char *node = NULL;
     const struct {
         const char *name;
-        int least, most, *number; /* a number; without a most, a flag */
+        int least, most, *number; /* a number; with most 0 a flag without a value */
         char **text;
     } known[] = {{"-n", 1, MOST_RANKS, &l->local_size, NULL},  {"--grace-ms", 0, 86400000, &l->grace_ms, NULL},
                  {"--threads", 1, 65536, &l->threads, NULL},   {"--unix", 0, 0, &l->use_unix, NULL},
@@ -186,11 +193,11 @@ static void parse(launch *l, char **at)
         for (i = 0; i < count && strcmp(*at, known[i].name) != 0;)
             i++;
         if (strcmp(*at, "--help") == 0 || strcmp(*at, "-h") == 0)
-            help();
+            exit(tool_help(help_text));
         if (i == count)
-            refuse(2, "unknown option %s; see dtrun --help", *at);
+            exit(tool_wrong("dtrun", *at, NULL, "there is no such flag"));
         if ((known[i].text || known[i].most) && !*++at)
-            refuse(2, "%s needs a value; see dtrun --help", known[i].name);
+            exit(tool_wrong("dtrun", known[i].name, NULL, "a value is expected after it"));
         if (known[i].text)
             *known[i].text = *at;
         else
@@ -216,7 +223,7 @@ static void read_token(char token[TOKEN_BYTES + 1], const char *path)
     size_t bytes;
     dtrain_set_log(warn, NULL);
     if (dtrain__place_read_token("token file", path, token, &bytes) != DTRAIN_OK)
-        refuse(2, "%s", dtrain_last_error());
+        refuse(2, "--token-file: %s; see dtrun --help", dtrain_last_error());
     token[bytes] = 0;
 }
 
@@ -270,7 +277,7 @@ static void set_environment(launch *l)
     setenv("DTRAIN_ROOT", l->root ? l->root : root, 1);
     setenv("DTRAIN_TOKEN", l->token, 1);
     snprintf(job, sizeof job, "dtrun-%ld-%llx", (long)getpid(), (unsigned long long)time(NULL));
-    if (l->nodes == 1) /* no name is known to all hosts */
+    if (l->nodes == 1) /* hosts of several nodes have no name in common */
         setenv("DTRAIN_JOB", job, 1);
     unsetenv("DTRAIN_TOKEN_FILE");
     unsetenv("DTRAIN_LISTEN_FD");
@@ -281,8 +288,8 @@ static void set_environment(launch *l)
     set_number("MKL_NUM_THREADS", l->threads, 0);
 }
 
-/* Keeps what the caller left open from the ranks, and makes room for two pipes a rank here and for connections to
- * all ranks there. */
+/* Keeps the descriptors that the caller left open from the ranks. Raises the limit of descriptors, because dtrun needs
+ * two pipes for each rank, and a rank a connection to each other rank. */
 static void set_descriptors(const launch *l)
 {
     struct rlimit limit;
@@ -303,7 +310,7 @@ static void set_descriptors(const launch *l)
 
 static stream *queue_of(launch *l, int which)
 {
-    return &l->queues[l->queues[1].fd == 1 ? 0 : which]; /* one for both, where both are one file */
+    return &l->queues[l->queues[1].fd == 1 ? 0 : which]; /* one queue if output and error are one file */
 }
 
 static void append(stream *s, const char *bytes, size_t count)
@@ -358,7 +365,7 @@ static void take_bytes(launch *l, int index, const char *bytes, size_t count)
     }
 }
 
-/* Returns 1 when there may be more. */
+/* Returns 1 if there may be more to read. */
 static int read_stream(launch *l, int index)
 {
     stream *s = &l->streams[index];
@@ -392,7 +399,7 @@ static void go_on(launch *l, phase next, int signal_number)
     l->deadline = now_ms() + waits[next];
     signal_groups(l, signal_number);
     if (signal_number == SIGTERM)
-        signal_groups(l, SIGCONT); /* or a stopped process would not end */
+        signal_groups(l, SIGCONT); /* a stopped process ends only after SIGCONT */
 }
 
 static void reap(pid_t pid)
@@ -466,8 +473,8 @@ static void check_deadline(launch *l)
         go_on(l, now + 1, now == LEAVING ? SIGTERM : now == TERMINATING ? SIGKILL : 0);
 }
 
-/* Writes what a reader takes at once. poll() grants PIPE_BUF bytes, more could block, and to make the descriptor
- * non-blocking would change it for all others that have it. */
+/* Writes as much as the reader takes without blocking. After poll(), a write of PIPE_BUF bytes does not block; a larger
+ * one may. O_NONBLOCK is no way out: it would change the descriptor for every process that shares it. */
 static void flush(launch *l, stream *q)
 {
     struct pollfd ready = {q->fd, POLLOUT, 0};
@@ -497,7 +504,7 @@ static void on_signal(int signal_number, siginfo_t *info, void *context)
 {
     int saved = errno;
     int note[2] = {signal_number, info->si_pid};
-    ssize_t written = write(wake[1], note, sizeof note); /* when it is full it will be read, and every rank looked at */
+    ssize_t written = write(wake[1], note, sizeof note); /* a full pipe wakes the loop too, which looks at every rank */
     (void)written;
     (void)context;
     errno = saved;
@@ -517,11 +524,11 @@ static void catch_signals(void)
     sigfillset(&action.sa_mask);
     for (i = 0; i < sizeof caught / sizeof *caught; i++) {
         sigaction(caught[i], NULL, &before);
-        if (before.sa_handler != SIG_IGN || caught[i] == SIGCHLD) /* nohup, and sh for what runs in its background */
+        if (before.sa_handler != SIG_IGN || caught[i] == SIGCHLD) /* nohup and sh's background jobs ignore signals */
             sigaction(caught[i], &action, NULL);
     }
     signal(SIGPIPE, SIG_IGN);
-    signal(SIGTTIN, SIG_IGN); /* for the cat of input_of, which stops alone in the background */
+    signal(SIGTTIN, SIG_IGN); /* in the background only the cat of input_of stops, not dtrun */
     sigemptyset(&action.sa_mask);
     sigprocmask(SIG_SETMASK, &action.sa_mask, NULL);
 }
@@ -548,7 +555,7 @@ static void take_note(launch *l, int signal_number, pid_t pid)
 {
     int64_t since = now_ms();
     int i;
-    if (signal_number == SIGCHLD) { /* many ends make one signal, which tells of the first */
+    if (signal_number == SIGCHLD) { /* one signal may stand for many ends; it names the first */
         for (i = 0; i < l->started; i++)
             if (l->ranks[i].pid == pid)
                 look_at(l, i);
@@ -562,7 +569,7 @@ static void take_note(launch *l, int signal_number, pid_t pid)
         asked_to_end(l, signal_number);
 }
 
-/* Waits for anything to happen, and does what is to be done. */
+/* Waits for output, a signal or the deadline, and handles what came. */
 static void turn(launch *l, int64_t wait_ms)
 {
     int i, note[2], any, count = 2 * l->started;
@@ -586,19 +593,19 @@ static void turn(launch *l, int64_t wait_ms)
 
 /* ---- >>start ---- */
 
-/* A child that has none of our signal handling; on Linux it is killed when this process ends. */
+/* Forks a child with default signal handling. On Linux the kernel kills the child when dtrun ends. */
 static pid_t fork_child(void)
 {
     sigset_t all, before;
     pid_t parent = getpid(), child;
     int i;
     sigfillset(&all);
-    sigprocmask(SIG_SETMASK, &all, &before); /* no signal meets our handlers in the child */
+    sigprocmask(SIG_SETMASK, &all, &before); /* so that dtrun's handlers never run in the child */
     child = fork();
     for (i = 1; child == 0 && i < NSIG; i++)
         if (i != SIGKILL && i != SIGSTOP)
             signal(i, SIG_DFL);
-    sigprocmask(SIG_SETMASK, &before, NULL); /* which is empty, see catch_signals */
+    sigprocmask(SIG_SETMASK, &before, NULL); /* before is empty, see catch_signals */
     if (child != 0)
         return child;
 #ifdef __linux__
@@ -609,10 +616,10 @@ static pid_t fork_child(void)
     return 0;
 }
 
-/* Outlives this process by the moment that it takes to clean up after it. */
+/* Starts the process that cleans up after dtrun has ended. */
 static void start_guard(launch *l)
 {
-    int i, ends[2]; /* the writing end closes with this process */
+    int i, ends[2]; /* the writing end closes when dtrun ends */
     char byte;
     pid_t pid;
     make_pipe(ends);
@@ -638,7 +645,8 @@ static void start_guard(launch *l)
     _exit(0);
 }
 
-/* Rank 0 may not read from the terminal, being no member of its foreground group; a cat of ours may. */
+/* Returns the standard input of a rank. Rank 0 is not in the terminal's foreground group, so it cannot read from the
+ * terminal: a cat in dtrun's own group reads for it. */
 static int input_of(launch *l, int index)
 {
     int ends[2];
@@ -676,7 +684,7 @@ static void become_rank(const launch *l, int index, const int standard[3], int r
     _exit(write(report, &error, sizeof error) < 0 ? 126 : 127);
 }
 
-/* Nothing of the ranks' output is shown: it would only hide the reason. */
+/* Ends the ranks that have started and says why. Their output is dropped: it would hide the reason. */
 static void give_up_start(launch *l, int status, const char *what, int error)
 {
     int i;
@@ -692,7 +700,7 @@ static void start_rank(launch *l, int index)
     ssize_t got;
     pid_t pid;
     for (i = 0; i < 3; i++)
-        make_pipe(pipes[i]); /* output, error, and whether the program could be run */
+        make_pipe(pipes[i]); /* output, error, and errno if the program cannot be run */
     standard[0] = input_of(l, index);
     standard[1] = pipes[0][1];
     standard[2] = pipes[1][1];
@@ -718,7 +726,7 @@ static void start_rank(launch *l, int index)
         give_up_start(l, 127, l->command[0], error);
 }
 
-/* Says whether a group still has a member or a pipe a writer, and forgets the numbers of empty groups. */
+/* Returns whether a group has a member or a pipe a writer. Forgets the numbers of empty groups. */
 static int remains(launch *l)
 {
     int i, any = 0;
@@ -739,12 +747,12 @@ static int finish(launch *l)
         reap(l->ranks[i].pid);
     if (l->running == 0)
         go_on(l, LINGERING, 0);
-    /* what the ranks left behind, a tee or a logger, may still end by itself; nobody tells when */
+    /* a child of a rank, such as a tee or a logger, may still end by itself; no signal tells dtrun when */
     while (!l->hurry && remains(l) && now_ms() < l->deadline)
         turn(l, 20);
     clean_up(l);
     for (i = 0; i < 2 * l->started; i++) {
-        for (reads = 0; reads < 8 && read_stream(l, i);) /* what is there; somebody may write for ever */
+        for (reads = 0; reads < 8 && read_stream(l, i);) /* 8 reads at most: a writer that is left may never end */
             reads++;
         if (l->streams[i].length > 0)
             emit_line(l, i);
@@ -771,7 +779,7 @@ int main(int argc, char **argv)
     if (l == MAP_FAILED)
         refuse(1, "no memory: %s", strerror(errno));
     while ((fd = open("/dev/null", O_RDWR)) >= 0 && fd < 3)
-        continue; /* so that no descriptor of ours takes the place of a closed standard one */
+        continue; /* so that no descriptor of dtrun takes the number of a closed standard one */
     close(fd);
     parse(l, argv + (argc > 0));
     if (l->token_file)
@@ -790,7 +798,7 @@ int main(int argc, char **argv)
     while (l->started < l->local_size && l->phase == STARTED) {
         start_rank(l, l->started);
         if (l->listener >= 0)
-            close(l->listener); /* connections to a dead rank 0 shall be refused */
+            close(l->listener); /* so that connections to a dead rank 0 are refused */
         l->listener = -1;
         turn(l, 0);
     }

@@ -1,15 +1,14 @@
-/* Says how to lay out a training run over its ranks: for every layout of train_gpt --mesh the memory that a rank needs,
- * the bytes that it sends and the time of a step, and which is the fastest that fits.
+/* Estimates a step of train_gpt under every layout of its ranks, and names the fastest layout that fits. For each layout
+ * it prints the memory that a rank needs, the bytes that it sends and the time of a step.
  *
  * cc -O2 -ffp-contract=off -I. tools/plan.c -o build/plan -lpthread -lm
  * build/plan --layers 24 --heads 16 --width 2048 --context 1024 --sequences 256 --micro 64 --ranks 16 --bandwidth 12
  * build/plan --layers 8 --width 512 --ranks 4 --measure
  *
- * Layouts are all dp x pp x tp that make up the ranks, FSDP's strategies none, grad and full over dp, and the schedules
- * gpipe, 1f1b, interleaved and zb over pp. Those that cannot be, or whose parts have not as many heads each, are named
- * at the end, with why and what would fit. How
- * memory, bytes and time are found is in tools/plan_model.h; in the table a step is the sum of compute, bubble, tp, pp
- * and dp. Ends with 0; with 1 when no layout fits; with 2 for a wrong call or what the system refuses. */
+ * The layouts are all products dp x pp x tp that make up the ranks. With dp > 1 each has FSDP's strategies ddp, grad and
+ * full; with pp > 1 the schedules gpipe, 1f1b, interleaved and zb. Layouts that the model does not allow are listed at
+ * the end, each with the reason and the sizes that would fit. tools/plan_model.h says how memory, bytes and time are
+ * found. In the table a step is the sum of compute, bubble, tp, pp and dp. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -21,6 +20,7 @@
 
 static int plan_complain(const char *what)
 {
+    progress_end();
     fflush(stdout);
     fprintf(stderr, "plan: %s\n", what);
     return 2;
@@ -54,7 +54,8 @@ static void plan_print_result(const plan_result *r)
            r->step * 1e3, r->compute * 1e3, r->bubble * 1e3, r->tp * 1e3, r->pp * 1e3, r->dp * 1e3, r->dp_hidden * 1e3);
 }
 
-/* A line for each layout that cannot be: of those that differ in schedule and strategy alone, of the first. */
+/* Prints a line for each layout that the model does not allow. Layouts that differ only in schedule or strategy and have
+ * the same reason share a line. */
 static void plan_print_left_out(const plan_result *results, size_t count)
 {
     const plan_result *before = NULL;
@@ -70,7 +71,7 @@ static void plan_print_left_out(const plan_result *results, size_t count)
     }
 }
 
-/* Says which layout is the best, or why there is none. */
+/* Prints the best layout, or why there is none. */
 static void plan_print_verdict(const plan_input *in, const plan_result *results, size_t count)
 {
     const plan_result *least, *best = plan_best(results, count, &least);
@@ -79,17 +80,17 @@ static void plan_print_verdict(const plan_input *in, const plan_result *results,
         printf("best: train_gpt --layers %ld --heads %ld --width %ld --context %ld --batch %ld %s", in->layers,
                in->heads, in->width, in->context, in->sequences / in->micro,
                plan_flags(in, &best->layout, flags, sizeof flags));
-        if (in->processors > 0) /* threads; else a launcher starts as many processes */
+        if (in->processors > 0) /* ranks are threads; else a launcher starts the processes */
             printf(" --ranks %ld", in->ranks);
         printf("%s\n", in->vocab != 256 ? " (whose own vocab is 256)" : "");
         return;
     }
     if (least == NULL) {
-        printf("no layout: of %ld ranks none can be, see above\n", in->ranks);
+        printf("no layout: the model allows none of %ld ranks, see above\n", in->ranks);
         return;
     }
-    printf("no layout fits in %.4g GB a rank: the least is %.4g GB, of which %.4g GB weights, %.4g gradients, %.4g "
-           "optimizer, %.4g activations, with %s; more ranks%s would need less\n",
+    printf("no layout fits in %.4g GB a rank: the least is %.4g GB (weights %.4g, gradients %.4g, optimizer %.4g, "
+           "activations %.4g) with %s; more ranks%s need less\n",
            in->memory * 1e-9, least->memory.all * 1e-9, least->memory.weights * 1e-9, least->memory.gradients * 1e-9,
            least->memory.optimizer * 1e-9, least->memory.activations * 1e-9,
            plan_flags(in, &least->layout, flags, sizeof flags),
@@ -138,7 +139,7 @@ static void plan_write_csv(FILE *file, const plan_result *results, size_t count)
     }
 }
 
-/* Prints all layouts; gives the exit code. */
+/* Prints all layouts; returns the exit status. */
 static int plan_print(const plan_options *options, const plan_result *results, size_t count, report_file *csv)
 {
     const plan_result *least;
@@ -164,20 +165,25 @@ int main(int argc, char **argv)
     char why[400];
     int code = 2;
     memset(&csv, 0, sizeof csv);
-    if (plan_parse(&options, argc, argv, why, sizeof why) != 0)
-        return plan_complain(why);
+    if (plan_parse(&options, argc, argv, why, sizeof why) != 0) {
+        fprintf(stderr, "plan: %s; see plan --help\n", why);
+        return TOOL_WRONG;
+    }
     if (options.help)
         return plan_help();
     if (options.csv != NULL && report_open(&csv, options.csv) != 0)
         return 2;
+    progress_begin("plan", 0);
     dtrain_status status = options.measure ? plan_measure(&options.in) : DTRAIN_OK;
     plan_defaults(&options.in);
+    progress_begin("plan", 500);
     if (status == DTRAIN_OK)
         status = plan_all(&options.in, &results, &count);
+    progress_end();
     if (status == DTRAIN_OK)
         code = plan_print(&options, results, count, &csv);
     else if (status == DTRAIN_ERR_MEMORY)
-        plan_complain("there is not enough memory to plan so many ranks and micro-batches");
+        plan_complain("no memory to plan so many ranks and micro-batches; use smaller --ranks or --micro");
     else
         plan_complain(dtrain_last_error());
     report_discard(&csv);

@@ -3,18 +3,19 @@
 #define PLAN_FLAGS_H
 
 #include "plan_model.h"
+#include "tool.h"
 
 typedef struct plan_options {
     plan_input in;
     int measure, lines, help;
-    const char *csv; /* NULL: none */
+    const char *csv; /* NULL: no file */
 } plan_options;
 
 typedef struct plan_number {
     const char *name;
-    long *whole; /* NULL: real is meant */
+    long *whole; /* where a whole number goes; NULL: the flag takes a real number */
     double *real;
-    double least, most, unit; /* of real: what 1 stands for */
+    double least, most, unit; /* unit: the value in bytes, seconds or operations that 1 stands for */
 } plan_number;
 
 enum { PLAN_NUMBERS = 15, PLAN_BATCH = 65536 };
@@ -39,53 +40,48 @@ static inline void plan_numbers(plan_input *in, plan_number *numbers)
     memcpy(numbers, all, sizeof all);
 }
 
-/* Reads a number's value; 0, or 1 with why. */
+/* Reads the value of a flag; returns 0, or 1 with why. */
 static inline int plan_read_number(const plan_number *n, const char *text, char *why, size_t size)
 {
-    char *end;
-    double value;
-    if (text == NULL || *text == 0) {
-        snprintf(why, size, "flag %s: needs a value, a %snumber from %g to %g", n->name,
-                 n->whole != NULL ? "whole " : "", n->least, n->most);
-        return 1;
-    }
-    value = strtod(text, &end);
-    if (*end != 0 || !(value >= n->least && value <= n->most) || (n->whole != NULL && value != (double)(long)value)) {
-        snprintf(why, size, "flag %s %.40s: needs a %snumber from %g to %g", n->name, text,
-                 n->whole != NULL ? "whole " : "", n->least, n->most);
+    uint64_t whole = 0;
+    double real = 0;
+    if (text == NULL || !(n->whole != NULL ? tool_whole(text, (uint64_t)n->least, (uint64_t)n->most, &whole)
+                                           : tool_real(text, n->least, n->most, &real))) {
+        snprintf(why, size, "%s%s%.40s: a %snumber from %.10g to %.10g is expected", n->name, text != NULL ? " " : "",
+                 text != NULL ? text : "", n->whole != NULL ? "whole " : "", n->least, n->most);
         return 1;
     }
     if (n->whole != NULL)
-        *n->whole = (long)value;
+        *n->whole = (long)whole;
     else
-        *n->real = value * n->unit;
+        *n->real = real * n->unit;
     return 0;
 }
 
-/* Checks what flags say together; 0, or 1 with why. */
+/* Checks the flags together; returns 0, or 1 with why. */
 static inline int plan_check(const plan_input *in, char *why, size_t size)
 {
     char fits[160];
     if (in->width % in->heads != 0) {
-        snprintf(why, size, "flag --heads %ld: does not divide --width %ld; %s would fit", in->heads, in->width,
+        snprintf(why, size, "--heads %ld: --width %ld is not a multiple of it; %s would fit", in->heads, in->width,
                  plan_divisors(in->width, in->width, fits, sizeof fits));
         return 1;
     }
     if (in->sequences % in->micro != 0) {
-        snprintf(why, size, "flag --micro %ld: --sequences %ld are not so many equal micro-batches; %s would fit",
-                 in->micro, in->sequences, plan_divisors(in->sequences, 4096, fits, sizeof fits));
+        snprintf(why, size, "--micro %ld: --sequences %ld is not a multiple of it; %s would fit", in->micro,
+                 in->sequences, plan_divisors(in->sequences, 4096, fits, sizeof fits));
         return 1;
     }
     if (in->sequences / in->micro > PLAN_BATCH) {
         snprintf(why, size,
-                 "flag --sequences %ld: in %ld micro-batches of %ld each, where %d are the most of train_gpt",
-                 in->sequences, in->micro, in->sequences / in->micro, PLAN_BATCH);
+                 "--sequences %ld: a micro-batch has %ld of them, and train_gpt takes at most %d; use a larger --micro",
+                 in->sequences, in->sequences / in->micro, PLAN_BATCH);
         return 1;
     }
     return 0;
 }
 
-/* What is not given, and not measured. */
+/* Sets the rates that are neither given nor measured. */
 static inline void plan_defaults(plan_input *in)
 {
     in->rate = in->rate > 0 ? in->rate : 50e9;
@@ -94,9 +90,9 @@ static inline void plan_defaults(plan_input *in)
     in->latency = in->latency > 0 ? in->latency : 20e-6;
 }
 
-/* Reads the flags; rates that are not given stay 0 until they are measured, or plan_defaults.
+/* Reads the flags. Rates that are not given stay 0: plan_measure or plan_defaults sets them.
  *
- *   why       out: what is wrong with them, a line, and what would fit
+ *   why       out: the flag that is wrong, and what would fit, in one line
  *   returns   0, or 1 with why */
 static inline int plan_parse(plan_options *options, int argc, char **argv, char *why, size_t size)
 {
@@ -127,34 +123,41 @@ static inline int plan_parse(plan_options *options, int argc, char **argv, char 
         else if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0)
             options->help = 1;
         else {
-            snprintf(why, size, "flag %.60s: %s", argv[i],
-                     strcmp(argv[i], "--csv") == 0 ? "needs the name of a file" : "is unknown; --help lists them");
+            snprintf(why, size, "%.60s: %s", argv[i],
+                     strcmp(argv[i], "--csv") == 0 ? "the name of a file is expected after it"
+                                                   : "there is no such flag");
             return 1;
         }
     }
     return options->help ? 0 : plan_check(in, why, size);
 }
 
+/* Prints the help; returns the exit status. */
 static inline int plan_help(void)
 {
-    puts(
-        "plan estimates a step of train_gpt under every layout of ranks: memory, bytes and time.\n"
+    return tool_help(
+        "usage: plan [flags]\n"
+        "Estimates a step of train_gpt under every layout of ranks: memory, bytes, time.\n"
         "  --layers 4 --heads 4 --width 128 --context 128 --vocab 256   the model\n"
-        "  --sequences 64   of a step, over all ranks\n"
-        "  --micro 8        micro-batches that they are cut into, over all ranks, as train_gpt's\n"
-        "  --ranks 4        dp x pp x tp of them: replicas, pipeline, tensor-parallel\n"
-        "  --chunks 2       stages a rank of the interleaved schedule\n"
-        "  --bandwidth 1    GB/s of a rank's link\n"
-        "  --latency 20     us of a message\n"
-        "  --memory GB      of a rank; what does not fit is marked. Any without it\n"
-        "  --rate 50        GFLOP/s of a rank's matrix products\n"
-        "  --copy 10        GB/s that anything else reads and writes\n"
-        "  --processors N   the ranks are threads that share so many; each has its own without it\n"
-        "  --measure        times products, copies and messages between threads of this machine, in place of those of\n"
-        "                   the last five flags that are not given\n"
-        "  --csv FILE       every layout and its parts, in bytes and seconds\n"
-        "Ends with 0, with 1 when no layout fits, with 2 for a wrong call or what the system refuses.");
-    return fflush(stdout) != 0 || ferror(stdout) ? 2 : 0;
+        "  --sequences 64  sequences of a step, over all ranks\n"
+        "  --micro 8       micro-batches of a step, over all ranks\n"
+        "  --ranks 4       data-parallel x pipeline x tensor-parallel ranks; at most 1024\n"
+        "  --chunks 2      stages that a rank has with the interleaved schedule\n"
+        "  --memory GB     memory of a rank; without it any layout fits\n"
+        "  --processors N  ranks are threads on N processors; without it each has its own\n"
+        "  --bandwidth 1   GB/s of a rank's link\n"
+        "  --latency 20    us of a message\n"
+        "  --rate 50       GFLOP/s of a rank's matrix products\n"
+        "  --copy 10       GB/s that a rank reads and writes outside of products\n"
+        "  --measure       measures the five above on this machine, except those given\n"
+        "  --csv FILE      writes every layout in bytes and seconds\n"
+        "  --lines         prints one key=value line for each layout instead of a table\n"
+        "  --help          prints this text\n"
+        "Exit status: 0; 1 if no layout fits; 2 for a wrong command line or an error of\n"
+        "the system.\n"
+        "  plan --layers 24 --heads 16 --width 2048 --context 1024 --sequences 256 \\\n"
+        "       --micro 64 --ranks 16 --bandwidth 12 --memory 24\n"
+        "  plan --layers 8 --width 512 --ranks 4 --measure\n");
 }
 
 #endif

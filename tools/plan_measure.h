@@ -1,25 +1,27 @@
-/* What this machine can do, for tools/plan.c: matrix products and copies of the model's sizes, on as many threads as
- * ranks can run at once, and a message between two. The median of several runs: what disturbs these disturbs training.
- * Include dtrain.h first. */
+/* Measures this machine for tools/plan.c: matrix products and copies of the model's sizes on as many threads as ranks run
+ * at once, and a message between two threads. Each result is the median of several runs, because other programs disturb
+ * training as they disturb the runs. Include dtrain.h first. */
 #ifndef PLAN_MEASURE_H
 #define PLAN_MEASURE_H
 
 #include "plan_model.h"
+#include "tool.h"
 
 #include <time.h>
 #include <unistd.h>
 
 #define PLAN_RUNS 25
-#define PLAN_RUN_SECONDS 0.02 /* that a run lasts at least: a processor is fast for a moment */
-#define PLAN_SECONDS 1.0      /* after which there are no more runs, once there were three */
-#define PLAN_COPIED 1048576   /* floats that are copied at least */
-#define PLAN_ROWS 512         /* that products have at most: larger ones are no faster */
+#define PLAN_RUN_SECONDS 0.02 /* least time of a run: a processor is faster in a short burst */
+#define PLAN_SECONDS 1.0      /* time after which no run begins, after the first three */
+#define PLAN_COPIED 1048576   /* least floats of a copy */
+#define PLAN_ROWS 512         /* most rows of a product: larger products are no faster */
+#define PLAN_MEASURES 6       /* a copy, three products, a small and a large message */
 #define PLAN_WIDTH 1024
 
 typedef struct plan_measured {
-    size_t rows, width, wide;                   /* of the products: [rows, width] x [width, wide] */
-    size_t copied;                              /* floats, of the results or more: beyond the cache of a core */
-    double rate, copy_rate, latency, bandwidth; /* as plan_input; each rank's own, the slowest's */
+    size_t rows, width, wide;                   /* a product is [rows, width] x [width, wide] */
+    size_t copied;                              /* floats of a copy, more than the cache of a core holds */
+    double rate, copy_rate, latency, bandwidth; /* as in plan_input; those of the slowest rank */
 } plan_measured;
 
 static inline double plan_now(void)
@@ -29,12 +31,12 @@ static inline double plan_now(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* Memory of one rank: a linear layer's matrices; out has room for two. */
+/* The memory of one rank: a linear layer's matrices. out has room for two results. */
 typedef struct plan_memories {
     float *in, *weight, *out;
 } plan_memories;
 
-/* The middle of `count` numbers, which are sorted. */
+/* Returns the middle of `count` numbers; sorts them. */
 static inline double plan_median(double *numbers, int count)
 {
     for (int i = 1; i < count; i++)
@@ -46,8 +48,8 @@ static inline double plan_median(double *numbers, int count)
     return count > 0 ? numbers[count / 2] : HUGE_VAL;
 }
 
-/* A linear layer forward, and back for its input and its weights; inputs stay, so that numbers neither grow nor vanish.
- */
+/* The three products of a linear layer: forward, the gradient of its input, the gradient of its weights. Their inputs do
+ * not change, so that numbers neither grow nor vanish. */
 static inline void plan_product_forward(const plan_measured *m, const plan_memories *a)
 {
     dtrain_sgemm(0, 1, m->rows, m->wide, m->width, 1, a->in, m->width, a->weight, m->width, 0, a->out, m->wide);
@@ -68,11 +70,11 @@ static inline void plan_copies(const plan_measured *m, const plan_memories *a)
 {
     volatile float seen;
     memcpy(a->out, a->out + m->copied, m->copied * sizeof(float));
-    seen = a->out[0]; /* so that it is not left out */
+    seen = a->out[0]; /* so that the compiler keeps the copy */
     (void)seen;
 }
 
-/* Seconds of one call on the slowest rank while all run; the median of the runs. */
+/* Measures the seconds of one call on the slowest rank while all ranks run; takes the median of the runs. */
 static inline dtrain_status plan_measure_loop(dtrain_comm *world, const plan_measured *m, const plan_memories *a,
                                               void (*call)(const plan_measured *, const plan_memories *),
                                               double *seconds)
@@ -89,8 +91,8 @@ static inline dtrain_status plan_measure_loop(dtrain_comm *world, const plan_mea
         took = (plan_now() - begin) / calls;
         if (status == DTRAIN_OK)
             status = dtrain_all_reduce(world, &took, &took, 1, DTRAIN_F64, DTRAIN_MAX);
-        all += calls * took; /* the same on all */
-        if (run < 0)         /* warms up, and says how many calls a run has */
+        all += calls * took; /* the same on all ranks */
+        if (run < 0)         /* the warm-up decides how many calls a run has */
             calls = took * calls < PLAN_RUN_SECONDS ? 1 + (double)(long)(PLAN_RUN_SECONDS / took) : 1;
         else
             runs[run] = took;
@@ -111,12 +113,16 @@ static inline dtrain_status plan_measure_compute(dtrain_comm *world, void *user)
     a.in = (float *)calloc(in + weight + out, sizeof(float));
     if (a.in == NULL)
         return DTRAIN_ERR_MEMORY;
-    for (size_t i = 0; i < in + weight + out; i++) /* pages that are there, numbers that stay small */
+    for (size_t i = 0; i < in + weight + out; i++) /* touches all pages */
         a.in[i] = 1e-3f;
     a.weight = a.in + in;
     a.out = a.weight + weight;
-    for (int i = 0; i < 4 && status == DTRAIN_OK; i++)
+    for (int i = 0; i < 4 && status == DTRAIN_OK; i++) {
+        if (dtrain_comm_rank(world) == 0)
+            progress_show(i, PLAN_MEASURES, "measuring %s, %d of %d", i == 0 ? "copies" : "products", i + 1,
+                          PLAN_MEASURES);
         status = plan_measure_loop(world, m, &a, calls[i], &seconds[i]);
+    }
     if (status == DTRAIN_OK && dtrain_comm_rank(world) == 0) {
         m->rate = 6.0 * (double)m->rows * (double)m->width * (double)m->wide / (seconds[1] + seconds[2] + seconds[3]);
         m->copy_rate = 2.0 * (double)m->copied * (double)sizeof(float) / seconds[0];
@@ -125,7 +131,8 @@ static inline dtrain_status plan_measure_compute(dtrain_comm *world, void *user)
     return status;
 }
 
-/* Seconds of a message of `bytes` from one rank to the other: half of there and back; the median of the runs. */
+/* Measures the seconds of a message of `bytes` between the two ranks: half of a round trip. Takes the median of the
+ * runs. */
 static inline dtrain_status plan_measure_message(dtrain_comm *world, void *data, size_t bytes, double *seconds)
 {
     dtrain_status status = DTRAIN_OK;
@@ -152,12 +159,14 @@ static inline dtrain_status plan_measure_link(dtrain_comm *world, void *user)
     bytes = bytes < 262144 ? 262144 : bytes;
     void *data = calloc(bytes, 1);
     dtrain_status status = data != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
+    if (dtrain_comm_rank(world) == 0)
+        progress_show(4, PLAN_MEASURES, "measuring messages, 5 of %d", PLAN_MEASURES);
     if (status == DTRAIN_OK)
         status = plan_measure_message(world, data, 4, &small);
     if (status == DTRAIN_OK)
         status = plan_measure_message(world, data, bytes, &large);
     if (status == DTRAIN_OK && dtrain_comm_rank(world) == 0) {
-        least = large / 10; /* it moves: where the small one was disturbed, it does not take all of the time */
+        least = large / 10; /* a small message that was disturbed may seem as slow as the large one */
         m->latency = small;
         m->bandwidth = (double)bytes / (large - small > least ? large - small : least);
     }
@@ -165,7 +174,7 @@ static inline dtrain_status plan_measure_link(dtrain_comm *world, void *user)
     return status;
 }
 
-/* Measures what in has at 0 of rate, copy_rate, latency, bandwidth and processors: ranks as threads of this machine.
+/* Measures those of rate, copy_rate, latency, bandwidth and processors that are 0 in `in`. Ranks are threads.
  *
  *   errors   DTRAIN_ERR_MEMORY; those of dtrain_run_threads */
 static inline dtrain_status plan_measure(plan_input *in)

@@ -16,6 +16,7 @@
 
 #include "plan_shared.h"
 #include "plan_stage.h"
+#include "tool.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -380,8 +381,10 @@ static inline dtrain_status plan_all(const plan_input *in, plan_result **results
     if (*results == NULL)
         return DTRAIN_ERR_MEMORY;
     plan_list(in, *results);
-    for (size_t i = 0; i < *count && status == DTRAIN_OK; i++)
+    for (size_t i = 0; i < *count && status == DTRAIN_OK; i++) {
+        progress_show((double)i, (double)*count, "layout %zu of %zu", i + 1, *count);
         status = plan_estimate(in, &(*results)[i]);
+    }
     qsort(*results, *count, sizeof **results, plan_compare);
     return status;
 }

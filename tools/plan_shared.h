@@ -1,5 +1,6 @@
-/* The span of a pipeline's plan when its ranks share processors, for tools/plan_model.h: who has no task to run leaves
- * its time to the others, so that a bubble costs less than where each has its own. Include dtrain.h first. */
+/* The span of a pipeline's plan when its ranks share processors, for tools/plan_model.h. A rank without a task to run
+ * leaves its processor time to the others. A bubble then costs less than when each rank has its own processor. Include
+ * dtrain.h first. */
 #ifndef PLAN_SHARED_H
 #define PLAN_SHARED_H
 
@@ -8,10 +9,10 @@
 
 typedef struct plan_shared {
     const dtrain_pipeline_plan *plan;
-    double *ends;  /* of a stage's micro-batch, forward and then back; HUGE_VAL: not yet */
-    double *left;  /* seconds of processor that each rank's task still needs */
-    double *since; /* when each rank's task can begin; HUGE_VAL: not known; -1: it has */
-    size_t *next;  /* task of each rank */
+    double *ends;  /* ends of a stage's micro-batch, forward and backward; HUGE_VAL: it has not ended */
+    double *left;  /* processor seconds that each rank's task still needs */
+    double *since; /* when each rank's task can begin; HUGE_VAL: unknown; -1: it has begun */
+    size_t *next;  /* next task of each rank */
     double now;
 } plan_shared;
 
@@ -26,7 +27,7 @@ static inline const dtrain_pipeline_task *plan_shared_task(const plan_shared *s,
     return s->next[rank] < tasks ? &s->plan->tasks[(size_t)rank * tasks + s->next[rank]] : NULL;
 }
 
-/* When a rank's next task has its input. */
+/* Returns when a rank's next task has its input. */
 static inline double plan_shared_since(const plan_shared *s, int rank)
 {
     const dtrain_pipeline_task *task = plan_shared_task(s, rank);
@@ -46,7 +47,7 @@ static inline void plan_shared_begin(plan_shared *s, int rank)
     s->left[rank] = task != NULL ? task->end - task->begin : 0;
 }
 
-/* Ends a rank's task, and takes up the one after it. */
+/* Ends a rank's task and begins the next one. */
 static inline void plan_shared_finish(plan_shared *s, int rank)
 {
     const dtrain_pipeline_task *task = plan_shared_task(s, rank);
@@ -57,7 +58,7 @@ static inline void plan_shared_finish(plan_shared *s, int rank)
     plan_shared_begin(s, rank);
 }
 
-/* Goes on to when a task ends, or another has its input; returns whether there was anything to wait for. */
+/* Moves the time to the next end of a task or arrival of an input; returns 0 if there is none. */
 static inline int plan_shared_advance(plan_shared *s, double processors)
 {
     double least = HUGE_VAL, input = HUGE_VAL, speed, took;
@@ -65,7 +66,7 @@ static inline int plan_shared_advance(plan_shared *s, double processors)
     for (int rank = 0; rank < ranks; rank++) {
         s->since[rank] = plan_shared_since(s, rank);
         if (s->since[rank] <= s->now) {
-            s->since[rank] = -1; /* it runs */
+            s->since[rank] = -1;
             run++;
             least = s->left[rank] < least ? s->left[rank] : least;
         } else
@@ -92,10 +93,10 @@ static inline int plan_shared_advance(plan_shared *s, double processors)
     return 1;
 }
 
-/* Returns how long a plan's tasks take, in their order, when its ranks share so many processors evenly, of which each
- * can use one; below 0 where there is no memory.
+/* Returns how long a plan's tasks take in their order. The ranks share the processors evenly, and each rank uses at most
+ * one. Returns a negative number if there is no memory.
  *
- *   processors   above 0; may be a fraction, as where several copies of the pipeline share them */
+ *   processors   above 0; a fraction if several copies of the pipeline share the processors */
 static inline double plan_shared_span(const dtrain_pipeline_plan *plan, double processors)
 {
     size_t ranks = (size_t)plan->desc.ranks, ends;

@@ -1,27 +1,13 @@
-/* Looks into safetensors files, Hugging Face models and checkpoints, and makes others of them.
+/* Lists, compares, checks and rewrites safetensors files, Hugging Face models and checkpoints.
+ * `build/safetensors --help` lists its commands.
  *
  * cc -O2 -ffp-contract=off -I. tools/safetensors.c -o build/safetensors -lpthread -lm
  *
- *   safetensors ls PATH                        every tensor: dtype, shape, bytes, name; and the metadata
- *   safetensors cat PATH NAME [BEGIN [COUNT]]  its elements, one a line
- *   safetensors diff A B                       what one has and the other has not; 1 when there is anything
- *   safetensors verify PATH...                 whether it keeps every rule of the format, and of a checkpoint every
- *                                              hash: ok, or what is broken and where
- *   safetensors merge MODEL FILE               a model of several files as one
- *   safetensors split PATH DIRECTORY [--size 5GB]
- *                                              a file or model as one of several files of that many bytes
- *   safetensors convert PATH FILE --dtype bf16 the same with every F64, F32, F16, BF16, F8_E4M3 and F8_E5M2 as another
- *                                              of these
- *   safetensors export CHECKPOINT FILE [--optimizer]
- *                                              the weights of a checkpoint, whole, as one file; its optimizer state too
- *
- * PATH is a .safetensors file, a model.safetensors.index.json, or a directory with one of them; CHECKPOINT a directory
- * NAME/step-N, or NAME for the newest in it, which verify takes as well. Options may stand anywhere; after -- there are
- * none. merge, split and convert hold no tensor in memory. Ends with 0; with 1 for a file that breaks a rule, or a
- * difference; with 2 for a wrong call, or when the system refuses. */
+ * merge, split and convert copy tensors in chunks and hold none of them whole in memory. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "tool.h"
 
 #include <ctype.h>
 #include <inttypes.h>
@@ -29,35 +15,46 @@
 
 enum { GOOD = 0, BAD = 1, FAILED = 2 };
 
-static const char usage_text[] =
-    "usage: safetensors ls PATH\n"
-    "       safetensors cat PATH NAME [BEGIN [COUNT]]\n"
-    "       safetensors diff A B\n"
-    "       safetensors verify PATH...\n"
-    "       safetensors merge MODEL FILE\n"
-    "       safetensors split PATH DIRECTORY [--size 5GB]\n"
-    "       safetensors convert PATH FILE --dtype bf16 [--saturate]\n"
-    "       safetensors export CHECKPOINT FILE [--optimizer]\n"
-    "ends with 0, 1 for a broken rule or a difference, 2 for a wrong call or what the system refuses\n";
+static const char help_text[] =
+    "usage: safetensors COMMAND ARGUMENTS [flags]\n"
+    "  ls PATH                        lists metadata and tensors: dtype, bytes, shape\n"
+    "  cat PATH NAME [BEGIN [COUNT]]  prints a tensor's elements, one a line\n"
+    "  diff A B                       prints what differs\n"
+    "  verify PATH...                 checks the format, and a checkpoint's hashes\n"
+    "  merge MODEL FILE               writes a model of several files as one file\n"
+    "  split PATH DIRECTORY           writes a model as files of --size bytes each\n"
+    "  convert PATH FILE --dtype D    writes every float tensor as dtype D\n"
+    "  export CHECKPOINT FILE         writes a checkpoint's whole weights as one file\n"
+    "  --size S      for split: bytes of a file, as 700MB or 2GiB; default 5GB\n"
+    "  --dtype D     for convert: f64, f32, f16, bf16, f8_e4m3 or f8_e5m2\n"
+    "  --saturate    for convert to f8: cuts values that are too large\n"
+    "  --optimizer   for export: writes the optimizer's state too\n"
+    "  --            ends the flags: what follows are paths and names\n"
+    "PATH is a .safetensors file, a model.safetensors.index.json, or a directory that\n"
+    "holds one of them. CHECKPOINT is a directory NAME/step-N, or NAME for the newest\n"
+    "step in it; verify takes it as well. Flags may stand anywhere.\n"
+    "Exit status: 0; 1 for a broken file or a difference; 2 for a wrong command line\n"
+    "or an error of the system.\n"
+    "  safetensors verify model.safetensors\n"
+    "  safetensors convert model.safetensors half.safetensors --dtype bf16\n";
 
-/* Says what is wrong with the call. */
-static int misused(const char *what)
+/* Refuses the arguments of a command. */
+static int misused(const char *command, const char *expected)
 {
-    fprintf(stderr, "safetensors: %s; safetensors --help says how\n", what);
-    return FAILED;
+    return tool_wrong("safetensors", command, NULL, "%s", expected);
 }
 
 typedef struct options {
     uint64_t size;
     dtrain_dtype dtype; /* 0: not given */
     int optimizer, saturate;
-    const char *command; /* that alone takes the option given; NULL: none was given */
-    int mixed;           /* of more than one command */
+    const char *flag, *command; /* the first flag and the only command that takes it; NULL: no flag */
 } options;
 
-/* Prints the library's error; gives the exit code. */
+/* Prints the library's error; returns the exit status. */
 static int complain(dtrain_status status)
 {
+    progress_clear();
     fflush(stdout);
     fprintf(stderr, "safetensors: %s\n", dtrain_last_error());
     return status == DTRAIN_ERR_CORRUPT ? BAD : FAILED;
@@ -65,37 +62,28 @@ static int complain(dtrain_status status)
 
 /* ---- progress ---- */
 
-static uint64_t progress_total, progress_done;
-static int64_t progress_next_ns;
+static uint64_t bytes_total, bytes_done;
+static const char *bytes_verb;
 
-/* Draws a bar, ten times a second, where a person may look at it. */
-static void progress(uint64_t more)
+/* Begins the progress line of work on so many bytes. */
+static void count_bytes(const char *verb, uint64_t total)
 {
-    int64_t now = dtrain__os_now_ns();
-    progress_done += more;
-    if (progress_total == 0 || now < progress_next_ns || !isatty(2))
-        return;
-    if (progress_next_ns == 0) { /* what is over soon needs no bar */
-        progress_next_ns = now + 500000000;
-        return;
-    }
-    progress_next_ns = now + 100000000;
-    int filled = (int)(progress_done * 40 / progress_total);
-    fprintf(stderr, "\r[%.*s%*s] %3d%%", filled, "########################################", 40 - filled, "",
-            (int)(progress_done * 100 / progress_total));
+    bytes_verb = verb;
+    bytes_total = total;
+    bytes_done = 0;
+    progress_begin("safetensors", 500);
 }
 
-static void progress_end(void)
+static void add_bytes(uint64_t more)
 {
-    if (progress_total > 0 && progress_next_ns > 0 && isatty(2))
-        fprintf(stderr, "\r%50s\r", "");
-    progress_total = progress_done = 0;
-    progress_next_ns = 0;
+    double done = (double)(bytes_done += more), total = (double)bytes_total;
+    if (bytes_total > 0)
+        progress_show(done, total, "%s %.0f %% of %.1f MB", bytes_verb, 100 * done / total, total * 1e-6);
 }
 
 /* ---- printing ---- */
 
-/* Prints a text as it is, or as JSON where it holds what would disturb a line. */
+/* Prints a text as it is, or as a JSON string if it holds control characters, a backslash or a leading quote. */
 static void print_text(const char *text, size_t length)
 {
     int plain = length > 0 && text[0] != '"';
@@ -160,7 +148,7 @@ static int list(const dtrain_safetensors_model *model)
 
 /* ---- cat ---- */
 
-/* Prints one element of a dtype that is no float, from its bytes in this machine's order. */
+/* Prints one element of a dtype that is not a float, from its bytes in this machine's order. */
 static void print_element(const unsigned char *at, dtrain_dtype dtype)
 {
     uint64_t bits = dtrain__dtype_load(at, (int)(dtrain_dtype_bits(dtype) / 8));
@@ -184,7 +172,7 @@ static void print_element(const unsigned char *at, dtrain_dtype dtype)
     }
 }
 
-/* Prints `bytes` bytes of elements that are narrower, as they are packed. */
+/* Prints the bytes that hold elements narrower than a byte. */
 static void print_packed(const unsigned char *data, size_t bytes)
 {
     for (size_t i = 0; i < bytes; i++)
@@ -213,35 +201,26 @@ static int print_elements(dtrain_safetensors *file, const dtrain_safetensors_ten
     return GOOD;
 }
 
-static int number(const char *text, size_t *value)
-{
-    char *end;
-    errno = 0;
-    unsigned long long read = strtoull(text, &end, 10);
-    *value = (size_t)read;
-    return isdigit((unsigned char)text[0]) && *end == '\0' && errno == 0 && read <= SIZE_MAX;
-}
-
 static int cat(const dtrain_safetensors_model *model, int argc, char **argv)
 {
     dtrain_safetensors *file;
-    size_t begin = 0, count;
+    uint64_t begin = 0, count;
     const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_find(model, argv[0], strlen(argv[0]), &file);
     if (tensor == NULL) {
-        fprintf(stderr, "safetensors: there is no tensor \"%s\"; ls lists them\n", argv[0]);
+        fprintf(stderr, "safetensors: there is no tensor \"%s\"; safetensors ls lists them\n", argv[0]);
         return FAILED;
     }
-    if (argc > 1 && (!number(argv[1], &begin) || begin > tensor->count))
-        return misused("BEGIN is no element of the tensor");
+    if (argc > 1 && !tool_whole(argv[1], 0, tensor->count, &begin))
+        return tool_wrong("safetensors", "BEGIN", argv[1], "a number from 0 to %zu is expected", tensor->count);
     count = tensor->count - begin;
-    if (argc > 2 && (!number(argv[2], &count) || count > tensor->count - begin))
-        return misused("COUNT goes beyond the tensor");
-    return print_elements(file, tensor, begin, count);
+    if (argc > 2 && !tool_whole(argv[2], 0, tensor->count - begin, &count))
+        return tool_wrong("safetensors", "COUNT", argv[2], "a number from 0 to %" PRIu64 " is expected", tensor->count - begin);
+    return print_elements(file, tensor, (size_t)begin, (size_t)count);
 }
 
 /* ---- diff ---- */
 
-/* What one chunk of two tensors adds to their difference. */
+/* Adds the difference of one chunk of two tensors: how many elements differ, and by how much at most. */
 static void compare_chunk(const double *a, const double *b, size_t count, size_t *differ, double *most)
 {
     for (size_t i = 0; i < count; i++) {
@@ -254,7 +233,7 @@ static void compare_chunk(const double *a, const double *b, size_t count, size_t
     }
 }
 
-/* Counts the elements that differ in value, where both tensors are floats, otherwise in bytes. */
+/* Counts the elements that differ: in value if both tensors are floats, else in bytes. */
 static dtrain_status compare(dtrain_safetensors *a_file, const dtrain_safetensors_tensor *a, dtrain_safetensors *b_file,
                              const dtrain_safetensors_tensor *b, size_t *differ, double *most)
 {
@@ -273,7 +252,7 @@ static dtrain_status compare(dtrain_safetensors *a_file, const dtrain_safetensor
         size_t width = dtrain_dtype_bits(a->dtype) < 8 ? 1 : dtrain_dtype_bits(a->dtype) / 8;
         for (size_t i = 0; i < bytes && status == DTRAIN_OK && !floats; i += width)
             *differ += memcmp((const char *)left + i, (const char *)right + i, width) != 0;
-        progress(bytes);
+        add_bytes(bytes);
     }
     return status;
 }
@@ -289,7 +268,7 @@ static void print_difference(const dtrain_safetensors_tensor *a, const dtrain_sa
     putchar('\n');
 }
 
-/* Compares two tensors of one name; gives whether they differ, or FAILED. */
+/* Compares two tensors of one name; returns GOOD, BAD if they differ, or FAILED. */
 static int diff_tensor(dtrain_safetensors *a_file, const dtrain_safetensors_tensor *a, dtrain_safetensors *b_file,
                        const dtrain_safetensors_tensor *b)
 {
@@ -297,14 +276,17 @@ static int diff_tensor(dtrain_safetensors *a_file, const dtrain_safetensors_tens
     double most = 0;
     int shapes =
         a->ndim == b->ndim && (a->ndim == 0 || memcmp(a->shape, b->shape, (size_t)a->ndim * sizeof *a->shape) == 0);
-    if (!shapes || a->dtype != b->dtype)
+    if (!shapes || a->dtype != b->dtype) {
+        progress_clear();
         print_difference(a, b);
+    }
     if (!shapes || (a->dtype != b->dtype && !(is_float(a->dtype) && is_float(b->dtype))))
         return BAD;
     dtrain_status status = compare(a_file, a, b_file, b, &differ, &most);
     if (status != DTRAIN_OK)
         return complain(status), FAILED;
     if (differ > 0) {
+        progress_clear();
         printf("~ ");
         print_text(a->name, a->name_length);
         printf(": %zu of %zu %s differ", differ, a->count,
@@ -316,7 +298,7 @@ static int diff_tensor(dtrain_safetensors *a_file, const dtrain_safetensors_tens
     return differ > 0 || a->dtype != b->dtype ? BAD : GOOD;
 }
 
-/* Prints tensors of one model that the other has not. */
+/* Prints the tensors of model a that model b does not have. */
 static int diff_missing(const dtrain_safetensors_model *a, const dtrain_safetensors_model *b, char sign)
 {
     int result = GOOD;
@@ -345,7 +327,7 @@ static const dtrain_safetensors_pair *find_pair(const dtrain_safetensors_model *
     return NULL;
 }
 
-/* Prints metadata of one model that are not those of the other. */
+/* Prints the metadata of model a that model b does not have, or has with another value. */
 static int diff_metadata(const dtrain_safetensors_model *a, const dtrain_safetensors_model *b, char sign)
 {
     int result = GOOD;
@@ -380,11 +362,11 @@ static int diff(const dtrain_safetensors_model *a, const char *path)
     dtrain_status status = dtrain_safetensors_model_open(&b, path, NULL);
     if (status != DTRAIN_OK) {
         complain(status);
-        return FAILED; /* 1 is for what differs */
+        return FAILED; /* BAD stands for a difference */
     }
     int result =
         diff_metadata(a, b, '-') | diff_metadata(b, a, '+') | diff_missing(a, b, '-') | diff_missing(b, a, '+');
-    progress_total = model_bytes(a);
+    count_bytes("compared", model_bytes(a));
     for (size_t i = 0; i < dtrain_safetensors_model_count(a) && (result & FAILED) == 0; i++) {
         dtrain_safetensors *a_file, *b_file;
         const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(a, i, &a_file);
@@ -400,7 +382,7 @@ static int diff(const dtrain_safetensors_model *a, const char *path)
 
 /* ---- verify, export ---- */
 
-/* Whether a path is a directory that holds no model. */
+/* Returns whether a path is a directory without a model. */
 static int is_checkpoint(const char *path)
 {
     int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -411,7 +393,7 @@ static int is_checkpoint(const char *path)
     return is;
 }
 
-/* Whether a directory is a checkpoint of PyTorch's torch.distributed.checkpoint. */
+/* Returns whether a path is a checkpoint of PyTorch's torch.distributed.checkpoint. */
 static int is_torch_checkpoint(const char *path)
 {
     int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -439,10 +421,12 @@ static int verify_checkpoint(const char *path)
         return FAILED;
     }
     dtrain__export all;
+    uint64_t bytes = 0;
     dtrain_status status = dtrain__export_begin(&all, path);
     for (size_t i = 0; status == DTRAIN_OK && i < all.index.file_count; i++)
-        progress_total += all.index.files[i].data.data_bytes;
-    all.tell = progress;
+        bytes += all.index.files[i].data.data_bytes;
+    count_bytes("verified", bytes);
+    all.tell = add_bytes;
     for (size_t file = 0; status == DTRAIN_OK && file < all.index.file_count; file++)
         status = dtrain__export_check_file(&all, file);
     dtrain__export_end(&all);
@@ -477,8 +461,9 @@ static int verify(int count, char **paths)
 
 static int export_checkpoint(const options *given, int argc, char **argv)
 {
+    uint64_t bytes = 0;
     if (argc != 2)
-        return misused("export takes a checkpoint and a file");
+        return misused("export", "a CHECKPOINT and a FILE are expected");
     if (is_torch_checkpoint(argv[0])) {
         advise_torch(argv[0]);
         return FAILED;
@@ -488,8 +473,9 @@ static int export_checkpoint(const options *given, int argc, char **argv)
     if (status == DTRAIN_OK)
         status = dtrain__export_list(&all, given->optimizer);
     if (status == DTRAIN_OK)
-        status = dtrain_safetensors_size(&progress_total, all.sources, all.count, NULL);
-    all.tell = progress;
+        status = dtrain_safetensors_size(&bytes, all.sources, all.count, NULL);
+    count_bytes("wrote", bytes);
+    all.tell = add_bytes;
     if (status == DTRAIN_OK)
         status = dtrain_safetensors_save(argv[1], all.sources, all.count, NULL);
     dtrain__export_end(&all);
@@ -504,13 +490,13 @@ typedef struct passage {
     dtrain_safetensors *file;
     const dtrain_safetensors_tensor *tensor;
     dtrain_dtype dtype;
-    int saturate; /* what is too large for 8 bits becomes the largest number that they have */
+    int saturate; /* a value too large for 8 bits becomes the largest that they can hold */
 } passage;
 
-/* Converts elements begin and on with saturation, chunk by chunk. */
+/* Converts count elements from begin on with saturation, chunk by chunk. */
 static dtrain_status pass_saturated(const passage *p, size_t begin, unsigned char *out, size_t count)
 {
-    double chunk[512]; /* of the widest dtype */
+    double chunk[512]; /* fits any dtype */
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0, n; i < count && status == DTRAIN_OK; i += n) {
         n = count - i < 512 ? count - i : 512;
@@ -525,15 +511,15 @@ static dtrain_status pass(void *user, uint64_t offset, void *out, size_t bytes)
 {
     const passage *p = (const passage *)user;
     unsigned bits = dtrain_dtype_bits(p->dtype);
-    progress(bytes);
+    add_bytes(bytes);
     if (p->saturate)
         return pass_saturated(p, (size_t)offset, (unsigned char *)out, bytes);
     return dtrain_safetensors_read(p->file, p->tensor, (size_t)(offset * 8 / bits), bytes * 8 / bits, out,
                                          p->dtype);
 }
 
-/* Writes all tensors of a model to a file, or to a directory of files of `most` bytes; dtype 0 leaves them as they are.
- */
+/* Writes all tensors of a model to a file, or with most > 0 to a directory of files of `most` bytes. dtype 0 keeps the
+ * tensors' dtypes. */
 static int rewrite(const dtrain_safetensors_model *model, const char *path, uint64_t most, dtrain_dtype dtype,
                    int saturate)
 {
@@ -543,6 +529,7 @@ static int rewrite(const dtrain_safetensors_model *model, const char *path, uint
     dtrain_safetensors_write_desc desc = {pairs > 0 ? dtrain_safetensors_model_metadata(model, 0) : NULL, pairs, 0,
                                           NULL};
     dtrain_status status = DTRAIN_ERR_MEMORY;
+    uint64_t bytes = 0;
     if (passages == NULL || sources == NULL) {
         fprintf(stderr, "safetensors: no memory for %zu tensors\n", count);
     } else {
@@ -558,8 +545,9 @@ static int rewrite(const dtrain_safetensors_model *model, const char *path, uint
             sources[i].shape = p->tensor->shape;
             sources[i].fill = pass;
             sources[i].user = p;
-            progress_total += (uint64_t)p->tensor->count * dtrain_dtype_bits(p->dtype) / 8;
+            bytes += (uint64_t)p->tensor->count * dtrain_dtype_bits(p->dtype) / 8;
         }
+        count_bytes("wrote", bytes);
         status = most > 0 ? dtrain_safetensors_model_save(path, sources, count, most, &desc)
                           : dtrain_safetensors_save(path, sources, count, &desc);
         progress_end();
@@ -571,18 +559,20 @@ static int rewrite(const dtrain_safetensors_model *model, const char *path, uint
     return status == DTRAIN_OK ? GOOD : FAILED;
 }
 
-/* Reads a size: 1000, 5GB, 512MiB. */
+/* Reads a size such as 1000, 5GB or 512MiB; returns 0 for any other text. */
 static int size_of(const char *text, uint64_t *bytes)
 {
     static const char *const units[] = {"", "B", "kB", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"};
     static const uint64_t factors[] = {1,    1,       1000,       1000,          1000000, 1000000000, 1000000000000u,
                                        1024, 1048576, 1073741824, 1099511627776u};
-    char *end;
-    unsigned long long value = strtoull(text, &end, 10);
+    const char *end;
+    uint64_t value;
+    if (!tool_digits(text, &end, &value))
+        return 0;
     for (size_t i = 0; i < sizeof units / sizeof units[0]; i++)
         if (strcmp(end, units[i]) == 0) {
-            *bytes = (uint64_t)value * factors[i];
-            return isdigit((unsigned char)text[0]) && value > 0 && value <= UINT64_MAX / factors[i];
+            *bytes = value * factors[i];
+            return value > 0 && value <= UINT64_MAX / factors[i];
         }
     return 0;
 }
@@ -596,69 +586,76 @@ static int dtype_of(const char *text, dtrain_dtype *dtype)
            is_float(*dtype);
 }
 
-/* Remembers whose option was given: one that a command would pass over is a mistake. */
-static void take(options *given, const char *command)
+/* Takes one flag of argv[0]; *used is how many arguments it is. Returns GOOD, or FAILED after an error text. */
+static int take_flag(options *given, char **argv, int *used)
 {
-    given->mixed |= given->command != NULL && strcmp(given->command, command) != 0;
-    given->command = command;
+    static const struct {
+        const char *name, *command, *value; /* the values that are expected; NULL: it has none */
+    } flags[] = {{"--size", "split", "a size such as 5GB or 512MiB is expected"},
+                 {"--dtype", "convert", "f64, f32, f16, bf16, f8_e4m3 or f8_e5m2 is expected"},
+                 {"--saturate", "convert", NULL},
+                 {"--optimizer", "export", NULL}};
+    size_t at = 0, count = sizeof flags / sizeof flags[0];
+    const char *value = NULL;
+    while (at < count && strcmp(argv[0], flags[at].name) != 0)
+        at++;
+    if (at == count)
+        return tool_wrong("safetensors", argv[0], NULL, "there is no such flag");
+    if (given->command != NULL && strcmp(given->command, flags[at].command) != 0)
+        return tool_wrong("safetensors", argv[0], NULL, "it is a flag of %s, and %s one of %s", flags[at].command,
+                          given->flag, given->command);
+    given->flag = flags[at].name;
+    given->command = flags[at].command;
+    value = flags[at].value != NULL ? argv[1] : NULL;
+    *used = flags[at].value != NULL ? 2 : 1;
+    given->saturate |= at == 2;
+    given->optimizer |= at == 3;
+    if (flags[at].value != NULL &&
+        (value == NULL || !(at == 0 ? size_of(value, &given->size) : dtype_of(value, &given->dtype))))
+        return tool_wrong("safetensors", argv[0], value, "%s", flags[at].value);
+    return GOOD;
 }
 
-/* Takes the options out of the arguments; NULL, or what is wrong with them. */
-static const char *take_options(options *given, int *argc, char **argv)
+/* Takes the flags out of the arguments; returns GOOD, or FAILED after an error text. */
+static int take_flags(options *given, int *argc, char **argv)
 {
-    int kept = 0, plain = 0;
-    for (int i = 0; i < *argc; i++) {
-        const char *value = i + 1 < *argc ? argv[i + 1] : "";
-        if (plain || strncmp(argv[i], "--", 2) != 0) {
+    int kept = 0, plain = 0, used;
+    for (int i = 0; i < *argc; i += used) {
+        used = 1;
+        if (plain || strncmp(argv[i], "--", 2) != 0)
             argv[kept++] = argv[i];
-        } else if (strcmp(argv[i], "--") == 0) {
+        else if (strcmp(argv[i], "--") == 0)
             plain = 1;
-        } else if (strcmp(argv[i], "--optimizer") == 0) {
-            given->optimizer = 1;
-            take(given, "export");
-        } else if (strcmp(argv[i], "--saturate") == 0) {
-            given->saturate = 1;
-            take(given, "convert");
-        } else if (strcmp(argv[i], "--size") == 0) {
-            if (!size_of(value, &given->size))
-                return "--size is followed by a size as 5GB or 512MiB";
-            take(given, "split");
-            i++;
-        } else if (strcmp(argv[i], "--dtype") == 0) {
-            if (!dtype_of(value, &given->dtype))
-                return "--dtype is followed by one of f64, f32, f16, bf16, f8_e4m3 and f8_e5m2";
-            take(given, "convert");
-            i++;
-        } else {
-            return "there is no such option";
-        }
+        else if (take_flag(given, argv + i, &used) != GOOD)
+            return FAILED;
     }
     *argc = kept;
-    return NULL;
+    return GOOD;
 }
 
-/* Runs a command on an open model; arguments are those after its path. */
+/* Runs a command on an open model; argv holds the arguments after the model's path. */
 static int run(const char *command, const options *given, const dtrain_safetensors_model *model, int argc, char **argv)
 {
     if (strcmp(command, "ls") == 0)
-        return argc == 0 ? list(model) : misused("ls takes one path");
+        return argc == 0 ? list(model) : misused("ls", "one PATH is expected");
     if (strcmp(command, "cat") == 0)
-        return argc >= 1 && argc <= 3 ? cat(model, argc, argv) : misused("cat takes a path and a name");
+        return argc >= 1 && argc <= 3 ? cat(model, argc, argv) : misused("cat", "a PATH, a NAME and perhaps BEGIN and COUNT are expected");
     if (strcmp(command, "diff") == 0)
-        return argc == 1 ? diff(model, argv[0]) : misused("diff takes two paths");
+        return argc == 1 ? diff(model, argv[0]) : misused("diff", "two paths are expected");
     if (strcmp(command, "merge") == 0)
-        return argc == 1 ? rewrite(model, argv[0], 0, (dtrain_dtype)0, 0) : misused("merge takes a model and a file");
+        return argc == 1 ? rewrite(model, argv[0], 0, (dtrain_dtype)0, 0)
+                         : misused("merge", "a MODEL and a FILE are expected");
     if (strcmp(command, "split") == 0)
         return argc == 1 ? rewrite(model, argv[0], given->size, (dtrain_dtype)0, 0)
-                         : misused("split takes a path and a directory");
+                         : misused("split", "a PATH and a DIRECTORY are expected");
     if (argc != 1 || (int)given->dtype == 0)
-        return misused("convert takes a path, a file and a --dtype");
+        return misused("convert", "a PATH, a FILE and --dtype are expected");
     if (given->saturate && given->dtype != DTRAIN_F8_E4M3 && given->dtype != DTRAIN_F8_E5M2)
-        return misused("--saturate is for --dtype f8_e4m3 and f8_e5m2");
+        return misused("--saturate", "it needs --dtype f8_e4m3 or f8_e5m2");
     return rewrite(model, argv[0], 0, given->dtype, given->saturate);
 }
 
-/* Opens what a command reads and runs it; arguments are those after the command. */
+/* Opens the model that a command reads and runs the command; argv holds the arguments after the command. */
 static int open_and_run(const char *command, const options *given, int argc, char **argv)
 {
     dtrain_safetensors_model *model;
@@ -668,7 +665,8 @@ static int open_and_run(const char *command, const options *given, int argc, cha
         if (is_torch_checkpoint(argv[0]))
             advise_torch(argv[0]);
         else if (is_checkpoint(argv[0]))
-            fprintf(stderr, "safetensors: of a checkpoint, \"safetensors export\" makes a file first\n");
+            fprintf(stderr, "safetensors: %s may be a checkpoint: \"safetensors export\" makes a file of it first\n",
+                    argv[0]);
         return strcmp(command, "diff") == 0 ? FAILED : result;
     }
     int result = run(command, given, model, argc - 1, argv + 1);
@@ -679,21 +677,22 @@ static int open_and_run(const char *command, const options *given, int argc, cha
 int main(int argc, char **argv)
 {
     static const char *const commands[] = {"ls", "cat", "diff", "merge", "split", "convert", "verify", "export"};
-    options given = {5000000000u, (dtrain_dtype)0, 0, 0, NULL, 0};
+    options given = {5000000000u, (dtrain_dtype)0, 0, 0, NULL, NULL};
     int known = 0, result;
     if (argc == 2 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0))
-        return fputs(usage_text, stdout) < 0 || fflush(stdout) != 0 ? FAILED : GOOD;
+        return tool_help(help_text);
     argc--;
     argv++;
-    const char *wrong = take_options(&given, &argc, argv);
-    if (wrong != NULL)
-        return misused(wrong);
+    if (take_flags(&given, &argc, argv) != GOOD)
+        return FAILED;
     for (size_t i = 0; i < sizeof commands / sizeof commands[0] && argc > 0; i++)
         known |= strcmp(argv[0], commands[i]) == 0;
-    if (!known || argc < 2)
-        return misused(argc == 0 ? "no command" : !known ? "there is no such command" : "no path");
-    if (given.command != NULL && (given.mixed || strcmp(argv[0], given.command) != 0))
-        return misused("--size is for split, --dtype and --saturate for convert, --optimizer for export");
+    if (argc == 0 || !known)
+        return misused(argc == 0 ? "COMMAND" : argv[0], argc == 0 ? "a command is expected" : "there is no such command");
+    if (argc < 2)
+        return misused(argv[0], "a path is expected");
+    if (given.command != NULL && strcmp(argv[0], given.command) != 0)
+        return tool_wrong("safetensors", given.flag, NULL, "it is a flag of %s, not of %s", given.command, argv[0]);
     if (strcmp(argv[0], "verify") == 0)
         result = verify(argc - 1, argv + 1);
     else if (strcmp(argv[0], "export") == 0)

@@ -151,7 +151,17 @@ refused "a file twice" "of rank 0, as is $one" "$one" "$one"
 sed 's/"world_size":3/"world_size":4/; s/"rank":0/"rank":3/' "$one" >"$dir/bad"
 refused "another world size" "of 4 ranks, and $one of 3" "$one" "$dir/bad"
 refused "a merged file that cannot be written" "nowhere/m: No such file" -o "$dir/nowhere/m" "$one"
-refused "no arguments" "usage:"
+misused() { # text that the error must have, arguments: status 2, one line that points to --help
+    text=$1
+    shift
+    "$dir/checked" "$@" >"$dir/out" 2>"$dir/err"
+    [ $? -eq 2 ] && [ ! -s "$dir/out" ] && [ "$(cat "$dir/err")" = "dtrace: $text; see dtrace --help" ]
+    verdict "dtrace $*: the error should say \"$text\"" $? "$dir/err"
+}
+misused "RANK0.json: a trace for each rank is expected"
+misused "RANK0.json: a trace for each rank is expected" -o "$dir/m"
+misused "-o: the name of a file is expected after it" -o
+misused "-x: there is no such flag" -x "$one"
 
 bytes=$(wc -c <"$one")
 bad=0

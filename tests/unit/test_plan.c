@@ -478,20 +478,26 @@ static int parse(plan_options *options, const char *flags, char *why, size_t siz
 TEST(bad_flags_are_refused_with_what_would_fit)
 {
     static const char *const cases[][2] = {
-        {"--heads 5", "flag --heads 5: does not divide --width 128; 1, 2, 4, 8, 16, 32, 64 or 128 would fit"},
+        {"--heads 5", "--heads 5: --width 128 is not a multiple of it; 1, 2, 4, 8, 16, 32, 64 or 128 would fit"},
         {"--sequences 12 --micro 8",
-         "flag --micro 8: --sequences 12 are not so many equal micro-batches; 1, 2, 3, 4, 6 or 12 would fit"},
-        {"--micro 0", "flag --micro 0: needs a whole number from 1 to 4096"},
-        {"--sequences 1000000 --micro 2", "in 2 micro-batches of 500000 each, where 65536 are the most of train_gpt"},
-        {"--chunks 17", "flag --chunks 17: needs a whole number from 2 to 16"},
-        {"--ranks 2.5", "flag --ranks 2.5: needs a whole number from 1 to 1024"},
-        {"--ranks", "flag --ranks: needs a value, a whole number from 1 to 1024"},
-        {"--layers nan", "flag --layers nan: needs a whole number"},
-        {"--bandwidth -1", "flag --bandwidth -1: needs a number from 1e-06 to 1e+06"},
-        {"--memory 16GB", "flag --memory 16GB: needs a number from"},
-        {"--rank 4", "flag --rank: is unknown; --help lists them"},
-        {"8", "flag 8: is unknown; --help lists them"},
-        {"--csv", "flag --csv: needs the name of a file"}};
+         "--micro 8: --sequences 12 is not a multiple of it; 1, 2, 3, 4, 6 or 12 would fit"},
+        {"--micro 0", "--micro 0: a whole number from 1 to 4096 is expected"},
+        {"--sequences 1000000 --micro 2",
+         "--sequences 1000000: a micro-batch has 500000 of them, and train_gpt takes at most 65536"},
+        {"--chunks 17", "--chunks 17: a whole number from 2 to 16 is expected"},
+        {"--ranks 2.5", "--ranks 2.5: a whole number from 1 to 1024 is expected"},
+        {"--ranks 12x", "--ranks 12x: a whole number from 1 to 1024 is expected"},
+        {"--ranks 99999999999999999999", "--ranks 99999999999999999999: a whole number"},
+        {"--vocab 10000001", "--vocab 10000001: a whole number from 1 to 10000000 is expected"},
+        {"--ranks", "--ranks: a whole number from 1 to 1024 is expected"},
+        {"--layers nan", "--layers nan: a whole number"},
+        {"--bandwidth -1", "--bandwidth -1: a number from 1e-06 to 1000000 is expected"},
+        {"--bandwidth 0x1", "--bandwidth 0x1: a number from"},
+        {"--rate 1e", "--rate 1e: a number from 0.001 to 1000000000 is expected"},
+        {"--memory 16GB", "--memory 16GB: a number from"},
+        {"--rank 4", "--rank: there is no such flag"},
+        {"8", "8: there is no such flag"},
+        {"--csv", "--csv: the name of a file is expected after it"}};
     plan_options options;
     char why[400];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
