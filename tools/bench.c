@@ -48,7 +48,9 @@ static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, si
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "tool.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <string.h>
@@ -378,7 +380,8 @@ static float *bench_memory(size_t bytes, int huge)
     size_t align = (size_t)2 << 20, whole = (bytes + align - 1) / align * align;
     void *memory = NULL;
     if (posix_memalign(&memory, huge ? align : 4096, whole > 0 ? whole : align) != 0) {
-        fprintf(stderr, "bench: no memory for %zu bytes\n", bytes);
+        progress_clear();
+        fprintf(stderr, "bench: no memory for %zu bytes; use a smaller bytes=N\n", bytes);
         exit(1);
     }
 #ifdef MADV_HUGEPAGE
@@ -401,6 +404,25 @@ static double bench_median(const double *values, int n)
     memcpy(sorted, values, (size_t)n * sizeof(double));
     qsort(sorted, (size_t)n, sizeof(double), bench_compare);
     return n % 2 ? sorted[n / 2] : (sorted[n / 2 - 1] + sorted[n / 2]) / 2;
+}
+
+/* Ends the program after a call of the system that failed. */
+static void bench_fail(const char *what)
+{
+    progress_clear();
+    fprintf(stderr, "bench: %s: %s\n", what, strerror(errno));
+    exit(1);
+}
+
+/* Draws the progress line before run `run` of `runs`; runs below 0 warm up. Rank 0 calls it between timed runs. */
+static void bench_progress(const bench *b, const char *phase, int run, int runs)
+{
+    if (run <= 0)
+        progress_begin("bench", 0);
+    if (run < 0)
+        progress_show(0, 0, "%s%s, warm-up", bench_names[b->op], phase);
+    else
+        progress_show(run, runs, "%s%s, run %d of %d", bench_names[b->op], phase, run + 1, runs);
 }
 
 #include "bench_wire.h"
@@ -477,6 +499,7 @@ static void bench_verify(bench *b, dtrain_comm *world)
     else
         DTRAIN_CHECK(bench_call(b, world));
     if (data[0] != expected || data[b->count / 2] != expected || data[b->count - 1] != expected) {
+        progress_clear();
         fprintf(stderr, "bench: %s gave a wrong sum\n", bench_names[b->op]);
         exit(1);
     }
@@ -494,8 +517,11 @@ static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
         DTRAIN_CHECK(dtrain_barrier(world));
         b->variant = variant;
         DTRAIN_CHECK(dtrain_barrier(world));
-        for (int run = 0; run < 3; run++)
+        for (int run = 0; run < 3; run++) {
+            if (dtrain_comm_rank(world) == 0)
+                bench_progress(b, ", choosing the limit", 3 * variant + run, 3 * variants);
             us[run] = bench_collective_run(b, world, 1, number);
+        }
         double middle = us[0] > us[1] ? (us[1] > us[2]   ? us[1]
                                          : us[0] < us[2] ? us[0]
                                                          : us[2])
@@ -539,12 +565,16 @@ static dtrain_status bench_rank(dtrain_comm *world, void *user)
     float *weights = b->op == DDP ? bench_memory(b->bytes, b->huge) : NULL;
     if (weights != NULL)
         bench_ddp_open(b, world, weights);
+    if (rank == 0)
+        bench_progress(b, "", -1, b->runs);
     bench_verify(b, world);
     memset(b->buffers[rank], 0, b->bytes); /* sums of zeros stay zeros however often they are repeated */
     bench_calibrate(b, world, 0, &number);
     bench_calibrate(b, world, 1, &number);
     bench_choose(b, world, &number);
     for (int run = 0; run < b->runs; run++) {
+        if (rank == 0)
+            bench_progress(b, "", run, b->runs);
         double us = bench_collective_run(b, world, 0, &number);
         DTRAIN_CHECK(dtrain_barrier(world));
         double limit_us = bench_collective_run(b, world, 1, &number);
@@ -561,6 +591,7 @@ static dtrain_status bench_rank(dtrain_comm *world, void *user)
 
 static void bench_print(const bench *b)
 {
+    progress_end();
     if (b->op == FSDP) {
         fsdp_print(b);
         return;
@@ -631,6 +662,7 @@ static int bench_processes(const bench *plan)
         else
             DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
         DTRAIN_CHECK(bench_rank(world, b));
+        progress_end();
         dtrain_comm_destroy(bench_plain);
         dtrain_comm_destroy(world);
         _exit(0);
@@ -652,12 +684,14 @@ static int bench_gemm(bench *b)
         x[i] = dtrain_random_uniform(2, i) - 0.5f;
     }
     for (int run = -1; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         int64_t begin = bench_now_ns();
         dtrain_sgemm(0, 0, n, n, n, 1, a, n, x, n, 0, c, n);
         if (run >= 0)
             b->us[run] = (double)(bench_now_ns() - begin) * 1e-3;
     }
     us = bench_median(b->us, b->runs);
+    progress_end();
     printf("op=gemm transport=none ranks=1 bytes=%zu huge=%d us=%.1f size=%zu isa=%s GFLOPs=%.1f\n", 3 * bytes, b->huge,
            us, n, dtrain_isa_name(), 2.0 * (double)n * (double)n * (double)n * 1e-3 / us);
     free(a);
@@ -677,6 +711,7 @@ static int bench_adam_run(bench *b)
     for (size_t i = 0; i < b->count; i++)
         mine[0][i] = bare[0][i] = mine[1][i] = bare[1][i] = dtrain_random_uniform(3, i) - 0.5f;
     for (int run = -1; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         double step = run + 2, power1 = 1, power2 = 1;
         for (int k = 0; k < run + 2; k++) {
             power1 *= 0.9;
@@ -710,30 +745,26 @@ static int bench_adam_run(bench *b)
 #include "bench_pipeline.h"
 #include "bench_keys.h"
 
-static int bench_complain(const char *what, const char *why)
-{
-    fprintf(stderr, "bench: %s: %s; see the top of tools/bench.c\n", what, why);
-    return 1;
-}
-
 int main(int argc, char **argv)
 {
     static bench b;
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     int op = 0;
     if (argc < 2)
-        return bench_complain("no operation", "usage: bench OP key=value ...");
+        return tool_wrong("bench", "OPERATION", NULL, "an operation is expected");
+    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)
+        return tool_help(bench_help);
     while (op < BENCH_OPS && strcmp(argv[1], bench_names[op]) != 0)
         op++;
     if (op == BENCH_OPS)
-        return bench_complain(argv[1], "is no operation");
+        return tool_wrong("bench", argv[1], NULL, "there is no such operation");
     b.op = (bench_op)op;
     bench_defaults(&b);
     for (int i = 2; i < argc; i++)
-        if (!bench_key(&b, argv[i]))
-            return bench_complain(argv[i], "is unknown or out of range");
+        if (bench_key(&b, argv[i]) != 0)
+            return TOOL_WRONG;
     if (b.transport == SLOW && op != FSDP)
-        return bench_complain("transport=slow", "is for fsdp");
+        return tool_wrong("bench", "transport=slow", NULL, "only fsdp has it");
     b.bytes = op == BARRIER || op == FSDP || op == TP_OVERLAP ? 0 : b.bytes / sizeof(float) * sizeof(float);
     b.count = b.bytes / sizeof(float);
     b.threads = processors > 0 && processors < b.ranks ? (int)processors : b.ranks;

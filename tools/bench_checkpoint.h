@@ -51,6 +51,7 @@ static void checkpoint_begin(checkpoint_bench *c, bench *b, const char *path)
 static void checkpoint_stall(checkpoint_bench *c, bench *b)
 {
     for (int run = 0; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         int64_t begin = bench_now_ns(), middle;
         memcpy(c->copy, c->data, b->bytes);
         middle = bench_now_ns();
@@ -69,20 +70,21 @@ static void checkpoint_read_bare(checkpoint_bench *c, bench *b, const char *path
     snprintf(command, sizeof command, "ls %s/step-*/rank-*.safetensors | grep -v hashes", path);
     FILE *pipe = popen(command, "r");
     if (pipe == NULL || fgets(file, sizeof file, pipe) == NULL)
-        files_fail("finding the checkpoint's file");
+        bench_fail("finding the checkpoint's file");
     pclose(pipe);
     file[strcspn(file, "\n")] = 0;
     int fd = open(file, O_RDONLY);
     size_t left = b->bytes;
     for (ssize_t n; left > 0; left -= (size_t)n)
         if ((n = read(fd, (char *)c->data + (b->bytes - left), left)) <= 0)
-            files_fail("reading the checkpoint's file");
+            bench_fail("reading the checkpoint's file");
     close(fd);
 }
 
 static void checkpoint_reload(checkpoint_bench *c, bench *b, const char *path)
 {
     for (int run = 0; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         int64_t begin = bench_now_ns(), middle;
         checkpoint_read_bare(c, b, path);
         middle = bench_now_ns();
@@ -98,7 +100,7 @@ static int checkpoint_run(bench *b)
     const char *path = files_path("checkpoint");
     char command[600];
     if (c == NULL)
-        files_fail("memory");
+        bench_fail("memory");
     checkpoint_begin(c, b, path);
     if (b->op == SAVE_ASYNC)
         checkpoint_stall(c, b);
@@ -107,7 +109,7 @@ static int checkpoint_run(bench *b)
     dtrain_checkpoint_destroy(c->ckpt);
     snprintf(command, sizeof command, "rm -rf '%s'", path);
     if (system(command) != 0)
-        files_fail("removing the checkpoint");
+        bench_fail("removing the checkpoint");
     free(c->data);
     free(c->copy);
     free(c);

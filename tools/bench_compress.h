@@ -58,6 +58,7 @@ static int compress_alone(bench *b)
         x[i] = dtrain_random_normal(1, i);
     DTRAIN_CHECK(dtrain_device_select(NULL, selection, x, NULL, indices, values));
     for (int run = -1; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         int64_t begin = bench_now_ns();
         switch (b->op) {
         case TOPK: DTRAIN_CHECK(dtrain_device_select(NULL, selection, x, NULL, indices, values)); break;
@@ -100,6 +101,8 @@ static void compress_rank(dtrain_comm *world, bench *b)
     for (size_t i = 0; i < b->count; i++)
         grad[i] = dtrain_random_normal((uint64_t)rank, i);
     for (int run = -1; run < b->runs; run++) {
+        if (rank == 0)
+            bench_progress(b, "", run, b->runs);
         DTRAIN_CHECK(dtrain_barrier(world));
         int64_t begin = bench_now_ns();
         DTRAIN_CHECK(dtrain_compressed_all_reduce(compressed, grad, out, DTRAIN_SUM));

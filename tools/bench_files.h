@@ -3,17 +3,10 @@
  */
 #ifndef BENCH_FILES_H
 #define BENCH_FILES_H
-#include <errno.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 
 #define FILES_TENSORS 64 /* of the file that is read or saved whole */
-
-static void files_fail(const char *what)
-{
-    fprintf(stderr, "bench: %s: %s\n", what, strerror(errno));
-    exit(1);
-}
 
 static const char *files_path(const char *name)
 {
@@ -51,7 +44,7 @@ static dtrain_status files_header(void *user, const void *data, size_t bytes)
             head->left += (uint64_t)first[i] << (8 * i);
     }
     if (write(head->fd, data, bytes) != (ssize_t)bytes)
-        files_fail("writing a header");
+        bench_fail("writing a header");
     head->left -= bytes;
     return head->left > 0 ? DTRAIN_OK : DTRAIN_ERR_ABORTED;
 }
@@ -64,7 +57,7 @@ static void files_sparse(const char *path, size_t count, size_t elements)
     files_head head = {open(path, O_RDWR | O_CREAT | O_TRUNC, 0600), 0};
     uint64_t bytes;
     if (sources == NULL || names == NULL || head.fd < 0)
-        files_fail(path);
+        bench_fail(path);
     for (size_t i = 0; i < count; i++) {
         snprintf(names[i], sizeof names[i], "model.layers.%zu.mlp.weight", i);
         sources[i].name = names[i];
@@ -76,7 +69,7 @@ static void files_sparse(const char *path, size_t count, size_t elements)
     DTRAIN_IGNORE(dtrain_safetensors_write(files_header, &head, sources, count, NULL));
     DTRAIN_CHECK(dtrain_safetensors_size(&bytes, sources, count, NULL));
     if (ftruncate(head.fd, (off_t)bytes) != 0)
-        files_fail("making a sparse file");
+        bench_fail("making a sparse file");
     close(head.fd);
     free(names);
     free(sources);
@@ -90,6 +83,7 @@ static void files_open(bench *b, double limit_us)
     float *out = bench_memory(elements * sizeof(float), 0);
     files_sparse(path, b->size, elements);
     for (int run = -1; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         dtrain_safetensors *file;
         float first;
         int64_t begin = bench_now_ns();
@@ -133,6 +127,7 @@ static void files_read(bench *b, files_table *table, unsigned char *data, const 
     dtrain_safetensors_write_desc desc = {NULL, 0, 1, NULL};
     DTRAIN_CHECK(dtrain_safetensors_save(path, table->sources, FILES_TENSORS, &desc));
     for (int run = -2; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         dtrain_safetensors *file;
         int64_t begin = bench_now_ns(), middle;
         DTRAIN_CHECK(dtrain_safetensors_open(&file, path, NULL));
@@ -144,10 +139,10 @@ static void files_read(bench *b, files_table *table, unsigned char *data, const 
         middle = bench_now_ns();
         int fd = open(path, O_RDONLY);
         if (fd < 0 || lseek(fd, first, SEEK_SET) != first)
-            files_fail(path);
+            bench_fail(path);
         for (size_t i = 0; i < FILES_TENSORS; i++)
             if (read(fd, data + i * table->bytes, table->bytes) != (ssize_t)table->bytes)
-                files_fail("read");
+                bench_fail("read");
         close(fd);
         if (run >= 0) {
             b->us[run] = (double)(middle - begin) * 1e-3;
@@ -160,6 +155,7 @@ static void files_read(bench *b, files_table *table, unsigned char *data, const 
 static void files_save(bench *b, files_table *table, const unsigned char *data, const char *path)
 {
     for (int run = -1; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         int64_t begin = bench_now_ns(), middle;
         DTRAIN_CHECK(dtrain_safetensors_save(path, table->sources, FILES_TENSORS, NULL));
         middle = bench_now_ns();
@@ -167,12 +163,12 @@ static void files_save(bench *b, files_table *table, const unsigned char *data, 
         int64_t again = bench_now_ns();
         int fd = open(path, O_WRONLY | O_CREAT | O_EXCL, 0600);
         if (fd < 0)
-            files_fail(path);
+            bench_fail(path);
         for (size_t i = 0; i < FILES_TENSORS; i++)
             if (write(fd, data + i * table->bytes, table->bytes) != (ssize_t)table->bytes)
-                files_fail("write");
+                bench_fail("write");
         if (fsync(fd) != 0 || close(fd) != 0)
-            files_fail("fsync");
+            bench_fail("fsync");
         if (run >= 0) {
             b->us[run] = (double)(middle - begin) * 1e-3;
             b->limit_us[run] = (double)(bench_now_ns() - again) * 1e-3;
@@ -186,9 +182,10 @@ static void files_load(bench *b)
 {
     const char *path = getenv("BENCH_FILE");
     if (path == NULL)
-        path = "BENCH_FILE, which is not set";
+        exit(tool_wrong("bench", "file_load", NULL, "BENCH_FILE in the environment must name a safetensors file"));
     b->bytes = 0;
     for (int run = 0; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         dtrain_safetensors *file;
         int64_t begin = bench_now_ns();
         DTRAIN_CHECK(dtrain_safetensors_open(&file, path, NULL));
@@ -221,7 +218,7 @@ static int files_run(bench *b)
         unsigned char *data = (unsigned char *)bench_memory(b->bytes, b->huge);
         const char *path = files_path("whole");
         if (table == NULL)
-            files_fail("memory");
+            bench_fail("memory");
         files_make_table(b, table, data);
         if (b->op == FILE_READ)
             files_read(b, table, data, path);

@@ -159,6 +159,8 @@ static double fsdp_communication(bench *b, dtrain_comm *world, fsdp_model *model
     float *data = bench_memory(elements * sizeof(float), 0);
     for (int run = -1; run < b->runs; run++) {
         int64_t before = dtrain_fsdp_get_stats(model->fsdp).communicated_ns;
+        if (dtrain_comm_rank(world) == 0)
+            bench_progress(b, ", communication alone", run, b->runs);
         DTRAIN_CHECK(dtrain_barrier(world));
         int64_t begin = bench_now_ns();
         for (size_t l = 0; l < b->layers && b->transport != SLOW; l++)
@@ -182,6 +184,8 @@ static uint64_t fsdp_calibrate(const bench *b, dtrain_comm *world, double us)
 {
     double per[BENCH_RUNS], turns;
     for (int run = -1; run < b->runs; run++) {
+        if (dtrain_comm_rank(world) == 0)
+            bench_progress(b, ", computation alone", run, b->runs);
         DTRAIN_CHECK(dtrain_barrier(world));
         int64_t begin = bench_now_ns();
         fsdp_spin(3000000, b->sleep);
@@ -212,6 +216,8 @@ static dtrain_status fsdp_rank(dtrain_comm *world, bench *b)
     for (int run = 0; run < b->runs; run++)
         for (int i = 0; i < FSDP_OBJECTS; i++) {
             int kind = (run + i) % FSDP_OBJECTS;
+            if (rank == 0 && i == 0)
+                bench_progress(b, "", run, b->runs);
             double us = fsdp_time(b, world, &models[kind], turns, &processors);
             if (rank == 0) {
                 b->step_us[kind][run] = us;
@@ -248,6 +254,7 @@ static void fsdp_print(const bench *b)
         cpu_of_ddp[i] = b->step_cpu[FSDP_IT][i] / b->step_cpu[FSDP_DDP][i];
         cpu_pages[i] = 1.0 - b->step_cpu[FSDP_PLAIN][i] / b->step_cpu[FSDP_IT][i];
     }
+    progress_end();
     printf("op=fsdp transport=%s ranks=%d bytes=%zu strategy=%s work=%zu us=%.0f ddp_us=%.0f comm_us=%.0f of_ddp=%.3f "
            "of_ddp_least=%.3f cpu_of_ddp=%.3f hidden=%.3f pages=%.3f pages_least=%.3f cpu_pages=%.3f\n",
            bench_transports[b->transport], b->ranks, b->bytes, fsdp_strategy_names[b->strategy], b->work,

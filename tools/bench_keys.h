@@ -1,8 +1,34 @@
-/* What tools/bench.c does where its command line says nothing else, and reading its key=value. */
+/* The command line of tools/bench.c: its help, the defaults of each operation, and reading key=value. */
 #ifndef BENCH_KEYS_H
 #define BENCH_KEYS_H
 
-/* What an operation has where no key says otherwise. */
+static const char bench_help[] =
+    "usage: bench OPERATION [key=value ...]\n"
+    "Times an operation against its limit, in turns, and prints the medians.\n"
+    "ranks        all_reduce reduce_scatter all_gather broadcast reduce all_to_all\n"
+    "             barrier fused ring ddp fsdp tp_overlap pipeline_bubble\n"
+    "one thread   gemm adamw seal topk topk_add sparse_add int8_pack int8_unpack\n"
+    "slow links   link_topk link_int8\n"
+    "files        file_open file_header file_read file_save file_load\n"
+    "checkpoints  save_async reload\n"
+    "  ranks=2 runs=11      1 to 64 ranks; 7 to 1001 runs\n"
+    "  bytes=N, count=N     a rank's buffer in bytes, or in floats; 1 MiB for most\n"
+    "  transport=threads    or processes: tcp, unix, sealed; fsdp also has slow\n"
+    "  algorithm=auto       a name that DTRAIN_ALGORITHM takes\n"
+    "  against=limit        or ring; chunk=262144 bytes of the ring under way at once\n"
+    "  pin=0 huge=0         1: one processor for each rank; 1: huge pages\n"
+    "  size=1024            gemm: rows, columns; file_open, file_header: tensors\n"
+    "  ratio=0.01           topk: share of the elements that is selected\n"
+    "  strategy=full        fsdp: or grad, ddp, hybrid; layers=8 width=512 steps=1\n"
+    "  work=100 sleep=0     fsdp: computation in % of communication; 1: it sleeps\n"
+    "  schedule=1f1b        pipeline_bubble: or gpipe, interleaved, zb_h1; micro=8\n"
+    "                       chunks=1; interleaved has 2\n"
+    "Files lie in $TMPDIR; file_load reads $BENCH_FILE. tools/bench.c says what the\n"
+    "figures mean. Exit status: 0; 1 for an error; 2 for a wrong command line.\n"
+    "  bench all_reduce transport=tcp ranks=4 bytes=67108864\n"
+    "  bench fsdp strategy=grad work=50\n";
+
+/* Sets what an operation has by default. */
 static void bench_defaults(bench *b)
 {
     bench_op op = b->op;
@@ -26,15 +52,7 @@ static void bench_defaults(bench *b)
     b->schedule = DTRAIN_PIPELINE_1F1B;
 }
 
-static int bench_number(const char *text, size_t least, size_t most, size_t *value)
-{
-    char *end;
-    unsigned long long number = strtoull(text, &end, 10);
-    *value = (size_t)number;
-    return end != text && *end == 0 && text[0] != '-' && number >= least && number <= most;
-}
-
-/* The place of a value among the names, or -1. */
+/* Returns the place of a value among names, or -1. */
 static int bench_among(const char *value, const char *const *names, int count)
 {
     for (int i = 0; i < count; i++)
@@ -43,38 +61,43 @@ static int bench_among(const char *value, const char *const *names, int count)
     return -1;
 }
 
-/* Takes the value of a key that is a name or a share; 0 when it is none that is known. */
-static int bench_word(bench *b, const char *key, const char *value)
+/* Takes the value of a key that is one of several names; returns what is expected, or NULL. */
+static const char *bench_word(bench *b, const char *key, const char *value)
 {
     static const char *const against[] = {"limit", "ring"};
-    char *end;
+    int at;
     if (strcmp(key, "transport") == 0)
-        return (b->transport = bench_among(value, bench_transports, SEALED + 1)) >= 0;
+        return (b->transport = bench_among(value, bench_transports, SEALED + 1)) >= 0
+                   ? NULL
+                   : "threads, tcp, unix, sealed or slow is expected";
     if (strcmp(key, "strategy") == 0)
-        return (b->strategy = bench_among(value, fsdp_strategy_names, 4)) >= 0;
+        return (b->strategy = bench_among(value, fsdp_strategy_names, 4)) >= 0
+                   ? NULL
+                   : "full, grad, ddp or hybrid is expected";
     if (strcmp(key, "against") == 0)
-        return (b->against_ring = bench_among(value, against, 2)) >= 0;
+        return (b->against_ring = bench_among(value, against, 2)) >= 0 ? NULL : "limit or ring is expected";
     if (strcmp(key, "algorithm") == 0)
-        return dtrain__plan_named(value, strlen(value), &b->algorithm);
-    if (strcmp(key, "schedule") == 0) {
-        int at = bench_among(value, pipeline_names, 4);
-        b->schedule = (dtrain_pipeline_schedule)(DTRAIN_PIPELINE_GPIPE + at);
-        return at >= 0;
-    }
-    b->ratio = strtod(value, &end);
-    return strcmp(key, "ratio") == 0 && end != value && *end == 0 && b->ratio > 0.0 && b->ratio <= 1.0;
+        return dtrain__plan_named(value, strlen(value), &b->algorithm) ? NULL
+                                                                       : "a name of DTRAIN_ALGORITHM is expected";
+    if (strcmp(key, "ratio") == 0)
+        return tool_real(value, 0, 1, &b->ratio) && b->ratio > 0 ? NULL : "a share above 0, and at most 1, is expected";
+    if (strcmp(key, "schedule") != 0)
+        return "there is no such key";
+    at = bench_among(value, pipeline_names, 4);
+    b->schedule = (dtrain_pipeline_schedule)(DTRAIN_PIPELINE_GPIPE + at);
+    return at >= 0 ? NULL : "gpipe, 1f1b, interleaved or zb_h1 is expected";
 }
 
-/* Reads one key=value; 0 when it is none that is known. */
+/* Reads one key=value; returns 0, or TOOL_WRONG after an error text. */
 static int bench_key(bench *b, const char *argument)
 {
-    const char *value = strchr(argument, '=');
-    size_t number;
+    const char *value = strchr(argument, '='), *why;
+    uint64_t number;
     char key[16];
     const struct {
         const char *name;
         size_t least, most;
-        int *small; /* where it goes: here, or there */
+        int *small; /* where the number goes; NULL: large */
         size_t *large, unit;
     } keys[] = {{"ranks", 1, BENCH_RANKS, &b->ranks, NULL, 1},
                 {"runs", 7, BENCH_RUNS, &b->runs, NULL, 1},
@@ -91,21 +114,24 @@ static int bench_key(bench *b, const char *argument)
                 {"sleep", 0, 1, &b->sleep, NULL, 1},
                 {"micro", 1, BENCH_RANKS, &b->micro, NULL, 1},
                 {"chunks", 0, PIPELINE_CHUNKS, &b->chunks, NULL, 1}};
-    if (value == NULL || value - argument >= (ptrdiff_t)sizeof key)
-        return 0;
-    snprintf(key, sizeof key, "%.*s", (int)(value++ - argument), argument);
+    if (value == NULL)
+        return tool_wrong("bench", argument, NULL, "key=value is expected");
+    snprintf(key, sizeof key, "%.*s", (int)(value - argument < 16 ? value - argument : 15), argument);
+    value++;
     for (size_t k = 0; k < sizeof keys / sizeof keys[0]; k++) {
         if (strcmp(key, keys[k].name) != 0)
             continue;
-        if (!bench_number(value, keys[k].least, keys[k].most, &number))
-            return 0;
+        if (!tool_whole(value, keys[k].least, keys[k].most, &number))
+            return tool_wrong("bench", argument, NULL, "a whole number from %zu to %zu is expected", keys[k].least,
+                              keys[k].most);
         if (keys[k].small != NULL)
             *keys[k].small = (int)number;
         else
-            *keys[k].large = number * keys[k].unit;
-        return 1;
+            *keys[k].large = (size_t)number * keys[k].unit;
+        return 0;
     }
-    return bench_word(b, key, value);
+    why = bench_word(b, key, value);
+    return why == NULL ? 0 : tool_wrong("bench", argument, NULL, "%s", why);
 }
 
 #endif

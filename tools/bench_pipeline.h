@@ -70,6 +70,8 @@ static dtrain_status pipeline_rank(dtrain_comm *world, void *user)
     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, world, &desc));
     DTRAIN_CHECK(dtrain_pipeline_agree(pipeline, inputs));
     for (int run = -1; run < b->runs; run++) {
+        if (dtrain_comm_rank(world) == 0)
+            bench_progress(b, "", run, b->runs);
         DTRAIN_CHECK(dtrain_barrier(world));
         DTRAIN_CHECK(dtrain_pipeline_step(pipeline, inputs, NULL));
         double bubble = dtrain_pipeline_get_stats(pipeline).bubble;
@@ -90,6 +92,7 @@ static int pipeline_run(bench *b)
     if (b->chunks == 0)
         b->chunks = b->schedule == DTRAIN_PIPELINE_INTERLEAVED ? 2 : 1;
     DTRAIN_CHECK(dtrain_run_threads(b->ranks, pipeline_rank, b, NULL));
+    progress_end();
     double measured = bench_median(b->us, b->runs), planned = b->limit_us[0];
     printf("op=pipeline_bubble schedule=%s ranks=%d micro=%d chunks=%d layer_us=%d runs=%d bubble=%.4f plan=%.4f "
            "of_plan=%.3f\n",

@@ -13,6 +13,7 @@ static int seal_alone(bench *b)
     static unsigned char record[DTRAIN__RECORD_BYTES];
     const dtrain__chacha_way *way = dtrain__chacha_choose(dtrain__isa());
     for (int run = -1; run < b->runs; run++) {
+        bench_progress(b, "", run, b->runs);
         int64_t begin = bench_now_ns();
         for (size_t at = 0, n; at < b->bytes; at += n) {
             n = b->bytes - at < sizeof record ? b->bytes - at : sizeof record;
@@ -27,6 +28,7 @@ static int seal_alone(bench *b)
             b->limit_us[run] = (double)(bench_now_ns() - middle) * 1e-3;
         }
     }
+    progress_end();
     double us = bench_median(b->us, b->runs), limit_us = bench_median(b->limit_us, b->runs);
     printf("op=seal transport=none ranks=1 bytes=%zu against=limit isa=%s us=%.3f algbw_GBps=%.4f limit_us=%.3f "
            "limit_GBps=%.4f of_limit=%.3f\n",

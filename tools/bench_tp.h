@@ -70,8 +70,11 @@ static double tp_time(dtrain_comm *world, tp_model *m, int what, double *blocked
 static double tp_median(bench *b, dtrain_comm *world, tp_model *m, int what)
 {
     double us[BENCH_RUNS], blocked, median;
-    for (int run = -1; run < b->runs; run++)
+    for (int run = -1; run < b->runs; run++) {
+        if (dtrain_comm_rank(world) == 0)
+            bench_progress(b, what == TP_PRODUCT ? ", the product alone" : ", communication alone", run, b->runs);
         us[run < 0 ? 0 : run] = tp_time(world, m, what, &blocked);
+    }
     median = bench_median(us, b->runs);
     DTRAIN_CHECK(dtrain_broadcast(world, &median, 1, DTRAIN_F64, 0));
     return median;
@@ -93,6 +96,8 @@ static void tp_rank(dtrain_comm *world, bench *b)
     }
     for (int run = -1; run < b->runs; run++) {
         int at = run < 0 ? 0 : run;
+        if (dtrain_comm_rank(world) == 0)
+            bench_progress(b, "", run, b->runs);
         bare = tp_time(world, &m, TP_BARE, &waited);
         if (dtrain_comm_rank(world) == 0) {
             b->step_us[1][at] = bare;
@@ -121,6 +126,7 @@ static int tp_overlap(bench *b)
         hidden[i] = (b->step_us[1][i] - b->step_us[0][i]) / b->comm_us;
         unblocked[i] = 1.0 - b->step_cpu[0][i] / b->step_cpu[1][i];
     }
+    progress_end();
     printf("op=tp_overlap transport=slow ranks=%d bytes=%zu sleep=%d us=%.0f bare_us=%.0f product_us=%.0f comm_us=%.0f "
            "hidden=%.3f "
            "unblocked=%.3f\n",

@@ -3,7 +3,6 @@
  * before the processes are. Nothing here goes through dtrain. */
 #ifndef BENCH_WIRE_H
 #define BENCH_WIRE_H
-#include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -15,12 +14,6 @@
 static const size_t wire_chunks[3] = {(size_t)64 << 10, (size_t)256 << 10, (size_t)1 << 20};
 static int wire_right[BENCH_RANKS], wire_left[BENCH_RANKS]; /* descriptors, by rank */
 
-static void wire_fail(const char *what)
-{
-    fprintf(stderr, "bench: %s: %s\n", what, strerror(errno));
-    exit(1);
-}
-
 static void wire_pair(int ends[2], int tcp)
 {
     struct sockaddr_in address;
@@ -28,7 +21,7 @@ static void wire_pair(int ends[2], int tcp)
     int one = 1, listener;
     if (!tcp) {
         if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0)
-            wire_fail("socketpair");
+            bench_fail("socketpair");
     } else {
         memset(&address, 0, sizeof address);
         address.sin_family = AF_INET;
@@ -40,7 +33,7 @@ static void wire_pair(int ends[2], int tcp)
         if (bind(listener, (struct sockaddr *)&address, bytes) != 0 || listen(listener, 1) != 0 ||
             getsockname(listener, (struct sockaddr *)&address, &bytes) != 0 ||
             connect(ends[0], (struct sockaddr *)&address, bytes) != 0 || (ends[1] = accept(listener, NULL, NULL)) < 0)
-            wire_fail("loopback");
+            bench_fail("loopback");
         close(listener);
     }
     for (int i = 0; i < 2; i++) {
@@ -80,7 +73,7 @@ static void wire_exchange(bench *b, int rank, float *data, float *scratch, size_
         if (m > 0 && got == end && from < add)
             bench_add(data + from / sizeof(float), scratch, (end - from) / sizeof(float));
         if (m == 0 && got < bytes)
-            wire_fail("a process has gone");
+            bench_fail("a process has gone");
         if (n <= 0 && m <= 0 && b->ranks > b->threads)
             sched_yield();
     }
