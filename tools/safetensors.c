@@ -38,12 +38,6 @@ static const char help_text[] =
     "  safetensors verify model.safetensors\n"
     "  safetensors convert model.safetensors half.safetensors --dtype bf16\n";
 
-/* Refuses the arguments of a command. */
-static int misused(const char *command, const char *expected)
-{
-    return tool_wrong("safetensors", command, NULL, "%s", expected);
-}
-
 typedef struct options {
     uint64_t size;
     dtrain_dtype dtype; /* 0: not given */
@@ -459,11 +453,9 @@ static int verify(int count, char **paths)
     return result;
 }
 
-static int export_checkpoint(const options *given, int argc, char **argv)
+static int export_checkpoint(const options *given, char **argv)
 {
     uint64_t bytes = 0;
-    if (argc != 2)
-        return misused("export", "a CHECKPOINT and a FILE are expected");
     if (is_torch_checkpoint(argv[0])) {
         advise_torch(argv[0]);
         return FAILED;
@@ -637,21 +629,15 @@ static int take_flags(options *given, int *argc, char **argv)
 static int run(const char *command, const options *given, const dtrain_safetensors_model *model, int argc, char **argv)
 {
     if (strcmp(command, "ls") == 0)
-        return argc == 0 ? list(model) : misused("ls", "one PATH is expected");
+        return list(model);
     if (strcmp(command, "cat") == 0)
-        return argc >= 1 && argc <= 3 ? cat(model, argc, argv) : misused("cat", "a PATH, a NAME and perhaps BEGIN and COUNT are expected");
+        return cat(model, argc, argv);
     if (strcmp(command, "diff") == 0)
-        return argc == 1 ? diff(model, argv[0]) : misused("diff", "two paths are expected");
+        return diff(model, argv[0]);
     if (strcmp(command, "merge") == 0)
-        return argc == 1 ? rewrite(model, argv[0], 0, (dtrain_dtype)0, 0)
-                         : misused("merge", "a MODEL and a FILE are expected");
+        return rewrite(model, argv[0], 0, (dtrain_dtype)0, 0);
     if (strcmp(command, "split") == 0)
-        return argc == 1 ? rewrite(model, argv[0], given->size, (dtrain_dtype)0, 0)
-                         : misused("split", "a PATH and a DIRECTORY are expected");
-    if (argc != 1 || (int)given->dtype == 0)
-        return misused("convert", "a PATH, a FILE and --dtype are expected");
-    if (given->saturate && given->dtype != DTRAIN_F8_E4M3 && given->dtype != DTRAIN_F8_E5M2)
-        return misused("--saturate", "it needs --dtype f8_e4m3 or f8_e5m2");
+        return rewrite(model, argv[0], given->size, (dtrain_dtype)0, 0);
     return rewrite(model, argv[0], 0, given->dtype, given->saturate);
 }
 
@@ -674,29 +660,52 @@ static int open_and_run(const char *command, const options *given, int argc, cha
     return result;
 }
 
+/* Refuses what the arguments, without the flags, and the flags cannot mean together; returns GOOD or FAILED. */
+static int check_call(const options *given, int argc, char **argv)
+{
+    static const struct {
+        const char *name;
+        int least, most; /* arguments after the command; most 0: any number */
+        const char *expected;
+    } commands[] = {{"ls", 1, 1, "one PATH is expected"},
+                    {"cat", 2, 4, "a PATH, a NAME and perhaps BEGIN and COUNT are expected"},
+                    {"diff", 2, 2, "two paths are expected"},
+                    {"verify", 1, 0, "one PATH or more are expected"},
+                    {"merge", 2, 2, "a MODEL and a FILE are expected"},
+                    {"split", 2, 2, "a PATH and a DIRECTORY are expected"},
+                    {"convert", 2, 2, "a PATH, a FILE and --dtype are expected"},
+                    {"export", 2, 2, "a CHECKPOINT and a FILE are expected"}};
+    size_t at = 0, count = sizeof commands / sizeof commands[0];
+    if (argc == 0)
+        return tool_wrong("safetensors", "COMMAND", NULL, "a command is expected");
+    while (at < count && strcmp(argv[0], commands[at].name) != 0)
+        at++;
+    if (at == count)
+        return tool_wrong("safetensors", argv[0], NULL, "there is no such command");
+    if (given->command != NULL && strcmp(argv[0], given->command) != 0)
+        return tool_wrong("safetensors", given->flag, NULL, "it is a flag of %s, not of %s", given->command, argv[0]);
+    if (argc - 1 < commands[at].least || (commands[at].most > 0 && argc - 1 > commands[at].most) ||
+        (strcmp(argv[0], "convert") == 0 && (int)given->dtype == 0))
+        return tool_wrong("safetensors", argv[0], NULL, "%s", commands[at].expected);
+    if (given->saturate && given->dtype != DTRAIN_F8_E4M3 && given->dtype != DTRAIN_F8_E5M2)
+        return tool_wrong("safetensors", "--saturate", NULL, "it needs --dtype f8_e4m3 or f8_e5m2");
+    return GOOD;
+}
+
 int main(int argc, char **argv)
 {
-    static const char *const commands[] = {"ls", "cat", "diff", "merge", "split", "convert", "verify", "export"};
     options given = {5000000000u, (dtrain_dtype)0, 0, 0, NULL, NULL};
-    int known = 0, result;
+    int result;
     if (argc == 2 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0))
         return tool_help(help_text);
     argc--;
     argv++;
-    if (take_flags(&given, &argc, argv) != GOOD)
+    if (take_flags(&given, &argc, argv) != GOOD || check_call(&given, argc, argv) != GOOD)
         return FAILED;
-    for (size_t i = 0; i < sizeof commands / sizeof commands[0] && argc > 0; i++)
-        known |= strcmp(argv[0], commands[i]) == 0;
-    if (argc == 0 || !known)
-        return misused(argc == 0 ? "COMMAND" : argv[0], argc == 0 ? "a command is expected" : "there is no such command");
-    if (argc < 2)
-        return misused(argv[0], "a path is expected");
-    if (given.command != NULL && strcmp(argv[0], given.command) != 0)
-        return tool_wrong("safetensors", given.flag, NULL, "it is a flag of %s, not of %s", given.command, argv[0]);
     if (strcmp(argv[0], "verify") == 0)
         result = verify(argc - 1, argv + 1);
     else if (strcmp(argv[0], "export") == 0)
-        result = export_checkpoint(&given, argc - 1, argv + 1);
+        result = export_checkpoint(&given, argv + 1);
     else
         result = open_and_run(argv[0], &given, argc - 1, argv + 1);
     if (fflush(stdout) != 0 || ferror(stdout)) {

@@ -178,7 +178,7 @@ refused() { # what is said, command line: status 2, nothing on standard output, 
 }
 refused 'COMMAND: a command is expected'
 refused 'frobnicate: there is no such command' frobnicate a.safetensors
-refused 'ls: a path is expected' ls
+refused 'ls: one PATH is expected' ls
 refused 'ls: one PATH is expected' ls a.safetensors b.safetensors
 refused 'diff: two paths are expected' diff a.safetensors
 refused 'BEGIN 1x: a number from 0 to 2 is expected' cat a.safetensors w 1x
@@ -194,6 +194,8 @@ for size in 5XB 0 -5GB +5GB 99999999999999999999 99999999999TB 5GBx; do
     refused "--size $size: a size such as 5GB or 512MiB is expected" split a.safetensors same.safetensors --size $size
 done
 refused 'export: a CHECKPOINT and a FILE are expected' export run
+refused 'verify: one PATH or more are expected' verify
+refused 'cat: a PATH, a NAME and perhaps BEGIN and COUNT are expected' cat a.safetensors w 0 1 2
 if [ ! -e same.safetensors ]; then good; else bad "a file was written after a wrong command line"; fi
 mkfifo pipe
 ends "a pipe in the way" 2 "$tool" merge a.safetensors pipe
