@@ -30062,9 +30062,10 @@ static dtrain_status dtrain__sparse_check_header(const dtrain__sparse_header *he
     uint64_t width = dtrain__sparse_width((dtrain_dtype)header->dtype), n = header->count, indices = 4 * n;
     if (header->magic != DTRAIN__SPARSE_MAGIC || width == 0 || header->form < DTRAIN_INDEX_U32 ||
         header->form > DTRAIN_INDEX_NONE)
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                            "sparse_unpack: %zu bytes with magic %08lx, index form %u, dtype %u are no packed vector",
-                            bytes, (unsigned long)header->magic, header->form, header->dtype);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_CORRUPT,
+            "sparse_unpack: %zu bytes with magic %08lx, index form %u, dtype %u are not a packed vector", bytes,
+            (unsigned long)header->magic, header->form, header->dtype);
     if (header->original_count != original_count || header->original_count > UINT32_MAX || n > header->original_count)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "sparse_unpack: %llu elements of %llu came, expected a part of %zu", (unsigned long long)n,
@@ -30139,7 +30140,8 @@ static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *d
     dtrain__sparse_header header;
     sparse->count = 0;
     if (bytes < DTRAIN__SPARSE_HEADER)
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "sparse_unpack: %zu bytes came, a header alone has %d", bytes,
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "sparse_unpack: %zu bytes came, expected at least the %d of a header", bytes,
                             DTRAIN__SPARSE_HEADER);
     memcpy(&header, from, DTRAIN__SPARSE_HEADER);
     dtrain_status status = dtrain__sparse_check_header(&header, bytes, original_count);
@@ -30434,7 +30436,12 @@ static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *
     int blocks = compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;
     if (compressor->reduce == NULL &&
         (compressor->bytes == NULL || compressor->pack == NULL || compressor->unpack == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a compressor needs bytes, pack and unpack, or reduce", call);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: the compressor %s lacks %s; it needs bytes, pack and unpack, or reduce", call,
+                            compressor->name != NULL ? compressor->name : "(no name)",
+                            compressor->bytes == NULL  ? "bytes"
+                            : compressor->pack == NULL ? "pack"
+                                                       : "unpack");
     if (blocks && (compressor->block == 0 || compressor->block % 8 != 0 || compressor->block > 65536))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: a block of %s has %zu elements, expected a multiple of 8 up to 65536", call,
@@ -31319,7 +31326,8 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
     *total = 0;
     for (int r = 0; r < x->ranks; r++) {
         if (sizes[r] > DTRAIN__SPARSE_HEADER + 9 * (uint64_t)most) {
-            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%llu bytes are announced for at most %zu elements",
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                         "it announces %llu bytes, more than a selection of %zu elements can have",
                          (unsigned long long)sizes[r], most);
             return dtrain__feedback_broken(x->v->comm, DTRAIN_ERR_CORRUPT, r);
         }
@@ -31654,9 +31662,10 @@ static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
                             "U32 or DELTA, and one of dtrain_sparse_exchange",
                             dtrain_dtype_name(desc->values), (int)desc->indices, (int)desc->exchange);
     if (desc->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && threshold != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compressor_topk: SPLIT_TOPK needs a ratio, and the threshold is %g",
-                            (double)desc->threshold);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "compressor_topk: SPLIT_TOPK needs a ratio, and the threshold is %g: leave that 0, or take SPLIT",
+            (double)desc->threshold);
     return DTRAIN_OK;
 }
 
@@ -31665,7 +31674,9 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
 {
     dtrain_topk_desc full;
     if (compressor == NULL || desc == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: compressor and desc are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: %s is NULL, expected %s",
+                            compressor == NULL ? "compressor" : "desc",
+                            compressor == NULL ? "a place for it" : "a ratio or a threshold");
     memset(compressor, 0, sizeof *compressor);
     full = *desc;
     full.values = full.values == 0 ? DTRAIN_F32 : full.values;
@@ -31870,7 +31881,9 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
 {
     dtrain__powersgd *p = (dtrain__powersgd *)compressor->self;
     if (count != p->rows * p->columns)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "powersgd: a vector of %zu elements, the matrix has %zu x %zu",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "powersgd: a vector of %zu elements, the matrix has %zu x %zu: make a compressor for each "
+                            "shape",
                             count, p->rows, p->columns);
     if (count == 0)
         return DTRAIN_OK;
@@ -32242,7 +32255,8 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
                                               dtrain_op op)
 {
     if (c == NULL || (c->vector.count > 0 && (in == NULL || out == NULL)))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed all_reduce: %s is NULL",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed all_reduce: %s is NULL, expected an object and memory of its vector",
                             c == NULL    ? "the object"
                             : in == NULL ? "in"
                                          : "out");
@@ -32350,13 +32364,15 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
                             (unsigned long long)desc->start_step);
     if (momentum >= 0x3f800000u || norm >= 0x7f800000u)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compressed_create: momentum is %g, max_norm %g; expected 0 or more, momentum below 1",
+                            "compressed_create: momentum is %g, max_norm %g; expected finite numbers of at least 0, "
+                            "momentum below 1",
                             (double)desc->momentum, (double)desc->max_norm);
     if (momentum != 0 && (desc->no_feedback || compressor->reduce != dtrain__selections_reduce))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compressed_create: momentum %g needs top-k with feedback; of other compressors it is the "
-                            "optimizer's",
-                            (double)desc->momentum);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "compressed_create: momentum %g needs top-k with feedback; otherwise leave it 0, and set the "
+            "optimizer's momentum",
+            (double)desc->momentum);
     return dtrain__quantise_check_compressor(compressor, "compressed_create");
 }
 
@@ -32374,8 +32390,8 @@ static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
                             rank, device, q->name != NULL ? q->name : "of your own", cure);
     if (threshold > 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "compressed_create on rank %d: %s selects so many elements, not those from a threshold of "
-                            "%g on: give topk a ratio, %s",
+                            "compressed_create on rank %d: %s selects by a ratio, and the threshold is %g: give topk a "
+                            "ratio, %s",
                             rank, device, (double)threshold, cure);
     if (c->desc.start_step > 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -32435,7 +32451,8 @@ DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed
     if (compressed != NULL)
         *compressed = NULL;
     if (compressed == NULL || comm == NULL || compressor == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: %s is NULL",
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "compressed_create: %s is NULL, expected a place, a group and a compressor",
                               compressed == NULL ? "compressed"
                               : comm == NULL     ? "the group"
                                                  : "the compressor");
@@ -40880,9 +40897,11 @@ static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, co
     while (name != NULL && i < module->table_count && strcmp(module->table[i].name, name) != 0)
         i++;
     if (name == NULL || i == module->table_count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_module_create: layer %s lists parameter %s, which the table does not have",
-                            layer->desc.name, name != NULL ? name : "NULL");
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_module_create: layer %s lists parameter %s, which the table does not have: add it there, or "
+            "correct the name",
+            layer->desc.name, name != NULL ? name : "NULL");
     const dtrain_param *param = &module->table[i];
     int steps = layer->desc.unit - param->unit, layers = (int)dtrain__params_layers(param);
     use->param = i;
@@ -40899,10 +40918,11 @@ static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, co
     if (use->unit == layer->desc.unit && use->unit >= highest)
         layer->unit = use->unit;
     else if (!param->tied || !dtrain__module_has_unit(module, index, use->unit))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_module_create: layer %s of unit %d, after unit %d, uses parameter %s of unit %d: "
-                            "order layers by unit, or where an earlier layer has that unit too, set tied in the table",
-                            layer->desc.name, layer->desc.unit, highest, name, use->unit);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_module_create: layer %s of unit %d, after unit %d, uses parameter %s of unit %d: "
+            "order layers by unit; if an earlier layer has unit %d, set tied for the parameter in the table",
+            layer->desc.name, layer->desc.unit, highest, name, use->unit, use->unit);
     return DTRAIN_OK;
 }
 
@@ -40972,17 +40992,22 @@ static dtrain_status dtrain__module_check(const dtrain_layer *layers, size_t cou
         if (layers[i].name == NULL || layers[i].name[0] == 0 || layers[i].forward == NULL ||
             layers[i].backward == NULL || (layers[i].param_count > 0 && layers[i].params == NULL))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "dtrain_module_create: layer %zu (%s) needs a name, forward, backward, and as many "
-                                "params as it counts",
-                                i, layers[i].name != NULL ? layers[i].name : "NULL");
+                                "dtrain_module_create: layer %zu (%s) needs a name, forward, backward, and params if "
+                                "param_count is above 0; %s is missing",
+                                i, layers[i].name != NULL ? layers[i].name : "NULL",
+                                layers[i].name == NULL || layers[i].name[0] == 0 ? "the name"
+                                : layers[i].forward == NULL                      ? "forward"
+                                : layers[i].backward == NULL                     ? "backward"
+                                                                                 : "params");
     dtrain_status status = dtrain__params_check_for(table, table_count, 1);
     if (status == DTRAIN_OK)
         status = dtrain__params_on_cpu(table, table_count, "dtrain_module_create");
     for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++)
         if (table[i].dtype != DTRAIN_F32)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                "dtrain_module_create: parameter %s is %s: list F32 parameters alone", table[i].name,
-                                dtrain_dtype_name(table[i].dtype));
+                                "dtrain_module_create: parameter %s is %s, expected F32: a module has no other "
+                                "parameters",
+                                table[i].name, dtrain_dtype_name(table[i].dtype));
     return status;
 }
 
@@ -41166,7 +41191,7 @@ static void dtrain__module_shapes(dtrain__module_run *run)
         if (status == DTRAIN_OK)
             status = dtrain__tensor_shape(&place->values[i + 1].tensor, output.dtype, output.ndim, output.shape);
         if (place->failed == DTRAIN_OK)
-            dtrain__module_returned(run, i, "shape, whose output is no tensor,", status);
+            dtrain__module_returned(run, i, "shape, which described no valid tensor,", status);
     }
 }
 
@@ -41334,7 +41359,8 @@ static dtrain_status dtrain__module_enter(dtrain__module_run *run, int pass, dtr
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: module is NULL: create it first", call);
     if (micro_batch < lowest || micro_batch >= module->place_count - 1)
         return dtrain__fail(&module->error, DTRAIN_ERR_INVALID,
-                            "%s: micro_batch is %d, expected 0 to %d%s: the module's desc says how many are in flight",
+                            "%s: micro_batch is %d, expected 0 to %d%s: for more in flight raise micro_batches in the "
+                            "module's desc",
                             call, micro_batch, module->place_count - 2, lowest < 0 ? ", or DTRAIN_EVALUATE" : "");
     run->call = call;
     run->pass = pass;
@@ -41867,11 +41893,12 @@ done:
 static dtrain_status dtrain__pipeline_check_times(const dtrain_pipeline_plan_desc *desc)
 {
     double times[4] = {desc->forward, desc->backward_input, desc->backward_weights, desc->transfer};
+    static const char *const names[4] = {"forward", "backward_input", "backward_weights", "transfer"};
     int stages = desc->ranks * desc->chunks;
     for (int i = 0; i < 4; i++)
         if (!(times[i] >= 0.0 && times[i] < HUGE_VAL))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "pipeline_plan: a time is %g, expected a finite number of at least 0", times[i]);
+                                "pipeline_plan: %s is %g, expected a finite number of at least 0", names[i], times[i]);
     for (int i = 0; desc->shares != NULL && i < stages; i++)
         if (!(desc->shares[i] >= 0.0 && desc->shares[i] < HUGE_VAL))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -41892,13 +41919,17 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     int numbers[3] = {desc->ranks, desc->micro_batches, desc->chunks};
     for (int i = 0; i < 3; i++)
         if (numbers[i] < 0 || numbers[i] > DTRAIN__PIPELINE_MOST)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "pipeline_plan: %d ranks, %d micro-batches, %d chunks; expected 1 to %d of each",
-                                numbers[0], numbers[1], numbers[2], DTRAIN__PIPELINE_MOST);
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "pipeline_plan: %d ranks, %d micro-batches, %d chunks; expected 1 to %d of each, or 0 for the "
+                "default",
+                numbers[0], numbers[1], numbers[2], DTRAIN__PIPELINE_MOST);
     if (desc->chunks > 1 && !interleaves)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "pipeline_plan: %d chunks a rank are for the interleaved schedule alone; others have 1",
-                            desc->chunks);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "pipeline_plan: %d chunks a rank are for the interleaved schedule alone; others have 1: leave "
+            "chunks 0, or set schedule",
+            desc->chunks);
     desc->ranks += desc->ranks == 0;
     desc->micro_batches += desc->micro_batches == 0;
     desc->chunks = desc->chunks > 0 ? desc->chunks : interleaves ? 2 : 1;
@@ -41925,7 +41956,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
 {
     dtrain_pipeline_plan_desc full;
     if (plan == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pipeline_plan_create: plan is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "pipeline_plan_create: plan is NULL, expected a place for the plan");
     *plan = NULL;
     memset(&full, 0, sizeof full);
     if (desc != NULL)
@@ -42006,8 +42038,9 @@ DTRAIN_API dtrain_status dtrain_split_stages(const double *costs, int layers, in
     if (begins == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: begins is NULL, expected stages + 1 numbers");
     if (stages < 1 || stages > layers)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: %d layers make no %d stages; 1 to %d would fit",
-                            layers, stages, layers > 1 ? layers : 1);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "split_stages: %d layers cannot be cut into %d stages; 1 to %d would fit", layers, stages,
+                            layers > 1 ? layers : 1);
     for (int s = 0; costs == NULL && s < stages; s++) {
         size_t begin;
         dtrain__split((size_t)layers, stages, s, &begin);
@@ -42105,7 +42138,7 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
                                tp->rank, what, rows, columns);
     else if (data == NULL && count > 0)
         *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_INVALID,
-                               "%s on rank %d: %s is NULL, expected %zu x %zu of it", tp->name, tp->rank, what, rows,
+                               "%s on rank %d: %s is NULL, expected %zu x %zu elements", tp->name, tp->rank, what, rows,
                                columns);
 }
 
@@ -42226,7 +42259,8 @@ static dtrain_status dtrain__tp_linear_begin(dtrain__tp_linear *l, const char *n
 {
     memset(l, 0, sizeof *l);
     if (layer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL, expected a filled dtrain_parallel_linear",
+                            name);
     size_t size = row ? layer->inputs : layer->outputs;
     l->layer = layer;
     l->blocks = layer->blocks > 0 ? layer->blocks : 1;
@@ -42235,14 +42269,16 @@ static dtrain_status dtrain__tp_linear_begin(dtrain__tp_linear *l, const char *n
     if (status != DTRAIN_OK)
         return status;
     if (row && layer->gather_output)
-        return dtrain__fail(dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
-                            "%s on rank %d: gather_output is for layers split by outputs; this one's output is whole",
-                            name, l->tp.rank);
+        return dtrain__fail(
+            dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
+            "%s on rank %d: gather_output is for column layers; the output of a row layer is whole: leave it 0", name,
+            l->tp.rank);
     if (!dtrain__mul_size(l->blocks, l->granule, &l->step) || size % l->step != 0)
-        return dtrain__fail(dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
-                            "%s on rank %d: %zu %s are no multiple of %zu blocks of granules of %zu; %zu would be",
-                            name, l->tp.rank, size, row ? "inputs" : "outputs", l->blocks, l->granule,
-                            l->step > 0 ? (size / l->step + 1) * l->step : 0);
+        return dtrain__fail(
+            dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
+            "%s on rank %d: there are %zu %s, expected a multiple of %zu blocks x granule %zu; %zu would fit", name,
+            l->tp.rank, size, row ? "inputs" : "outputs", l->blocks, l->granule,
+            l->step > 0 ? (size / l->step + 1) * l->step : 0);
     size_t part = dtrain__tp_linear_part(l, size, l->tp.rank);
     l->in = row ? part : layer->inputs;
     l->out = row ? layer->outputs : part;
@@ -42609,7 +42645,8 @@ static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const c
                                                 const dtrain_parallel_vocab *layer, const int32_t *tokens)
 {
     if (layer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL, expected a filled dtrain_parallel_vocab",
+                            name);
     dtrain_status status = dtrain__tp_begin(&e->tp, name, layer->group, layer->sequence);
     e->part = dtrain__split(layer->vocab, e->tp.size, e->tp.rank, &e->begin);
     dtrain__tp_need(&e->tp, "the output in whole", e, layer->rows, layer->width, &status);
@@ -42833,7 +42870,8 @@ static dtrain_status dtrain__tp_attention_begin(const char *call, const dtrain_a
 {
     *heads = 0;
     if (a == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the attention is NULL", call);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the attention is NULL, expected a filled dtrain_attention",
+                            call);
     dtrain_status status = dtrain__tp_attention_need(call, "qkv", qkv, a, 3, a->channels);
     if (status == DTRAIN_OK)
         status = dtrain__tp_attention_need(call, "kept", kept, a, a->positions, 1);
@@ -43269,7 +43307,8 @@ static void dtrain__pipeline_first_shapes(dtrain_pipeline *pipeline, const dtrai
 {
     memset(pipeline->shapes, 0, (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
     if (inputs == NULL)
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID, "inputs is NULL: rank 0 gives the shapes of all");
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID,
+                                   "inputs is NULL on rank 0, expected the shapes of all micro-batches");
     for (int i = 0; inputs != NULL && i < pipeline->micro_batches; i++) {
         dtrain_tensor checked;
         if (dtrain__tensor_shape(&checked, inputs[i].dtype, inputs[i].ndim, inputs[i].shape) == DTRAIN_OK)
@@ -43480,9 +43519,11 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
         status = dtrain_fsdp_forward(run->fsdp, run->module, run->move->place, &run->in, batch, &run->out);
     status = dtrain__pipeline_judge(pipeline, run, status);
     if (run->out.dtype != 0 && !dtrain__module_alike(&run->out, shape)) {
-        dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s",
-                     run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
-                     dtrain__tensor_text(shape).text);
+        dtrain__fail(
+            NULL, DTRAIN_ERR_MISMATCH,
+            "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s: shape must say the same each time",
+            run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
+            dtrain__tensor_text(shape).text);
         dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MISMATCH, dtrain_last_error());
         place->sized = 0;
         run->out.data = NULL;
@@ -43643,7 +43684,8 @@ static void dtrain__pipeline_evaluate_input(dtrain_pipeline *pipeline, const dtr
         status = dtrain_tensor_view(in, input->dtype, input->ndim, input->shape, input->data);
     if (status == DTRAIN_OK)
         return;
-    dtrain__pipeline_note_down(pipeline, status, input == NULL ? "input is NULL on rank 0" : dtrain_last_error());
+    dtrain__pipeline_note_down(
+        pipeline, status, input == NULL ? "input is NULL on rank 0, expected a tensor with data" : dtrain_last_error());
     memset(in, 0, sizeof *in);
 }
 
@@ -43909,13 +43951,14 @@ static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtr
     dtrain_dtype values = desc->values != 0 ? desc->values : DTRAIN_F32;
     if (desc->schedule.stage_steps != 0 || desc->threshold != 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "dtrain_server_create: top-k with a %s; a server's selects one ratio throughout",
+                            "dtrain_server_create: top-k with a %s; a server selects by one ratio in all steps: set "
+                            "schedule.ratio alone",
                             desc->threshold != 0.0f ? "threshold" : "warm-up");
     if (!(ratio > 0.0 && ratio <= 1.0) || dtrain__sparse_width(values) == 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "dtrain_server_create: top-k with a ratio of %g as %s; expected above 0 to 1, and F32, BF16 or "
-            "F16",
+            "dtrain_server_create: top-k with a ratio of %g and values %s; expected a ratio above 0 and at most 1, "
+            "and F32, BF16 or F16",
             ratio, dtrain_dtype_name(values));
     dtrain__server_topk *topk = (dtrain__server_topk *)dtrain__alloc(allocator, sizeof *topk);
     if (topk == NULL)
@@ -44345,8 +44388,8 @@ DTRAIN_API dtrain_status dtrain_server_create(dtrain_server **server, dtrain_com
                                               size_t count, const dtrain_server_desc *desc)
 {
     if (server == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_server_create: %s is NULL",
-                            server == NULL ? "server" : "the group");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_server_create: %s is NULL, expected %s",
+                            server == NULL ? "server" : "comm", server == NULL ? "a place for it" : "a group");
     *server = NULL;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
     dtrain_server *s = (dtrain_server *)dtrain__alloc(allocator, sizeof *s);
@@ -44649,8 +44692,9 @@ static dtrain_status dtrain__server_check_worker(const dtrain_server *s, const c
                             s->rank);
     if (s->serves)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: this rank serves, workers push and pull; call dtrain_server_run", call,
-                            s->rank);
+                            "%s on rank %d: this rank is the server, and only workers push and pull; call "
+                            "dtrain_server_run",
+                            call, s->rank);
     return s->broken.status != DTRAIN_OK ? dtrain__report(&s->broken) : DTRAIN_OK;
 }
 
@@ -44658,7 +44702,10 @@ static dtrain_status dtrain__server_check_present(const dtrain_server *s, const 
 {
     dtrain_status status = dtrain__server_check_worker(s, call);
     if (status == DTRAIN_OK && s->left)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on rank %d: this worker has left", call, s->rank);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: this worker has left: push and pull "
+                            "before dtrain_server_leave",
+                            call, s->rank);
     return status;
 }
 
@@ -44750,13 +44797,17 @@ static dtrain_status dtrain__server_pull(dtrain_server *s, const dtrain_param *t
         s->stats.waits++;
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "server_pull on rank %d, which has pushed %llu gradients: rank %llu has pushed %llu, and "
-                            "at most %d behind are allowed; it did not come nearer in time. Pull again, or allow more "
+                            "staleness allows %d behind; it did not catch up in time. Pull again, or allow more "
                             "staleness",
                             s->rank, (unsigned long long)s->clock, (unsigned long long)header[1],
                             (unsigned long long)header[2], s->desc.staleness);
     }
     if (status == DTRAIN_OK && (header[0] != DTRAIN__SERVER_GRANT || header[2] > (uint64_t)s->desc.staleness))
-        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "what came is no answer to a pull");
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "the answer to a pull is message %llu, %llu steps ahead of the slowest; expected message "
+                              "%d, at most %d steps ahead",
+                              (unsigned long long)header[0], (unsigned long long)header[2], DTRAIN__SERVER_GRANT,
+                              s->desc.staleness);
     if (status == DTRAIN_OK)
         status = dtrain_recv(link->comm, link->message, s->message_bytes, DTRAIN_U8, 0);
     if (status == DTRAIN_OK)
@@ -44956,8 +45007,8 @@ static dtrain_status dtrain__server_read(dtrain_server *s, dtrain__server_link *
     if (header[2] != link->clock || header[0] != DTRAIN__SERVER_PUSH || !link->fresh ||
         !dtrain__train_finite(link->weight) || link->weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                            "rank %d sent a header %llu of weight %g after %llu gradients, of which %llu came: no "
-                            "worker does",
+                            "rank %d sent message %llu with weight %g, after %llu gradients of which %llu arrived: no "
+                            "worker sends that",
                             link->rank, (unsigned long long)header[0], link->weight, (unsigned long long)header[2],
                             (unsigned long long)link->clock);
     link->state = DTRAIN__SERVER_AWAITS_GRADIENT;
@@ -45057,7 +45108,8 @@ static dtrain_status dtrain__server_silent(const dtrain_server *s)
 static dtrain_status dtrain__server_check_run(const dtrain_server *s, const dtrain_serve_desc *desc)
 {
     if (s == NULL || desc == NULL || desc->optimizer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "server_run: server, desc and optimizer are needed, %s is NULL",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "server_run: %s is NULL, expected a server, and a desc with an optimizer",
                             s == NULL      ? "the server"
                             : desc == NULL ? "the desc"
                                            : "the optimizer");
@@ -45266,19 +45318,21 @@ static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, con
     double lr = (double)desc->outer_lr, momentum = (double)desc->outer_momentum, mixing = (double)desc->mixing;
     if (desc->steps < 1 || desc->overlap < 0 || desc->overlap >= desc->steps)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "local_sgd: %d steps with an overlap of %d; expected at least 1 step, and an overlap of 0 "
-                            "to below that",
+                            "local_sgd: %d steps with an overlap of %d; expected at least 1 step, and an overlap from "
+                            "0 to steps - 1",
                             desc->steps, desc->overlap);
     if (!dtrain__train_finite(lr) || lr <= 0.0 || !dtrain__train_finite(momentum) || momentum < 0.0 || momentum >= 1.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "local_sgd: outer_lr is %g, outer_momentum %g; expected numbers above 0, and of 0 to below "
-                            "1",
+                            "local_sgd: outer_lr is %g, outer_momentum %g; expected outer_lr above 0, and "
+                            "outer_momentum from 0 to below 1",
                             lr, momentum);
     if (!dtrain__train_finite(mixing) || mixing < 0.0 || mixing > 1.0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "local_sgd: mixing is %g, expected above 0 to 1", mixing);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: mixing is %g, expected a number above 0 and at most 1", mixing);
     if (params->range_count == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "local_sgd: no parameter of the table has a gradient, so there is nothing to average");
+                            "local_sgd: no parameter of the table has a gradient, so there is nothing to average: "
+                            "set grad, and leave frozen 0");
     if (desc->fragments < 1 || desc->fragments > params->units)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: %d fragments of a table of %d units, expected 1 to %d", desc->fragments,
@@ -45293,8 +45347,8 @@ static dtrain_status dtrain__rounds_compressor(const dtrain_compress_desc *desc,
     if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK ||
         desc->kind == DTRAIN_COMPRESS_POWERSGD)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "local_sgd: compress.kind is %d, which packs no vectors: expected BF16, F16, INT8, FP8, "
-                            "SIGN, or OWN",
+                            "local_sgd: compress.kind is %d, which does not pack vectors: expected BF16, F16, INT8, "
+                            "FP8, SIGN, or OWN",
                             (int)desc->kind);
     if (desc->feedback.start_step > 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -45414,7 +45468,8 @@ static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
     }
     sizes->works = (size_t)ranks * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
     if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &bytes))
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "local_sgd: %zu elements are more than memory", sizes->total);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "local_sgd: %zu elements need more bytes than memory can hold",
+                            sizes->total);
     sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) + sizes->packs +
                  dtrain__rounds_place(local, NULL);
     return DTRAIN_OK;
@@ -46137,7 +46192,7 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     if (status != DTRAIN_OK)
         dtrain__report(&cause);
     else
-        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "local_sgd: round %llu was not whole on another member",
+        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "local_sgd: round %llu failed on another member",
                      (unsigned long long)local->counters[1 + fragment]);
     return made;
 }
@@ -46469,11 +46524,11 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
     if (local->ranks > 1 && comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "dtrain_local_sgd_create: the group's progress is DTRAIN_PROGRESS_POLL; rounds need a "
-                            "service thread");
+                            "service thread: create the group with DTRAIN_PROGRESS_THREAD");
     if (local->desc.max_bytes > 0 && local->sizes.all > local->desc.max_bytes)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "dtrain_local_sgd_create: max_bytes is %zu, %zu bytes are needed: more fragments, or no "
-                            "momentum, need fewer",
+                            "dtrain_local_sgd_create: max_bytes is %zu, %zu bytes are needed: raise it, or set more "
+                            "fragments or no_momentum, which need fewer",
                             local->desc.max_bytes, local->sizes.all);
     return dtrain__rounds_allocate(local, comm);
 }
@@ -46533,7 +46588,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
                                                  size_t count, const dtrain_local_sgd_desc *desc)
 {
     if (local == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_create: local and comm are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_create: %s is NULL, expected %s",
+                            local == NULL ? "local" : "comm", local == NULL ? "a place for the object" : "a group");
     *local = NULL;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
     dtrain_local_sgd *made = (dtrain_local_sgd *)dtrain__alloc(allocator, sizeof *made);
@@ -46644,8 +46700,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double w
 {
     if (local == NULL || !dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(local != NULL ? &local->error : NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_local_sgd_step: needs an object and a weight of at least 0, got %s and %g",
-                            local == NULL ? "NULL" : "one", weight);
+                            "dtrain_local_sgd_step: %s, weight is %g; expected an object, and a weight of at least 0",
+                            local == NULL ? "local is NULL" : "an object", weight);
     pthread_mutex_lock(&local->mutex);
     local->counters[0]++;
     local->stats.steps++;

@@ -50,7 +50,8 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
                                               dtrain_op op)
 {
     if (c == NULL || (c->vector.count > 0 && (in == NULL || out == NULL)))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed all_reduce: %s is NULL",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed all_reduce: %s is NULL, expected an object and memory of its vector",
                             c == NULL    ? "the object"
                             : in == NULL ? "in"
                                          : "out");
@@ -158,13 +159,15 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
                             (unsigned long long)desc->start_step);
     if (momentum >= 0x3f800000u || norm >= 0x7f800000u)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compressed_create: momentum is %g, max_norm %g; expected 0 or more, momentum below 1",
+                            "compressed_create: momentum is %g, max_norm %g; expected finite numbers of at least 0, "
+                            "momentum below 1",
                             (double)desc->momentum, (double)desc->max_norm);
     if (momentum != 0 && (desc->no_feedback || compressor->reduce != dtrain__selections_reduce))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compressed_create: momentum %g needs top-k with feedback; of other compressors it is the "
-                            "optimizer's",
-                            (double)desc->momentum);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "compressed_create: momentum %g needs top-k with feedback; otherwise leave it 0, and set the "
+            "optimizer's momentum",
+            (double)desc->momentum);
     return dtrain__quantise_check_compressor(compressor, "compressed_create");
 }
 
@@ -182,8 +185,8 @@ static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
                             rank, device, q->name != NULL ? q->name : "of your own", cure);
     if (threshold > 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "compressed_create on rank %d: %s selects so many elements, not those from a threshold of "
-                            "%g on: give topk a ratio, %s",
+                            "compressed_create on rank %d: %s selects by a ratio, and the threshold is %g: give topk a "
+                            "ratio, %s",
                             rank, device, (double)threshold, cure);
     if (c->desc.start_step > 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -243,7 +246,8 @@ DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed
     if (compressed != NULL)
         *compressed = NULL;
     if (compressed == NULL || comm == NULL || compressor == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: %s is NULL",
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                              "compressed_create: %s is NULL, expected a place, a group and a compressor",
                               compressed == NULL ? "compressed"
                               : comm == NULL     ? "the group"
                                                  : "the compressor");

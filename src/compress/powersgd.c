@@ -183,7 +183,9 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
 {
     dtrain__powersgd *p = (dtrain__powersgd *)compressor->self;
     if (count != p->rows * p->columns)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "powersgd: a vector of %zu elements, the matrix has %zu x %zu",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "powersgd: a vector of %zu elements, the matrix has %zu x %zu: make a compressor for each "
+                            "shape",
                             count, p->rows, p->columns);
     if (count == 0)
         return DTRAIN_OK;

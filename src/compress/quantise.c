@@ -271,7 +271,12 @@ static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *
     int blocks = compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;
     if (compressor->reduce == NULL &&
         (compressor->bytes == NULL || compressor->pack == NULL || compressor->unpack == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a compressor needs bytes, pack and unpack, or reduce", call);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: the compressor %s lacks %s; it needs bytes, pack and unpack, or reduce", call,
+                            compressor->name != NULL ? compressor->name : "(no name)",
+                            compressor->bytes == NULL  ? "bytes"
+                            : compressor->pack == NULL ? "pack"
+                                                       : "unpack");
     if (blocks && (compressor->block == 0 || compressor->block % 8 != 0 || compressor->block > 65536))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: a block of %s has %zu elements, expected a multiple of 8 up to 65536", call,

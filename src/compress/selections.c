@@ -212,7 +212,8 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
     *total = 0;
     for (int r = 0; r < x->ranks; r++) {
         if (sizes[r] > DTRAIN__SPARSE_HEADER + 9 * (uint64_t)most) {
-            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%llu bytes are announced for at most %zu elements",
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                         "it announces %llu bytes, more than a selection of %zu elements can have",
                          (unsigned long long)sizes[r], most);
             return dtrain__feedback_broken(x->v->comm, DTRAIN_ERR_CORRUPT, r);
         }
@@ -547,9 +548,10 @@ static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
                             "U32 or DELTA, and one of dtrain_sparse_exchange",
                             dtrain_dtype_name(desc->values), (int)desc->indices, (int)desc->exchange);
     if (desc->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && threshold != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compressor_topk: SPLIT_TOPK needs a ratio, and the threshold is %g",
-                            (double)desc->threshold);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "compressor_topk: SPLIT_TOPK needs a ratio, and the threshold is %g: leave that 0, or take SPLIT",
+            (double)desc->threshold);
     return DTRAIN_OK;
 }
 
@@ -558,7 +560,9 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
 {
     dtrain_topk_desc full;
     if (compressor == NULL || desc == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: compressor and desc are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: %s is NULL, expected %s",
+                            compressor == NULL ? "compressor" : "desc",
+                            compressor == NULL ? "a place for it" : "a ratio or a threshold");
     memset(compressor, 0, sizeof *compressor);
     full = *desc;
     full.values = full.values == 0 ? DTRAIN_F32 : full.values;

@@ -144,9 +144,10 @@ static dtrain_status dtrain__sparse_check_header(const dtrain__sparse_header *he
     uint64_t width = dtrain__sparse_width((dtrain_dtype)header->dtype), n = header->count, indices = 4 * n;
     if (header->magic != DTRAIN__SPARSE_MAGIC || width == 0 || header->form < DTRAIN_INDEX_U32 ||
         header->form > DTRAIN_INDEX_NONE)
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                            "sparse_unpack: %zu bytes with magic %08lx, index form %u, dtype %u are no packed vector",
-                            bytes, (unsigned long)header->magic, header->form, header->dtype);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_CORRUPT,
+            "sparse_unpack: %zu bytes with magic %08lx, index form %u, dtype %u are not a packed vector", bytes,
+            (unsigned long)header->magic, header->form, header->dtype);
     if (header->original_count != original_count || header->original_count > UINT32_MAX || n > header->original_count)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "sparse_unpack: %llu elements of %llu came, expected a part of %zu", (unsigned long long)n,
@@ -221,7 +222,8 @@ static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *d
     dtrain__sparse_header header;
     sparse->count = 0;
     if (bytes < DTRAIN__SPARSE_HEADER)
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "sparse_unpack: %zu bytes came, a header alone has %d", bytes,
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "sparse_unpack: %zu bytes came, expected at least the %d of a header", bytes,
                             DTRAIN__SPARSE_HEADER);
     memcpy(&header, from, DTRAIN__SPARSE_HEADER);
     dtrain_status status = dtrain__sparse_check_header(&header, bytes, original_count);

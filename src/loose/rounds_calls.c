@@ -72,11 +72,11 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
     if (local->ranks > 1 && comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "dtrain_local_sgd_create: the group's progress is DTRAIN_PROGRESS_POLL; rounds need a "
-                            "service thread");
+                            "service thread: create the group with DTRAIN_PROGRESS_THREAD");
     if (local->desc.max_bytes > 0 && local->sizes.all > local->desc.max_bytes)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "dtrain_local_sgd_create: max_bytes is %zu, %zu bytes are needed: more fragments, or no "
-                            "momentum, need fewer",
+                            "dtrain_local_sgd_create: max_bytes is %zu, %zu bytes are needed: raise it, or set more "
+                            "fragments or no_momentum, which need fewer",
                             local->desc.max_bytes, local->sizes.all);
     return dtrain__rounds_allocate(local, comm);
 }
@@ -136,7 +136,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
                                                  size_t count, const dtrain_local_sgd_desc *desc)
 {
     if (local == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_create: local and comm are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_create: %s is NULL, expected %s",
+                            local == NULL ? "local" : "comm", local == NULL ? "a place for the object" : "a group");
     *local = NULL;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
     dtrain_local_sgd *made = (dtrain_local_sgd *)dtrain__alloc(allocator, sizeof *made);
@@ -247,8 +248,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double w
 {
     if (local == NULL || !dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(local != NULL ? &local->error : NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_local_sgd_step: needs an object and a weight of at least 0, got %s and %g",
-                            local == NULL ? "NULL" : "one", weight);
+                            "dtrain_local_sgd_step: %s, weight is %g; expected an object, and a weight of at least 0",
+                            local == NULL ? "local is NULL" : "an object", weight);
     pthread_mutex_lock(&local->mutex);
     local->counters[0]++;
     local->stats.steps++;

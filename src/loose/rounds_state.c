@@ -112,19 +112,21 @@ static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, con
     double lr = (double)desc->outer_lr, momentum = (double)desc->outer_momentum, mixing = (double)desc->mixing;
     if (desc->steps < 1 || desc->overlap < 0 || desc->overlap >= desc->steps)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "local_sgd: %d steps with an overlap of %d; expected at least 1 step, and an overlap of 0 "
-                            "to below that",
+                            "local_sgd: %d steps with an overlap of %d; expected at least 1 step, and an overlap from "
+                            "0 to steps - 1",
                             desc->steps, desc->overlap);
     if (!dtrain__train_finite(lr) || lr <= 0.0 || !dtrain__train_finite(momentum) || momentum < 0.0 || momentum >= 1.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "local_sgd: outer_lr is %g, outer_momentum %g; expected numbers above 0, and of 0 to below "
-                            "1",
+                            "local_sgd: outer_lr is %g, outer_momentum %g; expected outer_lr above 0, and "
+                            "outer_momentum from 0 to below 1",
                             lr, momentum);
     if (!dtrain__train_finite(mixing) || mixing < 0.0 || mixing > 1.0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "local_sgd: mixing is %g, expected above 0 to 1", mixing);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: mixing is %g, expected a number above 0 and at most 1", mixing);
     if (params->range_count == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "local_sgd: no parameter of the table has a gradient, so there is nothing to average");
+                            "local_sgd: no parameter of the table has a gradient, so there is nothing to average: "
+                            "set grad, and leave frozen 0");
     if (desc->fragments < 1 || desc->fragments > params->units)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: %d fragments of a table of %d units, expected 1 to %d", desc->fragments,
@@ -139,8 +141,8 @@ static dtrain_status dtrain__rounds_compressor(const dtrain_compress_desc *desc,
     if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK ||
         desc->kind == DTRAIN_COMPRESS_POWERSGD)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "local_sgd: compress.kind is %d, which packs no vectors: expected BF16, F16, INT8, FP8, "
-                            "SIGN, or OWN",
+                            "local_sgd: compress.kind is %d, which does not pack vectors: expected BF16, F16, INT8, "
+                            "FP8, SIGN, or OWN",
                             (int)desc->kind);
     if (desc->feedback.start_step > 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -260,7 +262,8 @@ static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
     }
     sizes->works = (size_t)ranks * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
     if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &bytes))
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "local_sgd: %zu elements are more than memory", sizes->total);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "local_sgd: %zu elements need more bytes than memory can hold",
+                            sizes->total);
     sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) + sizes->packs +
                  dtrain__rounds_place(local, NULL);
     return DTRAIN_OK;

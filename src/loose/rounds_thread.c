@@ -178,7 +178,7 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     if (status != DTRAIN_OK)
         dtrain__report(&cause);
     else
-        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "local_sgd: round %llu was not whole on another member",
+        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "local_sgd: round %llu failed on another member",
                      (unsigned long long)local->counters[1 + fragment]);
     return made;
 }

@@ -81,13 +81,14 @@ static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtr
     dtrain_dtype values = desc->values != 0 ? desc->values : DTRAIN_F32;
     if (desc->schedule.stage_steps != 0 || desc->threshold != 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "dtrain_server_create: top-k with a %s; a server's selects one ratio throughout",
+                            "dtrain_server_create: top-k with a %s; a server selects by one ratio in all steps: set "
+                            "schedule.ratio alone",
                             desc->threshold != 0.0f ? "threshold" : "warm-up");
     if (!(ratio > 0.0 && ratio <= 1.0) || dtrain__sparse_width(values) == 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "dtrain_server_create: top-k with a ratio of %g as %s; expected above 0 to 1, and F32, BF16 or "
-            "F16",
+            "dtrain_server_create: top-k with a ratio of %g and values %s; expected a ratio above 0 and at most 1, "
+            "and F32, BF16 or F16",
             ratio, dtrain_dtype_name(values));
     dtrain__server_topk *topk = (dtrain__server_topk *)dtrain__alloc(allocator, sizeof *topk);
     if (topk == NULL)

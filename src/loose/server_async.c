@@ -140,8 +140,8 @@ static dtrain_status dtrain__server_read(dtrain_server *s, dtrain__server_link *
     if (header[2] != link->clock || header[0] != DTRAIN__SERVER_PUSH || !link->fresh ||
         !dtrain__train_finite(link->weight) || link->weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                            "rank %d sent a header %llu of weight %g after %llu gradients, of which %llu came: no "
-                            "worker does",
+                            "rank %d sent message %llu with weight %g, after %llu gradients of which %llu arrived: no "
+                            "worker sends that",
                             link->rank, (unsigned long long)header[0], link->weight, (unsigned long long)header[2],
                             (unsigned long long)link->clock);
     link->state = DTRAIN__SERVER_AWAITS_GRADIENT;
@@ -241,7 +241,8 @@ static dtrain_status dtrain__server_silent(const dtrain_server *s)
 static dtrain_status dtrain__server_check_run(const dtrain_server *s, const dtrain_serve_desc *desc)
 {
     if (s == NULL || desc == NULL || desc->optimizer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "server_run: server, desc and optimizer are needed, %s is NULL",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "server_run: %s is NULL, expected a server, and a desc with an optimizer",
                             s == NULL      ? "the server"
                             : desc == NULL ? "the desc"
                                            : "the optimizer");

@@ -182,8 +182,8 @@ DTRAIN_API dtrain_status dtrain_server_create(dtrain_server **server, dtrain_com
                                               size_t count, const dtrain_server_desc *desc)
 {
     if (server == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_server_create: %s is NULL",
-                            server == NULL ? "server" : "the group");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_server_create: %s is NULL, expected %s",
+                            server == NULL ? "server" : "comm", server == NULL ? "a place for it" : "a group");
     *server = NULL;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
     dtrain_server *s = (dtrain_server *)dtrain__alloc(allocator, sizeof *s);

@@ -34,8 +34,9 @@ static dtrain_status dtrain__server_check_worker(const dtrain_server *s, const c
                             s->rank);
     if (s->serves)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: this rank serves, workers push and pull; call dtrain_server_run", call,
-                            s->rank);
+                            "%s on rank %d: this rank is the server, and only workers push and pull; call "
+                            "dtrain_server_run",
+                            call, s->rank);
     return s->broken.status != DTRAIN_OK ? dtrain__report(&s->broken) : DTRAIN_OK;
 }
 
@@ -43,7 +44,10 @@ static dtrain_status dtrain__server_check_present(const dtrain_server *s, const 
 {
     dtrain_status status = dtrain__server_check_worker(s, call);
     if (status == DTRAIN_OK && s->left)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on rank %d: this worker has left", call, s->rank);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: this worker has left: push and pull "
+                            "before dtrain_server_leave",
+                            call, s->rank);
     return status;
 }
 
@@ -135,13 +139,17 @@ static dtrain_status dtrain__server_pull(dtrain_server *s, const dtrain_param *t
         s->stats.waits++;
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "server_pull on rank %d, which has pushed %llu gradients: rank %llu has pushed %llu, and "
-                            "at most %d behind are allowed; it did not come nearer in time. Pull again, or allow more "
+                            "staleness allows %d behind; it did not catch up in time. Pull again, or allow more "
                             "staleness",
                             s->rank, (unsigned long long)s->clock, (unsigned long long)header[1],
                             (unsigned long long)header[2], s->desc.staleness);
     }
     if (status == DTRAIN_OK && (header[0] != DTRAIN__SERVER_GRANT || header[2] > (uint64_t)s->desc.staleness))
-        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "what came is no answer to a pull");
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "the answer to a pull is message %llu, %llu steps ahead of the slowest; expected message "
+                              "%d, at most %d steps ahead",
+                              (unsigned long long)header[0], (unsigned long long)header[2], DTRAIN__SERVER_GRANT,
+                              s->desc.staleness);
     if (status == DTRAIN_OK)
         status = dtrain_recv(link->comm, link->message, s->message_bytes, DTRAIN_U8, 0);
     if (status == DTRAIN_OK)

@@ -87,9 +87,11 @@ static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, co
     while (name != NULL && i < module->table_count && strcmp(module->table[i].name, name) != 0)
         i++;
     if (name == NULL || i == module->table_count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_module_create: layer %s lists parameter %s, which the table does not have",
-                            layer->desc.name, name != NULL ? name : "NULL");
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_module_create: layer %s lists parameter %s, which the table does not have: add it there, or "
+            "correct the name",
+            layer->desc.name, name != NULL ? name : "NULL");
     const dtrain_param *param = &module->table[i];
     int steps = layer->desc.unit - param->unit, layers = (int)dtrain__params_layers(param);
     use->param = i;
@@ -106,10 +108,11 @@ static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, co
     if (use->unit == layer->desc.unit && use->unit >= highest)
         layer->unit = use->unit;
     else if (!param->tied || !dtrain__module_has_unit(module, index, use->unit))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_module_create: layer %s of unit %d, after unit %d, uses parameter %s of unit %d: "
-                            "order layers by unit, or where an earlier layer has that unit too, set tied in the table",
-                            layer->desc.name, layer->desc.unit, highest, name, use->unit);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_module_create: layer %s of unit %d, after unit %d, uses parameter %s of unit %d: "
+            "order layers by unit; if an earlier layer has unit %d, set tied for the parameter in the table",
+            layer->desc.name, layer->desc.unit, highest, name, use->unit, use->unit);
     return DTRAIN_OK;
 }
 
@@ -179,17 +182,22 @@ static dtrain_status dtrain__module_check(const dtrain_layer *layers, size_t cou
         if (layers[i].name == NULL || layers[i].name[0] == 0 || layers[i].forward == NULL ||
             layers[i].backward == NULL || (layers[i].param_count > 0 && layers[i].params == NULL))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "dtrain_module_create: layer %zu (%s) needs a name, forward, backward, and as many "
-                                "params as it counts",
-                                i, layers[i].name != NULL ? layers[i].name : "NULL");
+                                "dtrain_module_create: layer %zu (%s) needs a name, forward, backward, and params if "
+                                "param_count is above 0; %s is missing",
+                                i, layers[i].name != NULL ? layers[i].name : "NULL",
+                                layers[i].name == NULL || layers[i].name[0] == 0 ? "the name"
+                                : layers[i].forward == NULL                      ? "forward"
+                                : layers[i].backward == NULL                     ? "backward"
+                                                                                 : "params");
     dtrain_status status = dtrain__params_check_for(table, table_count, 1);
     if (status == DTRAIN_OK)
         status = dtrain__params_on_cpu(table, table_count, "dtrain_module_create");
     for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++)
         if (table[i].dtype != DTRAIN_F32)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                "dtrain_module_create: parameter %s is %s: list F32 parameters alone", table[i].name,
-                                dtrain_dtype_name(table[i].dtype));
+                                "dtrain_module_create: parameter %s is %s, expected F32: a module has no other "
+                                "parameters",
+                                table[i].name, dtrain_dtype_name(table[i].dtype));
     return status;
 }
 

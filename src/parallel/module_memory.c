@@ -95,7 +95,7 @@ static void dtrain__module_shapes(dtrain__module_run *run)
         if (status == DTRAIN_OK)
             status = dtrain__tensor_shape(&place->values[i + 1].tensor, output.dtype, output.ndim, output.shape);
         if (place->failed == DTRAIN_OK)
-            dtrain__module_returned(run, i, "shape, whose output is no tensor,", status);
+            dtrain__module_returned(run, i, "shape, which described no valid tensor,", status);
     }
 }
 

@@ -47,7 +47,8 @@ static dtrain_status dtrain__module_enter(dtrain__module_run *run, int pass, dtr
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: module is NULL: create it first", call);
     if (micro_batch < lowest || micro_batch >= module->place_count - 1)
         return dtrain__fail(&module->error, DTRAIN_ERR_INVALID,
-                            "%s: micro_batch is %d, expected 0 to %d%s: the module's desc says how many are in flight",
+                            "%s: micro_batch is %d, expected 0 to %d%s: for more in flight raise micro_batches in the "
+                            "module's desc",
                             call, micro_batch, module->place_count - 2, lowest < 0 ? ", or DTRAIN_EVALUATE" : "");
     run->call = call;
     run->pass = pass;

@@ -111,7 +111,8 @@ static void dtrain__pipeline_first_shapes(dtrain_pipeline *pipeline, const dtrai
 {
     memset(pipeline->shapes, 0, (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
     if (inputs == NULL)
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID, "inputs is NULL: rank 0 gives the shapes of all");
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID,
+                                   "inputs is NULL on rank 0, expected the shapes of all micro-batches");
     for (int i = 0; inputs != NULL && i < pipeline->micro_batches; i++) {
         dtrain_tensor checked;
         if (dtrain__tensor_shape(&checked, inputs[i].dtype, inputs[i].ndim, inputs[i].shape) == DTRAIN_OK)

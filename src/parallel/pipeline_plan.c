@@ -237,11 +237,12 @@ done:
 static dtrain_status dtrain__pipeline_check_times(const dtrain_pipeline_plan_desc *desc)
 {
     double times[4] = {desc->forward, desc->backward_input, desc->backward_weights, desc->transfer};
+    static const char *const names[4] = {"forward", "backward_input", "backward_weights", "transfer"};
     int stages = desc->ranks * desc->chunks;
     for (int i = 0; i < 4; i++)
         if (!(times[i] >= 0.0 && times[i] < HUGE_VAL))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "pipeline_plan: a time is %g, expected a finite number of at least 0", times[i]);
+                                "pipeline_plan: %s is %g, expected a finite number of at least 0", names[i], times[i]);
     for (int i = 0; desc->shares != NULL && i < stages; i++)
         if (!(desc->shares[i] >= 0.0 && desc->shares[i] < HUGE_VAL))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -262,13 +263,17 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     int numbers[3] = {desc->ranks, desc->micro_batches, desc->chunks};
     for (int i = 0; i < 3; i++)
         if (numbers[i] < 0 || numbers[i] > DTRAIN__PIPELINE_MOST)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "pipeline_plan: %d ranks, %d micro-batches, %d chunks; expected 1 to %d of each",
-                                numbers[0], numbers[1], numbers[2], DTRAIN__PIPELINE_MOST);
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "pipeline_plan: %d ranks, %d micro-batches, %d chunks; expected 1 to %d of each, or 0 for the "
+                "default",
+                numbers[0], numbers[1], numbers[2], DTRAIN__PIPELINE_MOST);
     if (desc->chunks > 1 && !interleaves)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "pipeline_plan: %d chunks a rank are for the interleaved schedule alone; others have 1",
-                            desc->chunks);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "pipeline_plan: %d chunks a rank are for the interleaved schedule alone; others have 1: leave "
+            "chunks 0, or set schedule",
+            desc->chunks);
     desc->ranks += desc->ranks == 0;
     desc->micro_batches += desc->micro_batches == 0;
     desc->chunks = desc->chunks > 0 ? desc->chunks : interleaves ? 2 : 1;
@@ -295,7 +300,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
 {
     dtrain_pipeline_plan_desc full;
     if (plan == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pipeline_plan_create: plan is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "pipeline_plan_create: plan is NULL, expected a place for the plan");
     *plan = NULL;
     memset(&full, 0, sizeof full);
     if (desc != NULL)
@@ -376,8 +382,9 @@ DTRAIN_API dtrain_status dtrain_split_stages(const double *costs, int layers, in
     if (begins == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: begins is NULL, expected stages + 1 numbers");
     if (stages < 1 || stages > layers)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: %d layers make no %d stages; 1 to %d would fit",
-                            layers, stages, layers > 1 ? layers : 1);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "split_stages: %d layers cannot be cut into %d stages; 1 to %d would fit", layers, stages,
+                            layers > 1 ? layers : 1);
     for (int s = 0; costs == NULL && s < stages; s++) {
         size_t begin;
         dtrain__split((size_t)layers, stages, s, &begin);

@@ -92,9 +92,11 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
         status = dtrain_fsdp_forward(run->fsdp, run->module, run->move->place, &run->in, batch, &run->out);
     status = dtrain__pipeline_judge(pipeline, run, status);
     if (run->out.dtype != 0 && !dtrain__module_alike(&run->out, shape)) {
-        dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s",
-                     run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
-                     dtrain__tensor_text(shape).text);
+        dtrain__fail(
+            NULL, DTRAIN_ERR_MISMATCH,
+            "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s: shape must say the same each time",
+            run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
+            dtrain__tensor_text(shape).text);
         dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MISMATCH, dtrain_last_error());
         place->sized = 0;
         run->out.data = NULL;
@@ -255,7 +257,8 @@ static void dtrain__pipeline_evaluate_input(dtrain_pipeline *pipeline, const dtr
         status = dtrain_tensor_view(in, input->dtype, input->ndim, input->shape, input->data);
     if (status == DTRAIN_OK)
         return;
-    dtrain__pipeline_note_down(pipeline, status, input == NULL ? "input is NULL on rank 0" : dtrain_last_error());
+    dtrain__pipeline_note_down(
+        pipeline, status, input == NULL ? "input is NULL on rank 0, expected a tensor with data" : dtrain_last_error());
     memset(in, 0, sizeof *in);
 }
 

@@ -77,7 +77,8 @@ static dtrain_status dtrain__tp_attention_begin(const char *call, const dtrain_a
 {
     *heads = 0;
     if (a == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the attention is NULL", call);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the attention is NULL, expected a filled dtrain_attention",
+                            call);
     dtrain_status status = dtrain__tp_attention_need(call, "qkv", qkv, a, 3, a->channels);
     if (status == DTRAIN_OK)
         status = dtrain__tp_attention_need(call, "kept", kept, a, a->positions, 1);

@@ -81,7 +81,7 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
                                tp->rank, what, rows, columns);
     else if (data == NULL && count > 0)
         *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_INVALID,
-                               "%s on rank %d: %s is NULL, expected %zu x %zu of it", tp->name, tp->rank, what, rows,
+                               "%s on rank %d: %s is NULL, expected %zu x %zu elements", tp->name, tp->rank, what, rows,
                                columns);
 }
 

@@ -28,7 +28,8 @@ static dtrain_status dtrain__tp_linear_begin(dtrain__tp_linear *l, const char *n
 {
     memset(l, 0, sizeof *l);
     if (layer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL, expected a filled dtrain_parallel_linear",
+                            name);
     size_t size = row ? layer->inputs : layer->outputs;
     l->layer = layer;
     l->blocks = layer->blocks > 0 ? layer->blocks : 1;
@@ -37,14 +38,16 @@ static dtrain_status dtrain__tp_linear_begin(dtrain__tp_linear *l, const char *n
     if (status != DTRAIN_OK)
         return status;
     if (row && layer->gather_output)
-        return dtrain__fail(dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
-                            "%s on rank %d: gather_output is for layers split by outputs; this one's output is whole",
-                            name, l->tp.rank);
+        return dtrain__fail(
+            dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
+            "%s on rank %d: gather_output is for column layers; the output of a row layer is whole: leave it 0", name,
+            l->tp.rank);
     if (!dtrain__mul_size(l->blocks, l->granule, &l->step) || size % l->step != 0)
-        return dtrain__fail(dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
-                            "%s on rank %d: %zu %s are no multiple of %zu blocks of granules of %zu; %zu would be",
-                            name, l->tp.rank, size, row ? "inputs" : "outputs", l->blocks, l->granule,
-                            l->step > 0 ? (size / l->step + 1) * l->step : 0);
+        return dtrain__fail(
+            dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
+            "%s on rank %d: there are %zu %s, expected a multiple of %zu blocks x granule %zu; %zu would fit", name,
+            l->tp.rank, size, row ? "inputs" : "outputs", l->blocks, l->granule,
+            l->step > 0 ? (size / l->step + 1) * l->step : 0);
     size_t part = dtrain__tp_linear_part(l, size, l->tp.rank);
     l->in = row ? part : layer->inputs;
     l->out = row ? layer->outputs : part;

@@ -28,7 +28,8 @@ static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const c
                                                 const dtrain_parallel_vocab *layer, const int32_t *tokens)
 {
     if (layer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL, expected a filled dtrain_parallel_vocab",
+                            name);
     dtrain_status status = dtrain__tp_begin(&e->tp, name, layer->group, layer->sequence);
     e->part = dtrain__split(layer->vocab, e->tp.size, e->tp.rank, &e->begin);
     dtrain__tp_need(&e->tp, "the output in whole", e, layer->rows, layer->width, &status);

@@ -479,7 +479,7 @@ TEST(what_cannot_be_is_refused_with_a_text_that_says_what_was_expected)
     desc = none, desc.fragments = 6;
     refused(world, &t, &desc, DTRAIN_ERR_INVALID, "6 fragments of a table of 5 units, expected 1 to 5");
     desc = none, desc.compress = &compress;
-    refused(world, &t, &desc, DTRAIN_ERR_UNSUPPORTED, "which packs no vectors");
+    refused(world, &t, &desc, DTRAIN_ERR_UNSUPPORTED, "which does not pack vectors");
     compress.kind = DTRAIN_COMPRESS_INT8;
     compress.feedback.start_step = 3;
     refused(world, &t, &desc, DTRAIN_ERR_UNSUPPORTED, "start_step is 3; rounds are packed from the first on");

@@ -167,7 +167,7 @@ TEST(a_bad_list_of_layers_is_refused_with_the_layer_s_name)
     m->layers[ADD].params = other;
     refused(m, DTRAIN_ERR_INVALID, "layer add lists parameter nobody, which the table does not have");
     m->layers[ADD].name = NULL;
-    refused(m, DTRAIN_ERR_INVALID, "layer 8 (NULL) needs a name, forward, backward");
+    refused(m, DTRAIN_ERR_INVALID, "layer 8 (NULL) needs a name, forward, backward, and params if param_count is above 0; the name is missing");
     m->layers[LAST].backward = NULL;
     refused(m, DTRAIN_ERR_INVALID, "layer 7 (last) needs a name, forward, backward");
     m->layers[DEEP_2].unit = 4;

@@ -30,7 +30,7 @@ TEST(layers_are_cut_evenly_earlier_stages_one_longer)
     CHECK_EQ(dtrain_split_stages(NULL, 5, 1, begins), DTRAIN_OK);
     CHECK(cut_is(begins, one, 1));
     CHECK_EQ(dtrain_split_stages(NULL, 3, 4, begins), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "3 layers make no 4 stages; 1 to 3 would fit");
+    CHECK_CONTAINS(dtrain_last_error(), "3 layers cannot be cut into 4 stages; 1 to 3 would fit");
     CHECK_EQ(dtrain_split_stages(NULL, 3, 0, begins), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_split_stages(NULL, -1, 1, begins), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_split_stages(NULL, 3, 1, NULL), DTRAIN_ERR_INVALID);

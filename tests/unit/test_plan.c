@@ -332,7 +332,7 @@ TEST(layouts_that_cannot_be_are_left_out_with_what_would_fit)
     in.width = 12;
     CHECK_EQ(plan_all(&in, &results, &count), DTRAIN_OK);
     CHECK_CONTAINS(find(results, count, 1, 1, 4)->why, "6 heads are not split evenly over tp=4; tp of 1, 2, 3 or 6");
-    CHECK_CONTAINS(find(results, count, 1, 4, 1)->why, "2 layers make no 4 stages; 1 to 2 would fit");
+    CHECK_CONTAINS(find(results, count, 1, 4, 1)->why, "2 layers cannot be cut into 4 stages; 1 to 2 would fit");
     CHECK_CONTAINS(
         find(results, count, 4, 1, 1)->why,
         "2 micro-batches are not dealt evenly to dp=4; dp of 1 or 2, or a multiple of 4 as --micro, would fit");
@@ -369,7 +369,7 @@ TEST(every_layout_of_eight_ranks_is_tried_and_its_parts_make_the_whole)
         fast.bandwidth *= 3;
         for (size_t i = 0; i < count; i++) {
             const plan_result *r = &results[i];
-            if (r->why[0] != 0) { /* 8 layers make no 16 stages */
+            if (r->why[0] != 0) { /* 8 layers cannot be cut into 16 stages */
                 CHECK(r->layout.pp == 8 && r->layout.chunks == 2);
                 continue;
             }

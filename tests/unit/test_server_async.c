@@ -180,7 +180,7 @@ static void one_stands_still(dtrain_comm *world)
         if (rank != 2) {
             CHECK_EQ(status, DTRAIN_ERR_TIMEOUT);
             CHECK_EQ(step, 4); /* three more than the one that it may be ahead of: steps 0, 1, 2 and 3 */
-            CHECK_CONTAINS(dtrain_last_error(), "has pushed 4 gradients: rank 2 has pushed 0, and at most 3 behind");
+            CHECK_CONTAINS(dtrain_last_error(), "has pushed 4 gradients: rank 2 has pushed 0, and staleness allows 3 behind");
             CHECK_EQ(dtrain_server_push(server, 1.0), DTRAIN_ERR_INVALID);
             CHECK_CONTAINS(dtrain_last_error(), "no pull since the last push");
             meet();
@@ -512,7 +512,7 @@ static void learns(dtrain_comm *world)
     if (l.rank == 0) {
         double total;
         CHECK_EQ(aggregator.aggregate(aggregator.self, &l.table, 1, 1.0, &total), DTRAIN_ERR_INVALID);
-        CHECK_CONTAINS(dtrain_last_error(), "this rank serves");
+        CHECK_CONTAINS(dtrain_last_error(), "this rank is the server");
         CHECK_EQ(dtrain_server_run(server, &desc), DTRAIN_OK);
         CHECK(dtrain_server_get_stats(server).largest_staleness <= 4);
     } else {

@@ -447,7 +447,7 @@ static void refused_layers(dtrain_comm *world)
     layer.rows = layer.inputs = layer.outputs = 2;
     CHECK_EQ(dtrain_column_parallel_linear(NULL, numbers, numbers), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_row_parallel_linear(&layer, numbers, numbers), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "weight is NULL, expected 2 x 1 of it");
+    CHECK_CONTAINS(dtrain_last_error(), "weight is NULL, expected 2 x 1 elements");
     layer.weight = numbers;
     CHECK_EQ(dtrain_column_parallel_linear(&layer, NULL, numbers), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "x is NULL, expected 2 x 2 of it");
@@ -461,7 +461,7 @@ static void refused_layers(dtrain_comm *world)
     layer.gather_output = 0;
     layer.blocks = 3;
     CHECK_EQ(dtrain_column_parallel_linear(&layer, numbers, numbers), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "2 outputs are no multiple of 3 blocks of granules of 1; 3 would be");
+    CHECK_CONTAINS(dtrain_last_error(), "there are 2 outputs, expected a multiple of 3 blocks x granule 1; 3 would fit");
     layer.blocks = SIZE_MAX;
     layer.granule = 2;
     CHECK_EQ(dtrain_column_parallel_linear(&layer, numbers, numbers), DTRAIN_ERR_INVALID);
