@@ -40812,60 +40812,61 @@ DTRAIN_API dtrain_pieces dtrain_ddp_pieces(dtrain_ddp *ddp)
 #ifndef DTRAIN_NO_PARALLEL
 
 /* ---- >>module-create ----
- * What a module holds, and making one: parameters are found by name, and layers get the unit that is gathered for them.
- * What is computed for a micro-batch lies in >>module-memory, the passes are in >>module-run. */
+ * The data of a module, and its creation. Parameters are found by name, and each layer gets the unit that is gathered
+ * for it. Memory of micro-batches is in >>module-memory, the passes over layers are in >>module-run. */
 #ifndef DTRAIN__MODULE
 #define DTRAIN__MODULE
 
+/* A layer uses a parameter. */
 typedef struct dtrain__module_use {
-    size_t param, offset; /* of the table; elements to the layer's part of a stacked one */
+    size_t param, offset; /* index in the table; where the layer's part of a stacked parameter begins, in elements */
     size_t count;         /* elements of that part */
-    size_t twin;          /* the first use of the same part */
+    size_t twin;          /* index of the first use of the same part */
     int unit, layer;
 } dtrain__module_use;
 
 typedef struct dtrain__module_layer {
     dtrain_layer desc; /* its params are not kept */
     size_t first_use;
-    int unit;        /* that is gathered for it; -1: none */
+    int unit;        /* gathered for it; -1: none */
     int first, last; /* layers of that unit */
-    int defers;      /* its weights' gradients are left to the second half where backward comes in halves */
+    int defers;      /* if backward comes in halves, the second half computes its weights' gradients */
 } dtrain__module_layer;
 
-/* A layer's input, and what the layer saves. */
+/* The input of a layer, and what the layer saves. */
 typedef struct dtrain__module_value {
     dtrain_tensor tensor;
     size_t saved_bytes;
     void *saved;
-    void *gradient; /* of the tensor, between the halves of a backward pass; NULL: not kept */
+    void *gradient; /* of the tensor, kept between the halves of a backward pass; NULL: not kept */
 } dtrain__module_value;
 
-enum { DTRAIN__MODULE_FREE, DTRAIN__MODULE_FORWARD, DTRAIN__MODULE_HALF }; /* how far a place's micro-batch is */
+enum { DTRAIN__MODULE_FREE, DTRAIN__MODULE_FORWARD, DTRAIN__MODULE_HALF }; /* state of a place's micro-batch */
 
 typedef struct dtrain__module_place {
-    unsigned char *block, *kept;  /* values and what was saved; what is kept between the halves of a backward pass */
-    size_t half;                  /* of the room for one gradient */
-    dtrain__module_value *values; /* of each layer; the last is the output */
+    unsigned char *block, *kept;  /* values and what layers saved; what is kept between the halves of a backward pass */
+    size_t half;                  /* bytes for one gradient: half of module->gradients */
+    dtrain__module_value *values; /* one a layer; the last is the output */
     void *batch;
     int sized, state;     /* sized: values have shapes and memory */
-    int seeded;           /* the first half of a backward pass was given a d_output */
-    dtrain_status failed; /* why callbacks are left out */
+    int seeded;           /* the first half of a backward pass got a d_output */
+    dtrain_status failed; /* not DTRAIN_OK: callbacks are skipped for this reason */
 } dtrain__module_place;
 
 struct dtrain_module {
-    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator own; /* used if the caller gives none */
     dtrain_allocator *allocator;
     dtrain__module_layer *layers;
-    int layer_count, place_count; /* the last place is to evaluate */
+    int layer_count, place_count; /* the last place is for DTRAIN_EVALUATE */
     dtrain_param *table;
     size_t table_count, use_count, text_bytes, text_used;
     char *text; /* names */
     dtrain__module_use *uses;
-    float **addresses; /* a use: of parameters; of their gradients; of what one micro-batch adds to these */
+    float **addresses; /* three lists, one address a use: parameters; gradients; what a first half adds to these */
     dtrain__module_place *places;
     dtrain__module_value *values; /* of all places */
-    unsigned char *gradients;
-    unsigned char *again; /* what layers save that recompute */
+    unsigned char *gradients;     /* of activations: two halves, used in turn */
+    unsigned char *again;         /* what recomputing layers save */
     dtrain__error error;
 };
 
@@ -40888,7 +40889,7 @@ static int dtrain__module_has_unit(const dtrain_module *module, int layers, int 
     return 0;
 }
 
-/* Finds one parameter of a layer. Layers before it are known; `highest` is the last unit of theirs. */
+/* Finds one parameter of a layer. The layers before it are resolved; `highest` is their highest unit. */
 static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, const char *name, int highest,
                                             dtrain__module_use *use)
 {
@@ -40926,8 +40927,8 @@ static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, co
     return DTRAIN_OK;
 }
 
-/* Which layers leave their weights to the second half of a backward pass: those that can, unless one that cannot adds
- * to the same gradient, whose order of sums would be another then. */
+/* Decides which layers compute gradients of weights in the second half of a backward pass: those with backward_weights.
+ * But layers that share a parameter must add to its gradient in one order, so that they defer all or none. */
 static void dtrain__module_defer(dtrain_module *module)
 {
     int changes = 1;
@@ -41011,7 +41012,7 @@ static dtrain_status dtrain__module_check(const dtrain_layer *layers, size_t cou
     return status;
 }
 
-/* Every array; sizes were counted before. */
+/* Allocates every array; the counts are set already. */
 static dtrain_status dtrain__module_allocate(dtrain_module *module)
 {
     dtrain_allocator *memory = module->allocator;
@@ -41061,7 +41062,7 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
     for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++) {
         made->table[i] = table[i];
         made->table[i].name = dtrain__module_keep(made, table[i].name);
-        made->table[i].part = NULL; /* the caller's, and not needed */
+        made->table[i].part = NULL; /* it is the caller's, and modules do not need it */
     }
     if (status == DTRAIN_OK)
         status = dtrain__module_link(made, layers);
@@ -41096,14 +41097,16 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
 #endif
 
 /* ---- >>module-memory ----
- * What a module computes for a micro-batch in flight. A place holds the input, and each layer's output and what it
- * saved; to evaluate, two outputs take turns. Gradients of activations take turns in two halves of a block that all
- * places share, as a backward pass runs to its end before the next begins; where it comes in halves, the place keeps
- * those that the second half reads, and what layers that do all in the first have added. */
+ * The memory of micro-batches in flight. A place holds the input, the output of each layer, and what each layer saves.
+ * The place for DTRAIN_EVALUATE has room for two outputs, which layers use in turn.
+ *
+ * All places share one block for gradients of activations, because a backward pass ends before the next begins. Layers
+ * use its two halves in turn. If a backward pass comes in halves, the place also
+ * keeps the gradients that the second half reads, and what layers without a second half have added. */
 #ifndef DTRAIN__MODULE_MEMORY
 #define DTRAIN__MODULE_MEMORY
 
-/* Which pass it is: of backward, both halves at once, or one. */
+/* The pass: forward; backward as a whole; or one half of it. */
 enum { DTRAIN__MODULE_AHEAD, DTRAIN__MODULE_BACK, DTRAIN__MODULE_INPUTS, DTRAIN__MODULE_WEIGHTS };
 
 /* One pass over the layers. */
@@ -41116,7 +41119,7 @@ typedef struct dtrain__module_run {
     dtrain_layer_context context;
 } dtrain__module_run;
 
-/* Adds bytes, rounded up to whole cache lines; 0: they overflow. */
+/* Adds bytes, rounded up to whole cache lines. Returns 0 on an overflow. */
 static int dtrain__module_add(size_t *total, size_t bytes)
 {
     size_t rounded;
@@ -41124,7 +41127,7 @@ static int dtrain__module_add(size_t *total, size_t bytes)
            dtrain__add_size(*total, rounded / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE, total);
 }
 
-/* Takes the next bytes of a block; NULL: they are only counted. *fits becomes 0 where they are more than memory. */
+/* Returns the next bytes of a block; without a block it only counts them. *fits becomes 0 on an overflow. */
 static unsigned char *dtrain__module_next(unsigned char *block, size_t *at, size_t bytes, int *fits)
 {
     unsigned char *next = block != NULL ? block + *at : NULL;
@@ -41132,8 +41135,8 @@ static unsigned char *dtrain__module_next(unsigned char *block, size_t *at, size
     return next;
 }
 
-/* Sees to it that a block has as many bytes; what it holds is lost when it grows, but kept when it cannot: other places
- * may count on it. */
+/* Makes a block at least as long as needed. A block that grows loses its contents. A block that cannot grow keeps them,
+ * because other places may use them. */
 static int dtrain__module_room(dtrain_module *module, unsigned char **block, size_t need)
 {
     void *more = dtrain__memory_room(module->allocator, *block, need);
@@ -41141,7 +41144,8 @@ static int dtrain__module_room(dtrain_module *module, unsigned char **block, siz
     return more != NULL;
 }
 
-/* This rank leaves the callbacks out from here on. Where a step follows, it ends for all; else the caller is told. */
+/* This rank skips callbacks from here on. If a step follows, it fails on all ranks; if not, the call returns the error.
+ */
 static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status, const char *why)
 {
     int steps = run->fsdp != NULL && run->context.micro_batch != DTRAIN_EVALUATE;
@@ -41155,19 +41159,19 @@ static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status
         dtrain__fsdp_fail(run->fsdp, why);
 }
 
-/* A layer's callback has returned. */
+/* Handles what a layer's callback returned. */
 static void dtrain__module_returned(dtrain__module_run *run, int index, const char *what, dtrain_status status)
 {
     char why[256];
     if (status == DTRAIN_OK)
         return;
-    int lost = status == DTRAIN_ERR_PEER_LOST && dtrain__thread_error.status == status; /* a group of the callback's */
+    int lost = status == DTRAIN_ERR_PEER_LOST && dtrain__thread_error.status == status; /* in the callback's group */
     snprintf(why, sizeof why, "layer %.32s: %s returned %s (%d)%s%.120s", run->module->layers[index].desc.name, what,
              dtrain_status_name(status), (int)status, lost ? ": " : "", lost ? dtrain__thread_error.text : "");
     dtrain__module_give_up(run, status, why);
 }
 
-/* Calls one of a layer's callbacks, by its name in texts. */
+/* Calls one of a layer's callbacks; `what` is its name in error texts. */
 static void dtrain__module_call(dtrain__module_run *run, int index, const char *what, dtrain_layer_fn callback,
                                 const dtrain_layer_context *context)
 {
@@ -41175,7 +41179,7 @@ static void dtrain__module_call(dtrain__module_run *run, int index, const char *
     dtrain__module_returned(run, index, what, callback(layer->desc.user, context));
 }
 
-/* Asks each layer for its output's shape. */
+/* Asks each layer for the shape of its output. */
 static void dtrain__module_shapes(dtrain__module_run *run)
 {
     dtrain__module_place *place = run->place;
@@ -41195,8 +41199,8 @@ static void dtrain__module_shapes(dtrain__module_run *run)
     }
 }
 
-/* Gives values and what is saved their addresses in the block (NULL: none yet) and counts its bytes; to evaluate, two
- * outputs take turns. *again: what layers save that recompute. 0: more than memory. */
+/* Sets the addresses of values, and of what layers save, in the block, and counts its bytes. With block NULL it only
+ * counts. *again: the most that a recomputing layer saves. Returns 0 on an overflow. */
 static int dtrain__module_lay_out(dtrain__module_run *run, unsigned char *block, size_t *bytes, size_t *again)
 {
     const dtrain_module *module = run->module;
@@ -41224,7 +41228,7 @@ static int dtrain__module_lay_out(dtrain__module_run *run, unsigned char *block,
     return fits;
 }
 
-/* Makes a place ready for an input. */
+/* Prepares a place for an input: shapes, memory, and a copy of the input. */
 static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor *input)
 {
     dtrain_module *module = run->module;
@@ -41253,8 +41257,8 @@ static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor 
     place->sized = 1;
 }
 
-/* Finds the addresses of what is kept between the halves of a backward pass in the block (NULL: none yet), and counts
- * its bytes; 0: more than memory. What comes is the same for the same values, so that either half may ask. */
+/* Sets the addresses of what is kept between the halves of a backward pass in the block, and counts its bytes. With
+ * block NULL it only counts. Returns 0 on an overflow. Both halves call it and get the same addresses. */
 static int dtrain__module_lay_out_kept(dtrain__module_run *run, unsigned char *block, size_t *bytes)
 {
     dtrain_module *module = run->module;
@@ -41277,7 +41281,7 @@ static int dtrain__module_lay_out_kept(dtrain__module_run *run, unsigned char *b
     return fits;
 }
 
-/* Takes memory for what is kept: zeros, where gradients are added to. */
+/* Allocates what is kept between the halves, and clears the gradients of weights in it. */
 static void dtrain__module_keep_halves(dtrain__module_run *run)
 {
     dtrain__module_place *place = run->place;
@@ -41294,7 +41298,7 @@ static void dtrain__module_keep_halves(dtrain__module_run *run)
     }
 }
 
-/* Adds what a layer's parameters got in the first half to their gradients. */
+/* Adds what a layer computed in the first half to the gradients of its parameters. */
 static void dtrain__module_add_kept(const dtrain__module_run *run, int index)
 {
     const dtrain_module *module = run->module;
@@ -41313,14 +41317,14 @@ static void dtrain__module_add_kept(const dtrain__module_run *run, int index)
 #endif
 
 /* ---- >>module-run ----
- * Drives modules. Parameters come and go by the public calls of >>fsdp; here is the order of calls.
+ * The passes over a module's layers. Parameters are gathered, released and reduced by the public calls of >>fsdp.
  *
- * What fails on one rank must not keep others waiting: from then on callbacks are left out, gathers and reductions are
- * not. */
+ * A rank on which something fails must not keep others waiting. It skips callbacks from then on, but still takes part
+ * in gathers and reductions. */
 #ifndef DTRAIN__MODULE_RUN
 #define DTRAIN__MODULE_RUN
 
-/* Looks the addresses of parameters up: another object of FSDP may have come since. */
+/* Looks up the addresses of parameters in each pass, because the program may use another FSDP object this time. */
 static dtrain_status dtrain__module_bind(dtrain__module_run *run)
 {
     dtrain_module *module = run->module;
@@ -41371,13 +41375,13 @@ static dtrain_status dtrain__module_enter(dtrain__module_run *run, int pass, dtr
     return dtrain__module_bind(run);
 }
 
-/* Whether gradients go where FSDP reduces them from; in the first of two halves they are kept apart. */
+/* Whether this pass adds to the gradients that FSDP reduces. The first of two halves keeps gradients apart. */
 static int dtrain__module_adds(const dtrain__module_run *run)
 {
     return run->pass == DTRAIN__MODULE_BACK || run->pass == DTRAIN__MODULE_WEIGHTS;
 }
 
-/* Makes a layer's parameters readable, and fills its context in. */
+/* Makes a layer's parameters readable, and fills in its context. */
 static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
 {
     dtrain_module *module = run->module;
@@ -41390,7 +41394,7 @@ static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
         index == (run->pass != DTRAIN__MODULE_AHEAD ? layer->last : layer->first))
         status = dtrain_fsdp_gather(run->fsdp, layer->unit);
     if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && dtrain__module_adds(run))
-        dtrain__fsdp_page_grads(run->fsdp, layer->unit, 1); /* FSDP may take this for another forward pass */
+        dtrain__fsdp_page_grads(run->fsdp, layer->unit, 1); /* FSDP may have taken the gather for a forward pass's */
     run->context.layer = index;
     run->context.params = module->addresses + layer->first_use;
     run->context.grads = module->addresses + module->use_count + layer->first_use;
@@ -41404,13 +41408,13 @@ static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
     return status;
 }
 
-/* Whether a layer's callbacks are to be called, and the pass goes on. */
+/* Whether the pass goes on. Without FSDP it ends at the first failing callback. */
 static int dtrain__module_goes_on(const dtrain__module_run *run, dtrain_status status)
 {
     return status == DTRAIN_OK && (run->fsdp != NULL || run->place->failed == DTRAIN_OK);
 }
 
-/* Ends a public call: what broke FSDP, or a callback where no step follows that could tell. */
+/* Ends a public call with the error of FSDP, or with that of a callback if no step follows that would report it. */
 static dtrain_status dtrain__module_leave(dtrain__module_run *run, dtrain_status status)
 {
     if (status != DTRAIN_OK)
@@ -41420,7 +41424,7 @@ static dtrain_status dtrain__module_leave(dtrain__module_run *run, dtrain_status
     return status;
 }
 
-/* Runs all layers forward, in a place that is prepared. */
+/* Runs all layers forward in a prepared place. */
 static dtrain_status dtrain__module_ahead(dtrain__module_run *run)
 {
     dtrain_module *module = run->module;
@@ -41464,8 +41468,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
     return dtrain__module_leave(&run, status);
 }
 
-/* Takes part in what other ranks gather and reduce in a micro-batch that this rank has no input for; its backward does
- * so too. */
+/* Takes part in the gathers of a micro-batch for which this rank has no input. Its backward then takes part in gathers
+ * and reductions likewise. */
 static dtrain_status dtrain__module_forward_blank(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
 {
     dtrain__module_run run;
@@ -41481,7 +41485,7 @@ static dtrain_status dtrain__module_forward_blank(dtrain_fsdp *fsdp, dtrain_modu
     return status;
 }
 
-/* Says what a module makes of an input, by its layers' shapes. */
+/* Computes the shape of a module's output for an input, by the shape callbacks. */
 static dtrain_status dtrain__module_shape_of(dtrain_module *module, const dtrain_tensor *input, dtrain_tensor *output)
 {
     dtrain__module_run run;
@@ -41505,7 +41509,7 @@ static int dtrain__module_alike(const dtrain_tensor *a, const dtrain_tensor *b)
     return a->dtype == b->dtype && a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
 }
 
-/* Says whether a gradient that the caller gives fits the value it belongs to. */
+/* Checks that a gradient from the caller has the dtype and shape of its value. */
 static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, const char *name,
                                                    const dtrain_tensor *gradient, const dtrain_tensor *value)
 {
@@ -41548,7 +41552,8 @@ static dtrain_status dtrain__module_check_backward(dtrain__module_run *run, cons
     return status;
 }
 
-/* Sets where a layer's gradients of values are; those of odd and even numbers take turns in halves of one block. */
+/* Sets the addresses of d_output and d_input of a layer. Values with odd and even numbers have their gradients in the
+ * two halves of one block. */
 static void dtrain__module_aim(dtrain__module_run *run, int index, const dtrain_tensor *d_output,
                                const dtrain_tensor *d_input)
 {
@@ -41575,8 +41580,8 @@ static void dtrain__module_aim(dtrain__module_run *run, int index, const dtrain_
         context->d_input.data = NULL;
 }
 
-/* Runs a layer forward again for what it saves. Its output is written where the gradient of its input will be: nothing
- * is there yet. */
+/* Runs a layer forward again for what it saves. Its output goes where the gradient of its input will be: that room is
+ * still free. */
 static void dtrain__module_again(dtrain__module_run *run, int index)
 {
     const dtrain_layer *layer = &run->module->layers[index].desc;
@@ -41587,7 +41592,7 @@ static void dtrain__module_again(dtrain__module_run *run, int index)
     dtrain__module_call(run, index, "forward", layer->forward, &context);
 }
 
-/* Calls what a layer has for this pass. */
+/* Calls those callbacks of a layer that belong to this pass. */
 static void dtrain__module_back(dtrain__module_run *run, int index, const dtrain_tensor *d_output,
                                 const dtrain_tensor *d_input)
 {
@@ -41609,14 +41614,15 @@ static void dtrain__module_back(dtrain__module_run *run, int index, const dtrain
         dtrain__module_add_kept(run, index);
 }
 
-/* One pass backward: both halves, or one. INPUTS, the first, is what others wait for: gradients of inputs. WEIGHTS does
- * the rest at any later time, other micro-batches between; the two give the bits of both at once. Micro-batches are
- * added up in the order of the second halves, which need not be that of the first.
+/* Runs a backward pass, or one half of it. The first half, INPUTS, computes gradients of inputs, for which other ranks
+ * wait. The second half, WEIGHTS, does the rest at any later time; other micro-batches may come between. Both halves
+ * together have the bits of a whole pass. Micro-batches are added up in the order of their second halves, which may be
+ * another than that of their first halves.
  *
- * Layers without backward_weights do all in the first half, and so do those that share a parameter with one of them;
- * what they add is kept for their micro-batch where there is an FSDP. Until the second half the place also holds the
- * gradient of each other layer's output. d_output is read until the call returns. Where parameters are sharded, units
- * are gathered once for each half. */
+ * Layers without backward_weights do all in the first half, and so do layers that share a parameter with one of them.
+ * With FSDP, what these add to gradients is kept for the micro-batch until its second half. For each other layer the
+ * place keeps the gradient of its output until then. d_output is read until the call returns. Sharded units are
+ * gathered once for each half. */
 static dtrain_status dtrain__module_backward(int pass, dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                              const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {
@@ -41660,8 +41666,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *
 #endif
 
 /* ---- >>pipeline-plan ----
- * Cutting layers into stages, orders of tasks, and the time that they take. An order is written down by its schedule's
- * rule; a walk over all ranks then finds when each task runs, or which one never can. */
+ * Cutting layers into stages, and planning: the order of tasks and the times at which they run. The rule of a schedule
+ * gives the order. A walk over all ranks then finds when each task runs, and whether one never can. */
 #ifndef DTRAIN__PIPELINE_PLAN
 #define DTRAIN__PIPELINE_PLAN
 
@@ -41669,9 +41675,11 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *
 
 /* ---- the order of tasks ---- */
 
-/* Adds a part of the i-th micro-batch and chunk of a rank; none where there is no such one. Groups of as many
- * micro-batches as ranks go through all chunks, backward from the last. The last group is filled up with micro-batches
- * that are left out; what is left still fits together, as nothing depends on them. */
+/* Adds a part of the i-th pair of micro-batch and chunk of a rank; nothing if that micro-batch does not exist.
+ *
+ * Micro-batches go in groups of as many as there are ranks. A group goes through all chunks, backward from the last.
+ * The last group may be short: the missing micro-batches are skipped, which is safe because no other task needs them.
+ */
 static void dtrain__pipeline_add(const dtrain_pipeline_plan *plan, dtrain_pipeline_task **next,
                                  dtrain_pipeline_part part, size_t i)
 {
@@ -41686,9 +41694,10 @@ static void dtrain__pipeline_add(const dtrain_pipeline_plan *plan, dtrain_pipeli
     ++*next;
 }
 
-/* Every schedule is 1F1B with its own number of forward passes ahead of the backward ones: GPipe has all. The weight
- * gradients of ZB-H1 are `rank` micro-batches behind those of the input: later ranks hold as many as the first, and
- * have work left when it is the only one that still waits. Numbers before the first wrap around, and are none. */
+/* Writes the order of a rank's tasks. Every schedule is 1F1B with its own number of forward passes ahead of the
+ * backward passes; for GPipe that is all. In ZB-H1 the weight gradients are `rank` micro-batches behind those of the
+ * input. So later ranks hold as many micro-batches as rank 0, and fill the end of a step with work. A micro-batch
+ * number below 0 wraps around to a large one, and dtrain__pipeline_add skips it. */
 static void dtrain__pipeline_order(const dtrain_pipeline_plan *plan, int rank)
 {
     dtrain_pipeline_task *next = &plan->tasks[(size_t)rank * plan->rank_tasks], *end = next + plan->rank_tasks;
@@ -41708,20 +41717,20 @@ static void dtrain__pipeline_order(const dtrain_pipeline_plan *plan, int rank)
 
 /* ---- the walk ---- */
 
-/* Results of forward passes go AHEAD to the next rank, gradients of the input BACK to the one before. */
+/* Outputs of forward passes go AHEAD to the next rank, gradients of inputs BACK to the rank before. */
 enum { DTRAIN__PIPELINE_AHEAD, DTRAIN__PIPELINE_BACK, DTRAIN__PIPELINE_WAYS };
 
 typedef struct dtrain__pipeline_rank {
-    size_t next;                               /* task */
-    double free;                               /* since when */
+    size_t next;                               /* next task */
+    double free;                               /* when the last task ended */
     int held;                                  /* chunks of micro-batches */
-    const double *result;                      /* of the last task, for which there is no room yet; NULL: none */
-    const double *sent[DTRAIN__PIPELINE_WAYS]; /* what the neighbour has not taken; NULL: nothing */
+    const double *result;                      /* of the last task, waiting for room in sent; NULL: none */
+    const double *sent[DTRAIN__PIPELINE_WAYS]; /* sent, but not yet taken by the neighbour; NULL: nothing */
 } dtrain__pipeline_rank;
 
 typedef struct dtrain__pipeline_walk {
     dtrain_pipeline_plan *plan;
-    double *ends; /* of each rank's forward passes and gradients of inputs; -1: not yet */
+    double *ends; /* when each forward pass and each gradient of an input is done, for each rank; -1: not yet */
     dtrain__pipeline_rank *ranks;
 } dtrain__pipeline_walk;
 
@@ -41732,15 +41741,14 @@ static double *dtrain__pipeline_end(const dtrain__pipeline_walk *walk, int rank,
     return &walk->ends[row * count + (size_t)micro_batch];
 }
 
-/* The way of a task's input and result. */
+/* The direction in which a task's input and result travel. */
 static int dtrain__pipeline_way(const dtrain_pipeline_task *task)
 {
     return task->part == DTRAIN_PART_FORWARD ? DTRAIN__PIPELINE_AHEAD : DTRAIN__PIPELINE_BACK;
 }
 
-/* The rank that takes a task's result (to: 1), or gives its input (0), and in *chunk the chunk there; -1: there is
- * none.
- */
+/* Returns the rank that takes a task's result (to: 1) or gives its input (to: 0), and in *chunk the chunk there; -1:
+ * none. */
 static int dtrain__pipeline_peer(const dtrain_pipeline_plan *plan, int rank, const dtrain_pipeline_task *task, int to,
                                  int *chunk)
 {
@@ -41754,7 +41762,7 @@ static int dtrain__pipeline_peer(const dtrain_pipeline_plan *plan, int rank, con
     return *chunk >= 0 && *chunk < plan->desc.chunks ? (next + ranks) % ranks : -1;
 }
 
-/* Takes what a task needs, if it is there, and says since when. */
+/* Takes the input of a task if it has arrived. *since: when it did. */
 static int dtrain__pipeline_take_input(const dtrain__pipeline_walk *walk, int rank, const dtrain_pipeline_task *task,
                                        double *since)
 {
@@ -41786,7 +41794,7 @@ static double dtrain__pipeline_cost(const dtrain_pipeline_plan *plan, int rank, 
     return cost / desc->chunks * (desc->shares != NULL ? desc->shares[task->chunk * desc->ranks + rank] : 1.0);
 }
 
-/* Runs a task, whose input is there. */
+/* Runs a task whose input has arrived. */
 static void dtrain__pipeline_run(dtrain__pipeline_walk *walk, int rank, dtrain_pipeline_task *task, double since)
 {
     dtrain_pipeline_plan *plan = walk->plan;
@@ -41805,7 +41813,7 @@ static void dtrain__pipeline_run(dtrain__pipeline_walk *walk, int rank, dtrain_p
     me->result = to >= 0 && to != rank ? end : NULL;
 }
 
-/* Lets a rank send or run what comes next, if it can; returns whether anything has moved. */
+/* Lets a rank send its last result or run its next task, if it can. Returns whether it did. */
 static int dtrain__pipeline_advance(dtrain__pipeline_walk *walk, int rank)
 {
     dtrain__pipeline_rank *me = &walk->ranks[rank];
@@ -41825,7 +41833,7 @@ static int dtrain__pipeline_advance(dtrain__pipeline_walk *walk, int rank)
     return 1;
 }
 
-/* Says where a walk has come to a stop before its end: of the ranks, the one whose next task would be the earliest. */
+/* If a walk stopped before its end, reports the task that would have been the earliest. */
 static dtrain_status dtrain__pipeline_check_end(const dtrain__pipeline_walk *walk)
 {
     const dtrain_pipeline_plan *plan = walk->plan;
@@ -41844,7 +41852,7 @@ static dtrain_status dtrain__pipeline_check_end(const dtrain__pipeline_walk *wal
                                                 : "whose input is never there");
 }
 
-/* Span, and what of it ranks idle. */
+/* Computes the span of a plan and the share in which ranks idle. */
 static void dtrain__pipeline_sum_up(dtrain_pipeline_plan *plan)
 {
     double busy = 0.0;
@@ -41856,7 +41864,7 @@ static void dtrain__pipeline_sum_up(dtrain_pipeline_plan *plan)
     plan->bubble = plan->span > 0.0 ? 1.0 - busy / (plan->span * plan->desc.ranks) : 0.0;
 }
 
-/* Finds when each task runs; an order in which one never can is an error. */
+/* Finds when each task runs. If a task can never run, that is an error. */
 static dtrain_status dtrain__pipeline_plan_check(dtrain_pipeline_plan *plan)
 {
     size_t ranks = (size_t)plan->desc.ranks;
@@ -41938,7 +41946,7 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     return dtrain__pipeline_check_times(desc);
 }
 
-/* Takes the memory of a plan; what the walk needs is less. */
+/* Allocates the memory of a plan. The walk needs less, so that its sizes do not overflow either. */
 static int dtrain__pipeline_reserve(dtrain_pipeline_plan *plan)
 {
     const dtrain_pipeline_plan_desc *desc = &plan->desc;
@@ -41998,8 +42006,8 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)
 
 /* ---- cutting layers into stages ---- */
 
-/* Fills stages up to most, each with a layer at least, so that those to come have one left as well. Returns whether all
- * layers have found a place. */
+/* Fills each stage up to the cost `most`, with at least one layer each, and leaves one for every later stage. Returns
+ * whether all layers found a place. */
 static int dtrain__pipeline_stages_fill(const double *costs, int layers, int stages, double most, int *begins)
 {
     int layer = 0;
@@ -42015,11 +42023,12 @@ static int dtrain__pipeline_stages_fill(const double *costs, int layers, int sta
     return layer == layers;
 }
 
-/* The least that is enough for all stages, to the last bit: numbers of at least 0 are in the order of their bits. */
+/* Returns the least cost of the most expensive stage, by bisection over bits: doubles of at least 0 have the order of
+ * their bits. */
 static double dtrain__pipeline_stages_least(const double *costs, int layers, int stages, int *begins)
 {
     double most = HUGE_VAL;
-    uint64_t low = 0, high, middle; /* high is enough, and what is below low is not */
+    uint64_t low = 0, high, middle; /* high is enough; anything below low is not */
     memcpy(&high, &most, sizeof high);
     while (low < high) {
         middle = low + (high - low) / 2;
@@ -42061,8 +42070,8 @@ DTRAIN_API dtrain_status dtrain_split_stages(const double *costs, int layers, in
 #endif
 
 /* ---- >>tp-call ----
- * What the calls of split layers share: their arguments checked before anything is communicated, memory for as long as
- * a call lasts, and operations on rows that are begun, computed beside, and waited for. */
+ * What the calls of split layers share. They check arguments before anything is communicated, allocate memory that
+ * lasts for one call, and run collectives on rows while they compute. */
 #ifndef DTRAIN__TP_CALL
 #define DTRAIN__TP_CALL
 
@@ -42072,8 +42081,8 @@ typedef struct dtrain__tp {
     const char *name; /* of the call, for texts */
     dtrain_comm *group;
     int rank, size;
-    int splits;                    /* rows are split, over several ranks */
-    dtrain_allocator *memory, own; /* own: without a group */
+    int splits;                    /* rows are split over several ranks */
+    dtrain_allocator *memory, own; /* own: used without a group */
     void *rooms[DTRAIN__TP_ROOMS];
     int used;
 } dtrain__tp;
@@ -42095,7 +42104,7 @@ static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_c
     return group != NULL ? dtrain__group_whole(group, name) : DTRAIN_OK;
 }
 
-/* Frees the memory of a call and hands its status on. */
+/* Frees the memory of a call and returns its status. */
 static dtrain_status dtrain__tp_end(dtrain__tp *tp, dtrain_status status)
 {
     while (tp->used > 0)
@@ -42103,7 +42112,7 @@ static dtrain_status dtrain__tp_end(dtrain__tp *tp, dtrain_status status)
     return status;
 }
 
-/* Gives memory until the end of the call, not zeroed; does nothing after an error. */
+/* Allocates memory for the rest of the call, not cleared. Does nothing after an error. */
 static void *dtrain__tp_room(dtrain__tp *tp, size_t rows, size_t row_bytes, dtrain_status *status)
 {
     size_t bytes;
@@ -42125,7 +42134,7 @@ static float *dtrain__tp_floats(dtrain__tp *tp, size_t rows, size_t columns, dtr
     return (float *)dtrain__tp_room(tp, rows, columns * sizeof(float), status);
 }
 
-/* Refuses a matrix whose bytes are more than memory has, and one that is missing; does nothing after an error. */
+/* Refuses a matrix that is too large for memory, or missing. Does nothing after an error. */
 static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows,
                                              size_t columns, dtrain_status *status)
 {
@@ -42142,14 +42151,13 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
                                columns);
 }
 
-/* Of rows that sequence splits, this rank's, or all. */
+/* Returns this rank's number of rows: its share if rows are split, else all. */
 static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
 {
     return tp->splits ? dtrain__split(rows, tp->size, tp->rank, NULL) : rows;
 }
 
-/* Returns [rows, columns] of every rank's part of the rows, gathered where they are split; does nothing after an error.
- */
+/* Returns all rows, [rows, columns]. If rows are split, it gathers them. Does nothing after an error. */
 static const float *dtrain__tp_gather(dtrain__tp *tp, const float *part, size_t rows, size_t columns,
                                       dtrain_work **work, dtrain_status *status)
 {
@@ -42159,13 +42167,13 @@ static const float *dtrain__tp_gather(dtrain__tp *tp, const float *part, size_t 
     return tp->splits ? whole : part;
 }
 
-/* Returns where a rank puts its share of a sum over ranks, [rows, columns]: in `out`, if that has all rows. */
+/* Returns room for this rank's term of a sum over ranks, [rows, columns]: `out` itself if it has all rows. */
 static float *dtrain__tp_share(dtrain__tp *tp, float *out, size_t rows, size_t columns, dtrain_status *status)
 {
     return tp->splits ? dtrain__tp_floats(tp, rows, columns, status) : out;
 }
 
-/* Sums the shares of all ranks into `out`, of rows that are split this rank's; does nothing after an error. */
+/* Sums the terms of all ranks into `out`; if rows are split, only this rank's rows. Does nothing after an error. */
 static void dtrain__tp_sum_shares(const dtrain__tp *tp, const float *share, float *out, size_t rows, size_t columns,
                                   dtrain_work **work, dtrain_status *status)
 {
@@ -42174,7 +42182,7 @@ static void dtrain__tp_sum_shares(const dtrain__tp *tp, const float *share, floa
         *status = dtrain__collective_rows(tp->group, kind, share, out, rows, columns, work);
 }
 
-/* Waits for what was begun, if anything was; an earlier error stays, and its text. */
+/* Waits for an operation, if there is one. An earlier error keeps its status and text. */
 static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work *work)
 {
     dtrain__error first = dtrain__thread_error;
@@ -42193,8 +42201,8 @@ static void dtrain__tp_add(float *out, const float *x, size_t count)
     dtrain__fpmode_restore(mode);
 }
 
-#define DTRAIN__TP_TILE 512 /* columns that are summed on the stack */
-#define DTRAIN__TP_RUN 64   /* rows that are summed before they are added: a run of runs loses fewer bits than one */
+#define DTRAIN__TP_TILE 512 /* columns summed on the stack */
+#define DTRAIN__TP_RUN 64   /* rows summed before their sum is added: sums of sums lose fewer bits */
 
 /* sums[columns] += the sum over rows */
 static void dtrain__tp_add_columns(float *sums, const float *x, size_t rows, size_t columns)
@@ -42231,29 +42239,29 @@ DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const 
 #endif
 
 /* ---- >>tp-linear ----
- * Linear layers split by outputs (column) or inputs (row). A layer here is what this rank has of it: `in` and `out` are
- * the sizes of its own weight. Backward begins the sum of the input's gradient before it computes the weights', and the
- * gathering of split rows before it computes the input's. */
+ * Linear layers split by outputs (column) or inputs (row). `in` and `out` are the sizes of this rank's part of the
+ * weight. Backward hides communication behind two products. It gathers split rows while it computes the gradient of the
+ * input, and sums that over ranks while it computes the gradients of the weights. */
 #ifndef DTRAIN__TP_LINEAR
 #define DTRAIN__TP_LINEAR
 
-#define DTRAIN__TP_SLICE 256 /* rows of a product between two polls: a slice packs the other factor anew */
+#define DTRAIN__TP_SLICE 256 /* rows of a product between two polls; each slice packs the other factor again */
 
 typedef struct dtrain__tp_linear {
     const dtrain_parallel_linear *layer;
     dtrain__tp tp;
-    size_t blocks, granule, step; /* step: both, of which the split dimension is a multiple */
+    size_t blocks, granule, step; /* step: blocks x granule; the split dimension is a multiple of it */
     size_t in, out;               /* of this rank's weight */
-    int gathers;                  /* the output is gathered */
+    int gathers;                  /* 1: gathers the output */
 } dtrain__tp_linear;
 
-/* How much of the split dimension a rank has. */
+/* Returns a rank's share of the split dimension. */
 static size_t dtrain__tp_linear_part(const dtrain__tp_linear *l, size_t size, int rank)
 {
     return dtrain__split(size / l->step, l->tp.size, rank, NULL) * l->step;
 }
 
-/* Takes a layer up; row: it is split by inputs. */
+/* Reads a layer and checks its sizes; row: it is split by inputs. */
 static dtrain_status dtrain__tp_linear_begin(dtrain__tp_linear *l, const char *name,
                                              const dtrain_parallel_linear *layer, int row)
 {
@@ -42289,7 +42297,7 @@ static dtrain_status dtrain__tp_linear_begin(dtrain__tp_linear *l, const char *n
     return status;
 }
 
-/* Takes a layer up for its forward pass, or for backward, whose d_x may be NULL: not wanted. */
+/* Reads a layer and checks its arrays. backward: y is its gradient, and d_x may be NULL for not wanted. */
 static dtrain_status dtrain__tp_linear_take(dtrain__tp_linear *l, const char *name, const dtrain_parallel_linear *layer,
                                             int row, const float *x, const float *y, int backward, const float *d_x)
 {
@@ -42313,7 +42321,7 @@ static void dtrain__tp_linear_add_bias(const dtrain__tp_linear *l, float *y, siz
         dtrain__tp_add(y + r * l->out, l->layer->bias, l->out);
 }
 
-/* y[rows, out] = x[rows, in] W^T; back: dx = dy W. Sizes may be 0, which a product of the program's may not know. */
+/* y[rows, out] = x[rows, in] W^T; back: dx = dy W. Sizes may be 0, which a program's own DTRAIN_SGEMM may not allow. */
 static void dtrain__tp_linear_product(const dtrain__tp_linear *l, int back, const float *from, float *to)
 {
     size_t rows = l->layer->rows, k = back ? l->out : l->in, n = back ? l->in : l->out;
@@ -42324,7 +42332,7 @@ static void dtrain__tp_linear_product(const dtrain__tp_linear *l, int back, cons
         memset(to, 0, rows * n * sizeof(float));
 }
 
-/* d_weight += dy^T x, d_bias += the sum of dy's rows; polled: slice by slice, the group polled between them. */
+/* d_weight += dy^T x, d_bias += the sum of dy's rows; polled: in slices, with a poll of the group between them. */
 static void dtrain__tp_linear_weights(const dtrain__tp_linear *l, const float *x, const float *dy, int polled)
 {
     size_t all = l->layer->by_inputs ? l->in : l->out, n = l->layer->by_inputs ? l->out : l->in;
@@ -42341,7 +42349,7 @@ static void dtrain__tp_linear_weights(const dtrain__tp_linear *l, const float *x
         dtrain__tp_add_columns(l->layer->d_bias, dy, rows, l->out);
 }
 
-/* Copies a rank's columns out of whole rows (into: NULL), or from `part` into them. */
+/* Copies a rank's columns from whole rows to `part` (into is NULL), or from `part` into whole rows. */
 static void dtrain__tp_linear_columns(const dtrain__tp_linear *l, int rank, const float *whole, float *into,
                                       float *part)
 {
@@ -42354,7 +42362,7 @@ static void dtrain__tp_linear_columns(const dtrain__tp_linear *l, int rank, cons
         }
 }
 
-/* This rank's columns of dy, which is whole. */
+/* Copies this rank's columns of dy, which is whole. */
 static const float *dtrain__tp_linear_own_columns(dtrain__tp_linear *l, const float *dy, dtrain_status *status)
 {
     float *part = dtrain__tp_floats(&l->tp, l->layer->rows, l->out, status);
@@ -42412,7 +42420,6 @@ DTRAIN_API dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_linear
     return dtrain__tp_end(&l.tp, status);
 }
 
-/* The gradient of x is summed while those of the weights are computed, and x gathered while that is. */
 DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
                                                                 const float *dy, float *dx)
 {
@@ -42456,9 +42463,9 @@ DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parall
 #endif
 
 /* ---- >>tp-softmax ----
- * The softmax of rows of float32: largest element, exponentials, their sum. Every operation is rounded by itself and
- * none is the C library's, so that the bits are the same under any flags and instruction set. Sums and dot products run
- * in eight lanes of float64, in which products of float32 are exact. NaN is told by its bits. */
+ * The softmax of rows of float32: the largest element, exponentials, their sum. Every operation is rounded by itself,
+ * and none is from the C library, so that the bits are the same under any flags and instruction set. Sums and dot
+ * products run in eight lanes of float64, where products of float32 are exact. NaN is recognised by its bits. */
 #ifndef DTRAIN__TP_SOFTMAX
 #define DTRAIN__TP_SOFTMAX
 
@@ -42466,7 +42473,7 @@ DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parall
 
 DTRAIN__EXACT_BEGIN
 
-/* exp(x) for x <= 0 and NaN, within 2 ulp, also where it is subnormal: 2^n times a polynomial of what is left.
+/* exp(x) for x <= 0 and NaN, within 2 ulp, subnormal results included: 2^n times a polynomial of the remainder.
  *
  *   source   expf of the Cephes library, Moshier */
 DTRAIN__INLINE float dtrain__tp_exp(float x, uint32_t zero)
@@ -42491,20 +42498,21 @@ DTRAIN__INLINE float dtrain__tp_exp(float x, uint32_t zero)
     p = dtrain__isa_rounded_f32(p * r, zero) + 5.0000001201e-1f;
     square = dtrain__isa_rounded_f32(r * r, zero);
     p = dtrain__isa_rounded_f32(p * square, zero) + r;
-    power = rounded + 256u; /* n is -150 at the least: two factors, each normal, of which the last one rounds */
+    power = rounded + 256u; /* n is at least -150: two normal factors, and only the last product rounds */
     size = (power / 2 - 1u) << 23;
     memcpy(&high, &size, sizeof high);
     size = (power - power / 2 - 1u) << 23;
     memcpy(&low, &size, sizeof low);
     p = dtrain__isa_rounded_f32((p + 1.0f) * high, zero) * low;
     memcpy(&size, &p, sizeof size);
-    /* NaN, for which size is 0 by now; a choice between two would be a branch, and the loop no vectors */
+    /* for NaN, size is 0 here; a conditional would be a branch and keep the loop from being vectorised */
     size |= (0u - ((0x7F800000u - bits) >> 31)) & 0x7FC00000u;
     memcpy(&p, &size, sizeof p);
     return p;
 }
 
-/* By the order of bits; a NaN is the largest, or is left to the exponentials. -infinity for no elements. */
+/* The largest element by the order of bits; -infinity for none. A positive NaN is the largest; a negative NaN is not
+ * found here, but makes the sum of exponentials NaN. */
 DTRAIN__INLINE void dtrain__tp_max_body(const float *from, size_t count, float *out)
 {
     const dtrain__i32 *x = (const dtrain__i32 *)from;
@@ -42553,7 +42561,7 @@ DTRAIN__INLINE void dtrain__tp_sum_body(const float *from, size_t count, double 
 }
 DTRAIN__KERNEL(dtrain__tp_sum, (const float *from, size_t count, double *out), (from, count, out))
 
-/* A product that is exact may be contracted with its sum, or not: the bits are the same. */
+/* Products are exact, so that the bits are the same with contraction and without. */
 DTRAIN__INLINE void dtrain__tp_dot_body(const float *left, const float *right, size_t count, double *out)
 {
     const dtrain__f32 *a = (const dtrain__f32 *)left, *b = (const dtrain__f32 *)right;
@@ -42569,7 +42577,7 @@ DTRAIN__INLINE void dtrain__tp_dot_body(const float *left, const float *right, s
 DTRAIN__KERNEL(dtrain__tp_dot, (const float *left, const float *right, size_t count, double *out),
                (left, right, count, out))
 
-/* p[i] = p[i] * (d[i] - mean): what reaches a score, of what reached its probability */
+/* p[i] = p[i] * (d[i] - mean): from the gradient of a probability to that of its score */
 DTRAIN__INLINE void dtrain__tp_slope_body(float *probabilities, const float *slopes, size_t count, float mean)
 {
     dtrain__f32 *p = (dtrain__f32 *)probabilities;
@@ -42579,7 +42587,8 @@ DTRAIN__INLINE void dtrain__tp_slope_body(float *probabilities, const float *slo
 DTRAIN__KERNEL(dtrain__tp_slope, (float *probabilities, const float *slopes, size_t count, float mean),
                (probabilities, slopes, count, mean))
 
-/* log(x) for x >= 1 and NaN, within 2 ulp: of x = 2^e m, sqrt(1/2) <= m < sqrt(2), by the series of atanh. */
+/* log(x) for x >= 1 and NaN, within 2 ulp: x = 2^e m with sqrt(1/2) <= m < sqrt(2), and log(m) by the series of atanh.
+ */
 static double dtrain__tp_log(double x)
 {
     uint32_t zero = dtrain__isa_zero;
@@ -42618,8 +42627,8 @@ DTRAIN__EXACT_END
 #endif
 
 /* ---- >>tp-vocab ----
- * What is split by the vocabulary: the embedding, whose rows each come from one rank, and the cross-entropy, of which
- * ranks exchange a row's largest logit, its sum of exponentials and its target's logit. */
+ * Layers split by the vocabulary. The embedding gets each row from one rank. For the cross-entropy, ranks exchange
+ * three numbers a row: the largest logit, the sum of exponentials, and the logit of the target. */
 #ifndef DTRAIN__TP_VOCAB
 #define DTRAIN__TP_VOCAB
 
@@ -42628,7 +42637,7 @@ typedef struct dtrain__tp_embedding {
     size_t begin, part; /* this rank's rows of the table */
 } dtrain__tp_embedding;
 
-/* Every token is one of the vocabulary, or `least` where that is below 0. */
+/* Checks that every token is in the vocabulary, or is `least` if that is -1. */
 static void dtrain__tp_vocab_check(const dtrain__tp *tp, const char *what, const int32_t *tokens, size_t rows,
                                    size_t vocab, int32_t least, dtrain_status *status)
 {
@@ -42655,13 +42664,13 @@ static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const c
     return status;
 }
 
-/* This rank's rows; -0 in those of others, which every sum leaves as it is. */
+/* Copies this rank's rows. Rows of other ranks are -0, which changes no sum. */
 static void dtrain__tp_embedding_look_up(const dtrain__tp_embedding *e, const dtrain_parallel_vocab *layer,
                                          const int32_t *tokens, float *out)
 {
     const uint32_t minus_zero = (uint32_t)1 << 31;
     for (size_t i = 0; i < layer->rows; i++, out += layer->width) {
-        size_t row = (size_t)tokens[i] - e->begin; /* a token below begin wraps around */
+        size_t row = (size_t)tokens[i] - e->begin; /* wraps around for a token below begin */
         if (row < e->part && layer->width > 0)
             memcpy(out, layer->table + row * layer->width, layer->width * sizeof(float));
         for (size_t k = 0; row >= e->part && k < layer->width; k++)
@@ -42702,14 +42711,14 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_p
     return dtrain__tp_end(&e.tp, status);
 }
 
-/* This rank's logits, and what is known of each row. */
+/* This rank's logits, and three numbers for each row. */
 typedef struct dtrain__tp_entropy {
     dtrain__tp tp;
     float *logits;
     const int32_t *targets;
     size_t rows, begin, part;
-    float *most;           /* of each row, its largest logit */
-    double *sums, *target; /* of the exponentials; the target's logit less the largest */
+    float *most;           /* the largest logit */
+    double *sums, *target; /* the sum of exponentials; the target's logit minus the largest */
 } dtrain__tp_entropy;
 
 static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm *group, float *logits,
@@ -42731,7 +42740,7 @@ static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm
 
 DTRAIN__EXACT_BEGIN
 
-/* Rows that are left out count as ones of loss 0. */
+/* Computes the exponentials of all rows and their sums. Rows that are left out get a sum of 0. */
 static void dtrain__tp_entropy_exponentials(const dtrain__tp_entropy *e)
 {
     for (size_t i = 0; i < e->rows; i++) {
@@ -42747,7 +42756,7 @@ static void dtrain__tp_entropy_exponentials(const dtrain__tp_entropy *e)
     }
 }
 
-/* The gradient, and the loss: from what every rank has alike. */
+/* Computes the gradient, and the loss, which is the same on every rank. */
 static double dtrain__tp_entropy_finish(const dtrain__tp_entropy *e)
 {
     double loss = 0.0;
@@ -42795,22 +42804,22 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group,
 #endif
 
 /* ---- >>tp-attention ----
- * Attention of whole heads. A head's queries, keys and values are strided views of qkv; probabilities are computed in
- * strips of positions, so that a causal one computes half of them. Backward needs no memory beside what it is given:
- * the output is computed anew where the gradient of the queries will be, and what reaches the probabilities, tile by
- * tile, on the stack. */
+ * Attention of whole heads. Queries, keys and values of a head are strided views of qkv. Probabilities are computed in
+ * strips of positions, so that causal attention computes about half of them. Backward allocates nothing: it recomputes
+ * the output in the room for the gradient of the queries, and holds gradients of probabilities in tiles on the stack.
+ */
 #ifndef DTRAIN__TP_ATTENTION
 #define DTRAIN__TP_ATTENTION
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__TP_ATTENTION_STRIP 64 /* positions at a time */
-#define DTRAIN__TP_ATTENTION_TILE 128 /* of those that they see; a tile is 32 KiB */
+#define DTRAIN__TP_ATTENTION_STRIP 64 /* positions in a strip */
+#define DTRAIN__TP_ATTENTION_TILE 128 /* positions that a strip sees, in a tile; a tile is 32 KiB */
 
 /* One head of one sequence. */
 typedef struct dtrain__tp_attention_state {
     size_t positions, channels;
     size_t qkv_row, row; /* elements from one position to the next */
-    size_t first, out;   /* where its queries begin in qkv, keys and values a row and two behind; its output */
+    size_t first, out;   /* where its queries begin in qkv, keys and values one and two rows later; its output in out */
     const float *queries, *keys, *values;
     float *kept;
     float scale;
@@ -42837,7 +42846,7 @@ static dtrain__tp_attention_state dtrain__tp_attention_head(const dtrain_attenti
     return h;
 }
 
-/* How many positions the strip from `at` on has, and how many of all its last one sees. */
+/* Returns the number of positions in the strip at `at`. *seen: how many positions its last one sees. */
 static size_t dtrain__tp_attention_strip(const dtrain__tp_attention_state *h, size_t at, size_t *seen)
 {
     size_t n = h->positions - at < DTRAIN__TP_ATTENTION_STRIP ? h->positions - at : DTRAIN__TP_ATTENTION_STRIP;
@@ -42849,7 +42858,7 @@ static dtrain_status dtrain__tp_attention_need(const char *call, const char *wha
                                                const dtrain_attention *a, size_t wide, size_t last)
 {
     const size_t sizes[5] = {a->batch, a->positions, wide, a->heads, last};
-    size_t count = sizeof(float) * 16; /* so that sizes of a few arrays add up */
+    size_t count = sizeof(float) * 16; /* so that the sum of a few such sizes does not overflow */
     for (int i = 0; i < 5; i++)
         if (sizes[i] == 0)
             return DTRAIN_OK;
@@ -42864,7 +42873,7 @@ static dtrain_status dtrain__tp_attention_need(const char *call, const char *wha
                         count / (sizeof(float) * 16));
 }
 
-/* Checks the arrays of a call, and counts its heads over all sequences: 0, too, where they are empty. */
+/* Checks the arrays of a call, and counts heads over all sequences; 0 if heads are empty. */
 static dtrain_status dtrain__tp_attention_begin(const char *call, const dtrain_attention *a, const float *qkv,
                                                 const float *kept, const char *what, const float *out, size_t *heads)
 {
@@ -42890,7 +42899,7 @@ static void dtrain__tp_attention_values(const dtrain__tp_attention_state *h, siz
                  0.0f, out + at * out_row, out_row);
 }
 
-/* Probabilities of a strip, 0 for what it does not see; and its output. */
+/* Computes the probabilities of a strip, 0 for positions that it does not see, and its output. */
 static void dtrain__tp_attention_ahead(const dtrain__tp_attention_state *h, size_t at, float *out)
 {
     size_t seen, n = dtrain__tp_attention_strip(h, at, &seen);
@@ -42923,8 +42932,8 @@ DTRAIN_API dtrain_status dtrain_attention_forward(const dtrain_attention *attent
     return DTRAIN_OK;
 }
 
-/* Turns a strip's probabilities into the gradient of its scores, p (d - p . d): the mean p . d of a row is that of its
- * output with the output's gradient. */
+/* Turns the probabilities p of a strip into the gradient of its scores, p (d - p . d), where d is the gradient of p.
+ * For each row, p . d is the dot product of the output and its gradient. */
 static void dtrain__tp_attention_scores(const dtrain__tp_attention_state *h, size_t at, const float *d_out,
                                         const float *out)
 {
@@ -42980,13 +42989,12 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>pipeline-route ----
- * What one rank sends and receives when it runs its plan, found out before anything runs: in which order messages come
- * from each neighbour, when to ask for each, and which block of memory each is in. A step follows it and decides
- * nothing.
+ * The messages of one rank when it runs its plan. They are fixed before anything runs: the order of messages from each
+ * neighbour, when to start receiving each, and in which slot of memory. A step only follows this route.
  *
- * Messages from one rank come in the order of its tasks, which between two ranks alone, where both ways go to the same
- * one, need not be the order in which they are used: what comes earlier is asked for earlier. A result waits for room
- * no longer than in the plan's walk, so that what the plan allows cannot lock. */
+ * Messages from one rank arrive in the order of its tasks. With two ranks, both directions go to the same neighbour.
+ * Then the order of arrival may differ from the order of use, and messages are received in the order of arrival. A
+ * result waits for room no longer than in the walk of the plan. So a plan whose walk ends cannot deadlock. */
 #ifndef DTRAIN__PIPELINE_ROUTE
 #define DTRAIN__PIPELINE_ROUTE
 
@@ -42996,17 +43004,17 @@ DTRAIN__FAST_END
 /* What a task of this rank needs and leaves. */
 typedef struct dtrain__pipeline_move {
     int place;            /* of its micro-batch in the module */
-    int in;               /* slot where its input is; -1: it has none, or it is in the module before */
-    int out;              /* slot where the gradient of its input goes; -1: nobody wants one */
-    int to;               /* rank that its result is sent to; -1: none */
-    ptrdiff_t after;      /* the move whose result was sent from the same memory; -1: none */
-    ptrdiff_t message;    /* what it waits for; -1: nothing */
-    dtrain_work *sending; /* NULL: nothing, or it has ended */
+    int in;               /* slot of its input; -1: no input, or the input is in the module of the chunk before */
+    int out;              /* slot for the gradient of its input; -1: not wanted */
+    int to;               /* rank that gets its result; -1: none */
+    ptrdiff_t after;      /* the earlier move whose result is sent from the same memory; -1: none */
+    ptrdiff_t message;    /* the message that it waits for; -1: none */
+    dtrain_work *sending; /* NULL: nothing is being sent */
 } dtrain__pipeline_move;
 
 /* A message to be received. */
 typedef struct dtrain__pipeline_message {
-    size_t task, when; /* that uses it; before which it is asked for */
+    size_t task, when; /* the task that uses it; the task before which receiving starts */
     int peer, slot;
     dtrain_work *receiving;
 } dtrain__pipeline_message;
@@ -43018,37 +43026,37 @@ typedef struct dtrain__pipeline_cell {
 } dtrain__pipeline_cell;
 
 struct dtrain_pipeline {
-    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator own; /* used if the caller gives none */
     dtrain_allocator *allocator;
     dtrain_comm *group;
     dtrain_pipeline_plan *plan;
     int rank, ranks, chunks, micro_batches;
-    int before, after; /* ranks; the last is before the first */
+    int before, after; /* neighbouring ranks; the last rank is before the first */
     dtrain_module **modules;
     dtrain_fsdp **fsdps;
     const dtrain_pipeline_task *tasks; /* of this rank */
     size_t task_count;
     dtrain__pipeline_move *moves; /* of each task */
     dtrain__pipeline_message *messages;
-    size_t message_count, posted; /* posted: in this step */
-    dtrain__pipeline_cell *cells; /* of micro-batch i in chunk c: [c * micro_batches + i] */
+    size_t message_count, posted; /* posted: messages of this step whose receiving has started */
+    dtrain__pipeline_cell *cells; /* that of micro-batch i in chunk c is [c * micro_batches + i] */
     int slots;
-    unsigned char *memory; /* slots, then one of zeros */
+    unsigned char *memory; /* the slots, then one of zeros */
     size_t slot_bytes;
-    unsigned char *evaluated; /* what was received to evaluate */
-    uint64_t *shapes;         /* of all micro-batches, as they travel */
+    unsigned char *evaluated; /* the input received by dtrain_pipeline_evaluate */
+    uint64_t *shapes;         /* of all micro-batches, as they are sent */
     int agreed;
     const char *call;
     dtrain_pipeline_stats stats;
-    dtrain__error note, broken; /* note: why this rank cannot go on in the call under way */
+    dtrain__error note, broken; /* note: why this rank cannot go on in this call */
 };
 
-/* Scratch of one making. */
+/* Temporary memory while a route is made. */
 typedef struct dtrain__pipeline_router {
     dtrain_pipeline *pipeline;
-    size_t *tasks;   /* the task of a way, chunk and micro-batch: [(way * chunks + chunk) * micro_batches + i] */
-    ptrdiff_t *last; /* the move that used a place last */
-    char *busy;      /* places, then slots */
+    size_t *tasks;   /* that of a way, chunk and micro-batch i is [(way * chunks + chunk) * micro_batches + i] */
+    ptrdiff_t *last; /* for each place the last move that used it */
+    char *busy;      /* which places, and later which slots, are in use */
     size_t cells;
 } dtrain__pipeline_router;
 
@@ -43057,7 +43065,7 @@ static dtrain__pipeline_cell *dtrain__pipeline_at(const dtrain_pipeline *pipelin
     return &pipeline->cells[(size_t)chunk * (size_t)pipeline->micro_batches + (size_t)micro_batch];
 }
 
-/* Where the task is that a way's input of a chunk's micro-batch is for. */
+/* Points to the task that uses the input of a chunk's micro-batch in a direction. */
 static size_t *dtrain__pipeline_user(const dtrain__pipeline_router *router, int way, int chunk, int micro_batch)
 {
     return &router->tasks[((size_t)way * (size_t)router->pipeline->chunks + (size_t)chunk) *
@@ -43065,7 +43073,8 @@ static size_t *dtrain__pipeline_user(const dtrain__pipeline_router *router, int 
                           (size_t)micro_batch];
 }
 
-/* Adds the next of a neighbour's results that are sent to this rank; *at: the neighbour's tasks that were looked at. */
+/* Adds a message for the next result that a neighbour sends to this rank. *at: the neighbour's tasks searched so far.
+ */
 static void dtrain__pipeline_add_message(dtrain__pipeline_router *router, int peer, size_t *at, size_t when)
 {
     dtrain_pipeline *pipeline = router->pipeline;
@@ -43082,11 +43091,11 @@ static void dtrain__pipeline_add_message(dtrain__pipeline_router *router, int pe
     pipeline->moves[message->task].message = (ptrdiff_t)pipeline->message_count++;
 }
 
-/* Puts messages in the order in which they are asked for, one task ahead. */
+/* Lists messages in the order of receiving, which starts one task ahead of their use. */
 static void dtrain__pipeline_order_messages(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
-    size_t looked[2] = {0, 0}; /* of the rank before, and of the one after, where that is another */
+    size_t looked[2] = {0, 0}; /* tasks searched of the rank before, and of the rank after if it is another */
     for (size_t t = 0; t < pipeline->task_count; t++) {
         int chunk, from = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, &pipeline->tasks[t], 0, &chunk);
         if (from < 0 || from == pipeline->rank)
@@ -43096,7 +43105,7 @@ static void dtrain__pipeline_order_messages(dtrain__pipeline_router *router)
     }
 }
 
-/* Takes the first that is free; returns its number. */
+/* Takes the first free place or slot and returns its number. */
 static int dtrain__pipeline_take(char *busy, int *most)
 {
     int i = 0;
@@ -43107,8 +43116,9 @@ static int dtrain__pipeline_take(char *busy, int *most)
     return i;
 }
 
-/* Gives what is received, what one chunk hands to another of the same rank, and gradients that are sent memory for as
- * long as it is needed, and says where results go. Activations are sent from the module. */
+/* Assigns slots, and says where results go. Three things have a slot while they are needed: received messages,
+ * gradients from one chunk to another of this rank, and gradients that are sent. Activations are sent from the module.
+ */
 static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
@@ -43117,7 +43127,7 @@ static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
     int next = 0, chunk;
     memset(router->busy, 0, 4 * router->cells + 1);
     for (int i = 0; i < DTRAIN__PIPELINE_SENDS && pipeline->ranks > 1 && pipeline->rank + pipeline->chunks > 1; i++)
-        dtrain__pipeline_take(router->busy, &pipeline->slots); /* the first are for gradients that are sent */
+        dtrain__pipeline_take(router->busy, &pipeline->slots); /* the first slots are for sending gradients */
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
         dtrain__pipeline_move *move = &pipeline->moves[t];
@@ -43142,8 +43152,8 @@ static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
     }
 }
 
-/* Gives every micro-batch a place of its chunk's module, from its forward pass until its gradients are complete.
- * Returns how many of a chunk's are in use at once. */
+/* Gives every micro-batch a place in its chunk's module, from its forward pass until its gradients are complete.
+ * Returns how many places of the chunk are in use at once. */
 static int dtrain__pipeline_set_places(dtrain__pipeline_router *router, int chunk)
 {
     dtrain_pipeline *pipeline = router->pipeline;
@@ -43168,7 +43178,7 @@ static int dtrain__pipeline_set_places(dtrain__pipeline_router *router, int chun
     return most;
 }
 
-/* Finds everything out; memory of the pipeline's is there. */
+/* Makes the route. The arrays of the pipeline are allocated already. */
 static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
@@ -43197,13 +43207,13 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
 #endif
 
 /* ---- >>pipeline-agree ----
- * What the ranks of a pipeline tell each other beside its data: shapes, and at the end of each call who could not go on
- * and why. What breaks one of the groups that a rank is in is told in all of them, so that nobody waits for a rank that
- * has left. */
+ * What the ranks of a pipeline tell each other besides data: shapes, and at the end of each call which rank could not
+ * go on and why. If one of a rank's groups breaks, the rank breaks all its groups, so that no other rank waits for it.
+ */
 #ifndef DTRAIN__PIPELINE_AGREE
 #define DTRAIN__PIPELINE_AGREE
 
-/* Keeps why this rank cannot go on: the first cause. */
+/* Notes why this rank cannot go on. The first cause stays. */
 static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status,
                                                         const char *why)
 {
@@ -43218,7 +43228,7 @@ static dtrain_status dtrain__pipeline_wait(dtrain_work **work)
     return waited != NULL ? dtrain_work_wait(waited) : DTRAIN_OK;
 }
 
-/* Ends the operations under way, whose buffers are then free. */
+/* Waits for all operations under way. Their buffers are free afterwards. */
 static dtrain_status dtrain__pipeline_settle(dtrain_pipeline *pipeline)
 {
     dtrain_status first = DTRAIN_OK;
@@ -43231,7 +43241,7 @@ static dtrain_status dtrain__pipeline_settle(dtrain_pipeline *pipeline)
     return first;
 }
 
-/* The first failure of a group is kept, and told in the others. */
+/* Keeps the failure of one group, and breaks the pipeline's other groups with it. */
 static dtrain_status dtrain__pipeline_break(dtrain_pipeline *pipeline, dtrain_status status)
 {
     dtrain__error cause = dtrain__thread_error, told;
@@ -43261,7 +43271,8 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
     return DTRAIN_OK;
 }
 
-/* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
+/* Ends a call on all ranks with one result: if a rank could not go on, all fail. fails_step: the call belongs to a
+ * step, which then fails, too. */
 static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fails_step)
 {
     dtrain__alike alike = {pipeline->call, NULL, dtrain__alike_nothing, "", 1, {0}, 0};
@@ -43274,7 +43285,7 @@ static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fai
     for (int c = 0; c < pipeline->chunks && fails_step; c++) {
         dtrain_module *module = pipeline->modules[c];
         dtrain__fsdp_fail(pipeline->fsdps[c], told.text);
-        for (int i = 0; i < module->place_count - 1; i++) /* micro-batches that are on their way are forgotten */
+        for (int i = 0; i < module->place_count - 1; i++) /* forget the micro-batches in flight */
             module->places[i].state = DTRAIN__MODULE_FREE;
     }
     return dtrain__fail(NULL, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
@@ -43291,7 +43302,7 @@ static void dtrain__pipeline_write_shape(uint64_t *words, const dtrain_tensor *t
         words[2 + i] = i < tensor->ndim ? tensor->shape[i] : 0;
 }
 
-/* 0: there is none, as a rank before could not make it. */
+/* Returns 0 if there is no shape, because an earlier stage could not compute it. */
 static int dtrain__pipeline_read_shape(const uint64_t *words, dtrain_tensor *tensor)
 {
     size_t shape[DTRAIN_MAX_DIMS];
@@ -43302,7 +43313,7 @@ static int dtrain__pipeline_read_shape(const uint64_t *words, dtrain_tensor *ten
            dtrain__tensor_shape(tensor, (dtrain_dtype)words[0], (int)words[1], shape) == DTRAIN_OK;
 }
 
-/* The shapes of the first stage's inputs. */
+/* Writes the shapes of the first stage's inputs into pipeline->shapes. */
 static void dtrain__pipeline_first_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     memset(pipeline->shapes, 0, (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
@@ -43318,7 +43329,7 @@ static void dtrain__pipeline_first_shapes(dtrain_pipeline *pipeline, const dtrai
     }
 }
 
-/* Lets a stage say what it makes of its inputs, in pipeline->shapes. */
+/* Replaces the input shapes in pipeline->shapes by the shapes of a stage's outputs. */
 static void dtrain__pipeline_stage_shapes(dtrain_pipeline *pipeline, int chunk)
 {
     for (int i = 0; i < pipeline->micro_batches; i++) {
@@ -43338,7 +43349,7 @@ static void dtrain__pipeline_stage_shapes(dtrain_pipeline *pipeline, int chunk)
     }
 }
 
-/* Shapes go through the stages as data will. */
+/* Passes shapes through the stages, on the way that data will take. */
 static dtrain_status dtrain__pipeline_pass_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     size_t words = (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS;
@@ -43357,7 +43368,7 @@ static dtrain_status dtrain__pipeline_pass_shapes(dtrain_pipeline *pipeline, con
     return status;
 }
 
-/* Takes the slots, each as large as the largest that travels. */
+/* Allocates the slots, each as large as the largest tensor that travels. */
 static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
 {
     size_t largest = 0, need, line = DTRAIN__CACHE_LINE;
@@ -43388,7 +43399,7 @@ static const dtrain__alike_field dtrain__pipeline_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, ranks, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, micro_batches, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, chunks, NUMBER),
-    /* what a plan foresees; only its tasks are carried out */
+    /* times and shares only say how a plan is timed; they do not change its tasks */
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, forward, OWN),
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, backward_input, OWN),
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, backward_weights, OWN),
@@ -43427,8 +43438,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const 
 #endif
 
 /* ---- >>pipeline-run ----
- * Runs a plan: each task of this rank in its order, what it needs asked for one task ahead. Whatever happens to a
- * callback, all messages of a step are sent and received: who waits for one need not know. */
+ * Runs a plan: the tasks of this rank in their order, with receiving started one task ahead. All messages of a step are
+ * sent and received even if a callback fails, so that no other rank waits. */
 #ifndef DTRAIN__PIPELINE_RUN
 #define DTRAIN__PIPELINE_RUN
 
@@ -43439,17 +43450,17 @@ static unsigned char *dtrain__pipeline_slot(const dtrain_pipeline *pipeline, int
 
 /* ---- one task ---- */
 
-/* What a task is run with; tensors without data: none. */
+/* What a task runs with. A tensor whose data is NULL is missing. */
 typedef struct dtrain__pipeline_task_run {
     const dtrain__pipeline_cell *cell;
     const dtrain_pipeline_task *task;
     dtrain__pipeline_move *move;
     dtrain_module *module;
     dtrain_fsdp *fsdp;
-    dtrain_tensor in, out; /* in: a stage's input, or the gradient of its output; out: the other end */
+    dtrain_tensor in, out; /* forward: input and output of the stage; backward: gradients of its output and input */
 } dtrain__pipeline_task_run;
 
-/* Asks for what a task, and the one after it, will use. */
+/* Starts to receive what a task, and the task after it, will use. */
 static dtrain_status dtrain__pipeline_post(dtrain_pipeline *pipeline, size_t task)
 {
     while (pipeline->posted < pipeline->message_count && pipeline->messages[pipeline->posted].when <= task) {
@@ -43465,7 +43476,7 @@ static dtrain_status dtrain__pipeline_post(dtrain_pipeline *pipeline, size_t tas
     return DTRAIN_OK;
 }
 
-/* Finds a forward task's input; without data where there is none. */
+/* Finds the input of a forward task. If there is none, its data is NULL. */
 static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run,
                                    const dtrain_tensor *inputs)
 {
@@ -43492,7 +43503,7 @@ static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_t
     }
 }
 
-/* Takes note of a call of the module's that went wrong on this rank alone. What broke FSDP is returned. */
+/* Notes an error of a module that concerns this rank alone. Returns an error that broke FSDP. */
 static dtrain_status dtrain__pipeline_judge(dtrain_pipeline *pipeline, const dtrain__pipeline_task_run *run,
                                             dtrain_status status)
 {
@@ -43512,7 +43523,7 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
     const dtrain_tensor *shape = &run->cell->output;
     dtrain_status status = DTRAIN_OK;
     if (run->fsdp == NULL && pipeline->note.status != DTRAIN_OK)
-        place->sized = 0; /* nobody takes an earlier output for this one */
+        place->sized = 0; /* so that no one takes the output of an earlier micro-batch for this one's */
     else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0))
         status = dtrain__module_forward_blank(run->fsdp, run->module, run->move->place);
     else
@@ -43579,7 +43590,7 @@ static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t ind
     status = ahead ? dtrain__pipeline_forward(pipeline, &run, batches != NULL ? batches[run.task->micro_batch] : NULL)
                    : dtrain__pipeline_backward(pipeline, &run);
     pipeline->stats.computed_ns += dtrain__os_now_ns() - begin;
-    int held = 0; /* chunks of micro-batches that this rank's modules hold now */
+    int held = 0; /* chunks of micro-batches in this rank's modules */
     for (int c = 0; ahead && c < pipeline->chunks; c++)
         for (int i = 0; i < pipeline->modules[c]->place_count - 1; i++)
             held += pipeline->modules[c]->places[i].state != DTRAIN__MODULE_FREE;
@@ -43619,8 +43630,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
 
 /* ---- evaluation ---- */
 
-/* Receives a stage's input, which says its shape first and comes when there is room for it; without dtype where a rank
- * before could not make it, or there is none. */
+/* Receives the input of a stage: first its shape, then, once this rank has said that there is memory, its data. If an
+ * earlier stage failed, or there is no memory here, dtype is 0. */
 static dtrain_status dtrain__pipeline_evaluate_receive(dtrain_pipeline *pipeline, dtrain_tensor *input)
 {
     uint64_t words[DTRAIN__PIPELINE_WORDS], fits;
@@ -43655,7 +43666,7 @@ static dtrain_status dtrain__pipeline_evaluate_send(dtrain_pipeline *pipeline, c
     return dtrain_send(pipeline->group, output->data, output->count, output->dtype, pipeline->after);
 }
 
-/* Runs one stage; output is without dtype where it could not be made. */
+/* Runs one stage. If it fails, the dtype of output is 0. */
 static dtrain_status dtrain__pipeline_evaluate_stage(dtrain_pipeline *pipeline, int chunk, const dtrain_tensor *input,
                                                      void *batch, dtrain_tensor *output)
 {
@@ -43675,7 +43686,7 @@ static dtrain_status dtrain__pipeline_evaluate_stage(dtrain_pipeline *pipeline, 
     return DTRAIN_OK;
 }
 
-/* Views the first stage's input; without dtype where it cannot be read. */
+/* Views the input of the first stage. If it cannot be read, the dtype of in is 0. */
 static void dtrain__pipeline_evaluate_input(dtrain_pipeline *pipeline, const dtrain_tensor *input, dtrain_tensor *in)
 {
     dtrain_status status = DTRAIN_ERR_INVALID;
@@ -43721,11 +43732,11 @@ DTRAIN_API dtrain_status dtrain_pipeline_evaluate(dtrain_pipeline *pipeline, con
 #endif
 
 /* ---- >>pipeline-create ----
- * Makes and frees a rank's end of a pipeline. */
+ * Creation and destruction of a rank's end of a pipeline. */
 #ifndef DTRAIN__PIPELINE_CREATE
 #define DTRAIN__PIPELINE_CREATE
 
-/* Every array but what travels, whose size is not known yet. */
+/* Allocates every array but the slots, whose size dtrain_pipeline_agree finds. */
 static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
 {
     dtrain_allocator *memory = pipeline->allocator;
@@ -43761,7 +43772,7 @@ static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
     return status;
 }
 
-/* Takes a chunk's module and FSDP over: they go together, and no other chunk has them. */
+/* Takes the module and FSDP of a chunk from the desc. They must have one table, and belong to no other chunk. */
 static dtrain_status dtrain__pipeline_take_chunk(dtrain_pipeline *pipeline, const dtrain_pipeline_desc *desc, int chunk)
 {
     dtrain__module_run run;
@@ -43784,7 +43795,7 @@ static dtrain_status dtrain__pipeline_take_chunk(dtrain_pipeline *pipeline, cons
     return dtrain__module_bind(&run);
 }
 
-/* Fills a pipeline in whose plan is there. */
+/* Fills in a pipeline that has its plan. */
 static dtrain_status dtrain__pipeline_set_up(dtrain_pipeline *pipeline, dtrain_comm *group,
                                              const dtrain_pipeline_desc *desc)
 {

@@ -1,61 +1,62 @@
 /* ---- >>module-create ----
- * What a module holds, and making one: parameters are found by name, and layers get the unit that is gathered for them.
- * What is computed for a micro-batch lies in >>module-memory, the passes are in >>module-run. */
+ * The data of a module, and its creation. Parameters are found by name, and each layer gets the unit that is gathered
+ * for it. Memory of micro-batches is in >>module-memory, the passes over layers are in >>module-run. */
 #ifndef DTRAIN__MODULE
 #define DTRAIN__MODULE
 #include "module.h"
 #include "../shard/fsdp_create.c"
 #include "../tensor/dtype.c"
 
+/* A layer uses a parameter. */
 typedef struct dtrain__module_use {
-    size_t param, offset; /* of the table; elements to the layer's part of a stacked one */
+    size_t param, offset; /* index in the table; where the layer's part of a stacked parameter begins, in elements */
     size_t count;         /* elements of that part */
-    size_t twin;          /* the first use of the same part */
+    size_t twin;          /* index of the first use of the same part */
     int unit, layer;
 } dtrain__module_use;
 
 typedef struct dtrain__module_layer {
     dtrain_layer desc; /* its params are not kept */
     size_t first_use;
-    int unit;        /* that is gathered for it; -1: none */
+    int unit;        /* gathered for it; -1: none */
     int first, last; /* layers of that unit */
-    int defers;      /* its weights' gradients are left to the second half where backward comes in halves */
+    int defers;      /* if backward comes in halves, the second half computes its weights' gradients */
 } dtrain__module_layer;
 
-/* A layer's input, and what the layer saves. */
+/* The input of a layer, and what the layer saves. */
 typedef struct dtrain__module_value {
     dtrain_tensor tensor;
     size_t saved_bytes;
     void *saved;
-    void *gradient; /* of the tensor, between the halves of a backward pass; NULL: not kept */
+    void *gradient; /* of the tensor, kept between the halves of a backward pass; NULL: not kept */
 } dtrain__module_value;
 
-enum { DTRAIN__MODULE_FREE, DTRAIN__MODULE_FORWARD, DTRAIN__MODULE_HALF }; /* how far a place's micro-batch is */
+enum { DTRAIN__MODULE_FREE, DTRAIN__MODULE_FORWARD, DTRAIN__MODULE_HALF }; /* state of a place's micro-batch */
 
 typedef struct dtrain__module_place {
-    unsigned char *block, *kept;  /* values and what was saved; what is kept between the halves of a backward pass */
-    size_t half;                  /* of the room for one gradient */
-    dtrain__module_value *values; /* of each layer; the last is the output */
+    unsigned char *block, *kept;  /* values and what layers saved; what is kept between the halves of a backward pass */
+    size_t half;                  /* bytes for one gradient: half of module->gradients */
+    dtrain__module_value *values; /* one a layer; the last is the output */
     void *batch;
     int sized, state;     /* sized: values have shapes and memory */
-    int seeded;           /* the first half of a backward pass was given a d_output */
-    dtrain_status failed; /* why callbacks are left out */
+    int seeded;           /* the first half of a backward pass got a d_output */
+    dtrain_status failed; /* not DTRAIN_OK: callbacks are skipped for this reason */
 } dtrain__module_place;
 
 struct dtrain_module {
-    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator own; /* used if the caller gives none */
     dtrain_allocator *allocator;
     dtrain__module_layer *layers;
-    int layer_count, place_count; /* the last place is to evaluate */
+    int layer_count, place_count; /* the last place is for DTRAIN_EVALUATE */
     dtrain_param *table;
     size_t table_count, use_count, text_bytes, text_used;
     char *text; /* names */
     dtrain__module_use *uses;
-    float **addresses; /* a use: of parameters; of their gradients; of what one micro-batch adds to these */
+    float **addresses; /* three lists, one address a use: parameters; gradients; what a first half adds to these */
     dtrain__module_place *places;
     dtrain__module_value *values; /* of all places */
-    unsigned char *gradients;
-    unsigned char *again; /* what layers save that recompute */
+    unsigned char *gradients;     /* of activations: two halves, used in turn */
+    unsigned char *again;         /* what recomputing layers save */
     dtrain__error error;
 };
 
@@ -78,7 +79,7 @@ static int dtrain__module_has_unit(const dtrain_module *module, int layers, int 
     return 0;
 }
 
-/* Finds one parameter of a layer. Layers before it are known; `highest` is the last unit of theirs. */
+/* Finds one parameter of a layer. The layers before it are resolved; `highest` is their highest unit. */
 static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, const char *name, int highest,
                                             dtrain__module_use *use)
 {
@@ -116,8 +117,8 @@ static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, co
     return DTRAIN_OK;
 }
 
-/* Which layers leave their weights to the second half of a backward pass: those that can, unless one that cannot adds
- * to the same gradient, whose order of sums would be another then. */
+/* Decides which layers compute gradients of weights in the second half of a backward pass: those with backward_weights.
+ * But layers that share a parameter must add to its gradient in one order, so that they defer all or none. */
 static void dtrain__module_defer(dtrain_module *module)
 {
     int changes = 1;
@@ -201,7 +202,7 @@ static dtrain_status dtrain__module_check(const dtrain_layer *layers, size_t cou
     return status;
 }
 
-/* Every array; sizes were counted before. */
+/* Allocates every array; the counts are set already. */
 static dtrain_status dtrain__module_allocate(dtrain_module *module)
 {
     dtrain_allocator *memory = module->allocator;
@@ -251,7 +252,7 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
     for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++) {
         made->table[i] = table[i];
         made->table[i].name = dtrain__module_keep(made, table[i].name);
-        made->table[i].part = NULL; /* the caller's, and not needed */
+        made->table[i].part = NULL; /* it is the caller's, and modules do not need it */
     }
     if (status == DTRAIN_OK)
         status = dtrain__module_link(made, layers);

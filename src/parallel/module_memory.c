@@ -1,13 +1,15 @@
 /* ---- >>module-memory ----
- * What a module computes for a micro-batch in flight. A place holds the input, and each layer's output and what it
- * saved; to evaluate, two outputs take turns. Gradients of activations take turns in two halves of a block that all
- * places share, as a backward pass runs to its end before the next begins; where it comes in halves, the place keeps
- * those that the second half reads, and what layers that do all in the first have added. */
+ * The memory of micro-batches in flight. A place holds the input, the output of each layer, and what each layer saves.
+ * The place for DTRAIN_EVALUATE has room for two outputs, which layers use in turn.
+ *
+ * All places share one block for gradients of activations, because a backward pass ends before the next begins. Layers
+ * use its two halves in turn. If a backward pass comes in halves, the place also
+ * keeps the gradients that the second half reads, and what layers without a second half have added. */
 #ifndef DTRAIN__MODULE_MEMORY
 #define DTRAIN__MODULE_MEMORY
 #include "module.c"
 
-/* Which pass it is: of backward, both halves at once, or one. */
+/* The pass: forward; backward as a whole; or one half of it. */
 enum { DTRAIN__MODULE_AHEAD, DTRAIN__MODULE_BACK, DTRAIN__MODULE_INPUTS, DTRAIN__MODULE_WEIGHTS };
 
 /* One pass over the layers. */
@@ -20,7 +22,7 @@ typedef struct dtrain__module_run {
     dtrain_layer_context context;
 } dtrain__module_run;
 
-/* Adds bytes, rounded up to whole cache lines; 0: they overflow. */
+/* Adds bytes, rounded up to whole cache lines. Returns 0 on an overflow. */
 static int dtrain__module_add(size_t *total, size_t bytes)
 {
     size_t rounded;
@@ -28,7 +30,7 @@ static int dtrain__module_add(size_t *total, size_t bytes)
            dtrain__add_size(*total, rounded / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE, total);
 }
 
-/* Takes the next bytes of a block; NULL: they are only counted. *fits becomes 0 where they are more than memory. */
+/* Returns the next bytes of a block; without a block it only counts them. *fits becomes 0 on an overflow. */
 static unsigned char *dtrain__module_next(unsigned char *block, size_t *at, size_t bytes, int *fits)
 {
     unsigned char *next = block != NULL ? block + *at : NULL;
@@ -36,8 +38,8 @@ static unsigned char *dtrain__module_next(unsigned char *block, size_t *at, size
     return next;
 }
 
-/* Sees to it that a block has as many bytes; what it holds is lost when it grows, but kept when it cannot: other places
- * may count on it. */
+/* Makes a block at least as long as needed. A block that grows loses its contents. A block that cannot grow keeps them,
+ * because other places may use them. */
 static int dtrain__module_room(dtrain_module *module, unsigned char **block, size_t need)
 {
     void *more = dtrain__memory_room(module->allocator, *block, need);
@@ -45,7 +47,8 @@ static int dtrain__module_room(dtrain_module *module, unsigned char **block, siz
     return more != NULL;
 }
 
-/* This rank leaves the callbacks out from here on. Where a step follows, it ends for all; else the caller is told. */
+/* This rank skips callbacks from here on. If a step follows, it fails on all ranks; if not, the call returns the error.
+ */
 static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status, const char *why)
 {
     int steps = run->fsdp != NULL && run->context.micro_batch != DTRAIN_EVALUATE;
@@ -59,19 +62,19 @@ static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status
         dtrain__fsdp_fail(run->fsdp, why);
 }
 
-/* A layer's callback has returned. */
+/* Handles what a layer's callback returned. */
 static void dtrain__module_returned(dtrain__module_run *run, int index, const char *what, dtrain_status status)
 {
     char why[256];
     if (status == DTRAIN_OK)
         return;
-    int lost = status == DTRAIN_ERR_PEER_LOST && dtrain__thread_error.status == status; /* a group of the callback's */
+    int lost = status == DTRAIN_ERR_PEER_LOST && dtrain__thread_error.status == status; /* in the callback's group */
     snprintf(why, sizeof why, "layer %.32s: %s returned %s (%d)%s%.120s", run->module->layers[index].desc.name, what,
              dtrain_status_name(status), (int)status, lost ? ": " : "", lost ? dtrain__thread_error.text : "");
     dtrain__module_give_up(run, status, why);
 }
 
-/* Calls one of a layer's callbacks, by its name in texts. */
+/* Calls one of a layer's callbacks; `what` is its name in error texts. */
 static void dtrain__module_call(dtrain__module_run *run, int index, const char *what, dtrain_layer_fn callback,
                                 const dtrain_layer_context *context)
 {
@@ -79,7 +82,7 @@ static void dtrain__module_call(dtrain__module_run *run, int index, const char *
     dtrain__module_returned(run, index, what, callback(layer->desc.user, context));
 }
 
-/* Asks each layer for its output's shape. */
+/* Asks each layer for the shape of its output. */
 static void dtrain__module_shapes(dtrain__module_run *run)
 {
     dtrain__module_place *place = run->place;
@@ -99,8 +102,8 @@ static void dtrain__module_shapes(dtrain__module_run *run)
     }
 }
 
-/* Gives values and what is saved their addresses in the block (NULL: none yet) and counts its bytes; to evaluate, two
- * outputs take turns. *again: what layers save that recompute. 0: more than memory. */
+/* Sets the addresses of values, and of what layers save, in the block, and counts its bytes. With block NULL it only
+ * counts. *again: the most that a recomputing layer saves. Returns 0 on an overflow. */
 static int dtrain__module_lay_out(dtrain__module_run *run, unsigned char *block, size_t *bytes, size_t *again)
 {
     const dtrain_module *module = run->module;
@@ -128,7 +131,7 @@ static int dtrain__module_lay_out(dtrain__module_run *run, unsigned char *block,
     return fits;
 }
 
-/* Makes a place ready for an input. */
+/* Prepares a place for an input: shapes, memory, and a copy of the input. */
 static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor *input)
 {
     dtrain_module *module = run->module;
@@ -157,8 +160,8 @@ static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor 
     place->sized = 1;
 }
 
-/* Finds the addresses of what is kept between the halves of a backward pass in the block (NULL: none yet), and counts
- * its bytes; 0: more than memory. What comes is the same for the same values, so that either half may ask. */
+/* Sets the addresses of what is kept between the halves of a backward pass in the block, and counts its bytes. With
+ * block NULL it only counts. Returns 0 on an overflow. Both halves call it and get the same addresses. */
 static int dtrain__module_lay_out_kept(dtrain__module_run *run, unsigned char *block, size_t *bytes)
 {
     dtrain_module *module = run->module;
@@ -181,7 +184,7 @@ static int dtrain__module_lay_out_kept(dtrain__module_run *run, unsigned char *b
     return fits;
 }
 
-/* Takes memory for what is kept: zeros, where gradients are added to. */
+/* Allocates what is kept between the halves, and clears the gradients of weights in it. */
 static void dtrain__module_keep_halves(dtrain__module_run *run)
 {
     dtrain__module_place *place = run->place;
@@ -198,7 +201,7 @@ static void dtrain__module_keep_halves(dtrain__module_run *run)
     }
 }
 
-/* Adds what a layer's parameters got in the first half to their gradients. */
+/* Adds what a layer computed in the first half to the gradients of its parameters. */
 static void dtrain__module_add_kept(const dtrain__module_run *run, int index)
 {
     const dtrain_module *module = run->module;

@@ -1,14 +1,14 @@
 /* ---- >>module-run ----
- * Drives modules. Parameters come and go by the public calls of >>fsdp; here is the order of calls.
+ * The passes over a module's layers. Parameters are gathered, released and reduced by the public calls of >>fsdp.
  *
- * What fails on one rank must not keep others waiting: from then on callbacks are left out, gathers and reductions are
- * not. */
+ * A rank on which something fails must not keep others waiting. It skips callbacks from then on, but still takes part
+ * in gathers and reductions. */
 #ifndef DTRAIN__MODULE_RUN
 #define DTRAIN__MODULE_RUN
 #include "module_memory.c"
 #include "../shard/fsdp_create.c"
 
-/* Looks the addresses of parameters up: another object of FSDP may have come since. */
+/* Looks up the addresses of parameters in each pass, because the program may use another FSDP object this time. */
 static dtrain_status dtrain__module_bind(dtrain__module_run *run)
 {
     dtrain_module *module = run->module;
@@ -59,13 +59,13 @@ static dtrain_status dtrain__module_enter(dtrain__module_run *run, int pass, dtr
     return dtrain__module_bind(run);
 }
 
-/* Whether gradients go where FSDP reduces them from; in the first of two halves they are kept apart. */
+/* Whether this pass adds to the gradients that FSDP reduces. The first of two halves keeps gradients apart. */
 static int dtrain__module_adds(const dtrain__module_run *run)
 {
     return run->pass == DTRAIN__MODULE_BACK || run->pass == DTRAIN__MODULE_WEIGHTS;
 }
 
-/* Makes a layer's parameters readable, and fills its context in. */
+/* Makes a layer's parameters readable, and fills in its context. */
 static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
 {
     dtrain_module *module = run->module;
@@ -78,7 +78,7 @@ static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
         index == (run->pass != DTRAIN__MODULE_AHEAD ? layer->last : layer->first))
         status = dtrain_fsdp_gather(run->fsdp, layer->unit);
     if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && dtrain__module_adds(run))
-        dtrain__fsdp_page_grads(run->fsdp, layer->unit, 1); /* FSDP may take this for another forward pass */
+        dtrain__fsdp_page_grads(run->fsdp, layer->unit, 1); /* FSDP may have taken the gather for a forward pass's */
     run->context.layer = index;
     run->context.params = module->addresses + layer->first_use;
     run->context.grads = module->addresses + module->use_count + layer->first_use;
@@ -92,13 +92,13 @@ static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
     return status;
 }
 
-/* Whether a layer's callbacks are to be called, and the pass goes on. */
+/* Whether the pass goes on. Without FSDP it ends at the first failing callback. */
 static int dtrain__module_goes_on(const dtrain__module_run *run, dtrain_status status)
 {
     return status == DTRAIN_OK && (run->fsdp != NULL || run->place->failed == DTRAIN_OK);
 }
 
-/* Ends a public call: what broke FSDP, or a callback where no step follows that could tell. */
+/* Ends a public call with the error of FSDP, or with that of a callback if no step follows that would report it. */
 static dtrain_status dtrain__module_leave(dtrain__module_run *run, dtrain_status status)
 {
     if (status != DTRAIN_OK)
@@ -108,7 +108,7 @@ static dtrain_status dtrain__module_leave(dtrain__module_run *run, dtrain_status
     return status;
 }
 
-/* Runs all layers forward, in a place that is prepared. */
+/* Runs all layers forward in a prepared place. */
 static dtrain_status dtrain__module_ahead(dtrain__module_run *run)
 {
     dtrain_module *module = run->module;
@@ -152,8 +152,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
     return dtrain__module_leave(&run, status);
 }
 
-/* Takes part in what other ranks gather and reduce in a micro-batch that this rank has no input for; its backward does
- * so too. */
+/* Takes part in the gathers of a micro-batch for which this rank has no input. Its backward then takes part in gathers
+ * and reductions likewise. */
 static dtrain_status dtrain__module_forward_blank(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
 {
     dtrain__module_run run;
@@ -169,7 +169,7 @@ static dtrain_status dtrain__module_forward_blank(dtrain_fsdp *fsdp, dtrain_modu
     return status;
 }
 
-/* Says what a module makes of an input, by its layers' shapes. */
+/* Computes the shape of a module's output for an input, by the shape callbacks. */
 static dtrain_status dtrain__module_shape_of(dtrain_module *module, const dtrain_tensor *input, dtrain_tensor *output)
 {
     dtrain__module_run run;
@@ -193,7 +193,7 @@ static int dtrain__module_alike(const dtrain_tensor *a, const dtrain_tensor *b)
     return a->dtype == b->dtype && a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
 }
 
-/* Says whether a gradient that the caller gives fits the value it belongs to. */
+/* Checks that a gradient from the caller has the dtype and shape of its value. */
 static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, const char *name,
                                                    const dtrain_tensor *gradient, const dtrain_tensor *value)
 {
@@ -236,7 +236,8 @@ static dtrain_status dtrain__module_check_backward(dtrain__module_run *run, cons
     return status;
 }
 
-/* Sets where a layer's gradients of values are; those of odd and even numbers take turns in halves of one block. */
+/* Sets the addresses of d_output and d_input of a layer. Values with odd and even numbers have their gradients in the
+ * two halves of one block. */
 static void dtrain__module_aim(dtrain__module_run *run, int index, const dtrain_tensor *d_output,
                                const dtrain_tensor *d_input)
 {
@@ -263,8 +264,8 @@ static void dtrain__module_aim(dtrain__module_run *run, int index, const dtrain_
         context->d_input.data = NULL;
 }
 
-/* Runs a layer forward again for what it saves. Its output is written where the gradient of its input will be: nothing
- * is there yet. */
+/* Runs a layer forward again for what it saves. Its output goes where the gradient of its input will be: that room is
+ * still free. */
 static void dtrain__module_again(dtrain__module_run *run, int index)
 {
     const dtrain_layer *layer = &run->module->layers[index].desc;
@@ -275,7 +276,7 @@ static void dtrain__module_again(dtrain__module_run *run, int index)
     dtrain__module_call(run, index, "forward", layer->forward, &context);
 }
 
-/* Calls what a layer has for this pass. */
+/* Calls those callbacks of a layer that belong to this pass. */
 static void dtrain__module_back(dtrain__module_run *run, int index, const dtrain_tensor *d_output,
                                 const dtrain_tensor *d_input)
 {
@@ -297,14 +298,15 @@ static void dtrain__module_back(dtrain__module_run *run, int index, const dtrain
         dtrain__module_add_kept(run, index);
 }
 
-/* One pass backward: both halves, or one. INPUTS, the first, is what others wait for: gradients of inputs. WEIGHTS does
- * the rest at any later time, other micro-batches between; the two give the bits of both at once. Micro-batches are
- * added up in the order of the second halves, which need not be that of the first.
+/* Runs a backward pass, or one half of it. The first half, INPUTS, computes gradients of inputs, for which other ranks
+ * wait. The second half, WEIGHTS, does the rest at any later time; other micro-batches may come between. Both halves
+ * together have the bits of a whole pass. Micro-batches are added up in the order of their second halves, which may be
+ * another than that of their first halves.
  *
- * Layers without backward_weights do all in the first half, and so do those that share a parameter with one of them;
- * what they add is kept for their micro-batch where there is an FSDP. Until the second half the place also holds the
- * gradient of each other layer's output. d_output is read until the call returns. Where parameters are sharded, units
- * are gathered once for each half. */
+ * Layers without backward_weights do all in the first half, and so do layers that share a parameter with one of them.
+ * With FSDP, what these add to gradients is kept for the micro-batch until its second half. For each other layer the
+ * place keeps the gradient of its output until then. d_output is read until the call returns. Sharded units are
+ * gathered once for each half. */
 static dtrain_status dtrain__module_backward(int pass, dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                              const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {

@@ -1,13 +1,13 @@
 /* ---- >>pipeline-agree ----
- * What the ranks of a pipeline tell each other beside its data: shapes, and at the end of each call who could not go on
- * and why. What breaks one of the groups that a rank is in is told in all of them, so that nobody waits for a rank that
- * has left. */
+ * What the ranks of a pipeline tell each other besides data: shapes, and at the end of each call which rank could not
+ * go on and why. If one of a rank's groups breaks, the rank breaks all its groups, so that no other rank waits for it.
+ */
 #ifndef DTRAIN__PIPELINE_AGREE
 #define DTRAIN__PIPELINE_AGREE
 #include "pipeline_route.c"
 #include "../comm/alike.c"
 
-/* Keeps why this rank cannot go on: the first cause. */
+/* Notes why this rank cannot go on. The first cause stays. */
 static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status,
                                                         const char *why)
 {
@@ -22,7 +22,7 @@ static dtrain_status dtrain__pipeline_wait(dtrain_work **work)
     return waited != NULL ? dtrain_work_wait(waited) : DTRAIN_OK;
 }
 
-/* Ends the operations under way, whose buffers are then free. */
+/* Waits for all operations under way. Their buffers are free afterwards. */
 static dtrain_status dtrain__pipeline_settle(dtrain_pipeline *pipeline)
 {
     dtrain_status first = DTRAIN_OK;
@@ -35,7 +35,7 @@ static dtrain_status dtrain__pipeline_settle(dtrain_pipeline *pipeline)
     return first;
 }
 
-/* The first failure of a group is kept, and told in the others. */
+/* Keeps the failure of one group, and breaks the pipeline's other groups with it. */
 static dtrain_status dtrain__pipeline_break(dtrain_pipeline *pipeline, dtrain_status status)
 {
     dtrain__error cause = dtrain__thread_error, told;
@@ -65,7 +65,8 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
     return DTRAIN_OK;
 }
 
-/* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
+/* Ends a call on all ranks with one result: if a rank could not go on, all fail. fails_step: the call belongs to a
+ * step, which then fails, too. */
 static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fails_step)
 {
     dtrain__alike alike = {pipeline->call, NULL, dtrain__alike_nothing, "", 1, {0}, 0};
@@ -78,7 +79,7 @@ static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fai
     for (int c = 0; c < pipeline->chunks && fails_step; c++) {
         dtrain_module *module = pipeline->modules[c];
         dtrain__fsdp_fail(pipeline->fsdps[c], told.text);
-        for (int i = 0; i < module->place_count - 1; i++) /* micro-batches that are on their way are forgotten */
+        for (int i = 0; i < module->place_count - 1; i++) /* forget the micro-batches in flight */
             module->places[i].state = DTRAIN__MODULE_FREE;
     }
     return dtrain__fail(NULL, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
@@ -95,7 +96,7 @@ static void dtrain__pipeline_write_shape(uint64_t *words, const dtrain_tensor *t
         words[2 + i] = i < tensor->ndim ? tensor->shape[i] : 0;
 }
 
-/* 0: there is none, as a rank before could not make it. */
+/* Returns 0 if there is no shape, because an earlier stage could not compute it. */
 static int dtrain__pipeline_read_shape(const uint64_t *words, dtrain_tensor *tensor)
 {
     size_t shape[DTRAIN_MAX_DIMS];
@@ -106,7 +107,7 @@ static int dtrain__pipeline_read_shape(const uint64_t *words, dtrain_tensor *ten
            dtrain__tensor_shape(tensor, (dtrain_dtype)words[0], (int)words[1], shape) == DTRAIN_OK;
 }
 
-/* The shapes of the first stage's inputs. */
+/* Writes the shapes of the first stage's inputs into pipeline->shapes. */
 static void dtrain__pipeline_first_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     memset(pipeline->shapes, 0, (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
@@ -122,7 +123,7 @@ static void dtrain__pipeline_first_shapes(dtrain_pipeline *pipeline, const dtrai
     }
 }
 
-/* Lets a stage say what it makes of its inputs, in pipeline->shapes. */
+/* Replaces the input shapes in pipeline->shapes by the shapes of a stage's outputs. */
 static void dtrain__pipeline_stage_shapes(dtrain_pipeline *pipeline, int chunk)
 {
     for (int i = 0; i < pipeline->micro_batches; i++) {
@@ -142,7 +143,7 @@ static void dtrain__pipeline_stage_shapes(dtrain_pipeline *pipeline, int chunk)
     }
 }
 
-/* Shapes go through the stages as data will. */
+/* Passes shapes through the stages, on the way that data will take. */
 static dtrain_status dtrain__pipeline_pass_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     size_t words = (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS;
@@ -161,7 +162,7 @@ static dtrain_status dtrain__pipeline_pass_shapes(dtrain_pipeline *pipeline, con
     return status;
 }
 
-/* Takes the slots, each as large as the largest that travels. */
+/* Allocates the slots, each as large as the largest tensor that travels. */
 static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
 {
     size_t largest = 0, need, line = DTRAIN__CACHE_LINE;
@@ -192,7 +193,7 @@ static const dtrain__alike_field dtrain__pipeline_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, ranks, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, micro_batches, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, chunks, NUMBER),
-    /* what a plan foresees; only its tasks are carried out */
+    /* times and shares only say how a plan is timed; they do not change its tasks */
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, forward, OWN),
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, backward_input, OWN),
     DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, backward_weights, OWN),

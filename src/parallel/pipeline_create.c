@@ -1,10 +1,10 @@
 /* ---- >>pipeline-create ----
- * Makes and frees a rank's end of a pipeline. */
+ * Creation and destruction of a rank's end of a pipeline. */
 #ifndef DTRAIN__PIPELINE_CREATE
 #define DTRAIN__PIPELINE_CREATE
 #include "pipeline_run.c"
 
-/* Every array but what travels, whose size is not known yet. */
+/* Allocates every array but the slots, whose size dtrain_pipeline_agree finds. */
 static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
 {
     dtrain_allocator *memory = pipeline->allocator;
@@ -40,7 +40,7 @@ static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
     return status;
 }
 
-/* Takes a chunk's module and FSDP over: they go together, and no other chunk has them. */
+/* Takes the module and FSDP of a chunk from the desc. They must have one table, and belong to no other chunk. */
 static dtrain_status dtrain__pipeline_take_chunk(dtrain_pipeline *pipeline, const dtrain_pipeline_desc *desc, int chunk)
 {
     dtrain__module_run run;
@@ -63,7 +63,7 @@ static dtrain_status dtrain__pipeline_take_chunk(dtrain_pipeline *pipeline, cons
     return dtrain__module_bind(&run);
 }
 
-/* Fills a pipeline in whose plan is there. */
+/* Fills in a pipeline that has its plan. */
 static dtrain_status dtrain__pipeline_set_up(dtrain_pipeline *pipeline, dtrain_comm *group,
                                              const dtrain_pipeline_desc *desc)
 {

@@ -1,6 +1,6 @@
 /* ---- >>pipeline-plan ----
- * Cutting layers into stages, orders of tasks, and the time that they take. An order is written down by its schedule's
- * rule; a walk over all ranks then finds when each task runs, or which one never can. */
+ * Cutting layers into stages, and planning: the order of tasks and the times at which they run. The rule of a schedule
+ * gives the order. A walk over all ranks then finds when each task runs, and whether one never can. */
 #ifndef DTRAIN__PIPELINE_PLAN
 #define DTRAIN__PIPELINE_PLAN
 #include "pipeline.h"
@@ -13,9 +13,11 @@
 
 /* ---- the order of tasks ---- */
 
-/* Adds a part of the i-th micro-batch and chunk of a rank; none where there is no such one. Groups of as many
- * micro-batches as ranks go through all chunks, backward from the last. The last group is filled up with micro-batches
- * that are left out; what is left still fits together, as nothing depends on them. */
+/* Adds a part of the i-th pair of micro-batch and chunk of a rank; nothing if that micro-batch does not exist.
+ *
+ * Micro-batches go in groups of as many as there are ranks. A group goes through all chunks, backward from the last.
+ * The last group may be short: the missing micro-batches are skipped, which is safe because no other task needs them.
+ */
 static void dtrain__pipeline_add(const dtrain_pipeline_plan *plan, dtrain_pipeline_task **next,
                                  dtrain_pipeline_part part, size_t i)
 {
@@ -30,9 +32,10 @@ static void dtrain__pipeline_add(const dtrain_pipeline_plan *plan, dtrain_pipeli
     ++*next;
 }
 
-/* Every schedule is 1F1B with its own number of forward passes ahead of the backward ones: GPipe has all. The weight
- * gradients of ZB-H1 are `rank` micro-batches behind those of the input: later ranks hold as many as the first, and
- * have work left when it is the only one that still waits. Numbers before the first wrap around, and are none. */
+/* Writes the order of a rank's tasks. Every schedule is 1F1B with its own number of forward passes ahead of the
+ * backward passes; for GPipe that is all. In ZB-H1 the weight gradients are `rank` micro-batches behind those of the
+ * input. So later ranks hold as many micro-batches as rank 0, and fill the end of a step with work. A micro-batch
+ * number below 0 wraps around to a large one, and dtrain__pipeline_add skips it. */
 static void dtrain__pipeline_order(const dtrain_pipeline_plan *plan, int rank)
 {
     dtrain_pipeline_task *next = &plan->tasks[(size_t)rank * plan->rank_tasks], *end = next + plan->rank_tasks;
@@ -52,20 +55,20 @@ static void dtrain__pipeline_order(const dtrain_pipeline_plan *plan, int rank)
 
 /* ---- the walk ---- */
 
-/* Results of forward passes go AHEAD to the next rank, gradients of the input BACK to the one before. */
+/* Outputs of forward passes go AHEAD to the next rank, gradients of inputs BACK to the rank before. */
 enum { DTRAIN__PIPELINE_AHEAD, DTRAIN__PIPELINE_BACK, DTRAIN__PIPELINE_WAYS };
 
 typedef struct dtrain__pipeline_rank {
-    size_t next;                               /* task */
-    double free;                               /* since when */
+    size_t next;                               /* next task */
+    double free;                               /* when the last task ended */
     int held;                                  /* chunks of micro-batches */
-    const double *result;                      /* of the last task, for which there is no room yet; NULL: none */
-    const double *sent[DTRAIN__PIPELINE_WAYS]; /* what the neighbour has not taken; NULL: nothing */
+    const double *result;                      /* of the last task, waiting for room in sent; NULL: none */
+    const double *sent[DTRAIN__PIPELINE_WAYS]; /* sent, but not yet taken by the neighbour; NULL: nothing */
 } dtrain__pipeline_rank;
 
 typedef struct dtrain__pipeline_walk {
     dtrain_pipeline_plan *plan;
-    double *ends; /* of each rank's forward passes and gradients of inputs; -1: not yet */
+    double *ends; /* when each forward pass and each gradient of an input is done, for each rank; -1: not yet */
     dtrain__pipeline_rank *ranks;
 } dtrain__pipeline_walk;
 
@@ -76,15 +79,14 @@ static double *dtrain__pipeline_end(const dtrain__pipeline_walk *walk, int rank,
     return &walk->ends[row * count + (size_t)micro_batch];
 }
 
-/* The way of a task's input and result. */
+/* The direction in which a task's input and result travel. */
 static int dtrain__pipeline_way(const dtrain_pipeline_task *task)
 {
     return task->part == DTRAIN_PART_FORWARD ? DTRAIN__PIPELINE_AHEAD : DTRAIN__PIPELINE_BACK;
 }
 
-/* The rank that takes a task's result (to: 1), or gives its input (0), and in *chunk the chunk there; -1: there is
- * none.
- */
+/* Returns the rank that takes a task's result (to: 1) or gives its input (to: 0), and in *chunk the chunk there; -1:
+ * none. */
 static int dtrain__pipeline_peer(const dtrain_pipeline_plan *plan, int rank, const dtrain_pipeline_task *task, int to,
                                  int *chunk)
 {
@@ -98,7 +100,7 @@ static int dtrain__pipeline_peer(const dtrain_pipeline_plan *plan, int rank, con
     return *chunk >= 0 && *chunk < plan->desc.chunks ? (next + ranks) % ranks : -1;
 }
 
-/* Takes what a task needs, if it is there, and says since when. */
+/* Takes the input of a task if it has arrived. *since: when it did. */
 static int dtrain__pipeline_take_input(const dtrain__pipeline_walk *walk, int rank, const dtrain_pipeline_task *task,
                                        double *since)
 {
@@ -130,7 +132,7 @@ static double dtrain__pipeline_cost(const dtrain_pipeline_plan *plan, int rank, 
     return cost / desc->chunks * (desc->shares != NULL ? desc->shares[task->chunk * desc->ranks + rank] : 1.0);
 }
 
-/* Runs a task, whose input is there. */
+/* Runs a task whose input has arrived. */
 static void dtrain__pipeline_run(dtrain__pipeline_walk *walk, int rank, dtrain_pipeline_task *task, double since)
 {
     dtrain_pipeline_plan *plan = walk->plan;
@@ -149,7 +151,7 @@ static void dtrain__pipeline_run(dtrain__pipeline_walk *walk, int rank, dtrain_p
     me->result = to >= 0 && to != rank ? end : NULL;
 }
 
-/* Lets a rank send or run what comes next, if it can; returns whether anything has moved. */
+/* Lets a rank send its last result or run its next task, if it can. Returns whether it did. */
 static int dtrain__pipeline_advance(dtrain__pipeline_walk *walk, int rank)
 {
     dtrain__pipeline_rank *me = &walk->ranks[rank];
@@ -169,7 +171,7 @@ static int dtrain__pipeline_advance(dtrain__pipeline_walk *walk, int rank)
     return 1;
 }
 
-/* Says where a walk has come to a stop before its end: of the ranks, the one whose next task would be the earliest. */
+/* If a walk stopped before its end, reports the task that would have been the earliest. */
 static dtrain_status dtrain__pipeline_check_end(const dtrain__pipeline_walk *walk)
 {
     const dtrain_pipeline_plan *plan = walk->plan;
@@ -188,7 +190,7 @@ static dtrain_status dtrain__pipeline_check_end(const dtrain__pipeline_walk *wal
                                                 : "whose input is never there");
 }
 
-/* Span, and what of it ranks idle. */
+/* Computes the span of a plan and the share in which ranks idle. */
 static void dtrain__pipeline_sum_up(dtrain_pipeline_plan *plan)
 {
     double busy = 0.0;
@@ -200,7 +202,7 @@ static void dtrain__pipeline_sum_up(dtrain_pipeline_plan *plan)
     plan->bubble = plan->span > 0.0 ? 1.0 - busy / (plan->span * plan->desc.ranks) : 0.0;
 }
 
-/* Finds when each task runs; an order in which one never can is an error. */
+/* Finds when each task runs. If a task can never run, that is an error. */
 static dtrain_status dtrain__pipeline_plan_check(dtrain_pipeline_plan *plan)
 {
     size_t ranks = (size_t)plan->desc.ranks;
@@ -282,7 +284,7 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     return dtrain__pipeline_check_times(desc);
 }
 
-/* Takes the memory of a plan; what the walk needs is less. */
+/* Allocates the memory of a plan. The walk needs less, so that its sizes do not overflow either. */
 static int dtrain__pipeline_reserve(dtrain_pipeline_plan *plan)
 {
     const dtrain_pipeline_plan_desc *desc = &plan->desc;
@@ -342,8 +344,8 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)
 
 /* ---- cutting layers into stages ---- */
 
-/* Fills stages up to most, each with a layer at least, so that those to come have one left as well. Returns whether all
- * layers have found a place. */
+/* Fills each stage up to the cost `most`, with at least one layer each, and leaves one for every later stage. Returns
+ * whether all layers found a place. */
 static int dtrain__pipeline_stages_fill(const double *costs, int layers, int stages, double most, int *begins)
 {
     int layer = 0;
@@ -359,11 +361,12 @@ static int dtrain__pipeline_stages_fill(const double *costs, int layers, int sta
     return layer == layers;
 }
 
-/* The least that is enough for all stages, to the last bit: numbers of at least 0 are in the order of their bits. */
+/* Returns the least cost of the most expensive stage, by bisection over bits: doubles of at least 0 have the order of
+ * their bits. */
 static double dtrain__pipeline_stages_least(const double *costs, int layers, int stages, int *begins)
 {
     double most = HUGE_VAL;
-    uint64_t low = 0, high, middle; /* high is enough, and what is below low is not */
+    uint64_t low = 0, high, middle; /* high is enough; anything below low is not */
     memcpy(&high, &most, sizeof high);
     while (low < high) {
         middle = low + (high - low) / 2;

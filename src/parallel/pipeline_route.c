@@ -1,11 +1,10 @@
 /* ---- >>pipeline-route ----
- * What one rank sends and receives when it runs its plan, found out before anything runs: in which order messages come
- * from each neighbour, when to ask for each, and which block of memory each is in. A step follows it and decides
- * nothing.
+ * The messages of one rank when it runs its plan. They are fixed before anything runs: the order of messages from each
+ * neighbour, when to start receiving each, and in which slot of memory. A step only follows this route.
  *
- * Messages from one rank come in the order of its tasks, which between two ranks alone, where both ways go to the same
- * one, need not be the order in which they are used: what comes earlier is asked for earlier. A result waits for room
- * no longer than in the plan's walk, so that what the plan allows cannot lock. */
+ * Messages from one rank arrive in the order of its tasks. With two ranks, both directions go to the same neighbour.
+ * Then the order of arrival may differ from the order of use, and messages are received in the order of arrival. A
+ * result waits for room no longer than in the walk of the plan. So a plan whose walk ends cannot deadlock. */
 #ifndef DTRAIN__PIPELINE_ROUTE
 #define DTRAIN__PIPELINE_ROUTE
 #include "pipeline_plan.c"
@@ -17,17 +16,17 @@
 /* What a task of this rank needs and leaves. */
 typedef struct dtrain__pipeline_move {
     int place;            /* of its micro-batch in the module */
-    int in;               /* slot where its input is; -1: it has none, or it is in the module before */
-    int out;              /* slot where the gradient of its input goes; -1: nobody wants one */
-    int to;               /* rank that its result is sent to; -1: none */
-    ptrdiff_t after;      /* the move whose result was sent from the same memory; -1: none */
-    ptrdiff_t message;    /* what it waits for; -1: nothing */
-    dtrain_work *sending; /* NULL: nothing, or it has ended */
+    int in;               /* slot of its input; -1: no input, or the input is in the module of the chunk before */
+    int out;              /* slot for the gradient of its input; -1: not wanted */
+    int to;               /* rank that gets its result; -1: none */
+    ptrdiff_t after;      /* the earlier move whose result is sent from the same memory; -1: none */
+    ptrdiff_t message;    /* the message that it waits for; -1: none */
+    dtrain_work *sending; /* NULL: nothing is being sent */
 } dtrain__pipeline_move;
 
 /* A message to be received. */
 typedef struct dtrain__pipeline_message {
-    size_t task, when; /* that uses it; before which it is asked for */
+    size_t task, when; /* the task that uses it; the task before which receiving starts */
     int peer, slot;
     dtrain_work *receiving;
 } dtrain__pipeline_message;
@@ -39,37 +38,37 @@ typedef struct dtrain__pipeline_cell {
 } dtrain__pipeline_cell;
 
 struct dtrain_pipeline {
-    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator own; /* used if the caller gives none */
     dtrain_allocator *allocator;
     dtrain_comm *group;
     dtrain_pipeline_plan *plan;
     int rank, ranks, chunks, micro_batches;
-    int before, after; /* ranks; the last is before the first */
+    int before, after; /* neighbouring ranks; the last rank is before the first */
     dtrain_module **modules;
     dtrain_fsdp **fsdps;
     const dtrain_pipeline_task *tasks; /* of this rank */
     size_t task_count;
     dtrain__pipeline_move *moves; /* of each task */
     dtrain__pipeline_message *messages;
-    size_t message_count, posted; /* posted: in this step */
-    dtrain__pipeline_cell *cells; /* of micro-batch i in chunk c: [c * micro_batches + i] */
+    size_t message_count, posted; /* posted: messages of this step whose receiving has started */
+    dtrain__pipeline_cell *cells; /* that of micro-batch i in chunk c is [c * micro_batches + i] */
     int slots;
-    unsigned char *memory; /* slots, then one of zeros */
+    unsigned char *memory; /* the slots, then one of zeros */
     size_t slot_bytes;
-    unsigned char *evaluated; /* what was received to evaluate */
-    uint64_t *shapes;         /* of all micro-batches, as they travel */
+    unsigned char *evaluated; /* the input received by dtrain_pipeline_evaluate */
+    uint64_t *shapes;         /* of all micro-batches, as they are sent */
     int agreed;
     const char *call;
     dtrain_pipeline_stats stats;
-    dtrain__error note, broken; /* note: why this rank cannot go on in the call under way */
+    dtrain__error note, broken; /* note: why this rank cannot go on in this call */
 };
 
-/* Scratch of one making. */
+/* Temporary memory while a route is made. */
 typedef struct dtrain__pipeline_router {
     dtrain_pipeline *pipeline;
-    size_t *tasks;   /* the task of a way, chunk and micro-batch: [(way * chunks + chunk) * micro_batches + i] */
-    ptrdiff_t *last; /* the move that used a place last */
-    char *busy;      /* places, then slots */
+    size_t *tasks;   /* that of a way, chunk and micro-batch i is [(way * chunks + chunk) * micro_batches + i] */
+    ptrdiff_t *last; /* for each place the last move that used it */
+    char *busy;      /* which places, and later which slots, are in use */
     size_t cells;
 } dtrain__pipeline_router;
 
@@ -78,7 +77,7 @@ static dtrain__pipeline_cell *dtrain__pipeline_at(const dtrain_pipeline *pipelin
     return &pipeline->cells[(size_t)chunk * (size_t)pipeline->micro_batches + (size_t)micro_batch];
 }
 
-/* Where the task is that a way's input of a chunk's micro-batch is for. */
+/* Points to the task that uses the input of a chunk's micro-batch in a direction. */
 static size_t *dtrain__pipeline_user(const dtrain__pipeline_router *router, int way, int chunk, int micro_batch)
 {
     return &router->tasks[((size_t)way * (size_t)router->pipeline->chunks + (size_t)chunk) *
@@ -86,7 +85,8 @@ static size_t *dtrain__pipeline_user(const dtrain__pipeline_router *router, int 
                           (size_t)micro_batch];
 }
 
-/* Adds the next of a neighbour's results that are sent to this rank; *at: the neighbour's tasks that were looked at. */
+/* Adds a message for the next result that a neighbour sends to this rank. *at: the neighbour's tasks searched so far.
+ */
 static void dtrain__pipeline_add_message(dtrain__pipeline_router *router, int peer, size_t *at, size_t when)
 {
     dtrain_pipeline *pipeline = router->pipeline;
@@ -103,11 +103,11 @@ static void dtrain__pipeline_add_message(dtrain__pipeline_router *router, int pe
     pipeline->moves[message->task].message = (ptrdiff_t)pipeline->message_count++;
 }
 
-/* Puts messages in the order in which they are asked for, one task ahead. */
+/* Lists messages in the order of receiving, which starts one task ahead of their use. */
 static void dtrain__pipeline_order_messages(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
-    size_t looked[2] = {0, 0}; /* of the rank before, and of the one after, where that is another */
+    size_t looked[2] = {0, 0}; /* tasks searched of the rank before, and of the rank after if it is another */
     for (size_t t = 0; t < pipeline->task_count; t++) {
         int chunk, from = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, &pipeline->tasks[t], 0, &chunk);
         if (from < 0 || from == pipeline->rank)
@@ -117,7 +117,7 @@ static void dtrain__pipeline_order_messages(dtrain__pipeline_router *router)
     }
 }
 
-/* Takes the first that is free; returns its number. */
+/* Takes the first free place or slot and returns its number. */
 static int dtrain__pipeline_take(char *busy, int *most)
 {
     int i = 0;
@@ -128,8 +128,9 @@ static int dtrain__pipeline_take(char *busy, int *most)
     return i;
 }
 
-/* Gives what is received, what one chunk hands to another of the same rank, and gradients that are sent memory for as
- * long as it is needed, and says where results go. Activations are sent from the module. */
+/* Assigns slots, and says where results go. Three things have a slot while they are needed: received messages,
+ * gradients from one chunk to another of this rank, and gradients that are sent. Activations are sent from the module.
+ */
 static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
@@ -138,7 +139,7 @@ static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
     int next = 0, chunk;
     memset(router->busy, 0, 4 * router->cells + 1);
     for (int i = 0; i < DTRAIN__PIPELINE_SENDS && pipeline->ranks > 1 && pipeline->rank + pipeline->chunks > 1; i++)
-        dtrain__pipeline_take(router->busy, &pipeline->slots); /* the first are for gradients that are sent */
+        dtrain__pipeline_take(router->busy, &pipeline->slots); /* the first slots are for sending gradients */
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
         dtrain__pipeline_move *move = &pipeline->moves[t];
@@ -163,8 +164,8 @@ static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
     }
 }
 
-/* Gives every micro-batch a place of its chunk's module, from its forward pass until its gradients are complete.
- * Returns how many of a chunk's are in use at once. */
+/* Gives every micro-batch a place in its chunk's module, from its forward pass until its gradients are complete.
+ * Returns how many places of the chunk are in use at once. */
 static int dtrain__pipeline_set_places(dtrain__pipeline_router *router, int chunk)
 {
     dtrain_pipeline *pipeline = router->pipeline;
@@ -189,7 +190,7 @@ static int dtrain__pipeline_set_places(dtrain__pipeline_router *router, int chun
     return most;
 }
 
-/* Finds everything out; memory of the pipeline's is there. */
+/* Makes the route. The arrays of the pipeline are allocated already. */
 static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;

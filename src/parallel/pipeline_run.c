@@ -1,6 +1,6 @@
 /* ---- >>pipeline-run ----
- * Runs a plan: each task of this rank in its order, what it needs asked for one task ahead. Whatever happens to a
- * callback, all messages of a step are sent and received: who waits for one need not know. */
+ * Runs a plan: the tasks of this rank in their order, with receiving started one task ahead. All messages of a step are
+ * sent and received even if a callback fails, so that no other rank waits. */
 #ifndef DTRAIN__PIPELINE_RUN
 #define DTRAIN__PIPELINE_RUN
 #include "pipeline_agree.c"
@@ -12,17 +12,17 @@ static unsigned char *dtrain__pipeline_slot(const dtrain_pipeline *pipeline, int
 
 /* ---- one task ---- */
 
-/* What a task is run with; tensors without data: none. */
+/* What a task runs with. A tensor whose data is NULL is missing. */
 typedef struct dtrain__pipeline_task_run {
     const dtrain__pipeline_cell *cell;
     const dtrain_pipeline_task *task;
     dtrain__pipeline_move *move;
     dtrain_module *module;
     dtrain_fsdp *fsdp;
-    dtrain_tensor in, out; /* in: a stage's input, or the gradient of its output; out: the other end */
+    dtrain_tensor in, out; /* forward: input and output of the stage; backward: gradients of its output and input */
 } dtrain__pipeline_task_run;
 
-/* Asks for what a task, and the one after it, will use. */
+/* Starts to receive what a task, and the task after it, will use. */
 static dtrain_status dtrain__pipeline_post(dtrain_pipeline *pipeline, size_t task)
 {
     while (pipeline->posted < pipeline->message_count && pipeline->messages[pipeline->posted].when <= task) {
@@ -38,7 +38,7 @@ static dtrain_status dtrain__pipeline_post(dtrain_pipeline *pipeline, size_t tas
     return DTRAIN_OK;
 }
 
-/* Finds a forward task's input; without data where there is none. */
+/* Finds the input of a forward task. If there is none, its data is NULL. */
 static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run,
                                    const dtrain_tensor *inputs)
 {
@@ -65,7 +65,7 @@ static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_t
     }
 }
 
-/* Takes note of a call of the module's that went wrong on this rank alone. What broke FSDP is returned. */
+/* Notes an error of a module that concerns this rank alone. Returns an error that broke FSDP. */
 static dtrain_status dtrain__pipeline_judge(dtrain_pipeline *pipeline, const dtrain__pipeline_task_run *run,
                                             dtrain_status status)
 {
@@ -85,7 +85,7 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
     const dtrain_tensor *shape = &run->cell->output;
     dtrain_status status = DTRAIN_OK;
     if (run->fsdp == NULL && pipeline->note.status != DTRAIN_OK)
-        place->sized = 0; /* nobody takes an earlier output for this one */
+        place->sized = 0; /* so that no one takes the output of an earlier micro-batch for this one's */
     else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0))
         status = dtrain__module_forward_blank(run->fsdp, run->module, run->move->place);
     else
@@ -152,7 +152,7 @@ static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t ind
     status = ahead ? dtrain__pipeline_forward(pipeline, &run, batches != NULL ? batches[run.task->micro_batch] : NULL)
                    : dtrain__pipeline_backward(pipeline, &run);
     pipeline->stats.computed_ns += dtrain__os_now_ns() - begin;
-    int held = 0; /* chunks of micro-batches that this rank's modules hold now */
+    int held = 0; /* chunks of micro-batches in this rank's modules */
     for (int c = 0; ahead && c < pipeline->chunks; c++)
         for (int i = 0; i < pipeline->modules[c]->place_count - 1; i++)
             held += pipeline->modules[c]->places[i].state != DTRAIN__MODULE_FREE;
@@ -192,8 +192,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
 
 /* ---- evaluation ---- */
 
-/* Receives a stage's input, which says its shape first and comes when there is room for it; without dtype where a rank
- * before could not make it, or there is none. */
+/* Receives the input of a stage: first its shape, then, once this rank has said that there is memory, its data. If an
+ * earlier stage failed, or there is no memory here, dtype is 0. */
 static dtrain_status dtrain__pipeline_evaluate_receive(dtrain_pipeline *pipeline, dtrain_tensor *input)
 {
     uint64_t words[DTRAIN__PIPELINE_WORDS], fits;
@@ -228,7 +228,7 @@ static dtrain_status dtrain__pipeline_evaluate_send(dtrain_pipeline *pipeline, c
     return dtrain_send(pipeline->group, output->data, output->count, output->dtype, pipeline->after);
 }
 
-/* Runs one stage; output is without dtype where it could not be made. */
+/* Runs one stage. If it fails, the dtype of output is 0. */
 static dtrain_status dtrain__pipeline_evaluate_stage(dtrain_pipeline *pipeline, int chunk, const dtrain_tensor *input,
                                                      void *batch, dtrain_tensor *output)
 {
@@ -248,7 +248,7 @@ static dtrain_status dtrain__pipeline_evaluate_stage(dtrain_pipeline *pipeline, 
     return DTRAIN_OK;
 }
 
-/* Views the first stage's input; without dtype where it cannot be read. */
+/* Views the input of the first stage. If it cannot be read, the dtype of in is 0. */
 static void dtrain__pipeline_evaluate_input(dtrain_pipeline *pipeline, const dtrain_tensor *input, dtrain_tensor *in)
 {
     dtrain_status status = DTRAIN_ERR_INVALID;

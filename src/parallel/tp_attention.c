@@ -1,8 +1,8 @@
 /* ---- >>tp-attention ----
- * Attention of whole heads. A head's queries, keys and values are strided views of qkv; probabilities are computed in
- * strips of positions, so that a causal one computes half of them. Backward needs no memory beside what it is given:
- * the output is computed anew where the gradient of the queries will be, and what reaches the probabilities, tile by
- * tile, on the stack. */
+ * Attention of whole heads. Queries, keys and values of a head are strided views of qkv. Probabilities are computed in
+ * strips of positions, so that causal attention computes about half of them. Backward allocates nothing: it recomputes
+ * the output in the room for the gradient of the queries, and holds gradients of probabilities in tiles on the stack.
+ */
 #ifndef DTRAIN__TP_ATTENTION
 #define DTRAIN__TP_ATTENTION
 #include "tp_softmax.c"
@@ -10,14 +10,14 @@
 #include "../train/gemm.c"
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__TP_ATTENTION_STRIP 64 /* positions at a time */
-#define DTRAIN__TP_ATTENTION_TILE 128 /* of those that they see; a tile is 32 KiB */
+#define DTRAIN__TP_ATTENTION_STRIP 64 /* positions in a strip */
+#define DTRAIN__TP_ATTENTION_TILE 128 /* positions that a strip sees, in a tile; a tile is 32 KiB */
 
 /* One head of one sequence. */
 typedef struct dtrain__tp_attention_state {
     size_t positions, channels;
     size_t qkv_row, row; /* elements from one position to the next */
-    size_t first, out;   /* where its queries begin in qkv, keys and values a row and two behind; its output */
+    size_t first, out;   /* where its queries begin in qkv, keys and values one and two rows later; its output in out */
     const float *queries, *keys, *values;
     float *kept;
     float scale;
@@ -44,7 +44,7 @@ static dtrain__tp_attention_state dtrain__tp_attention_head(const dtrain_attenti
     return h;
 }
 
-/* How many positions the strip from `at` on has, and how many of all its last one sees. */
+/* Returns the number of positions in the strip at `at`. *seen: how many positions its last one sees. */
 static size_t dtrain__tp_attention_strip(const dtrain__tp_attention_state *h, size_t at, size_t *seen)
 {
     size_t n = h->positions - at < DTRAIN__TP_ATTENTION_STRIP ? h->positions - at : DTRAIN__TP_ATTENTION_STRIP;
@@ -56,7 +56,7 @@ static dtrain_status dtrain__tp_attention_need(const char *call, const char *wha
                                                const dtrain_attention *a, size_t wide, size_t last)
 {
     const size_t sizes[5] = {a->batch, a->positions, wide, a->heads, last};
-    size_t count = sizeof(float) * 16; /* so that sizes of a few arrays add up */
+    size_t count = sizeof(float) * 16; /* so that the sum of a few such sizes does not overflow */
     for (int i = 0; i < 5; i++)
         if (sizes[i] == 0)
             return DTRAIN_OK;
@@ -71,7 +71,7 @@ static dtrain_status dtrain__tp_attention_need(const char *call, const char *wha
                         count / (sizeof(float) * 16));
 }
 
-/* Checks the arrays of a call, and counts its heads over all sequences: 0, too, where they are empty. */
+/* Checks the arrays of a call, and counts heads over all sequences; 0 if heads are empty. */
 static dtrain_status dtrain__tp_attention_begin(const char *call, const dtrain_attention *a, const float *qkv,
                                                 const float *kept, const char *what, const float *out, size_t *heads)
 {
@@ -97,7 +97,7 @@ static void dtrain__tp_attention_values(const dtrain__tp_attention_state *h, siz
                  0.0f, out + at * out_row, out_row);
 }
 
-/* Probabilities of a strip, 0 for what it does not see; and its output. */
+/* Computes the probabilities of a strip, 0 for positions that it does not see, and its output. */
 static void dtrain__tp_attention_ahead(const dtrain__tp_attention_state *h, size_t at, float *out)
 {
     size_t seen, n = dtrain__tp_attention_strip(h, at, &seen);
@@ -130,8 +130,8 @@ DTRAIN_API dtrain_status dtrain_attention_forward(const dtrain_attention *attent
     return DTRAIN_OK;
 }
 
-/* Turns a strip's probabilities into the gradient of its scores, p (d - p . d): the mean p . d of a row is that of its
- * output with the output's gradient. */
+/* Turns the probabilities p of a strip into the gradient of its scores, p (d - p . d), where d is the gradient of p.
+ * For each row, p . d is the dot product of the output and its gradient. */
 static void dtrain__tp_attention_scores(const dtrain__tp_attention_state *h, size_t at, const float *d_out,
                                         const float *out)
 {

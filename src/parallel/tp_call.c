@@ -1,6 +1,6 @@
 /* ---- >>tp-call ----
- * What the calls of split layers share: their arguments checked before anything is communicated, memory for as long as
- * a call lasts, and operations on rows that are begun, computed beside, and waited for. */
+ * What the calls of split layers share. They check arguments before anything is communicated, allocate memory that
+ * lasts for one call, and run collectives on rows while they compute. */
 #ifndef DTRAIN__TP_CALL
 #define DTRAIN__TP_CALL
 #include "tensor_parallel.h"
@@ -15,8 +15,8 @@ typedef struct dtrain__tp {
     const char *name; /* of the call, for texts */
     dtrain_comm *group;
     int rank, size;
-    int splits;                    /* rows are split, over several ranks */
-    dtrain_allocator *memory, own; /* own: without a group */
+    int splits;                    /* rows are split over several ranks */
+    dtrain_allocator *memory, own; /* own: used without a group */
     void *rooms[DTRAIN__TP_ROOMS];
     int used;
 } dtrain__tp;
@@ -38,7 +38,7 @@ static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_c
     return group != NULL ? dtrain__group_whole(group, name) : DTRAIN_OK;
 }
 
-/* Frees the memory of a call and hands its status on. */
+/* Frees the memory of a call and returns its status. */
 static dtrain_status dtrain__tp_end(dtrain__tp *tp, dtrain_status status)
 {
     while (tp->used > 0)
@@ -46,7 +46,7 @@ static dtrain_status dtrain__tp_end(dtrain__tp *tp, dtrain_status status)
     return status;
 }
 
-/* Gives memory until the end of the call, not zeroed; does nothing after an error. */
+/* Allocates memory for the rest of the call, not cleared. Does nothing after an error. */
 static void *dtrain__tp_room(dtrain__tp *tp, size_t rows, size_t row_bytes, dtrain_status *status)
 {
     size_t bytes;
@@ -68,7 +68,7 @@ static float *dtrain__tp_floats(dtrain__tp *tp, size_t rows, size_t columns, dtr
     return (float *)dtrain__tp_room(tp, rows, columns * sizeof(float), status);
 }
 
-/* Refuses a matrix whose bytes are more than memory has, and one that is missing; does nothing after an error. */
+/* Refuses a matrix that is too large for memory, or missing. Does nothing after an error. */
 static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows,
                                              size_t columns, dtrain_status *status)
 {
@@ -85,14 +85,13 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
                                columns);
 }
 
-/* Of rows that sequence splits, this rank's, or all. */
+/* Returns this rank's number of rows: its share if rows are split, else all. */
 static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
 {
     return tp->splits ? dtrain__split(rows, tp->size, tp->rank, NULL) : rows;
 }
 
-/* Returns [rows, columns] of every rank's part of the rows, gathered where they are split; does nothing after an error.
- */
+/* Returns all rows, [rows, columns]. If rows are split, it gathers them. Does nothing after an error. */
 static const float *dtrain__tp_gather(dtrain__tp *tp, const float *part, size_t rows, size_t columns,
                                       dtrain_work **work, dtrain_status *status)
 {
@@ -102,13 +101,13 @@ static const float *dtrain__tp_gather(dtrain__tp *tp, const float *part, size_t 
     return tp->splits ? whole : part;
 }
 
-/* Returns where a rank puts its share of a sum over ranks, [rows, columns]: in `out`, if that has all rows. */
+/* Returns room for this rank's term of a sum over ranks, [rows, columns]: `out` itself if it has all rows. */
 static float *dtrain__tp_share(dtrain__tp *tp, float *out, size_t rows, size_t columns, dtrain_status *status)
 {
     return tp->splits ? dtrain__tp_floats(tp, rows, columns, status) : out;
 }
 
-/* Sums the shares of all ranks into `out`, of rows that are split this rank's; does nothing after an error. */
+/* Sums the terms of all ranks into `out`; if rows are split, only this rank's rows. Does nothing after an error. */
 static void dtrain__tp_sum_shares(const dtrain__tp *tp, const float *share, float *out, size_t rows, size_t columns,
                                   dtrain_work **work, dtrain_status *status)
 {
@@ -117,7 +116,7 @@ static void dtrain__tp_sum_shares(const dtrain__tp *tp, const float *share, floa
         *status = dtrain__collective_rows(tp->group, kind, share, out, rows, columns, work);
 }
 
-/* Waits for what was begun, if anything was; an earlier error stays, and its text. */
+/* Waits for an operation, if there is one. An earlier error keeps its status and text. */
 static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work *work)
 {
     dtrain__error first = dtrain__thread_error;
@@ -136,8 +135,8 @@ static void dtrain__tp_add(float *out, const float *x, size_t count)
     dtrain__fpmode_restore(mode);
 }
 
-#define DTRAIN__TP_TILE 512 /* columns that are summed on the stack */
-#define DTRAIN__TP_RUN 64   /* rows that are summed before they are added: a run of runs loses fewer bits than one */
+#define DTRAIN__TP_TILE 512 /* columns summed on the stack */
+#define DTRAIN__TP_RUN 64   /* rows summed before their sum is added: sums of sums lose fewer bits */
 
 /* sums[columns] += the sum over rows */
 static void dtrain__tp_add_columns(float *sums, const float *x, size_t rows, size_t columns)

@@ -1,28 +1,28 @@
 /* ---- >>tp-linear ----
- * Linear layers split by outputs (column) or inputs (row). A layer here is what this rank has of it: `in` and `out` are
- * the sizes of its own weight. Backward begins the sum of the input's gradient before it computes the weights', and the
- * gathering of split rows before it computes the input's. */
+ * Linear layers split by outputs (column) or inputs (row). `in` and `out` are the sizes of this rank's part of the
+ * weight. Backward hides communication behind two products. It gathers split rows while it computes the gradient of the
+ * input, and sums that over ranks while it computes the gradients of the weights. */
 #ifndef DTRAIN__TP_LINEAR
 #define DTRAIN__TP_LINEAR
 #include "tp_call.c"
 
-#define DTRAIN__TP_SLICE 256 /* rows of a product between two polls: a slice packs the other factor anew */
+#define DTRAIN__TP_SLICE 256 /* rows of a product between two polls; each slice packs the other factor again */
 
 typedef struct dtrain__tp_linear {
     const dtrain_parallel_linear *layer;
     dtrain__tp tp;
-    size_t blocks, granule, step; /* step: both, of which the split dimension is a multiple */
+    size_t blocks, granule, step; /* step: blocks x granule; the split dimension is a multiple of it */
     size_t in, out;               /* of this rank's weight */
-    int gathers;                  /* the output is gathered */
+    int gathers;                  /* 1: gathers the output */
 } dtrain__tp_linear;
 
-/* How much of the split dimension a rank has. */
+/* Returns a rank's share of the split dimension. */
 static size_t dtrain__tp_linear_part(const dtrain__tp_linear *l, size_t size, int rank)
 {
     return dtrain__split(size / l->step, l->tp.size, rank, NULL) * l->step;
 }
 
-/* Takes a layer up; row: it is split by inputs. */
+/* Reads a layer and checks its sizes; row: it is split by inputs. */
 static dtrain_status dtrain__tp_linear_begin(dtrain__tp_linear *l, const char *name,
                                              const dtrain_parallel_linear *layer, int row)
 {
@@ -58,7 +58,7 @@ static dtrain_status dtrain__tp_linear_begin(dtrain__tp_linear *l, const char *n
     return status;
 }
 
-/* Takes a layer up for its forward pass, or for backward, whose d_x may be NULL: not wanted. */
+/* Reads a layer and checks its arrays. backward: y is its gradient, and d_x may be NULL for not wanted. */
 static dtrain_status dtrain__tp_linear_take(dtrain__tp_linear *l, const char *name, const dtrain_parallel_linear *layer,
                                             int row, const float *x, const float *y, int backward, const float *d_x)
 {
@@ -82,7 +82,7 @@ static void dtrain__tp_linear_add_bias(const dtrain__tp_linear *l, float *y, siz
         dtrain__tp_add(y + r * l->out, l->layer->bias, l->out);
 }
 
-/* y[rows, out] = x[rows, in] W^T; back: dx = dy W. Sizes may be 0, which a product of the program's may not know. */
+/* y[rows, out] = x[rows, in] W^T; back: dx = dy W. Sizes may be 0, which a program's own DTRAIN_SGEMM may not allow. */
 static void dtrain__tp_linear_product(const dtrain__tp_linear *l, int back, const float *from, float *to)
 {
     size_t rows = l->layer->rows, k = back ? l->out : l->in, n = back ? l->in : l->out;
@@ -93,7 +93,7 @@ static void dtrain__tp_linear_product(const dtrain__tp_linear *l, int back, cons
         memset(to, 0, rows * n * sizeof(float));
 }
 
-/* d_weight += dy^T x, d_bias += the sum of dy's rows; polled: slice by slice, the group polled between them. */
+/* d_weight += dy^T x, d_bias += the sum of dy's rows; polled: in slices, with a poll of the group between them. */
 static void dtrain__tp_linear_weights(const dtrain__tp_linear *l, const float *x, const float *dy, int polled)
 {
     size_t all = l->layer->by_inputs ? l->in : l->out, n = l->layer->by_inputs ? l->out : l->in;
@@ -110,7 +110,7 @@ static void dtrain__tp_linear_weights(const dtrain__tp_linear *l, const float *x
         dtrain__tp_add_columns(l->layer->d_bias, dy, rows, l->out);
 }
 
-/* Copies a rank's columns out of whole rows (into: NULL), or from `part` into them. */
+/* Copies a rank's columns from whole rows to `part` (into is NULL), or from `part` into whole rows. */
 static void dtrain__tp_linear_columns(const dtrain__tp_linear *l, int rank, const float *whole, float *into,
                                       float *part)
 {
@@ -123,7 +123,7 @@ static void dtrain__tp_linear_columns(const dtrain__tp_linear *l, int rank, cons
         }
 }
 
-/* This rank's columns of dy, which is whole. */
+/* Copies this rank's columns of dy, which is whole. */
 static const float *dtrain__tp_linear_own_columns(dtrain__tp_linear *l, const float *dy, dtrain_status *status)
 {
     float *part = dtrain__tp_floats(&l->tp, l->layer->rows, l->out, status);
@@ -181,7 +181,6 @@ DTRAIN_API dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_linear
     return dtrain__tp_end(&l.tp, status);
 }
 
-/* The gradient of x is summed while those of the weights are computed, and x gathered while that is. */
 DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
                                                                 const float *dy, float *dx)
 {

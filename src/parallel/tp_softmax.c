@@ -1,7 +1,7 @@
 /* ---- >>tp-softmax ----
- * The softmax of rows of float32: largest element, exponentials, their sum. Every operation is rounded by itself and
- * none is the C library's, so that the bits are the same under any flags and instruction set. Sums and dot products run
- * in eight lanes of float64, in which products of float32 are exact. NaN is told by its bits. */
+ * The softmax of rows of float32: the largest element, exponentials, their sum. Every operation is rounded by itself,
+ * and none is from the C library, so that the bits are the same under any flags and instruction set. Sums and dot
+ * products run in eight lanes of float64, where products of float32 are exact. NaN is recognised by its bits. */
 #ifndef DTRAIN__TP_SOFTMAX
 #define DTRAIN__TP_SOFTMAX
 #include "../train/train_kernels.c"
@@ -10,7 +10,7 @@
 
 DTRAIN__EXACT_BEGIN
 
-/* exp(x) for x <= 0 and NaN, within 2 ulp, also where it is subnormal: 2^n times a polynomial of what is left.
+/* exp(x) for x <= 0 and NaN, within 2 ulp, subnormal results included: 2^n times a polynomial of the remainder.
  *
  *   source   expf of the Cephes library, Moshier */
 DTRAIN__INLINE float dtrain__tp_exp(float x, uint32_t zero)
@@ -35,20 +35,21 @@ DTRAIN__INLINE float dtrain__tp_exp(float x, uint32_t zero)
     p = dtrain__isa_rounded_f32(p * r, zero) + 5.0000001201e-1f;
     square = dtrain__isa_rounded_f32(r * r, zero);
     p = dtrain__isa_rounded_f32(p * square, zero) + r;
-    power = rounded + 256u; /* n is -150 at the least: two factors, each normal, of which the last one rounds */
+    power = rounded + 256u; /* n is at least -150: two normal factors, and only the last product rounds */
     size = (power / 2 - 1u) << 23;
     memcpy(&high, &size, sizeof high);
     size = (power - power / 2 - 1u) << 23;
     memcpy(&low, &size, sizeof low);
     p = dtrain__isa_rounded_f32((p + 1.0f) * high, zero) * low;
     memcpy(&size, &p, sizeof size);
-    /* NaN, for which size is 0 by now; a choice between two would be a branch, and the loop no vectors */
+    /* for NaN, size is 0 here; a conditional would be a branch and keep the loop from being vectorised */
     size |= (0u - ((0x7F800000u - bits) >> 31)) & 0x7FC00000u;
     memcpy(&p, &size, sizeof p);
     return p;
 }
 
-/* By the order of bits; a NaN is the largest, or is left to the exponentials. -infinity for no elements. */
+/* The largest element by the order of bits; -infinity for none. A positive NaN is the largest; a negative NaN is not
+ * found here, but makes the sum of exponentials NaN. */
 DTRAIN__INLINE void dtrain__tp_max_body(const float *from, size_t count, float *out)
 {
     const dtrain__i32 *x = (const dtrain__i32 *)from;
@@ -97,7 +98,7 @@ DTRAIN__INLINE void dtrain__tp_sum_body(const float *from, size_t count, double 
 }
 DTRAIN__KERNEL(dtrain__tp_sum, (const float *from, size_t count, double *out), (from, count, out))
 
-/* A product that is exact may be contracted with its sum, or not: the bits are the same. */
+/* Products are exact, so that the bits are the same with contraction and without. */
 DTRAIN__INLINE void dtrain__tp_dot_body(const float *left, const float *right, size_t count, double *out)
 {
     const dtrain__f32 *a = (const dtrain__f32 *)left, *b = (const dtrain__f32 *)right;
@@ -113,7 +114,7 @@ DTRAIN__INLINE void dtrain__tp_dot_body(const float *left, const float *right, s
 DTRAIN__KERNEL(dtrain__tp_dot, (const float *left, const float *right, size_t count, double *out),
                (left, right, count, out))
 
-/* p[i] = p[i] * (d[i] - mean): what reaches a score, of what reached its probability */
+/* p[i] = p[i] * (d[i] - mean): from the gradient of a probability to that of its score */
 DTRAIN__INLINE void dtrain__tp_slope_body(float *probabilities, const float *slopes, size_t count, float mean)
 {
     dtrain__f32 *p = (dtrain__f32 *)probabilities;
@@ -123,7 +124,8 @@ DTRAIN__INLINE void dtrain__tp_slope_body(float *probabilities, const float *slo
 DTRAIN__KERNEL(dtrain__tp_slope, (float *probabilities, const float *slopes, size_t count, float mean),
                (probabilities, slopes, count, mean))
 
-/* log(x) for x >= 1 and NaN, within 2 ulp: of x = 2^e m, sqrt(1/2) <= m < sqrt(2), by the series of atanh. */
+/* log(x) for x >= 1 and NaN, within 2 ulp: x = 2^e m with sqrt(1/2) <= m < sqrt(2), and log(m) by the series of atanh.
+ */
 static double dtrain__tp_log(double x)
 {
     uint32_t zero = dtrain__isa_zero;

@@ -1,6 +1,6 @@
 /* ---- >>tp-vocab ----
- * What is split by the vocabulary: the embedding, whose rows each come from one rank, and the cross-entropy, of which
- * ranks exchange a row's largest logit, its sum of exponentials and its target's logit. */
+ * Layers split by the vocabulary. The embedding gets each row from one rank. For the cross-entropy, ranks exchange
+ * three numbers a row: the largest logit, the sum of exponentials, and the logit of the target. */
 #ifndef DTRAIN__TP_VOCAB
 #define DTRAIN__TP_VOCAB
 #include "tp_call.c"
@@ -11,7 +11,7 @@ typedef struct dtrain__tp_embedding {
     size_t begin, part; /* this rank's rows of the table */
 } dtrain__tp_embedding;
 
-/* Every token is one of the vocabulary, or `least` where that is below 0. */
+/* Checks that every token is in the vocabulary, or is `least` if that is -1. */
 static void dtrain__tp_vocab_check(const dtrain__tp *tp, const char *what, const int32_t *tokens, size_t rows,
                                    size_t vocab, int32_t least, dtrain_status *status)
 {
@@ -38,13 +38,13 @@ static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const c
     return status;
 }
 
-/* This rank's rows; -0 in those of others, which every sum leaves as it is. */
+/* Copies this rank's rows. Rows of other ranks are -0, which changes no sum. */
 static void dtrain__tp_embedding_look_up(const dtrain__tp_embedding *e, const dtrain_parallel_vocab *layer,
                                          const int32_t *tokens, float *out)
 {
     const uint32_t minus_zero = (uint32_t)1 << 31;
     for (size_t i = 0; i < layer->rows; i++, out += layer->width) {
-        size_t row = (size_t)tokens[i] - e->begin; /* a token below begin wraps around */
+        size_t row = (size_t)tokens[i] - e->begin; /* wraps around for a token below begin */
         if (row < e->part && layer->width > 0)
             memcpy(out, layer->table + row * layer->width, layer->width * sizeof(float));
         for (size_t k = 0; row >= e->part && k < layer->width; k++)
@@ -85,14 +85,14 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_p
     return dtrain__tp_end(&e.tp, status);
 }
 
-/* This rank's logits, and what is known of each row. */
+/* This rank's logits, and three numbers for each row. */
 typedef struct dtrain__tp_entropy {
     dtrain__tp tp;
     float *logits;
     const int32_t *targets;
     size_t rows, begin, part;
-    float *most;           /* of each row, its largest logit */
-    double *sums, *target; /* of the exponentials; the target's logit less the largest */
+    float *most;           /* the largest logit */
+    double *sums, *target; /* the sum of exponentials; the target's logit minus the largest */
 } dtrain__tp_entropy;
 
 static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm *group, float *logits,
@@ -114,7 +114,7 @@ static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm
 
 DTRAIN__EXACT_BEGIN
 
-/* Rows that are left out count as ones of loss 0. */
+/* Computes the exponentials of all rows and their sums. Rows that are left out get a sum of 0. */
 static void dtrain__tp_entropy_exponentials(const dtrain__tp_entropy *e)
 {
     for (size_t i = 0; i < e->rows; i++) {
@@ -130,7 +130,7 @@ static void dtrain__tp_entropy_exponentials(const dtrain__tp_entropy *e)
     }
 }
 
-/* The gradient, and the loss: from what every rank has alike. */
+/* Computes the gradient, and the loss, which is the same on every rank. */
 static double dtrain__tp_entropy_finish(const dtrain__tp_entropy *e)
 {
     double loss = 0.0;

@@ -167,9 +167,10 @@ TEST(a_bad_list_of_layers_is_refused_with_the_layer_s_name)
     m->layers[ADD].params = other;
     refused(m, DTRAIN_ERR_INVALID, "layer add lists parameter nobody, which the table does not have");
     m->layers[ADD].name = NULL;
-    refused(m, DTRAIN_ERR_INVALID, "layer 8 (NULL) needs a name, forward, backward, and params if param_count is above 0; the name is missing");
+    refused(m, DTRAIN_ERR_INVALID,
+            "layer 8 (NULL) needs a name, forward, backward, and params if param_count is above 0; the name is");
     m->layers[LAST].backward = NULL;
-    refused(m, DTRAIN_ERR_INVALID, "layer 7 (last) needs a name, forward, backward");
+    refused(m, DTRAIN_ERR_INVALID, "params if param_count is above 0; backward is missing");
     m->layers[DEEP_2].unit = 4;
     refused(m, DTRAIN_ERR_INVALID, "layer deep 2 has unit 4, but its parameter w_deep is stacked over units 2 to 3");
     m->layers[FIRST].params = late;
@@ -226,7 +227,7 @@ TEST(wrong_calls_say_what_was_expected_and_change_nothing)
     batch_init(&b, 0); /* 3 rows */
     check_wrong(forward(NULL, m, 2, &b, NULL), "micro_batch is 2, expected 0 to 1, or DTRAIN_EVALUATE");
     check_wrong(forward(NULL, m, -2, &b, NULL), "micro_batch is -2");
-    check_wrong(dtrain_fsdp_backward(NULL, m->module, DTRAIN_EVALUATE, NULL, NULL), "expected 0 to 1: the");
+    check_wrong(dtrain_fsdp_backward(NULL, m->module, DTRAIN_EVALUATE, NULL, NULL), "expected 0 to 1: for more");
     check_wrong(dtrain_fsdp_backward(NULL, m->module, 0, NULL, NULL), "micro_batch 0 has had no forward");
     check_wrong(dtrain_fsdp_forward(NULL, m->module, 0, NULL, NULL, &output), "input is NULL");
     check_wrong(dtrain_fsdp_forward(NULL, m->module, 0, &b.input, NULL, NULL), "output is NULL");

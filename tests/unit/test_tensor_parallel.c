@@ -450,7 +450,7 @@ static void refused_layers(dtrain_comm *world)
     CHECK_CONTAINS(dtrain_last_error(), "weight is NULL, expected 2 x 1 elements");
     layer.weight = numbers;
     CHECK_EQ(dtrain_column_parallel_linear(&layer, NULL, numbers), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "x is NULL, expected 2 x 2 of it");
+    CHECK_CONTAINS(dtrain_last_error(), "x is NULL, expected 2 x 2 elements");
     CHECK_EQ(dtrain_row_parallel_linear(&layer, numbers, NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_row_parallel_linear_backward(&layer, numbers, NULL, numbers), DTRAIN_ERR_INVALID);
     layer.d_weight = numbers;
