@@ -12132,11 +12132,13 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 #endif
 
 /* ---- >>control_plane ----
- * What a group asks of its transport beside moving bytes. Who is there, votes and the store are the council's, the same
- * for all (see >>council). Making groups of its ranks, where they are, and what is known of a rank that others wait for
- * differ: each transport of this library has a table of these functions; nobody above asks which transport a group runs
- * on. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a call of the
- * group, except where they say more. */
+ * What a group asks of its transport besides moving bytes. Who is there, votes and the store are the council's, the
+ * same for all transports (see >>council). Transports differ in how they make groups, where ranks are, and what they
+ * know of a rank that others wait for. Each transport of this library has a table of these functions. Code above asks
+ * no other question about the transport.
+ *
+ * Functions get the transport's `self`. Any thread of the rank that is in a call of the group may call them, except
+ * where they say more. */
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
 
@@ -12146,28 +12148,28 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__FINGERPRINT_BYTES 128
 #define DTRAIN__MAX_LANES 8
-#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
+#define DTRAIN__LAST_CHAIN 4 /* most ranks that one heartbeat tells of */
 #define DTRAIN__ADDRESS_BYTES 256
 
 DTRAIN__FAST_BEGIN
 
-/* ---- membership: who has left a group, in which order, after how many collectives and why; and what has broken it
- * ----
+/* ---- membership ----
+ * Who has left a group, in which order, after how many collectives and why; and what has broken the group.
  *
- * Invariants: any thread breaks the group, and the first cause stays. Whoever keeps the membership marks one rank at a
- * time as left. Any thread reads without a lock: what is said of a rank is whole once its `left` is set. */
+ * Invariants: any thread may break the group, and the first cause stays. The owner of the membership marks one rank at
+ * a time as left. Any thread reads without a lock: what is said of a rank is whole once its `left` is set. */
 
 typedef struct dtrain__departure {
-    uint32_t left;  /* it is gone: 1 of the first rank to leave */
+    uint32_t left;  /* 0: it is there; else its place among the leavers, from 1 */
     uint64_t calls; /* collectives that it had ended by then */
-    char *why;      /* NULL: all was well */
+    char *why;      /* NULL: it gave no reason */
 } dtrain__departure;
 
 typedef struct dtrain__membership {
-    uint32_t broken;  /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
-    uint32_t leavers; /* ranks that have left */
+    uint32_t broken;  /* 0: whole; 1: the cause is being written; 2: broken, and the cause can be read */
+    uint32_t leavers; /* how many ranks have left */
     int size;
-    dtrain__departure *ranks; /* size of them; NULL where nobody tells who has left */
+    dtrain__departure *ranks; /* size of them; NULL if nobody tells who has left */
     dtrain__error cause;
 } dtrain__membership;
 
@@ -12191,7 +12193,7 @@ static int dtrain__membership_broken(const dtrain__membership *members)
     return __atomic_load_n(&members->broken, __ATOMIC_SEQ_CST) != 0;
 }
 
-/* What has broken the group; NULL: nothing. */
+/* Returns what has broken the group; NULL: nothing. */
 static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtrain__membership *members)
 {
     if (!dtrain__membership_broken(members))
@@ -12213,8 +12215,8 @@ static void dtrain__membership_leave(dtrain__membership *members, int rank)
     __atomic_store_n(&members->ranks[rank].left, turn, __ATOMIC_SEQ_CST);
 }
 
-/* Of the ranks that left before they came to collective `number` the first to leave; -1: none. Looks again where ranks
- * have left meanwhile: it may have seen one of them and not the one before. */
+/* Returns the first rank to leave of those that left before collective `number`; -1: none. It looks again if ranks have
+ * left meanwhile: it may have seen one of them and not the one before. */
 static int dtrain__membership_misses(const dtrain__membership *members, uint64_t number)
 {
     uint32_t leavers, seen = 0;
@@ -12236,7 +12238,7 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 
 DTRAIN__FAST_END
 
-/* Writes what ends a group; the thread's own last error stays. */
+/* Writes what ends a group. The thread's own last error stays. */
 __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
                                                                              const char *format, ...)
 {
@@ -12252,20 +12254,20 @@ __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtr
 
 /* ---- the plane ---- */
 
-/* What the groups that come of one world have in common in this process. */
+/* What the groups of one world have in common in this process. */
 typedef struct dtrain__origin {
-    uint64_t serial;                                               /* counts the groups that were begun */
+    uint64_t serial;                                               /* counts the groups that were started */
     pthread_mutex_t mutex;                                         /* guards service */
     void *service;                                                 /* the thread that drives these groups */
-    void (*last_gone)(void *service);                              /* stops it, before the last group is gone */
-    dtrain__bell *bell;                                            /* it waits for this; NULL: it calls step */
-    void (*step)(struct dtrain__origin *origin, int64_t until_ns); /* looks after connections, on that thread alone */
+    void (*last_gone)(void *service);                              /* stops it before the last group is gone */
+    dtrain__bell *bell;                                            /* what it waits for; NULL: it calls step instead */
+    void (*step)(struct dtrain__origin *origin, int64_t until_ns); /* looks after connections, only on its thread */
     void (*kick)(struct dtrain__origin *origin);                   /* cuts step short */
 } dtrain__origin;
 
 typedef struct dtrain__plane dtrain__plane;
 
-/* One rank's end of a group, as its transport gives it out. */
+/* One rank's end of a group, as its transport provides it. */
 typedef struct dtrain__end {
     dtrain_transport transport;
     const dtrain__plane *plane;
@@ -12283,28 +12285,28 @@ enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
 
 static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait"};
 
-/* A call of the user's to the world's store, of byte strings by name, for a program's own set-up. */
+/* A user's call to the world's store, which keeps byte strings by name. */
 typedef struct dtrain__store_call {
     int what; /* DTRAIN__STORE_SET ... */
     const char *key;
-    void *value; /* capacity bytes; of a SET, which only reads it, the value itself */
+    void *value; /* capacity bytes; for a SET the value itself, which is only read */
     size_t capacity, *bytes;
     dtrain__error *error; /* the group's */
-    uint32_t id;          /* from here on: of a request to rank 0, and its answer */
+    uint32_t id;          /* from here on: the request to rank 0 and its answer */
     int answered;
     dtrain_status status;
     char why[301];
 } dtrain__store_call;
 
-/* What both sides of every handshake of one rank share. */
+/* What all handshakes of one rank share. */
 typedef struct dtrain__keys {
     unsigned char token[256];
     size_t token_bytes;                   /* 0: the proof is made with an empty key */
-    unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on others until it told them */
+    unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on the others until they hear it */
     int rank, world_size;
     int secure;                    /* as in dtrain_comm_desc */
-    char job[DTRAIN__JOB_BYTES];   /* the launcher's id of it; empty: it gave none */
-    char name[DTRAIN__NAME_BYTES]; /* of this process: "pid 4711 (train) on alpha" */
+    char job[DTRAIN__JOB_BYTES];   /* the launcher's id of the job; empty: it gave none */
+    char name[DTRAIN__NAME_BYTES]; /* this process: "pid 4711 (train) on alpha" */
 } dtrain__keys;
 
 /* How a world of processes forms. */
@@ -12316,47 +12318,47 @@ typedef struct dtrain__hub_desc {
     void *on_address_user;
 } dtrain__hub_desc;
 
-/* A group that is to be made of ranks of another one. */
+/* A group to be made of ranks of another one. */
 typedef struct dtrain__group_desc {
-    uint64_t id;       /* its name: the same on all members, and no other group's */
-    const int *worlds; /* of each member the rank in the world */
+    uint64_t id;       /* its name: the same on all members, and of no other group */
+    const int *worlds; /* each member's rank in the world */
     int size, rank;
 } dtrain__group_desc;
 
-/* A vote of the ranks that are left, and what came of it. */
+/* A vote of the ranks that are left, and its result. */
 typedef struct dtrain__agreement {
     int kind;  /* of the call that votes */
-    int voted; /* in: this rank's vote of an earlier call stands */
+    int voted; /* in: this rank has voted in an earlier call */
     uint64_t number;
     uint64_t flags;       /* in: this rank's; out: the AND of all */
-    uint64_t id;          /* out: the name of the group of those that go on */
-    uint64_t *goes_on;    /* out: of each rank, whether */
+    uint64_t id;          /* out: the name of the group of those that continue */
+    uint64_t *goes_on;    /* out: for each rank, whether it continues */
     dtrain_status status; /* out */
     int awaited;          /* out: a rank that has not voted, or -1 */
-    int given_up;         /* out: by the others */
-    int starved;          /* out: no memory for this rank's vote: there is none */
+    int given_up;         /* out: the others have given this rank up */
+    int starved;          /* out: there was no memory for this rank's vote, so it has none */
 } dtrain__agreement;
 
-/* Writes what a rank does, which its owner understands; *awaits: the rank that it waits for, or -1. */
+/* Writes what a rank does, in bytes that only its owner understands. *awaits: the rank that it waits for, or -1. */
 typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
 
 struct dtrain__plane {
-    int in_process; /* ranks are threads of one process, which owns what was given to publish: a peer may read it */
-    int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
+    int in_process; /* ranks are threads of one process, which owns what was given to publish, as peers may read it */
+    int checks;     /* messages carry a checksum of their data, unless the desc forbids it */
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
-    /* From here on NULL: the transport has nothing to say or to do. */
-    uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
-    /* Whether all ranks have come to a world that is forming; wait: until they have, or deadline_ns. */
+    /* From here on a function may be NULL: the transport has nothing to say or do there. */
+    uint64_t (*host)(void *self, int rank); /* equal for ranks that share a host; 0: unknown */
+    /* Says whether all ranks have come to a new world. wait: waits until they have, or deadline_ns. */
     dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
-    /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
+    /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no longer. */
     void (*publish)(void *self, dtrain__tell tell, void *record);
-    /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
+    /* Copies what `rank` was last heard to do, if that was after after_ns. Returns its bytes, and its age. */
     size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
-    void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
+    void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, if known */
     void (*rest)(void *self); /* the service thread is about to look at this group's work */
 };
 
-/* A number that this process gives to no other group. */
+/* Returns a number that this process gives to no other group. */
 static uint64_t dtrain__origin_serial(dtrain__origin *origin)
 {
     return __atomic_add_fetch(&origin->serial, 1, __ATOMIC_SEQ_CST);
@@ -12369,13 +12371,13 @@ static void dtrain__origin_stop(dtrain__origin *origin)
         origin->last_gone(origin->service);
 }
 
-/* The name of a group, unlike any other's: a count that `rank` keeps, and rank itself. */
+/* Makes a group's name, unlike any other: a count that `rank` keeps, and rank itself. */
 static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
 {
     return serial << 10 | (uint64_t)rank;
 }
 
-/* The n for which ranks with equal rank / n, and no others, share a host; 0: there is none, or hosts are unknown. */
+/* Returns n if exactly the ranks with equal rank / n share a host; 0: there is no such n, or hosts are unknown. */
 static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int size)
 {
     int n = 1;
@@ -12395,10 +12397,10 @@ static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int 
 #endif
 
 /* ---- >>council ----
- * What the ranks of one world do for each other whatever moves their bytes: they vote (see >>consent), and rank 0 keeps
+ * What the ranks of one world do for each other whatever moves their bytes. They vote (see >>consent), and rank 0 keeps
  * the store for all. A seat is a rank's end of one group: who the members are, what has ended the group, and the call
- * that waits for the council. Where ranks are threads, all seats are at one council; a process of its own has a council
- * of its own, and these send each other messages, which are checked though they come from ranks of the world.
+ * that waits for the council. If ranks are threads, all seats are at one council. A process has a council of its own.
+ * These councils send each other messages, which are checked though they come from ranks of the world.
  *
  * The owner of a council guards it, hands it what comes, and says who is gone. */
 #ifndef DTRAIN__COUNCIL
@@ -12406,9 +12408,9 @@ static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int 
 
 #define DTRAIN__EVERY_GROUP UINT64_MAX
 #define DTRAIN__STORE_TOTAL_BYTES ((size_t)64 << 20)
-#define DTRAIN__ASKERS 1024 /* of one rank, a group each */
+#define DTRAIN__ASKERS 1024 /* of one rank, one for each group */
 
-/* Control messages; those of a council are ASK, ANSWER, CONSENT, and BYE where its owner has none. */
+/* Control messages. A council has ASK, ANSWER and CONSENT, and BYE if its owner has none. */
 enum {
     DTRAIN__FRAME_JOIN = 1,
     DTRAIN__FRAME_TABLE,
@@ -12423,10 +12425,10 @@ enum {
     DTRAIN__FRAME_CONSENT
 };
 
-/* What became of a rank. It left of its own will; or it is lost, SILENT: without a proof that it is dead. */
+/* What became of a rank. LEFT: of its own will. SILENT: lost without a proof that it is dead. */
 enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST, DTRAIN__SILENT };
 
-/* A call that waits at rank 0 for its key. */
+/* A call that waits at rank 0 for its key to be set. */
 typedef struct dtrain__asker {
     struct dtrain__asker *next;
     int rank;
@@ -12450,19 +12452,19 @@ typedef struct dtrain__store {
 typedef struct dtrain__consent dtrain__consent;
 typedef struct dtrain__council dtrain__council;
 
-/* A rank's end of one group: the first member of what its transport has for the group. */
+/* A rank's end of one group; the first member of what its transport has for the group. */
 typedef struct dtrain__seat {
     struct dtrain__seat *next;
     dtrain__council *council;
     uint64_t id; /* the same on all members; 0: the world */
     int rank, size;
-    int *worlds;                      /* of each member its rank in the world */
-    dtrain__membership own, *members; /* own, or the one that it shares with the seats of other ranks */
-    unsigned char *bound; /* of each rank of the world, 1: its loss ends this group too; NULL: members alone count */
-    uint64_t leader;      /* 1 + the id of the group whose end is this one's, too; 0: there is none */
-    uint64_t calls;       /* collectives that this end has ended, as it leaves */
-    int forked;           /* the end of a child's copy: touches nothing that the parent still uses */
-    dtrain__store_call *asks; /* its call that waits for an answer of the store */
+    int *worlds;                      /* each member's rank in the world */
+    dtrain__membership own, *members; /* own, or what it shares with the seats of other ranks */
+    unsigned char *bound; /* for each rank of the world, 1: its loss ends this group, too; NULL: only members count */
+    uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
+    uint64_t calls;       /* collectives that this end has ended when it leaves */
+    int forked;           /* the seat of a forked child: touches nothing that the parent still uses */
+    dtrain__store_call *asks; /* its call that waits for the store */
 } dtrain__seat;
 
 struct dtrain__council {
@@ -12475,25 +12477,26 @@ struct dtrain__council {
     dtrain__seat *seats;
     dtrain__store store;
     dtrain__asker *askers;
-    uint32_t asked;                             /* requests to the store */
+    uint32_t asked;                             /* counts requests to the store */
     dtrain__consent *consents, *spare_consents; /* the latest first */
-    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of a group that is looked at */
-    unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
-    /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. NULL: all ranks are here. */
+    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of the group being looked at */
+    unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
+    /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);          /* something has come that a caller may wait for */
+    void (*tell)(void *self);          /* tells that something has come that a caller may wait for */
     int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
     pthread_mutex_t *mutex;            /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
-    void (*lost)(dtrain__seat *seat, int world); /* marks what is known of a rank that is gone */
-    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that it has */
-    /* Waits until there may be news, which `seen` counts, or until_ns; turn: how often this call has waited. */
+    void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
+    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
+                                                                               * ended */
+    /* Waits until there may be news, or until_ns. `seen`: news so far; turn: how often this call has waited. */
     void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
     dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
     const dtrain__plane *plane;
 };
 
-/* Reading a message: each take says whether there was enough. */
+/* Reads a message. Each take returns whether there was enough. */
 typedef struct dtrain__reader {
     const unsigned char *at;
     size_t left;
@@ -12509,7 +12512,7 @@ static DTRAIN__NOINLINE int dtrain__take(dtrain__reader *reader, uint64_t *value
     return 1;
 }
 
-/* A text of one length byte or two; what does not fit into out, or holds a zero, is refused. */
+/* Takes a text after its length, one byte or two. Refuses a text that does not fit into out, or holds a zero byte. */
 static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
 {
     uint64_t bytes;
@@ -12533,8 +12536,10 @@ static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council
     return seat;
 }
 
-/* Fills a new seat. shared: what it shares with the seats of other ranks, or NULL; worlds NULL: members have the same
- * ranks in the world. Returns 0 when there is no memory. */
+/* Fills a new seat. Returns 0 if there is no memory.
+ *
+ *   shared   what it shares with the seats of other ranks, or NULL
+ *   worlds   each member's rank in the world; NULL: the same as in the group */
 static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, dtrain__membership *shared,
                              const int *worlds, int size, int rank)
 {
@@ -12565,7 +12570,7 @@ static void dtrain__seat_unlink(dtrain__seat *seat)
     *at = seat->next;
 }
 
-/* The group's rank of the world's `world`; -1: not a member. */
+/* The rank in the group of the world's rank `world`; -1: not a member. */
 static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
 {
     for (int rank = 0; rank < seat->size; rank++)
@@ -12574,7 +12579,7 @@ static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int worl
     return -1;
 }
 
-/* Ends the group here, and those that follow it; the first cause stays. Returns 0 when it had ended before. */
+/* Ends the group here, and the groups that follow it. The first cause stays. Returns 0 if it had ended before. */
 static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
 {
     dtrain__membership *members = seat->members;
@@ -12597,8 +12602,8 @@ static DTRAIN__NOINLINE void dtrain__seat_end(dtrain__seat *seat, int about, con
         seat->council->ended(seat, about, cause);
 }
 
-/* A member's end of the group is gone, which had ended so many collectives; operations that need it will fail, others
- * need not. `why` may be empty. */
+/* A member's end of the group is gone, after it had ended `calls` collectives. Operations that need it will fail,
+ * others need not. `why` may be empty. */
 static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
 {
     size_t bytes = strlen(why) + 1;
@@ -12615,8 +12620,8 @@ static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uin
     seat->council->tell(seat->council->self);
 }
 
-/* Ends the group because a rank of the world is lost that is a member and has not left it, or that it is bound to.
- * name: of the process, or empty. Returns whether that ended it. */
+/* A rank of the world is lost. Ends the group if that rank is a member that has not left, or one that the group is
+ * bound to. name: of the process, or empty. Returns whether that ended the group. */
 static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status, const char *name, const char *why)
 {
     int rank = dtrain__seat_rank(seat, world), named = name[0] != 0, broke;
@@ -12633,13 +12638,14 @@ static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status
     else
         dtrain__membership_because(&cause, status, "rank %d (rank %d of the world%s%s) is lost: %.400s", rank, world,
                                    named ? ", " : "", name, why);
-    broke = dtrain__seat_break(seat, &cause); /* first: who sees that it has left finds the cause */
+    broke = dtrain__seat_break(seat, &cause); /* first: a thread that sees it as left must find the cause */
     if (rank >= 0)
         dtrain__seat_left(seat, rank, why, UINT64_MAX);
     return broke;
 }
 
-/* Says that a rank has left, which an operation needs; ends the group if it did so with an error. */
+/* Returns the error for an operation that needs a rank which has left. If that rank left with an error, ends the group.
+ */
 static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
 {
     const dtrain__error *cause = dtrain__membership_cause(seat->members);
@@ -12688,7 +12694,7 @@ static dtrain_status dtrain__seat_recv(void *self, int peer, void *data, size_t 
     return status;
 }
 
-/* Gives out the end of a group; what else the transport has is to be added. */
+/* Fills in the end of a group; the transport adds what it has beyond this. */
 static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
 {
     memset(end, 0, sizeof *end);
@@ -12711,8 +12717,8 @@ static int dtrain__seat_world(const dtrain__seat *seat, int rank)
     return seat->worlds[rank];
 }
 
-/* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how many
- * there may be at most. */
+/* Lists the ranks of the world whose loss ends the group, members or not. Returns how many; worlds NULL: the most that
+ * it may list. */
 static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
 {
     int count = 0;
@@ -12724,7 +12730,7 @@ static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
     return count;
 }
 
-/* Sets them; returns 0 when there is no memory. */
+/* Sets these ranks. Returns 0 if there is no memory. */
 static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
 {
     dtrain__council *council = seat->council;
@@ -12742,17 +12748,18 @@ static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
     return 1;
 }
 
-/* What ends the group of `leader` ends this one. */
+/* Lets whatever ends the leader's group end this one, too. */
 static void dtrain__seat_follow(dtrain__seat *seat, const dtrain__seat *leader)
 {
     dtrain__seat_lock(seat, 1);
-    __atomic_store_n(&seat->leader, leader->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
+    __atomic_store_n(&seat->leader, leader->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as the thread that breaks a
+                                                                        * group does */
     if (dtrain__membership_broken(leader->members))
         dtrain__seat_break(seat, dtrain__membership_cause(leader->members));
     dtrain__seat_lock(seat, 0);
 }
 
-/* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
+/* As dtrain__seat_needs, for a caller without the lock. */
 static dtrain_status dtrain__seat_needed(dtrain__seat *seat, int rank)
 {
     dtrain__seat_lock(seat, 1);
@@ -12761,7 +12768,7 @@ static dtrain_status dtrain__seat_needed(dtrain__seat *seat, int rank)
     return status;
 }
 
-/* A peer says that `rank` left after so many collectives. */
+/* A peer says that `rank` has left after `calls` collectives. */
 static void dtrain__seat_skipped(dtrain__seat *seat, int rank, uint64_t calls)
 {
     dtrain__seat_lock(seat, 1);
@@ -12769,21 +12776,21 @@ static void dtrain__seat_skipped(dtrain__seat *seat, int rank, uint64_t calls)
     dtrain__seat_lock(seat, 0);
 }
 
-/* The end is about to leave, having ended so many collectives; forked: it is a child's copy. */
+/* The end is about to leave, after `calls` collectives. forked: it is a child's copy. */
 static void dtrain__seat_leaving(dtrain__seat *seat, int forked, uint64_t calls)
 {
     seat->forked = forked;
     seat->calls = calls;
 }
 
-/* Reads a list of ranks of the world: begin, then add each. */
+/* Starts a list of ranks of the world; dtrain__council_list_add adds each. */
 static void dtrain__council_list(dtrain__council *council)
 {
     council->listed = 0;
     memset(council->lists, 0, (size_t)council->size);
 }
 
-/* Returns 0 for what is no rank, or is in the list already. */
+/* Returns 0 for a number that is no rank, or is in the list already. */
 static int dtrain__council_list_add(dtrain__council *council, uint64_t rank)
 {
     if (rank >= (uint64_t)council->size || council->lists[rank])
@@ -12826,7 +12833,7 @@ static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocat
     dtrain__free(allocator, entry);
 }
 
-/* Sets key to value; what it was before stays on an error. Sizes are checked by the caller. */
+/* Sets key to value. On an error the old value stays. The caller has checked the sizes. */
 static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *allocator, const void *key,
                                        size_t key_bytes, const void *value, size_t bytes)
 {
@@ -12858,7 +12865,7 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
     while (seat != NULL && (seat->id != group || seat->asks == NULL || seat->asks->id != id))
         seat = seat->next;
     if (seat == NULL)
-        return; /* it was given up */
+        return; /* the call has given up */
     dtrain__store_call *call = seat->asks;
     call->status = status;
     if (status != DTRAIN_OK)
@@ -12874,7 +12881,7 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
     council->tell(council->self);
 }
 
-/* Answers a store request: rank 0's own at once, another's by a message. */
+/* Answers a store request: rank 0's own at once, another rank's by a message. */
 static void dtrain__council_answer(dtrain__council *council, const dtrain__asker *asker, dtrain_status status,
                                    int found, const void *data, size_t bytes)
 {
@@ -12891,7 +12898,7 @@ static void dtrain__council_answer(dtrain__council *council, const dtrain__asker
         dtrain__council_answer(council, asker, DTRAIN_ERR_MEMORY, 0, "", 0);
 }
 
-/* Answers every get that waited for a key which is there now. */
+/* Answers every call that waited for a key, if the key is set. */
 static void dtrain__council_wake(dtrain__council *council, const char *key, size_t key_bytes)
 {
     dtrain__entry *entry = *dtrain__store_place(&council->store, key, key_bytes);
@@ -12906,7 +12913,7 @@ static void dtrain__council_wake(dtrain__council *council, const char *key, size
     }
 }
 
-/* Forgets what a group of a rank waits for: it asks anew, or has left. */
+/* Forgets what a rank's group waits for: it asks anew, or has left. */
 static void dtrain__council_forget(dtrain__council *council, int rank, uint64_t group)
 {
     for (dtrain__asker **at = &council->askers, *asker; (asker = *at) != NULL;) {
@@ -12919,7 +12926,7 @@ static void dtrain__council_forget(dtrain__council *council, int rank, uint64_t 
     }
 }
 
-/* Rank 0: one request. */
+/* Rank 0: serves one request. */
 static void dtrain__council_serve(dtrain__council *council, const dtrain__asker *from, int what, const void *value,
                                   size_t bytes)
 {
@@ -12981,7 +12988,7 @@ static int dtrain__council_take_answer(dtrain__council *council, int from, dtrai
     return 1;
 }
 
-/* Begins a call of the group's: sends the request, or on rank 0 serves it. */
+/* Begins a store call: sends the request, or serves it on rank 0. */
 static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call *call)
 {
     dtrain__council *council = seat->council;
@@ -13006,7 +13013,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     dtrain__put_le(head + 13, asker.key_bytes, 2);
     memcpy(head + 15, asker.key, asker.key_bytes);
     if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
-        council->gone(council->self, 0) != DTRAIN__PRESENT) /* which the wait for the answer tells */
+        council->gone(council->self, 0) != DTRAIN__PRESENT) /* then the wait for the answer returns the error */
         return DTRAIN_OK;
     seat->asks = NULL;
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
@@ -13014,7 +13021,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
                         dtrain__store_names[call->what], seat->rank, call->key);
 }
 
-/* Looks how the group's call has ended; 0 while it has not. late: it ends now. Then the group has it no more. */
+/* Returns whether the group's call has ended, and takes it off the seat then. late: it ends now. */
 static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *status)
 {
     const dtrain__council *council = seat->council;
@@ -13049,23 +13056,23 @@ static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *st
 #endif
 
 /* ---- >>consent ----
- * What the members of a group agree on although some of them are lost: the AND of their flags, who is still there, and
- * a name for the group of those. Each member votes; the leader decides when every member has voted, has left or is
- * lost, and tells those that voted. A consent is known by its group, its number and its members: the leader may not be
- * a member, and a vote that lists others belongs to another consent.
+ * What the members of a group agree on although some are lost: the AND of their flags, who is left, and a name for the
+ * group of those. Each member votes. The leader decides when every member has voted, has left or is lost, and tells
+ * those that voted. A consent is known by its group, its number and its members. The leader need not be a member. A
+ * vote that lists other members belongs to another consent.
  *
  * Every rank keeps its own votes and the decisions that it has heard. When the leader is lost, the lowest rank left
- * leads: all send it what they keep, so that a decision that any survivor knows stands; it decides anew only when
- * every survivor has been heard, that is, when none of them knows of one. Nobody hears what a rank said that it counts
- * as gone.
+ * leads. All send it what they keep, so a decision that any survivor knows stands. It decides anew only after it has
+ * heard every survivor, and none knows of a decision. Nobody listens to a rank that it counts as gone.
  *
- * A closed or refused connection proves a death. Silence proves nothing: where some members are only silent, those that
- * voted go on if they are more, or as many and hold the lowest rank; so two parts of a torn network never both do. */
+ * A closed or refused connection proves a death. Silence proves nothing. If some members are only silent, those that
+ * voted continue if they are more than the silent ones. If both are as many, the half with the lowest rank continues.
+ * So two parts of a torn network never both continue. */
 #ifndef DTRAIN__CONSENT
 #define DTRAIN__CONSENT
 
-#define DTRAIN__CONSENTS 128           /* that a rank keeps, the latest; in a larger world one for each rank */
-#define DTRAIN__CONSENT_FRAME_BYTES 13 /* of a member in a message: flags, rank in the world, vote */
+#define DTRAIN__CONSENTS 128           /* most consents that a rank keeps; in a larger world one for each rank */
+#define DTRAIN__CONSENT_FRAME_BYTES 13 /* a member's bytes in a message: flags, rank in the world, vote */
 
 enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
 
@@ -13073,18 +13080,18 @@ typedef struct dtrain__vote {
     uint64_t flags;
     int world;
     int vote, kind; /* kind: of the call that votes */
-    int asks;       /* it has sent its vote here, and is owed the decision */
+    int asks;       /* it has sent its vote here and is owed the decision */
 } dtrain__vote;
 
 struct dtrain__consent {
     dtrain__consent *next;
-    uint64_t group, number;    /* the number'th of the group */
-    int kind;                  /* of this rank's last vote */
-    int count, decided, heard; /* heard: by the call of this rank that voted */
-    int sole;                  /* see consent_sole(); of the last look */
+    uint64_t group, number;    /* its number among the group's */
+    int kind;                  /* kind of this rank's last vote */
+    int count, decided, heard; /* heard: the voting call of this rank knows the decision */
+    int sole;                  /* consent_sole() at the last look */
     dtrain_status status;      /* of the decision */
     uint64_t flags, id;
-    dtrain__vote votes[1]; /* count of them, in the group's order; then room for them in a message */
+    dtrain__vote votes[1]; /* count of them, in the group's order, then room for them in a message */
 };
 
 static size_t dtrain__consent_bytes(int count)
@@ -13117,7 +13124,7 @@ static dtrain__consent *dtrain__consent_find(const dtrain__council *council, uin
     return consent;
 }
 
-/* The only rank that has voted; -1: none has, or several have. */
+/* The only rank that has voted; -1: no rank has, or several have. */
 static int dtrain__consent_sole(const dtrain__consent *consent)
 {
     int sole = -1;
@@ -13130,7 +13137,7 @@ static int dtrain__consent_sole(const dtrain__consent *consent)
     return sole;
 }
 
-/* Whether a call of this rank has voted, and is still to hear of the decision. */
+/* Whether a call of this rank has voted and does not know the decision yet. */
 static int dtrain__consent_owed(const dtrain__council *council, const dtrain__consent *consent)
 {
     int voted = 0;
@@ -13139,10 +13146,10 @@ static int dtrain__consent_owed(const dtrain__council *council, const dtrain__co
     return voted && !consent->heard && dtrain__council_seat(council, consent->group) != NULL;
 }
 
-/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes, the
- * decided first. So a rank that votes in groups which do not exist drives out its own votes first, and a vote under way
- * stays. What a call of this rank waits for always stays. Where all ranks are here the council keeps what it has until
- * the last end of the group leaves. */
+/* Makes room by dropping the oldest of the largest set, decided ones first. A set is the consents in which one certain
+ * rank alone has voted, or all others. So a rank that votes in groups that do not exist drops its own votes first, and
+ * a vote under way stays. What a call of this rank waits for always stays. A council that holds all ranks drops nothing
+ * until the last end of a group leaves. */
 static void dtrain__consent_evict(dtrain__council *council)
 {
     dtrain__consent **worst = NULL;
@@ -13165,7 +13172,7 @@ static void dtrain__consent_evict(dtrain__council *council)
         dtrain__consent_drop(council, worst);
 }
 
-/* The last end of a group that is all here has left. */
+/* The last end of a group has left, in a council that holds all ranks. */
 static void dtrain__consent_forget(dtrain__council *council, uint64_t group)
 {
     for (dtrain__consent **at = &council->consents; *at != NULL;)
@@ -13175,8 +13182,8 @@ static void dtrain__consent_forget(dtrain__council *council, uint64_t group)
             at = &(*at)->next;
 }
 
-/* Keeps for the next ones what nobody asks for again: whoever votes in the number'th of a group knows that the one
- * before is decided, so all of its members that are left have voted in that, and know of those before it. */
+/* Puts aside, for reuse, the consents that nobody asks for again. A rank that votes in a group's consent N knows that N
+ * - 1 is decided. So all its remaining members have voted in N - 1, and know the decisions before it. */
 static void dtrain__consent_retire(dtrain__council *council, uint64_t group, uint64_t number)
 {
     for (dtrain__consent **at = &council->consents; *at != NULL;) {
@@ -13192,7 +13199,7 @@ static void dtrain__consent_retire(dtrain__council *council, uint64_t group, uin
     }
 }
 
-/* One that was kept, for as many members, or NULL. */
+/* Returns one that was put aside for as many members, or NULL. */
 static dtrain__consent *dtrain__consent_spare(dtrain__council *council, int count)
 {
     for (dtrain__consent **at = &council->spare_consents; *at != NULL; at = &(*at)->next) {
@@ -13206,7 +13213,7 @@ static dtrain__consent *dtrain__consent_spare(dtrain__council *council, int coun
     return NULL;
 }
 
-/* The listed members' consent, if need be a new one without votes. NULL when there is no memory. */
+/* Finds the listed members' consent, or makes one without votes. NULL: no memory. */
 static dtrain__consent *dtrain__consent_open(dtrain__council *council, uint64_t group, uint64_t number, int kind)
 {
     int count = council->listed;
@@ -13261,7 +13268,7 @@ static void dtrain__consent_answer(dtrain__council *council, dtrain__consent *co
     }
 }
 
-/* Who does not go on, as far as the leader knows. Returns the first that is awaited, or -1. */
+/* Marks the members that are gone, as the leader knows. Returns the first member still awaited, or -1. */
 static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consent *consent)
 {
     for (int i = 0; i < consent->count; i++) {
@@ -13274,10 +13281,10 @@ static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consen
     return -1;
 }
 
-/* Whether those that voted may go on without those that are only silent. */
+/* Whether those that voted may continue without those that are only silent. */
 static int dtrain__consent_majority(const dtrain__council *council, const dtrain__consent *consent)
 {
-    int here = 0, silent = 0, lowest = 0; /* lowest: the first of both is here */
+    int here = 0, silent = 0, lowest = 0; /* lowest: the lowest rank of both is here */
     for (int i = 0; i < consent->count; i++) {
         int yes = consent->votes[i].vote == DTRAIN__VOTE_YES;
         lowest |= here + silent == 0 && yes;
@@ -13287,14 +13294,14 @@ static int dtrain__consent_majority(const dtrain__council *council, const dtrain
     return here > silent || (here == silent && lowest);
 }
 
-/* Decides what can be decided, and tells those that voted. */
+/* Decides whatever can be decided, and tells those that voted. */
 static void dtrain__consent_step(dtrain__council *council)
 {
     int leads = dtrain__council_leader(council) == council->rank;
     for (dtrain__consent *consent = leads ? council->consents : NULL; consent != NULL; consent = consent->next) {
         if (consent->decided || dtrain__consent_awaits(council, consent) >= 0)
             continue;
-        int kind = 0, mixed = 0; /* members called different things */
+        int kind = 0, mixed = 0; /* members made different calls */
         consent->decided = 1;
         consent->flags = UINT64_MAX;
         for (int i = 0; i < consent->count; i++) {
@@ -13314,7 +13321,7 @@ static void dtrain__consent_step(dtrain__council *council)
     }
 }
 
-/* Notes a member's vote, which came from it or is this rank's own. */
+/* Notes the vote of a member, or this rank's own. */
 static void dtrain__consent_note(dtrain__consent *consent, int world, int kind, uint64_t flags)
 {
     for (int i = 0; i < consent->count; i++) {
@@ -13336,7 +13343,7 @@ static void dtrain__consent_list(dtrain__seat *seat)
         dtrain__council_list_add(seat->council, (uint64_t)seat->worlds[i]);
 }
 
-/* This rank votes in its group; voting again changes its vote, unless it is decided. Returns 0 when there is no
+/* Votes in this rank's group. Voting again changes the vote until the consent is decided. Returns 0 if there is no
  * memory. */
 static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agreement)
 {
@@ -13360,7 +13367,7 @@ static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agr
     return 1;
 }
 
-/* Whether this rank has heard of the decision; then takes it over. */
+/* Whether this rank knows the decision; copies it then. */
 static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreement)
 {
     dtrain__council *council = seat->council;
@@ -13383,7 +13390,7 @@ static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreem
     return decided || council->given_up;
 }
 
-/* A member's end of the group is gone, or its process: it votes no more. `world` is its rank in the world. */
+/* A member's end of the group is gone, or its process: it no longer votes. `world`: its rank in the world. */
 static void dtrain__consent_left(dtrain__council *council, uint64_t group, int world)
 {
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
@@ -13392,7 +13399,7 @@ static void dtrain__consent_left(dtrain__council *council, uint64_t group, int w
                 consent->votes[i].vote = DTRAIN__VOTE_OUT, consent->votes[i].asks = 0;
 }
 
-/* There is another leader: it gets all that this rank keeps. */
+/* There is a new leader: sends it everything that this rank keeps. */
 static void dtrain__consent_resend(dtrain__council *council)
 {
     int leader = dtrain__council_leader(council);
@@ -13413,7 +13420,7 @@ static void dtrain__council_free(dtrain__council *council)
         dtrain__consent_drop(council, &council->spare_consents);
 }
 
-/* A consent as a message has it. */
+/* A consent in a message. */
 typedef struct dtrain__consent_frame {
     uint64_t group, number, kind, decided, status, flags, id, count;
     const unsigned char *entries; /* count of them */
@@ -13431,8 +13438,9 @@ static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__read
            frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
 }
 
-/* Lists a message's members. Returns whether `from` may send it: they are the group's, where this rank knows that, else
- * ranks of the world with `from` among them. Rank 0 leads as long as it is there, so nobody tells it a decision. */
+/* Lists a message's members. Returns whether `from` may send it. They must be the group's, if this rank knows the
+ * group; else ranks of the world, with `from` among them. Nobody sends rank 0 a decision: it leads as long as it is
+ * there. */
 static int dtrain__consent_frame_fits(dtrain__council *council, int from, const dtrain__consent_frame *frame)
 {
     int among = from == dtrain__council_leader(council);
@@ -13452,7 +13460,7 @@ static int dtrain__consent_frame_fits(dtrain__council *council, int from, const 
     return among;
 }
 
-/* Counts a message's entries: all of a decision; else the vote of `from`, and whom it knows to have left. */
+/* Counts a message's entries: all entries of a decision; else the vote of `from`, and whom it knows to have left. */
 static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__consent_frame *frame,
                                         dtrain__consent *consent, int from)
 {
@@ -13470,7 +13478,7 @@ static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__
     }
 }
 
-/* A vote, or a decision. Returns 0 when it is malformed or out of place. */
+/* Takes a vote or a decision. Returns 0 if it is malformed or out of place. */
 static int dtrain__consent_take(dtrain__council *council, int from, dtrain__reader *reader)
 {
     dtrain__consent_frame frame;
@@ -13494,7 +13502,7 @@ static int dtrain__consent_take(dtrain__council *council, int from, dtrain__read
     return 1;
 }
 
-/* A member's end of a group has left: it votes no more, and waits for no key. */
+/* A member's end of a group has left: it no longer votes or waits for a key. */
 static void dtrain__council_left(dtrain__council *council, uint64_t group, int world)
 {
     dtrain__council_forget(council, world, group);
@@ -13502,8 +13510,8 @@ static void dtrain__council_left(dtrain__council *council, uint64_t group, int w
     dtrain__consent_step(council);
 }
 
-/* This rank's end of a group is about to leave, and will tell its members: they first hear what it knows to be decided,
- * as they do not ask it then. Tells the leader, where that is no member. */
+/* This rank's end of a group is about to leave. Tells its members first what this rank knows to be decided: they no
+ * longer ask a rank that has left. Then tells a leader that is no member. */
 static void dtrain__council_leave(dtrain__seat *seat)
 {
     dtrain__council *council = seat->council;
@@ -13519,17 +13527,17 @@ static void dtrain__council_leave(dtrain__seat *seat)
         council->send(council->self, leader, DTRAIN__FRAME_BYE, head, sizeof head, NULL, 0);
 }
 
-/* A rank counts as gone from now on. */
+/* Counts a rank as gone. */
 static void dtrain__council_lost(dtrain__council *council, int rank)
 {
     dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
-    if (dtrain__council_leader(council) > rank) /* it has led */
+    if (dtrain__council_leader(council) > rank) /* it was the leader */
         dtrain__consent_resend(council);
     dtrain__consent_step(council);
 }
 
-/* Waits for a call's end, of an agreement or (NULL) of the store: looks at least once after it has waited. Returns
- * whether it has ended. */
+/* Waits for the end of an agreement, or of a store call (NULL). Looks once more after the deadline. Returns whether it
+ * has ended. */
 static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, dtrain_status *status,
                               int64_t deadline_ns)
 {
@@ -13548,7 +13556,7 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     }
 }
 
-/* Votes until a decision or deadline_ns; returns whether there is one. */
+/* Votes and waits for the decision until deadline_ns; returns whether there is one. */
 static int dtrain__seat_agree(dtrain__seat *seat, dtrain__agreement *agreement, int64_t deadline_ns)
 {
     dtrain__seat_lock(seat, 1);
@@ -13567,7 +13575,7 @@ static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *
     return status;
 }
 
-/* One message from a rank that is not gone. Returns 0 when it is malformed or out of place. */
+/* Takes one message from a rank that is not gone. Returns 0 if it is malformed or out of place. */
 static int dtrain__council_take(dtrain__council *council, int from, int type, dtrain__reader *reader)
 {
     uint64_t group;
@@ -14066,49 +14074,53 @@ DTRAIN__FAST_END
 #ifndef DTRAIN_NO_TRANSPORT
 
 /* ---- >>mux ----
- * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. What a lane
- * sends goes in frames that carry its name; what comes goes to the memory of the call that waits for it, or is kept for
- * its lane. Control messages travel between them, whole.
+ * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. A lane sends
+ * frames that carry its name. What comes goes to the memory of the call that waits for it, or is kept for its lane.
+ * Control messages travel between frames, each in one piece.
  *
  *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
  *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
  *   dtrain__mux_drive    moves what can be moved until something has, or until a time
  *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
  *
- * Invariants: `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that
- * threads of several groups get on; `mutex` is held for a few instructions and taken last. A frame that has begun to go
- * is finished before anything else goes to that peer, by whoever is next. A call that waits also receives from every
- * other peer, so that ranks which wait for each other in several groups at once all get on. Peers are ranks of the
- * world. */
+ * Invariants:
+ *   - `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that threads of
+ *     several groups make progress
+ *   - `mutex` is held for a few instructions and taken last
+ *   - a frame that has begun to go is finished before anything else goes to that peer, by whoever is next
+ *   - a call that waits also receives from every other peer, so ranks that wait for each other in several groups at
+ *     once all make progress
+ *
+ * Peers are ranks of the world. */
 #ifndef DTRAIN__MUX
 #define DTRAIN__MUX
 
 #define DTRAIN__MUX_HEADER 24
 #define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
 #define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
-#define DTRAIN__MUX_SMALL ((size_t)8192)               /* payload that goes and comes in one piece with its header */
-#define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer before anybody waits for it */
+#define DTRAIN__MUX_SMALL ((size_t)8192)               /* largest payload that moves in one piece with its header */
+#define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer's bytes before a call waits for them */
 #ifndef DTRAIN__MUX_KEPT
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
 #endif
-#define DTRAIN__MUX_SLICE_NS 10000000         /* of waiting for one peer */
-#define DTRAIN__MUX_SHORT_NS 1000000          /* the same where other threads or peers want something */
-#define DTRAIN__MUX_CROWDED_NS 50000000       /* after they last did */
-#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)   /* received of a peer before others are looked at */
-#define DTRAIN__MUX_POSTED ((size_t)16 << 20) /* of the council's messages to a peer, which it does not receive */
-#define DTRAIN__MUX_AHEAD 1024                /* of a peer, what is for lanes that are still to be made */
-#define DTRAIN__MUX_PATIENCE_NS 10000000      /* without progress; then up to DTRAIN__MUX_KEPT is kept */
-#define DTRAIN__MUX_FULL_NS 1000000000        /* for a call that cannot go on as so much is kept */
-#define DTRAIN__MUX_BYE_NS 1000000000         /* for the last messages of a rank that goes */
+#define DTRAIN__MUX_SLICE_NS 10000000         /* longest wait for one peer */
+#define DTRAIN__MUX_SHORT_NS 1000000          /* the same if other threads or peers want a turn */
+#define DTRAIN__MUX_CROWDED_NS 50000000       /* after they last wanted one */
+#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)   /* received from a peer before others get their turn */
+#define DTRAIN__MUX_POSTED ((size_t)16 << 20) /* of the council's messages to a peer that does not receive them */
+#define DTRAIN__MUX_AHEAD 1024                /* most lanes still to be made that a peer may send to */
+#define DTRAIN__MUX_PATIENCE_NS 10000000      /* without progress, until up to DTRAIN__MUX_KEPT is kept */
+#define DTRAIN__MUX_FULL_NS 1000000000        /* until a call fails that cannot continue because so much is kept */
+#define DTRAIN__MUX_BYE_NS 1000000000         /* for the last messages of a rank that leaves */
 #define DTRAIN__MUX_ALIVE_NS 50000000         /* between two questions whether a peer is there */
 
-/* LEAVE: of a lane. BYE: of the last one. */
+/* LEAVE: a lane ends. BYE: the last lane ends. */
 enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_BYE, DTRAIN__MUX_OTHERS };
 
 typedef struct dtrain__mux dtrain__mux;
 typedef struct dtrain__mux_lane dtrain__mux_lane;
 
-/* What is kept of a peer's bytes for a lane. */
+/* A block of what is kept of a peer's bytes for a lane. */
 typedef struct dtrain__mux_block {
     struct dtrain__mux_block *next;
     size_t begin, end;
@@ -14120,49 +14132,50 @@ typedef struct dtrain__mux_inbox {
     uint64_t lane;
     dtrain__mux_block *first, *last;
     size_t bytes;
-    int closed; /* the lane has ended here, and not at the peer: what comes is dropped */
-    int ended;  /* the peer's end has said that it leaves: nothing comes any more */
+    int closed; /* the lane has ended here, not at the peer: what comes is dropped */
+    int ended;  /* the peer's end has said that it leaves: nothing more comes */
 } dtrain__mux_inbox;
 
-/* A control message: on its way to a peer, or for a lane that is still to be made. */
+/* A control message on its way to a peer, or for a lane that is still to be made. */
 typedef struct dtrain__mux_message {
     struct dtrain__mux_message *next;
     uint64_t lane;
     int peer, kind;
-    size_t begin, bytes; /* of the frame, which follows; gone of it, in all */
+    size_t begin, bytes; /* bytes sent, and bytes in all, of the frame that follows */
 } dtrain__mux_message;
 
 typedef struct dtrain__mux_peer {
-    unsigned char *stage;        /* a frame of data: all of it, or what comes before direct; NULL: none was sent */
-    size_t frame, at, filled;    /* bytes of it, gone, in stage; 0: there is none */
-    const unsigned char *direct; /* its payload in the caller's memory, while that is in a turn */
-    dtrain__mux_lane *owner;     /* whose it is; NULL: that has ended */
-    int to;                      /* this peer's rank there */
-    size_t counted;              /* bytes of it that the owner's call has been told of */
+    unsigned char *stage;        /* the frame being sent: all of it, or what precedes direct; NULL: none was sent yet */
+    size_t frame, at, filled;    /* its bytes; sent; in stage; frame 0: there is none */
+    const unsigned char *direct; /* its payload in the caller's memory, during a turn */
+    dtrain__mux_lane *owner;     /* the lane it belongs to; NULL: that has ended */
+    int to;                      /* this peer's rank in that lane */
+    size_t counted;              /* bytes of it that its lane was told of */
     dtrain__mux_message *first, *last;
-    size_t posted;                            /* bytes of them; mutex guards it */
-    unsigned char header[DTRAIN__MUX_HEADER]; /* of the frame that comes */
-    size_t got, left;                         /* of the header; of its payload */
+    size_t posted;                            /* bytes of these; mutex guards it */
+    unsigned char header[DTRAIN__MUX_HEADER]; /* of the incoming frame */
+    size_t got, left;                         /* bytes of its header that have come; bytes of its payload that are still
+                                               * to come */
     uint64_t lane;
     int kind;
-    dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all */
-    unsigned char *control;             /* a control message that comes; NULL: none has come yet */
-    unsigned char *ahead;               /* bytes that came with a header; NULL: none were asked for */
+    dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all of them */
+    unsigned char *control;             /* the incoming control message; NULL: none has come yet */
+    unsigned char *ahead;               /* bytes that came with a header; NULL: none were ever asked for */
     size_t ahead_at, ahead_end;
     size_t control_bytes, kept;
-    int64_t full_ns, asked_ns; /* since when too much is kept; when alive was asked */
-    dtrain_status gone;        /* not DTRAIN_OK: nothing comes or goes any more */
-    int bye;                   /* it has gone of its own will */
+    int64_t full_ns, asked_ns; /* since when too much is kept; when `alive` was asked */
+    dtrain_status gone;        /* not DTRAIN_OK: nothing moves any more */
+    int bye;                   /* it left of its own will */
 } dtrain__mux_peer;
 
 struct dtrain__mux_lane {
     dtrain__seat seat; /* first */
     dtrain__mux *mux;
     dtrain__mux_inbox **inboxes; /* of each rank */
-    size_t *done;                /* bytes that have gone to each rank, of which its calls are still to be told */
-    int64_t waits_ns;   /* since when these wait for a peer to have left, or for what it sent before; 0: they do not */
-    int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
-    dtrain_transport own; /* streams of its own; send NULL: it has none */
+    size_t *done;                /* bytes sent to each rank that its calls are still to be told of */
+    int64_t waits_ns;     /* since when calls wait for a peer's goodbye, or for what it sent before; 0: they do not */
+    int64_t stalled_ns;   /* since when its calls make no progress; 0: they do */
+    dtrain_transport own; /* its own streams; send NULL: it has none */
 };
 
 struct dtrain__mux {
@@ -14171,16 +14184,16 @@ struct dtrain__mux {
     dtrain_allocator own, *allocator;
     pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of seats */
     uint64_t turns;
-    uint32_t waiting;   /* threads that want turn */
-    int64_t crowded_ns; /* until then others are expected to want it soon */
+    uint32_t waiting;   /* threads that wait for turn */
+    int64_t crowded_ns; /* until then other threads are expected to want turn */
     dtrain__bell bell;
     dtrain__mux_message *early; /* for lanes that are still to be made */
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
     dtrain__council council;       /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_plane */
-    char why[DTRAIN__ERROR_BYTES]; /* the lane that left last has left */
-    int64_t idle_ns;               /* how long the service thread rests between two looks */
+    char why[DTRAIN__ERROR_BYTES]; /* why the lane that left last has left */
+    int64_t idle_ns;               /* pause of the service thread between two looks */
 };
 
 static void dtrain__mux_enter(dtrain__mux *mux)
@@ -14194,7 +14207,7 @@ static void dtrain__mux_enter(dtrain__mux *mux)
     __atomic_store_n(&mux->turns, mux->turns + 1, __ATOMIC_SEQ_CST);
 }
 
-/* Lets a thread that waits have the next turn: a mutex is not fair. */
+/* Gives the next turn to a thread that waits: a mutex is not fair. */
 static void dtrain__mux_exit(dtrain__mux *mux)
 {
     uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
@@ -14216,7 +14229,7 @@ static void dtrain__mux_frame(unsigned char *out, uint64_t lane, int kind, const
     dtrain__put_le(out + 16, kind == DTRAIN__MUX_DATA ? check : dtrain__xxh64_of(payload, bytes, check), 8);
 }
 
-/* Wakes who drives: there is something to send. */
+/* Wakes whoever drives the mux: there is something to send. */
 static void dtrain__mux_wake(dtrain__mux *mux)
 {
     dtrain__bell_ring(&mux->bell);
@@ -14244,8 +14257,8 @@ static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uin
     return post;
 }
 
-/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux
- * is driven. Any thread; never blocks. Returns 0 when there is no memory, or the peer receives none. */
+/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes. It is sent when the mux is driven.
+ * Any thread; never blocks. Returns 0 if there is no memory, or the peer does not receive. */
 static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
                             const void *data, size_t bytes)
 {
@@ -14271,7 +14284,7 @@ static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind,
     return !full;
 }
 
-/* Posts to all other members that are there; where there is no memory, they find out by themselves. */
+/* Posts to all other members that are there. Without memory they find out by themselves. */
 static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, const char *text)
 {
     unsigned char head[8];
@@ -14282,7 +14295,7 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
             dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
 }
 
-/* The first post of a peer; with `sent` bytes of it gone. */
+/* Counts `sent` bytes of a peer's first post, then returns the first post that is left. */
 static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_peer *p, size_t sent)
 {
     dtrain__mux_message *post;
@@ -14312,7 +14325,7 @@ static void dtrain__mux_end(dtrain__seat *seat, int about, const dtrain__error *
     dtrain__mux_tell((dtrain__mux_lane *)(void *)seat, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
 }
 
-/* The lane's peer is gone. Where it has not said so, that ends every lane that has it or is bound to it. */
+/* The lane's peer is gone. If it did not say so, that ends the lane if it has the peer or is bound to it. */
 static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
 {
     int rank = dtrain__seat_rank(&lane->seat, peer);
@@ -14322,14 +14335,14 @@ static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status sta
         dtrain__mux_end(&lane->seat, peer, &lane->seat.members->cause);
 }
 
-/* The same for a lane that is made, or bound, when it is gone already. */
+/* The same for a lane that is made or bound after the peer has gone. */
 static void dtrain__mux_marks(dtrain__seat *seat, int world)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)(void *)seat;
     dtrain__mux_lost(lane, world, lane->mux->peers[world].gone, "its end of the transport is closed");
 }
 
-/* The transport has said that the peer is lost, or that it is of no more use. The caller holds turn. */
+/* The transport says that the peer is lost, or that it is of no more use. The caller holds turn. */
 static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -14407,13 +14420,13 @@ static void dtrain__mux_inbox_take(dtrain__mux *mux, dtrain__mux_peer *p, dtrain
         inbox->first = block->next;
         inbox->last = inbox->first != NULL ? inbox->last : NULL;
         if (mux->spare == NULL)
-            mux->spare = block; /* a warm loop allocates nothing */
+            mux->spare = block; /* so that a warm loop allocates nothing */
         else
             dtrain__free(mux->allocator, block);
     }
 }
 
-/* Where more of the inbox goes; NULL: no memory. */
+/* Returns a block with room for more of the inbox; NULL: no memory. */
 static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_inbox *inbox)
 {
     dtrain__mux_block *block = inbox->last;
@@ -14434,7 +14447,7 @@ static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_i
     return inbox->last = block;
 }
 
-/* A peer's LEAVE or FAIL for a lane that is here. */
+/* Takes a peer's LEAVE or FAIL for a lane that exists here. */
 static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const unsigned char *data, size_t bytes)
 {
     int rank = dtrain__seat_rank(&lane->seat, peer);
@@ -14452,8 +14465,8 @@ static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const u
     }
 }
 
-/* Counts what a peer has sent for lanes that are still to be made, before it sends to one more. Members make a group
- * together, so that none is far ahead. Returns 0 for a peer that sends to lanes which never were. */
+/* Counts the lanes still to be made that a peer has sent to, before it sends to one more. Members make a group
+ * together, so no peer is far ahead. Returns 0 for a peer that sends to lanes that never were. */
 static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
 {
     int ahead = 0;
@@ -14471,7 +14484,7 @@ static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
     return 0;
 }
 
-/* A whole control message has come. What is for a lane that is still to be made waits for it. */
+/* A whole control message has come. One for a lane that is still to be made waits for it. */
 static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -14512,7 +14525,7 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     }
 }
 
-/* A whole header has come: what follows? */
+/* A whole header has come. Prepares for what follows. */
 static void dtrain__mux_open(dtrain__mux *mux, int peer)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -14537,7 +14550,7 @@ static void dtrain__mux_open(dtrain__mux *mux, int peer)
         dtrain__mux_deliver(mux, peer);
 }
 
-/* Where the next bytes of a peer go: at most `limit` are kept. Returns 0 where they go nowhere now. */
+/* Finds where a peer's next bytes go; at most `limit` are kept. Returns 0 if they cannot be taken now. */
 static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, dtrain_transfer *in, size_t limit,
                                dtrain_transfer *raw)
 {
@@ -14552,13 +14565,13 @@ static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int pee
         raw->data = p->header + p->got;
         raw->bytes = DTRAIN__MUX_HEADER - p->got;
         if (in != NULL && p->got == 0 && p->inbox == lane->inboxes[in->peer] &&
-            in->bytes - in->moved <= DTRAIN__MUX_SMALL) /* the next one is likely to be for this call, too, and alone */
+            in->bytes - in->moved <= DTRAIN__MUX_SMALL) /* the next frame is likely to be for this call alone */
             raw->more = (int)(in->bytes - in->moved);
     } else if (p->kind != DTRAIN__MUX_DATA) {
         if (p->control == NULL)
             p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
         raw->data = p->control != NULL ? p->control + p->control_bytes : NULL;
-    } else if (p->inbox == NULL) { /* there was no memory for it */
+    } else if (p->inbox == NULL) { /* there was no memory for it before */
         p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
         return p->inbox != NULL && dtrain__mux_next_in(lane, mux, peer, in, limit, raw);
     } else if (p->inbox->closed) {
@@ -14607,7 +14620,7 @@ static void dtrain__mux_took_in(dtrain__mux *mux, const dtrain_transfer *raw, dt
 
 /* ---- what goes ---- */
 
-/* The next bytes to a peer: of the frame under way, of a control message, or of a new frame of out. Returns 0 where
+/* Finds the next bytes to a peer: of the frame under way, of a control message, or of a new frame of out. Returns 0 if
  * there are none. */
 static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, const dtrain_transfer *out,
                                 dtrain_transfer *raw)
@@ -14664,8 +14677,9 @@ static void dtrain__mux_collect(dtrain__mux_lane *lane, dtrain_transfer *out)
     out->moved += n;
 }
 
-/* The call's memory is its own again. A frame of which nothing has gone is withdrawn. Of one that has begun the rest is
- * copied; its owner is told of its first byte, so that it knows it has begun, and of the others when all have gone. */
+/* The caller gets its memory back. A frame of which nothing is sent yet is withdrawn. The rest of one that has begun is
+ * copied. Its owner is told of its first byte, so that it knows the frame has begun. It is told of the others when all
+ * are sent. */
 static void dtrain__mux_park(dtrain__mux *mux, int peer)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -14687,22 +14701,22 @@ static void dtrain__mux_park(dtrain__mux *mux, int peer)
 #endif
 
 /* ---- >>mux_lanes ----
- * The lanes of a mux: their calls take turns at the table, and whoever waits for its own bytes moves those of the
- * others as well. The last lane that ends takes the mux along. */
+ * The lanes of a mux. Their calls take turns at the table, and a call that waits for its own bytes moves those of
+ * others as well. The last lane that ends takes the mux with it. */
 #ifndef DTRAIN__MUX_LANES
 #define DTRAIN__MUX_LANES
 
 static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved);
 static void dtrain__mux_convene(dtrain__mux *mux);
 
-/* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
+/* The table's send or recv has failed. What the peer sent before is received before it counts as gone. */
 static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtrain_transfer *in, dtrain_status status)
 {
     dtrain__error kept = dtrain__thread_error;
     int peer = in != NULL ? in->peer : out->peer, moved;
     if (out != NULL)
         dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
-    if (out != NULL && in != NULL && mux->peers[peer].gone == DTRAIN_OK) { /* the receiver's end has not failed */
+    if (out != NULL && in != NULL && mux->peers[peer].gone == DTRAIN_OK) { /* the sender is not the one that failed */
         peer = out->peer;
         dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
     }
@@ -14710,7 +14724,7 @@ static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtr
     dtrain__mux_gone(mux, peer, status);
 }
 
-/* Returns whether the table says that more has moved than was to; the peer's streams are of no more use then. */
+/* Returns whether the table reports more bytes than were asked for. Then the peer counts as gone. */
 static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
 {
     if (raw == NULL || raw->moved <= raw->bytes)
@@ -14723,7 +14737,7 @@ static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
     return 1;
 }
 
-/* Receives. After a header raw->more bytes are likely to come, which are asked for with it, and kept ahead. */
+/* Receives. raw->more bytes are likely to follow a header: they are asked for with it, and kept ahead. */
 static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, int64_t until_ns)
 {
     const dtrain_transport *table = &mux->table;
@@ -14737,9 +14751,9 @@ static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, in
         dtrain_status status =
             table->recv(table->self, raw->peer, p->ahead, raw->bytes + (size_t)raw->more, until_ns, &p->ahead_end);
         raw->moved = p->ahead_end;
-        if (p->ahead_end > raw->bytes + (size_t)raw->more) /* it lies */
+        if (p->ahead_end > raw->bytes + (size_t)raw->more) /* a false report */
             p->ahead_end = 0;
-        if (p->ahead_end == 0) /* else what failed is met again when these are taken */
+        if (p->ahead_end == 0) /* else the failure is found again when these bytes are used up */
             return status;
     }
     raw->moved = p->ahead_end - p->ahead_at < raw->bytes ? p->ahead_end - p->ahead_at : raw->bytes;
@@ -14748,15 +14762,15 @@ static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, in
     return raw->moved == raw->bytes ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT;
 }
 
-/* One call of the table, either way or both, until then; counts what moved. in: of a lane's call, into whose memory
- * raw_in may lead. Returns whether all of one way has moved. */
+/* Makes one call of the table, one way or both, until until_ns, and counts what moved. in: a lane's call, whose memory
+ * raw_in may point into. Returns whether all of one way has moved. */
 static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
                             int64_t until_ns)
 {
     const dtrain_transport *table = &mux->table;
     dtrain_status status;
     if (raw_in != NULL && mux->peers[raw_in->peer].ahead_at < mux->peers[raw_in->peer].ahead_end)
-        raw_out = NULL; /* what is here comes first */
+        raw_out = NULL; /* bytes that are here already come first */
     dtrain__thread_error.status = DTRAIN_OK;
     if (raw_out != NULL && raw_in != NULL) {
         raw_in->more = 0;
@@ -14772,7 +14786,7 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
         dtrain__mux_took_in(mux, raw_in, in);
     if (lied)
         return 0;
-    if (status == DTRAIN_OK) /* which may be said too early */
+    if (status == DTRAIN_OK) /* which the table may say too early */
         return (raw_out != NULL && raw_out->moved == raw_out->bytes) ||
                (raw_in != NULL && raw_in->moved == raw_in->bytes);
     if (status == DTRAIN_ERR_TIMEOUT) {
@@ -14783,7 +14797,7 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
     return 0;
 }
 
-/* Receives what has come from a peer, to be kept; no more than about `most` bytes, as it may send without end. */
+/* Receives and keeps what has come from a peer, about `most` bytes at most, as it may send without end. */
 static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved)
 {
     dtrain_transfer raw;
@@ -14795,7 +14809,8 @@ static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t m
     }
 }
 
-/* Sends what waits to go to a peer, and receives what has come from it; asks whether it is there. */
+/* Sends what waits for a peer, receives what has come from it, and asks whether it is alive. Returns whether anything
+ * moved. */
 static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -14833,14 +14848,14 @@ static int dtrain__mux_never(void *mux)
     return 0;
 }
 
-/* Sleeps until the bell rings, or a little: nobody says when bytes come. */
+/* Sleeps until the bell rings, or span_ns: nobody says when bytes come. */
 static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns)
 {
     int64_t soon = dtrain__os_now_ns() + span_ns;
     dtrain__bell_wait(&mux->bell, DTRAIN__BELL_YIELDS, soon < until_ns ? soon : until_ns, dtrain__mux_never, NULL);
 }
 
-/* Moves what can be moved, until something has or until_ns. Returns whether something has. */
+/* Moves what can be moved, until something has moved or until until_ns. Returns whether something has. */
 static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
 {
     for (int64_t span = 100000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
@@ -14853,8 +14868,8 @@ static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
     }
 }
 
-/* Moves a call's bytes until one of its ways is complete, or nothing more moves until_ns, or other threads are to have
- * a turn. Returns whether one is. */
+/* Moves a call's bytes until one way is complete, nothing moves until until_ns, or other threads should get a turn.
+ * Returns whether one way is complete. */
 static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
                             int *moved)
 {
@@ -14886,7 +14901,7 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
     return (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes);
 }
 
-/* Says which group's bytes fill what is kept of a call's peers, if that has kept it from going on for long. */
+/* Returns the error of a call that has been stuck because another group's bytes fill what is kept of its peer. */
 static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain_transfer *out,
                                       const dtrain_transfer *in)
 {
@@ -14907,7 +14922,7 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
     return DTRAIN_ERR_TIMEOUT;
 }
 
-/* Why a call whose bytes do not move now ends; DTRAIN_ERR_TIMEOUT: it need not yet. */
+/* Returns why a call that does not move ends; DTRAIN_ERR_TIMEOUT: it may go on. */
 static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
                                        int moved)
 {
@@ -14921,7 +14936,7 @@ static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_tran
     return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
 }
 
-/* Room for frames to a peer, before the first. */
+/* Allocates room for frames to a peer, before the first one. */
 static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -14933,7 +14948,7 @@ static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d", bytes, peer);
 }
 
-/* One turn of a call until until_ns; sets *moved when bytes of the call or of others did, *others when the latter. */
+/* One turn of a call until until_ns. *moved: bytes of the call moved; *others: bytes of other lanes moved. */
 static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t now,
                                       int64_t until_ns, int *moved, int *others)
 {
@@ -14985,8 +15000,8 @@ static dtrain_status dtrain__mux_own_call(const dtrain__mux_lane *lane, dtrain_t
     return status;
 }
 
-/* The same as dtrain__mux_move for a lane that has streams of its own. When a peer leaves, the message that says so and
- * the end of its stream come in any order: after the first the other is waited for a little. */
+/* As dtrain__mux_move, for a lane that has streams of its own. When a peer leaves, its goodbye and the end of its
+ * stream come in any order. After the first of them the lane waits a little for the other. */
 static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
                                           int64_t deadline_ns)
 {
@@ -15021,12 +15036,12 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
     }
 }
 
-/* Sends, receives or both for a lane, as the table's exchange. */
+/* Sends, receives or both for a lane, like the table's exchange. */
 static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__mux *mux = lane->mux;
-    int moved, others = 0; /* of other lanes something moved: look again before waiting */
+    int moved, others = 0; /* bytes of other lanes moved: look again before waiting */
     if (lane->own.send != NULL)
         return dtrain__mux_own_move(lane, out, in, deadline_ns);
     for (;;) {
@@ -15055,7 +15070,7 @@ static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
     dtrain__free(allocator, lane);
 }
 
-/* Frees what no lane needs any more; the table's destroy is the caller's. */
+/* Frees a mux without lanes. The caller calls the table's destroy. */
 static void dtrain__mux_free(dtrain__mux *mux)
 {
     dtrain_allocator *allocator = mux->allocator;
@@ -15083,7 +15098,7 @@ static void dtrain__mux_free(dtrain__mux *mux)
     dtrain__free(allocator, mux);
 }
 
-/* A mux without lanes over a table, of which it takes a copy. */
+/* Makes a mux without lanes over a copy of the table. */
 static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transport *table, dtrain_allocator *allocator)
 {
     dtrain__mux *mux =
@@ -15104,7 +15119,7 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
     return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for a group over its transport", table->rank);
 }
 
-/* What came for the lane before it was made. */
+/* Takes what came for the lane before it was made. */
 static void dtrain__mux_adopt(dtrain__mux_lane *lane)
 {
     dtrain__mux_message **at = &lane->mux->early;
@@ -15124,7 +15139,7 @@ static void dtrain__mux_adopt(dtrain__mux_lane *lane)
             dtrain__mux_marks(&lane->seat, peer);
 }
 
-/* Makes the lane of that name; worlds: each member's rank in the world, NULL: the same. */
+/* Makes the lane named id. worlds: each member's rank in the world; NULL: the same. */
 static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux, uint64_t id, const int *worlds,
                                         int size, int rank)
 {
@@ -15176,8 +15191,8 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
     }
 }
 
-/* The last lane has gone: tells the peers, that its end is no loss, and waits a little for those that have not yet
- * taken what was sent to them before. The caller holds turn. */
+/* The last lane has gone. Tells the peers that its end is no loss, and waits a little for those that have not yet taken
+ * what was sent before. The caller holds turn. */
 static void dtrain__mux_bye(dtrain__mux *mux)
 {
     int64_t until_ns = dtrain__os_now_ns() + DTRAIN__MUX_BYE_NS;
@@ -15195,8 +15210,8 @@ static void dtrain__mux_bye(dtrain__mux *mux)
     }
 }
 
-/* Ends the lane; the last one ends the mux and destroys its table. A forked child touches no lock: its parent's threads
- * may have held them. */
+/* Ends the lane; the last one also frees the mux and destroys the table. A forked child touches no lock: its parent's
+ * threads may have held them. */
 static void dtrain__mux_detach(void *self)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
@@ -15234,13 +15249,13 @@ static void dtrain__mux_detach(void *self)
 #endif
 
 /* ---- >>mux_plane ----
- * The control plane of ranks that a transport of the user's own joins: lanes of a mux, whose control messages say who
- * leaves and what breaks a group, and carry those of the council, which the mux's turn guards. The service thread looks
- * for what comes while no call does. */
+ * The control plane of ranks that a user's own transport joins. Each group is a lane of a mux. Control messages of the
+ * mux say who leaves and what breaks a group, and carry those of the council, which the mux's turn guards. The service
+ * thread looks for what comes while no call does. */
 #ifndef DTRAIN__MUX_PLANE
 #define DTRAIN__MUX_PLANE
 
-#define DTRAIN__MUX_IDLE_NS 50000000 /* between two looks of the service thread, where nothing comes */
+#define DTRAIN__MUX_IDLE_NS 50000000 /* longest pause of the service thread between two looks */
 
 /* ---- the council ---- */
 
@@ -15271,7 +15286,7 @@ static void dtrain__mux_council_lock(void *self, int on)
         dtrain__mux_exit((dtrain__mux *)self);
 }
 
-/* Moves what can be moved; where nothing is, rests, first a little and then longer. */
+/* Moves what can be moved. If nothing can, rests: first a little, then longer. */
 static void dtrain__mux_council_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
 {
     dtrain__mux *mux = ((dtrain__mux_lane *)(void *)seat)->mux;
@@ -15302,7 +15317,7 @@ static void dtrain__mux_convene(dtrain__mux *mux)
 
 /* ---- the transport ---- */
 
-/* On the service thread: whoever is in a call does the same, and more. */
+/* One turn of the service thread. A thread in a call does the same, and more. */
 static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
 {
     dtrain__mux *mux = (dtrain__mux *)(void *)origin; /* its first member */
@@ -15404,7 +15419,7 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
 
 static const dtrain__plane dtrain__mux_plane = {0, 1, dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL, NULL};
 
-/* Makes the end of the world over a user's table, which stays the user's on an error. */
+/* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
 static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
                                               dtrain_allocator *allocator)
 {
@@ -16465,18 +16480,20 @@ static void dtrain__net_drain(int fd)
  *                         challenge and these
  *   verdict    acceptor   yes or no, its position, HMAC-SHA256 of "acceptor" and all that came before
  *
- * Nothing but these fixed fields is looked at before the proof holds; direction, run, both ranks, version,
- * both nonces and what each side wants of sealing are bound into both proofs, so that a recording, a reflection or a
- * relay to another rank proves nothing, and no relay can turn sealing off. An unproved peer costs one
- * dtrain__handshake for a few seconds. That is a state machine over its two buffers: handshake_take() handles one whole
- * message and moves no byte itself, which is what the fuzzer drives.
+ * Only these fixed fields are read before the proof holds. Both proofs cover direction, run, both ranks, version, both
+ * nonces, and what each side wants of sealing. So a recording, a reflection or a relay to another rank proves nothing,
+ * and no relay can turn sealing off. An unproved peer costs one dtrain__handshake for a few seconds. That is a state
+ * machine over its two buffers. handshake_take() handles one whole message and moves no byte itself, so the fuzzer can
+ * drive it.
  *
  * Source: challenge and response of ISO/IEC 9798-4; HMAC of RFC 2104; keys of a sealed connection by RFC 5869. */
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
 
 #define DTRAIN__WIRE_VERSION 5u
-#define DTRAIN__HELLO_BYTES 128 /* this and the next are the same in every version, so that each side can name both */
+#define DTRAIN__HELLO_BYTES \
+    128 /* this and the next are the same in every version, so that each side can name both \
+         * versions */
 #define DTRAIN__CHALLENGE_BYTES 80
 #define DTRAIN__PROOF_BYTES (40 + DTRAIN__JOB_BYTES + DTRAIN__NAME_BYTES)
 #define DTRAIN__VERDICT_BYTES 304
@@ -16484,17 +16501,17 @@ static void dtrain__net_drain(int fd)
 #define DTRAIN__NONCE_BYTES 32
 
 enum { DTRAIN__PURPOSE_CONTROL = 1, DTRAIN__PURPOSE_DATA };
-enum { DTRAIN__SECURE_LEAVES = 1, DTRAIN__SECURE_ON = 2, DTRAIN__SECURE_OFF = 4 }; /* a side's view, in one byte */
-enum { DTRAIN__HELLO_SECURE = 28, DTRAIN__CHALLENGE_SECURE = 11 };                 /* where it is */
+enum { DTRAIN__SECURE_LEAVES = 1, DTRAIN__SECURE_ON = 2, DTRAIN__SECURE_OFF = 4 }; /* one side's view, in one byte */
+enum { DTRAIN__HELLO_SECURE = 28, DTRAIN__CHALLENGE_SECURE = 11 };                 /* its place in the message */
 
 typedef enum dtrain__handshake_state {
     DTRAIN__HANDSHAKE_CONNECTING = 0, /* initiator: the system is still connecting */
     DTRAIN__HANDSHAKE_HELLO,          /* acceptor awaits a hello */
     DTRAIN__HANDSHAKE_CHALLENGE,      /* initiator awaits a challenge */
     DTRAIN__HANDSHAKE_PROOF,          /* acceptor awaits a proof */
-    DTRAIN__HANDSHAKE_PROVED,         /* acceptor: the owner must call dtrain__handshake_answer */
+    DTRAIN__HANDSHAKE_PROVED,         /* acceptor: the owner must now call dtrain__handshake_answer */
     DTRAIN__HANDSHAKE_VERDICT,        /* initiator awaits the verdict */
-    DTRAIN__HANDSHAKE_OPEN,           /* both have proved themselves; what out still holds must go first */
+    DTRAIN__HANDSHAKE_OPEN,           /* both have proved themselves; what is left in `out` must go first */
     DTRAIN__HANDSHAKE_CLOSED          /* error says why */
 } dtrain__handshake_state;
 
@@ -16502,12 +16519,12 @@ typedef struct dtrain__handshake {
     struct dtrain__handshake *next;
     int fd, initiator, purpose, lane;
     uint64_t channel; /* the group that a connection for data belongs to */
-    int peer;         /* rank: whom an initiator wants, who an acceptor's hello says it is */
-    int peer_world;   /* the world size that an acceptor's peer believes in */
+    int peer;         /* the rank that an initiator wants, or that an acceptor's peer says it is */
+    int peer_world;   /* the world size of an acceptor's peer */
     dtrain__handshake_state state;
     int64_t expires_ns;
-    uint64_t received, peer_received; /* positions in the stream, for one that is resumed */
-    uint64_t links, peer_links;       /* connections that the stream has had, as each side counts */
+    uint64_t received, peer_received; /* positions in the stream, for a resumed one */
+    uint64_t links, peer_links;       /* how many connections the stream has had, as each side counts */
     unsigned char hello[DTRAIN__HELLO_BYTES], challenge[DTRAIN__CHALLENGE_BYTES], proof[DTRAIN__PROOF_BYTES];
     unsigned char in[DTRAIN__VERDICT_BYTES], out[DTRAIN__VERDICT_BYTES];
     size_t in_bytes, out_bytes, out_done;
@@ -16520,7 +16537,7 @@ typedef struct dtrain__handshake {
 
 static const unsigned char dtrain__handshake_magic[8] = {'d', 't', 'r', 'a', 'i', 'n', '\r', '\n'};
 
-/* 1 on little-endian machines, 2 on big-endian ones: data travel as they lie in memory. */
+/* 1 on little-endian machines, 2 on big-endian ones: data travel in the byte order of memory. */
 static unsigned char dtrain__byte_order(void)
 {
     const uint16_t one = 1;
@@ -16529,21 +16546,21 @@ static unsigned char dtrain__byte_order(void)
     return first == 1 ? 1 : 2;
 }
 
-/* What this side says of sealing: its wish, and whether the connection's own addresses lead to another host. */
+/* What this side says of sealing: its wish, and whether the connection's addresses lead to another host. */
 static unsigned char dtrain__handshake_secure(const dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     int wish = keys->secure > 0 ? DTRAIN__SECURE_ON : keys->secure < 0 ? DTRAIN__SECURE_OFF : 0;
     return (unsigned char)(wish | (dtrain__net_leaves_host(handshake->fd) ? DTRAIN__SECURE_LEAVES : 0));
 }
 
-/* One side wants sealing and the other does not; the owner refuses it. */
+/* Whether one side demands sealing and the other forbids it; the owner then refuses the connection. */
 static int dtrain__handshake_disagrees(const dtrain__handshake *handshake)
 {
     int both = handshake->hello[DTRAIN__HELLO_SECURE] | handshake->challenge[DTRAIN__CHALLENGE_SECURE];
     return (both & DTRAIN__SECURE_ON) != 0 && (both & DTRAIN__SECURE_OFF) != 0;
 }
 
-/* Whether the connection is sealed: one side asks for it, or sees it leave the host and does not forbid it. Both sides
+/* Whether the connection is sealed: one side demands it, or sees it leave the host and does not forbid it. Both sides
  * find the same. */
 static int dtrain__handshake_sealed(const dtrain__handshake *handshake, const dtrain__keys *keys)
 {
@@ -16553,7 +16570,7 @@ static int dtrain__handshake_sealed(const dtrain__handshake *handshake, const dt
            (((a | b) & DTRAIN__SECURE_ON) != 0 || (a & no) == by_itself || (b & no) == by_itself);
 }
 
-/* The keys of both directions. */
+/* Derives the keys of both directions. */
 static void dtrain__handshake_derive(const dtrain__handshake *handshake, const dtrain__keys *keys,
                                      unsigned char out[DTRAIN__KEY_BYTES], unsigned char in[DTRAIN__KEY_BYTES])
 {
@@ -16568,7 +16585,7 @@ static void dtrain__handshake_derive(const dtrain__handshake *handshake, const d
                  handshake->initiator ? in : out, DTRAIN__KEY_BYTES);
 }
 
-/* HMAC of who speaks and all that was said; extra is the speaker's message up to its MAC. */
+/* The HMAC of the speaker's name and everything said so far. extra: the speaker's message up to its MAC. */
 static void dtrain__handshake_mac(const dtrain__keys *keys, const dtrain__handshake *handshake, const char *who,
                                   size_t proof_bytes, const unsigned char *extra, size_t extra_bytes,
                                   unsigned char mac[32])
@@ -16600,7 +16617,7 @@ static DTRAIN__NOINLINE void dtrain__handshake_close(dtrain__handshake *handshak
     handshake->state = DTRAIN__HANDSHAKE_CLOSED;
 }
 
-/* How many bytes the message has that the handshake awaits; 0: none. */
+/* The size of the message that the handshake awaits; 0: it awaits none. */
 static size_t dtrain__handshake_wants(const dtrain__handshake *handshake)
 {
     switch (handshake->state) {
@@ -16612,7 +16629,7 @@ static size_t dtrain__handshake_wants(const dtrain__handshake *handshake)
     }
 }
 
-/* Opens the initiator's side; purpose, channel, lane, peer and received are set. Returns 0 or an errno. */
+/* Opens the initiator's side. The caller has set purpose, channel, lane, peer and received. Returns 0 or an errno. */
 static int dtrain__handshake_begin(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char *hello = handshake->hello;
@@ -16654,7 +16671,7 @@ static dtrain_status dtrain__handshake_same_build(dtrain__handshake *handshake, 
     return DTRAIN_OK;
 }
 
-/* Acceptor: the hello is whole. Anyone who speaks another version hears ours, and no more. */
+/* Acceptor: the hello is whole. A peer of another version hears this side's version, and no more. */
 static void dtrain__handshake_take_hello(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char *challenge = handshake->challenge;
@@ -16675,7 +16692,7 @@ static void dtrain__handshake_take_hello(dtrain__handshake *handshake, const dtr
     dtrain__handshake_say(handshake, challenge, sizeof handshake->challenge);
     if (dtrain__handshake_same_build(handshake, handshake->hello) != DTRAIN_OK) {
         handshake->state =
-            DTRAIN__HANDSHAKE_OPEN; /* until the challenge is out; error says that it must be closed then */
+            DTRAIN__HANDSHAKE_OPEN; /* until the challenge is sent; error tells the owner to close it then */
         return;
     }
     uint64_t peer = dtrain__get_le(handshake->hello + 12, 4), world = dtrain__get_le(handshake->hello + 20, 4);
@@ -16689,7 +16706,7 @@ static void dtrain__handshake_take_hello(dtrain__handshake *handshake, const dtr
     handshake->state = DTRAIN__HANDSHAKE_PROOF;
 }
 
-/* Initiator: the challenge is whole; answers with the proof. */
+/* Initiator: the challenge is whole. Answers with the proof. */
 static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char *proof = handshake->proof;
@@ -16713,7 +16730,7 @@ static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const
     handshake->state = DTRAIN__HANDSHAKE_VERDICT;
 }
 
-/* Acceptor: the proof is whole. A wrong one is answered by a no without a word. */
+/* Acceptor: the proof is whole. A wrong one gets a refusal without a text. */
 static void dtrain__handshake_take_proof(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char mac[32], no[DTRAIN__VERDICT_BYTES];
@@ -16735,7 +16752,7 @@ static void dtrain__handshake_take_proof(dtrain__handshake *handshake, const dtr
     handshake->state = DTRAIN__HANDSHAKE_PROVED;
 }
 
-/* Acceptor: lets the proved peer in (DTRAIN_OK), with this side's position, or sends it away with a text. */
+/* Acceptor: admits the proved peer (DTRAIN_OK) with this side's position, or refuses it with a text. */
 static void dtrain__handshake_answer(dtrain__handshake *handshake, const dtrain__keys *keys, dtrain_status status,
                                      const char *text)
 {
@@ -16753,7 +16770,7 @@ static void dtrain__handshake_answer(dtrain__handshake *handshake, const dtrain_
     handshake->state = DTRAIN__HANDSHAKE_OPEN;
 }
 
-/* Initiator: the verdict is whole; believed only when it is proved itself. */
+/* Initiator: the verdict is whole. It counts only if the acceptor has proved itself in it. */
 static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char mac[32];
@@ -16782,7 +16799,7 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
     }
 }
 
-/* Handles the message that fills handshake->in, handshake_wants() bytes long. */
+/* Handles the whole message in handshake->in, handshake_wants() bytes long. */
 static void dtrain__handshake_take(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     dtrain__handshake_state state = handshake->state;
@@ -16797,7 +16814,7 @@ static void dtrain__handshake_take(dtrain__handshake *handshake, const dtrain__k
         dtrain__handshake_take_verdict(handshake, keys);
 }
 
-/* What its descriptor is to be polled for. */
+/* The events to poll its descriptor for. */
 static int dtrain__handshake_events(const dtrain__handshake *handshake)
 {
     int writes = handshake->state == DTRAIN__HANDSHAKE_CONNECTING || handshake->out_done < handshake->out_bytes;
@@ -16812,7 +16829,7 @@ static void dtrain__handshake_lost(dtrain__handshake *handshake, int error)
     dtrain__handshake_close(handshake);
 }
 
-/* Moves what goes without waiting. PROVED, OPEN with nothing left to send, and CLOSED are the owner's business. */
+/* Advances it without waiting. The owner handles PROVED, CLOSED, and OPEN with nothing left to send. */
 static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     ssize_t n;
@@ -17223,28 +17240,29 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>hub ----
- * The control plane of one process, shared by the groups that come of one world. Every rank keeps one connection
- * to the leader, rank 0, over which the world forms, hears that its members live, and learns who is lost and why;
- * connections for data are accepted and made here and handed to the lanes of their channel. A channel is one
- * group's share: its members, its lanes to them, and its own end. The leader relays what concerns a channel to the
- * channel's members: the first cause they hear is its own. A lost member ends every channel that has it, no other.
+ * The control plane of one process, shared by the groups of one world. Every rank keeps one connection to the leader,
+ * at first rank 0. Over it the world forms, and ranks learn that members live, and who is lost and why. Data
+ * connections are accepted and made here, then handed to the lanes of their channel. A channel is one group's share:
+ * its members, its lanes to them, and its own end. The leader relays what concerns a channel to the channel's members,
+ * so all hear the same first cause. A lost member ends every channel that has it, and no other.
  *
- * Ranks are the world's, except where a channel counts its own: `about` in frames, the index of its peers.
+ * Ranks are the world's. A channel counts its own ranks in two places: `about` in frames, and the index of its peers.
  *
- * Whoever holds step_mutex may run the hub: the service thread, or where there is none a caller that waits for data
- * and adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
- * waits. */
+ * Whoever holds step_mutex may run the hub. That is the service thread. Without one it is a caller that waits for data
+ * and adds its descriptors to the same poll(). `mutex` guards everything shared, and nobody holds it while waiting. */
 #ifndef DTRAIN__HUB
 #define DTRAIN__HUB
 
-#define DTRAIN__HANDSHAKES 64 /* unproved peers at once; the oldest is shut out for the next */
-#define DTRAIN__HANDSHAKE_NS DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, to prove itself */
-#define DTRAIN__STRIPE ((size_t)1 << 18) /* of a stream that goes over several lanes, in turn */
-#define DTRAIN__HANDOVER_NS 1000000000   /* after a leader that left */
-#define DTRAIN__CALL_NS 300000000        /* a new leader has to call the others; then they call it */
+#define DTRAIN__HANDSHAKES 64 /* most unproved peers at once; the oldest makes room for the next */
+#define DTRAIN__HANDSHAKE_NS \
+    DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, for a peer to prove itself \
+                                                      */
+#define DTRAIN__STRIPE ((size_t)1 << 18)             /* bytes of a stream that each of several lanes carries in turn */
+#define DTRAIN__HANDOVER_NS 1000000000               /* that the next leader waits after a leader has left */
+#define DTRAIN__CALL_NS 300000000                    /* for a new leader to call the others; then they call it */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
-#define DTRAIN__QUEUE_BYTES ((size_t)1 << 20) /* that wait for a member: the leader reads its requests up to here */
-#define DTRAIN__QUEUE_MOST (8 * DTRAIN__QUEUE_BYTES) /* what others have said to it is dropped from here on */
+#define DTRAIN__QUEUE_BYTES ((size_t)1 << 20) /* waiting for a member: up to here the leader reads its requests */
+#define DTRAIN__QUEUE_MOST (8 * DTRAIN__QUEUE_BYTES) /* from here on, what others say to it is dropped */
 #define DTRAIN__WHY_BYTES 480
 #define DTRAIN__LAST_BYTES 192
 
@@ -17253,14 +17271,14 @@ typedef struct dtrain__lane {
     dtrain__stream stream;
     dtrain__handshake *handshake; /* a connection that this rank is making */
     int wanted;                   /* somebody waits for it */
-    uint64_t links;               /* connections that it has had */
-    int why;                      /* the last one ended, as an errno; 0: it was closed */
+    uint64_t links;               /* how many connections it has had */
+    int why;                      /* why the last one ended, as an errno; 0: it was closed */
     int64_t retry_ns, down_ns;
 } dtrain__lane;
 
 /* One rank of a channel, as this rank sees it. */
 typedef struct dtrain__peer {
-    int awaits;              /* POLLIN, POLLOUT: what the service thread could not move */
+    int awaits;              /* POLLIN, POLLOUT: what the service thread waits to move */
     uint64_t sent, received; /* bytes of data to and from it, over all lanes */
     dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
 } dtrain__peer;
@@ -17272,21 +17290,21 @@ typedef struct dtrain__channel {
     dtrain__hub *hub;
     dtrain__peer *peers; /* one for each member */
     dtrain__lane *lanes; /* of all peers */
-    int attend;          /* some lane has work for whoever steps */
-    int wake[2];         /* a pipe to the caller that waits */
+    int attend;          /* some lane needs a step */
+    int wake[2];         /* a pipe that wakes the waiting caller */
     uint32_t waiting;
-    int awaiting;      /* some peer has awaits */
-    dtrain__tell last; /* what this rank does; may be NULL */
+    int awaiting;      /* some peer has a nonzero awaits */
+    dtrain__tell last; /* writes what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
 
-/* Lines for the log, which may block: whoever steps writes them once it has let the mutex go. */
+/* Lines for the log, which may block: whoever steps writes them after unlocking the mutex. */
 typedef struct dtrain__notes {
-    int count, sealed, joined; /* sealed: that traffic is; joined: who came, too */
+    int count, sealed, joined; /* sealed: log that traffic is sealed; joined: log who came */
     char text[4][DTRAIN__ERROR_BYTES];
 } dtrain__notes;
 
-/* What a rank was doing when it was last heard of: bytes that only the owners of the ends understand. */
+/* What a rank was doing when it was last heard. Only the owners of the ends understand the bytes. */
 typedef struct dtrain__last_heard {
     unsigned char data[DTRAIN__LAST_BYTES];
     size_t bytes; /* 0: never heard of */
@@ -17297,19 +17315,19 @@ typedef struct dtrain__last_heard {
 typedef struct dtrain__member {
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 (train) on alpha" */
-    char job[DTRAIN__JOB_BYTES];             /* rank 0: the one it came with */
-    char why[DTRAIN__WHY_BYTES];             /* it left or is lost; may be empty */
-    char trouble[160];                       /* of the last try to connect to it for data */
-    uint64_t host;                           /* equal on ranks of one host */
-    int joined, expected;                    /* expected: the control connection may come back */
-    int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
-    int silent;                              /* it is lost, but nothing proves that it is dead */
+    char job[DTRAIN__JOB_BYTES];             /* on rank 0: the job that it came with */
+    char why[DTRAIN__WHY_BYTES];             /* why it left or is lost; may be empty */
+    char trouble[160];                       /* why the last try to connect to it for data failed */
+    uint64_t host;                           /* the same number on all ranks of a host */
+    int joined, expected;                    /* expected: its control connection may come back */
+    int gone;                                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
+    int silent;                              /* it is lost, without a proof that it is dead */
     int held;                                /* a frame of it waits in `in`: see hub_hears() */
-    dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
+    dtrain__stream control;                  /* the leader has one to each rank, the others one to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     dtrain__handshake *handshake; /* a control connection that this rank is making */
-    int64_t call_ns;              /* when it tries again */
+    int64_t call_ns;              /* when it is tried again */
     int poll_index;
     dtrain__last_heard last;
 } dtrain__member;
@@ -17321,31 +17339,31 @@ struct dtrain__hub {
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
     int crowded;       /* more ranks on this host than processors */
-    int leader;        /* the lowest rank that is not gone, whom this rank keeps its control connection to */
-    int elected;       /* it is new */
-    int handed;        /* it leads as the one before it has left */
-    int told_sealed;   /* the log has it */
+    int leader;        /* the lowest rank that is not gone */
+    int elected;       /* the leader is new */
+    int handed;        /* the leader before it has left of its own will */
+    int told_sealed;   /* the log says so already */
     int leaving;       /* this process has said goodbye */
-    uint32_t serviced; /* a service thread steps */
+    uint32_t serviced; /* a service thread runs it */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
     int64_t heartbeat_ns, reconnect_ns, period_ns;
-    int64_t patience_ns; /* the greatest of the group's limits: for a member to answer, which may not poll meanwhile */
+    int64_t patience_ns; /* the largest of the group's limits, for the answer of a member that may not poll */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
     int64_t root_wait_ns;
-    dtrain__error root_error; /* of the last try to reach rank 0 */
+    dtrain__error root_error; /* why the last try to reach rank 0 failed */
     pthread_mutex_t step_mutex, mutex;
-    int kick[2]; /* a pipe to whoever steps */
+    int kick[2]; /* a pipe that wakes whoever steps */
     uint32_t stepping, kicked;
     dtrain__handshake *handshakes;
     int inbound;
     dtrain__member *members;
     struct pollfd *fds;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;
-    int64_t polled_ns;               /* a clock that runs while this rank polls */
-    int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
-    int64_t suspect_ns;              /* for how long, when it was last said */
-    char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
+    int64_t polled_ns;               /* a clock that runs only while this rank polls */
+    int suspect;                     /* the rank that rank 0 has not heard for longest; -1: none */
+    int64_t suspect_ns;              /* for how long, when that was last heard */
+    char refused[DTRAIN__WHY_BYTES]; /* the last process that was refused while the group formed */
     dtrain__notes notes;
 };
 
@@ -17365,7 +17383,7 @@ static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
     return (dtrain__channel *)(void *)dtrain__council_seat(&hub->council, id);
 }
 
-/* Something happened that a caller may wait for; the caller of this holds the mutex. */
+/* Tells callers that something has come that they may wait for. The caller holds the mutex. */
 static void dtrain__hub_tell(dtrain__hub *hub)
 {
     __atomic_add_fetch(&hub->council.news, 1, __ATOMIC_SEQ_CST);
@@ -17375,7 +17393,7 @@ static void dtrain__hub_tell(dtrain__hub *hub)
             dtrain__net_poke(channel->wake[1]);
 }
 
-/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
+/* Asks whoever steps to look again. A thread that is about to step will look anyway. */
 static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 {
     __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
@@ -17383,7 +17401,7 @@ static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
         dtrain__net_poke(hub->kick[1]);
 }
 
-/* Has a warning written to the log, soon; the caller holds the mutex. Of many at once the last are left out. */
+/* Queues a warning for the log; the caller holds the mutex. The last of many at once are dropped. */
 __attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
 {
     va_list arguments;
@@ -17394,7 +17412,7 @@ __attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *
     va_end(arguments);
 }
 
-/* A member's address: in numbers, as no name is looked up here, ":port", or a unix socket's path. */
+/* Takes a member's address: numeric, as no name is looked up here, ":port", or a unix socket's path. */
 static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
 {
     dtrain__address address;
@@ -17402,7 +17420,7 @@ static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
            dtrain__net_parse(member->address, &address) == DTRAIN_OK;
 }
 
-/* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
+/* Appends to a frame. Once memory is short nothing more goes in, and frame_close tells. */
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
     if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
@@ -17425,8 +17443,8 @@ static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *
     dtrain__give_bytes(hub, frame, text, strlen(text));
 }
 
-/* Opens a frame at the end of a member's output; returns where it begins. A member that does not read gets no more than
- * DTRAIN__QUEUE_MOST, but for who is gone: each rank goes once. */
+/* Opens a frame at the end of a member's output and returns where it begins. A member that does not read gets no more
+ * than DTRAIN__QUEUE_MOST. News of ranks that are gone always fits: each rank goes once. */
 static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 {
     size_t begin = to->out.bytes;
@@ -17436,7 +17454,7 @@ static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
     return begin;
 }
 
-/* Returns 0 when there was no room: then nothing of the frame is left, as a part of one would accuse its sender. */
+/* Returns 0 if there was no room. Then nothing of the frame stays, as a part of one would be malformed. */
 static DTRAIN__NOINLINE int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
     if (to->out.short_of) {
@@ -17447,8 +17465,8 @@ static DTRAIN__NOINLINE int dtrain__frame_close(dtrain__member *to, size_t begin
     return 1;
 }
 
-/* What happened to a rank, and to which channel. `about` counts as the channel does; as the world in frames LOST
- * and GONE, which have no channel. */
+/* What happened to a rank, and to which channel. `about` is a rank of the channel. In frames LOST and GONE, which have
+ * no channel, it is a rank of the world. */
 typedef struct dtrain__reason {
     int type;
     uint64_t channel;
@@ -17463,13 +17481,13 @@ static int dtrain__hub_leads(const dtrain__hub *hub)
     return hub->rank == hub->leader;
 }
 
-/* Whether this rank keeps a control connection to `rank`: the leader to all, the others to the leader. */
+/* Whether this rank keeps a control connection to `rank`: the leader to all ranks, the others to the leader. */
 static int dtrain__hub_linked(const dtrain__hub *hub, int rank)
 {
     return rank != hub->rank && (dtrain__hub_leads(hub) || rank == hub->leader);
 }
 
-/* Sends a reason to `to`; with the channel's members, where `to` is to relay it. */
+/* Sends a reason to `to`, with the channel's members if `to` is to relay it. */
 static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason *reason, const dtrain__channel *channel)
 {
     dtrain__member *member = &hub->members[to];
@@ -17488,7 +17506,7 @@ static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason 
     dtrain__frame_close(member, begin);
 }
 
-/* Tells all ranks, by way of the leader. */
+/* Tells all ranks but `except`, through the leader. */
 static DTRAIN__NOINLINE void dtrain__hub_relay(dtrain__hub *hub, int except, const dtrain__reason *reason)
 {
     for (int peer = 0; peer < hub->size; peer++)
@@ -17496,7 +17514,7 @@ static DTRAIN__NOINLINE void dtrain__hub_relay(dtrain__hub *hub, int except, con
             dtrain__frame_reason(hub, peer, reason, NULL);
 }
 
-/* Tells the channel's members, by way of the leader. */
+/* Tells the channel's members, through the leader. */
 static void dtrain__channel_relay(const dtrain__channel *channel, const dtrain__reason *reason)
 {
     dtrain__hub *hub = channel->hub;
@@ -17506,7 +17524,7 @@ static void dtrain__channel_relay(const dtrain__channel *channel, const dtrain__
         dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
 }
 
-/* The lane that the next bytes to or from a peer take, and how many of them. */
+/* The lane for the next bytes to or from a peer, and how many bytes it takes. */
 static dtrain__lane *dtrain__channel_lane(dtrain__channel *channel, int rank, int sending, size_t *room)
 {
     dtrain__peer *peer = &channel->peers[rank];
@@ -17516,7 +17534,7 @@ static dtrain__lane *dtrain__channel_lane(dtrain__channel *channel, int rank, in
     return &peer->lanes[at / DTRAIN__STRIPE % (uint64_t)lanes];
 }
 
-/* The connection for a lane that this rank has let in and not yet taken: its last word is still to go out. */
+/* A connection for a lane that this rank has admitted but not taken: its verdict is still to be sent. */
 static dtrain__handshake *dtrain__channel_admitted(const dtrain__channel *channel, int world, int lane)
 {
     dtrain__handshake *handshake = channel->hub->handshakes;
@@ -17527,8 +17545,8 @@ static dtrain__handshake *dtrain__channel_admitted(const dtrain__channel *channe
     return handshake;
 }
 
-/* The lowest rank that is not gone leads. Who comes after a rank that left waits a while before it takes over, as the
- * others may be about to leave as well. */
+/* Finds the leader: the lowest rank that is not gone. The successor of a rank that left waits a while before it takes
+ * over, as the others may be about to leave as well. */
 static void dtrain__hub_elect(dtrain__hub *hub, int gone)
 {
     int64_t now = dtrain__os_now_ns(), begin = now + (gone == DTRAIN__LEFT ? DTRAIN__HANDOVER_NS : 0);
@@ -17543,12 +17561,13 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
         hub->members[rank].call_ns = dtrain__hub_leads(hub) ? begin : begin + DTRAIN__CALL_NS;
         hub->members[rank].held = 0;
     }
-    dtrain__hub_kick(hub); /* for what was held */
+    dtrain__hub_kick(hub); /* for frames that were held */
     for (int rank = 0; dtrain__hub_leads(hub) && rank < hub->size; rank++) {
         const dtrain__member *member = &hub->members[rank];
         dtrain_status status = member->silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST;
         dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, status, member->why, 0};
-        if (member->gone == DTRAIN__LOST) /* before anything else: nobody shall blame a rank that left because of it */
+        if (member->gone == DTRAIN__LOST) /* before anything else: nobody may blame a rank that left because of this
+                                           * loss */
             dtrain__hub_relay(hub, -1, &reason);
     }
 }
@@ -17564,8 +17583,8 @@ static void dtrain__hub_marks(dtrain__seat *seat, int world)
         dtrain__seat_left(seat, rank, member->why, member->why[0] != 0 ? UINT64_MAX : 0);
 }
 
-/* A member is gone, of its own will or not: every channel that has it hears of it. Who left has said so in each channel
- * of its own before, unless there is a reason. */
+/* A member is gone, of its own will or not. Tells every channel that has it. A rank that left without a reason has said
+ * so in each of its channels before. */
 static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *why)
 {
     dtrain__member *member = &hub->members[rank];
@@ -17581,13 +17600,13 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     dtrain__hub_tell(hub);
 }
 
-/* A member is gone without a word; silent: and without a proof. It is told so, should it only have been stopped: else
- * it would blame this rank. */
+/* A member is gone without a word. silent: without a proof that it is dead. It is told so in case it was only stopped,
+ * or it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char *how)
 {
     dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST, how, 0};
     dtrain__member *member = &hub->members[rank];
-    if (hub->leaving) { /* who heard of that says nothing when it goes itself */
+    if (hub->leaving) { /* ranks that heard that say nothing when they leave themselves */
         dtrain__stream_cut(&member->control);
         return;
     }
@@ -17601,8 +17620,8 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char 
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
-/* A rank takes no connection, so its process is gone. Where the leader before has left, it may have left as well, with
- * nobody there to tell: then who needs it fails, and others go on. */
+/* A rank refuses connections, so its process is gone. If the previous leader left, this rank may have left as well,
+ * with nobody there to hear it. Then calls that need it fail, and others continue. */
 static void dtrain__hub_refused(dtrain__hub *hub, int rank)
 {
     static const char why[] = "it refuses connections, and the rank that would have reported its end has left";
@@ -17616,8 +17635,8 @@ static void dtrain__hub_refused(dtrain__hub *hub, int rank)
     dtrain__hub_gone(hub, rank, DTRAIN__LEFT, why);
 }
 
-/* Stops a member's control connection; where it may come back, the clock runs. One that called as the leader because it
- * knows of a loss that this rank has not heard of is not judged: it may have left for that loss. */
+/* Cuts a member's control connection. If it may come back, its clock starts. A leader that knows of a loss which this
+ * rank has not heard of is not judged: it may have left because of that loss. */
 static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
 {
     dtrain__member *member = &hub->members[rank];
@@ -17630,7 +17649,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     if (member->expected)
         return;
     if (!hub->formed && hub->rank == 0) {
-        /* The rank may start again and join anew. */
+        /* the rank may start again and join anew */
         member->joined = 0;
         member->in.bytes = member->out.bytes = 0;
         return;
@@ -17640,8 +17659,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, 0, how);
 }
 
-/* Why a member's connection ended, as an errno. Where somebody tampered with it the log says so, as it may come back.
- */
+/* Returns why a member's connection ended, as an errno. Tampering is logged, as the connection may come back. */
 static int dtrain__hub_ended(dtrain__hub *hub, int rank, int error)
 {
     if (error == EBADMSG)
@@ -17650,12 +17668,12 @@ static int dtrain__hub_ended(dtrain__hub *hub, int rank, int error)
     return error;
 }
 
-/* The stream goes on over a connection that was just admitted. It cannot without memory for its records
- * (DTRAIN_ERR_MEMORY), or when more was lost than can be sent again (DTRAIN_ERR_PEER_LOST). */
+/* Continues the stream over a connection that was just admitted. Errors: DTRAIN_ERR_MEMORY, no memory for its records;
+ * DTRAIN_ERR_PEER_LOST, more was lost than can be sent again. */
 static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream, dtrain__handshake *handshake,
                                         int same_host)
 {
-    if (hub->reconnect_ns > 0 && stream->replay == NULL && stream->sent == 0) /* it must hold all */
+    if (hub->reconnect_ns > 0 && stream->replay == NULL && stream->sent == 0) /* it must hold everything */
         stream->replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_seal(stream, hub->allocator, handshake, &hub->keys))
         return DTRAIN_ERR_MEMORY;
@@ -17671,8 +17689,8 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
 #endif
 
 /* ---- >>control ----
- * What comes over the control connections: who joins, where everyone is, who is lost and why, what ranks do, and
- * requests to the store. Frames come from ranks that have proved themselves, and are checked all the same. */
+ * What comes over the control connections: who joins, where every rank is, who is lost and why, what ranks do, and
+ * requests to the store. Frames come from ranks that have proved themselves. They are checked all the same. */
 #ifndef DTRAIN__CONTROL
 #define DTRAIN__CONTROL
 
@@ -17713,7 +17731,7 @@ static int dtrain__hub_fate(void *self, int rank)
     return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
 }
 
-/* What a rank tells of itself when it joins; rank 0 refuses who does not fit. */
+/* Takes what a rank tells of itself when it joins. Rank 0 refuses a rank that does not fit. */
 static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
 {
     dtrain__member *member = &hub->members[rank];
@@ -17729,7 +17747,7 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
                  "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
                  "program and model on every rank",
                  rank, member->name, fingerprint, hub->fingerprint);
-        member->joined = 1; /* until it has been told */
+        member->joined = 1; /* so that it gets the reason */
         dtrain__frame_reason(hub, rank, &refusal, NULL);
         member->joined = 0;
         snprintf(hub->refused, sizeof hub->refused, "%s", text);
@@ -17740,7 +17758,7 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
     return 1;
 }
 
-/* Gives the channel its lanes, as many as the world has connections. Returns 0 when there is no memory. */
+/* Gives the channel its lanes, one for each of the world's connections. Returns 0 if there is no memory. */
 static int dtrain__channel_lay(dtrain__channel *channel)
 {
     size_t each = (size_t)channel->hub->connections, count = (size_t)channel->seat.size * each;
@@ -17754,7 +17772,7 @@ static int dtrain__channel_lay(dtrain__channel *channel)
     return 1;
 }
 
-/* All have joined, and this rank knows where they are. */
+/* All ranks have joined, and this rank knows where they are. */
 static void dtrain__hub_formed(dtrain__hub *hub)
 {
     dtrain__channel *world = dtrain__hub_channel(hub, 0);
@@ -17792,8 +17810,8 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
     return 1;
 }
 
-/* The leader: whether `from` may say this of the channel. It is a member, of its own end alone says that it left, and
- * lists all members. */
+/* The leader: whether `from` may say this of the channel. It must be a member and list all members. Only a rank itself
+ * says that its end has left. */
 static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
 {
     const dtrain__seat *seat = dtrain__council_seat(&hub->council, reason->channel);
@@ -17813,7 +17831,7 @@ static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason 
            (reason->type != DTRAIN__FRAME_BYE || about == (uint64_t)from);
 }
 
-/* The leader: sends on what concerns a channel to those whom the sender lists, to all where it lists none. */
+/* The leader: passes on what concerns a channel to the ranks that the sender lists, or to all if it lists none. */
 static void dtrain__hub_forward(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
 {
     uint64_t rank;
@@ -17826,7 +17844,7 @@ static void dtrain__hub_forward(dtrain__hub *hub, int from, const dtrain__reason
             dtrain__frame_reason(hub, (int)rank, reason, NULL);
 }
 
-/* While the world forms: rank 0 does not want this rank, or fares badly itself. */
+/* While the world forms: rank 0 refuses this rank, or has an error itself. */
 static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
 {
     dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
@@ -17837,7 +17855,7 @@ static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
     return 1;
 }
 
-/* A channel that has ended, or whose member has left. */
+/* A channel has ended, or a member of it has left. */
 static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain__reason *reason,
                                        const dtrain__reader *list)
 {
@@ -17859,7 +17877,7 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     return 1;
 }
 
-/* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
+/* The others have given this rank up, perhaps because it was stopped. It is in no group any more. */
 static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 {
     dtrain__member *self = &hub->members[hub->rank];
@@ -17871,7 +17889,7 @@ static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
     return 1;
 }
 
-/* A member that has left with all its groups, or that is lost. */
+/* A member has left with all its groups, or is lost. */
 static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *reason, const dtrain__reader *list)
 {
     int leads = dtrain__hub_leads(hub);
@@ -17883,8 +17901,7 @@ static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *r
         (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
         return 0;
     if (leads && !hub->formed) {
-        hub->members[from].joined =
-            0; /* it gave up waiting for others, and may start again; its connection ends next */
+        hub->members[from].joined = 0; /* it gave up waiting for others and may start again; its connection ends next */
         return 1;
     }
     dtrain__council_forget(&hub->council, reason->about, DTRAIN__EVERY_GROUP);
@@ -17895,7 +17912,7 @@ static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *r
     return 1;
 }
 
-/* Something that happened to a rank, and why. */
+/* Takes what happened to a rank, and why. */
 static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__reader *reader)
 {
     uint64_t about, status, count;
@@ -17922,7 +17939,7 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     }
 }
 
-/* Asks what this rank does now: in the first group that waits for a peer, else in the oldest. */
+/* Finds out what this rank does now: in the first group that waits for a peer, else in the oldest. */
 static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
 {
     dtrain__last_heard *own = &hub->members[hub->rank].last;
@@ -17938,7 +17955,7 @@ static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
     }
 }
 
-/* Adds to a heartbeat what is known of a rank; returns the rank that it waits for, or -1. */
+/* Adds what is known of a rank to a heartbeat. Returns the rank that it waits for, or -1. */
 static int dtrain__give_last(dtrain__hub *hub, dtrain__member *to, int about, int64_t now)
 {
     const dtrain__last_heard *last = &hub->members[about].last;
@@ -17985,7 +18002,7 @@ static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
     return 1;
 }
 
-/* One whole frame from `rank`; returns 0 when it is malformed or out of place. */
+/* Takes one whole frame from `rank`. Returns 0 if it is malformed or out of place. */
 static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigned char *data, size_t bytes)
 {
     dtrain__reader reader = {data, bytes};
@@ -18000,9 +18017,9 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     }
 }
 
-/* Whether a frame from `rank` is handled now. The leader handles none of a rank that has much to read first: what it
- * asks for would only make that more. From a rank that this one has no business with, which knows of another leader
- * than it, only the losses that explain this; the rest waits until both agree. */
+/* Whether a frame from `rank` is handled now. The leader handles no frame of a rank that has much to read: its requests
+ * would only add to that. A rank that knows of another leader may send frames that this one has no part in. Of these
+ * only losses are handled, which explain the other leader. The rest waits until both agree. */
 static int dtrain__hub_hears(const dtrain__hub *hub, int rank, int type)
 {
     if (!dtrain__hub_linked(hub, rank))
@@ -18010,8 +18027,8 @@ static int dtrain__hub_hears(const dtrain__hub *hub, int rank, int type)
     return !dtrain__hub_leads(hub) || hub->members[rank].out.bytes <= DTRAIN__QUEUE_BYTES;
 }
 
-/* Handles the whole frames of a member's input, or holds them; returns 0 when one of them is malformed. Who is gone
- * says nothing any more. */
+/* Handles the whole frames in a member's input, or holds them. Returns 0 if one is malformed. Frames of a rank that is
+ * gone are dropped. */
 static int dtrain__hub_frames(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
@@ -18036,7 +18053,7 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     return good;
 }
 
-/* This rank cannot go on for want of memory, and says so rather than fall silent. */
+/* This rank has no memory to continue. It says so rather than fall silent. */
 static void dtrain__hub_short_of_memory(dtrain__hub *hub)
 {
     dtrain__error cause;
@@ -18045,7 +18062,7 @@ static void dtrain__hub_short_of_memory(dtrain__hub *hub)
         dtrain__seat_end(seat, seat->rank, &cause);
 }
 
-/* Handles what is there of a member, until it is held or nothing more has come. */
+/* Handles what has come from a member, until frames are held or nothing more is there. */
 static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
@@ -18071,9 +18088,10 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
     }
 }
 
-/* A connection that takes no more may still hold its peer's last words, which say whether it left or died: whoever
- * reads them finds its end, too, now or when poll() tells of it. What was to go out to a peer that is held is dropped
- * then, as nobody will read it, unless its connection may come back. */
+/* Sends what waits for a member. A connection that takes no more may still hold its peer's last words, which say
+ * whether it left or died. Whoever reads them also finds the end of the connection, now or when poll() reports it.
+ * Output to a member whose frames are held is dropped then, as nobody will read it, unless the connection may come
+ * back. */
 static void dtrain__hub_flush(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
@@ -18090,13 +18108,13 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
         dtrain__bytes_drop(&member->out, (size_t)n);
         if (member->held && member->out.bytes <= DTRAIN__QUEUE_BYTES) {
             member->held = 0;
-            dtrain__hub_kick(hub); /* for what waits in its input */
+            dtrain__hub_kick(hub); /* its input may hold frames */
         }
     }
 }
 
-/* Sends what is to be said, without waiting. Who says it last asks more than once, as the system may refuse a call for
- * no lasting reason. */
+/* Sends everything that waits, without waiting. A rank that says its last words tries more than once: the system may
+ * refuse a call for a passing reason. */
 static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 {
     for (int rank = 0; rank < hub->size; rank++)
@@ -18109,9 +18127,9 @@ static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 #endif
 
 /* ---- >>admit ----
- * Connections that come in and go out, until they are handed to whom they are for: a member's control plane, or a lane
- * of a channel. Whether a peer may be spoken to at all is asked here alone, of each address and of each connection. Of
- * two connections that are made at once, the lower rank's stays. */
+ * Connections that come in and go out, until they are handed to their owner: a member's control plane, or a lane of a
+ * channel. Only this module decides whether to speak to a peer at all, by its address and by its connection. If two
+ * ranks connect to each other at the same time, the lower rank's connection stays. */
 #ifndef DTRAIN__ADMIT
 #define DTRAIN__ADMIT
 
@@ -18134,13 +18152,13 @@ static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtra
     return handshake;
 }
 
-/* Without a token ranks speak over unix sockets alone, as only these tell whose process the other one is. */
+/* Without a token ranks use unix sockets alone: only these tell whose process the other one is. */
 static int dtrain__hub_allows(const dtrain__hub *hub, const dtrain__address *address)
 {
     return hub->keys.token_bytes > 0 || hub->insecure || dtrain__net_is_unix(address);
 }
 
-/* Whether the process at the other end of a connection to or by `address` may be spoken to. */
+/* Whether to trust the process at the other end of a connection to or from `address`. */
 static int dtrain__hub_trusts(const dtrain__hub *hub, int fd, const dtrain__address *address)
 {
     return hub->keys.token_bytes > 0 || hub->insecure || (dtrain__net_is_unix(address) && dtrain__net_same_user(fd));
@@ -18152,9 +18170,9 @@ static int dtrain__hub_listen(dtrain__hub *hub)
     return dtrain__hub_allows(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener) : EACCES;
 }
 
-/* Whether a connection that is being made has taken too long: by this rank's polling where another process came, by the
- * clock where this rank went to it. A member that the system has reached, or that has proved itself here, may not poll
- * or not have the group for as long as the group's limits allow. */
+/* Whether a connection that is being made has taken too long. Incoming ones are judged by this rank's polling, outgoing
+ * ones by the clock. A member that the system has reached, or that has proved itself here, gets more time. It may not
+ * poll, or may not have the group yet, for as long as the group's limits allow. */
 static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrain__handshake *handshake, int64_t now)
 {
     int waits = handshake->initiator ? handshake->state != DTRAIN__HANDSHAKE_CONNECTING
@@ -18162,8 +18180,8 @@ static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrai
     return (handshake->initiator ? now : hub->polled_ns) - (waits ? hub->patience_ns : 0) >= handshake->expires_ns;
 }
 
-/* Advances a connection that is being made: 1 when it is open, 0 while it is under way, -1 when it has failed, as its
- * error says. */
+/* Advances a connection that is being made. Returns 1 when it is open, 0 while it is under way, -1 when it has failed:
+ * its error says why. */
 static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
     dtrain__handshake_step(handshake, &hub->keys);
@@ -18177,7 +18195,7 @@ static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, i
     return -1;
 }
 
-/* Starts a connection to `peer`; NULL when the system or the peer refuses at once (errno). */
+/* Starts a connection to `peer`; NULL with errno if the system or the peer refuses at once. */
 static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, const dtrain__address *address)
 {
     dtrain__handshake *handshake = dtrain__hub_new_handshake(hub, address);
@@ -18204,7 +18222,7 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     return handshake;
 }
 
-/* Where `peer` listens for data. */
+/* Finds the address at which `peer` listens for data. */
 static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
 {
     const dtrain__member *member = &hub->members[peer];
@@ -18263,7 +18281,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     memcpy(member->job, handshake->job, sizeof member->job);
 }
 
-/* Lets a proved peer in, or sends it away with a text. */
+/* Admits a proved peer, or refuses it with a text. */
 __attribute__((format(printf, 4, 5))) static void
 dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
 {
@@ -18275,21 +18293,21 @@ dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_
     dtrain__handshake_answer(handshake, &hub->keys, status, text);
 }
 
-/* A proved peer wants its control connection: to join, or to go on. */
+/* A proved peer wants its control connection, to join or to resume. */
 static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__member *member = &hub->members[handshake->peer];
     int ours = hub->formed && memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
     int again = ours && member->expected;
     if (ours && hub->reconnect_ns > 0 && member->gone == DTRAIN__PRESENT && member->control.fd >= 0) {
-        dtrain__stream_cut(&member->control); /* the peer saw the reset first */
+        dtrain__stream_cut(&member->control); /* the peer noticed the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
     }
     if (again) {
         handshake->received = member->control.received;
         dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
-    } else if (hub->formed) { /* perhaps the last one, about to end: the peer may try again */
+    } else if (hub->formed) { /* perhaps the previous group, about to end: the peer may try again */
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED,
                            "its group is complete and runs; give each job a root of its own");
     } else if (member->control.fd >= 0) {
@@ -18304,7 +18322,7 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
     }
 }
 
-/* A proved peer wants a control connection, as one of the two leads now that rank 0 is gone. */
+/* A proved peer wants a control connection because one of the two leads, now that rank 0 is gone. */
 static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__member *member = &hub->members[handshake->peer];
@@ -18336,16 +18354,17 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     lane = &channel->peers[rank].lanes[handshake->lane];
     if ((lane->handshake != NULL && hub->rank < handshake->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
         handshake->peer_links <
-            lane->links) { /* it was on its way when another one was made; its count may be behind */
+            lane->links) { /* another connection was made meanwhile; the peer may count one too few */
         handshake->received = lane->links;
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
     dtrain__handshake *before = dtrain__channel_admitted(channel, handshake->peer, handshake->lane);
-    if (before != NULL) /* the peer has given up on it */
+    if (before != NULL) /* the peer has given that one up */
         dtrain__handshake_close(before);
     dtrain__hub_free_handshake(hub, &lane->handshake);
-    if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
+    if (lane->stream.fd >= 0) /* the peer noticed the reset first; the position that it is told must not change from
+                               * here on */
         lane->down_ns = dtrain__os_now_ns();
     lane->wanted |= lane->links > 0;
     channel->attend = 1;
@@ -18354,21 +18373,21 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
-/* Whether the peer wants to join and its launcher and this rank's say that they are of two jobs. */
+/* Whether the peer wants to join, and its launcher and this rank's name different jobs. */
 static int dtrain__hub_other_job(const dtrain__hub *hub, const dtrain__handshake *handshake)
 {
     return hub->rank == 0 && handshake->purpose == DTRAIN__PURPOSE_CONTROL && handshake->job[0] != 0 &&
            hub->keys.job[0] != 0 && strcmp(handshake->job, hub->keys.job) != 0;
 }
 
-/* As much of a job's id as a verdict has room for: its end, which tells jobs of one host and launcher apart. */
+/* The part of a job's id that fits into a verdict: its end, which differs between jobs of one host and launcher. */
 static const char *dtrain__hub_job_text(const char *job)
 {
     size_t length = strlen(job);
     return length > 36 ? job + length - 36 : job;
 }
 
-/* The peer has proved that it holds the token; what it said in its hello is looked at now. */
+/* The peer has proved that it holds the token. Only now its hello is looked at. */
 static void dtrain__hub_admit(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     int peer = handshake->peer;
@@ -18406,7 +18425,7 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__handshake *handshake)
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH, "only rank 0 takes control connections");
 }
 
-/* The inbound connection is open: takes it, unless its channel has left meanwhile. */
+/* An incoming connection is open: takes it, unless its channel has left meanwhile. */
 static void dtrain__hub_adopt(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);
@@ -18417,7 +18436,7 @@ static void dtrain__hub_adopt(dtrain__hub *hub, dtrain__handshake *handshake)
         dtrain__hub_adopt_data(channel, rank, handshake);
 }
 
-/* Says whom this rank did not let in; a flood of strangers writes one line a second. */
+/* Logs whom this rank refused, at most one line a second. */
 static void dtrain__hub_turned_away(dtrain__hub *hub, dtrain_status status, const char *text, int64_t now)
 {
     if (hub->formed && status != DTRAIN_ERR_DENIED)
@@ -18429,15 +18448,15 @@ static void dtrain__hub_turned_away(dtrain__hub *hub, dtrain_status status, cons
     }
 }
 
-/* Advances one inbound connection; returns 0 when it is done with. */
+/* Advances one incoming connection. Returns 0 when it is finished. */
 static int dtrain__hub_step_handshake(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
     unsigned char last;
     dtrain__handshake_step(handshake, &hub->keys);
     if (handshake->state == DTRAIN__HANDSHAKE_PROVED && handshake->purpose == DTRAIN__PURPOSE_DATA &&
         (!hub->formed || dtrain__hub_channel(hub, handshake->channel) == NULL))
-        /* a peer that has the table, or the group, already may come before this rank has it: its handshake waits until
-         * the peer gives up; it says nothing before that */
+        /* a peer may have the table or the group before this rank does. Its handshake then waits until the peer gives
+         * up; it sends nothing before that */
         return !dtrain__hub_late(hub, handshake, now) && dtrain__net_recv(handshake->fd, &last, 1) == 0;
     if (handshake->state == DTRAIN__HANDSHAKE_PROVED)
         dtrain__hub_admit(hub, handshake);
@@ -18464,7 +18483,8 @@ static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
     }
 }
 
-/* Takes waiting connections. A stranger holds one handshake for a few seconds; when all are held, the oldest goes. */
+/* Takes waiting connections. A stranger holds one handshake for a few seconds. If all handshakes are taken, the oldest
+ * is closed. */
 static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
 {
     for (int i = 0; hub->listener >= 0 && now >= hub->accept_ns && i < DTRAIN__HANDSHAKES; i++) {
@@ -18474,7 +18494,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         if (error == EAGAIN)
             return;
         if (error != 0) {
-            hub->accept_ns = now + 100000000; /* out of descriptors, most often: look again in a while */
+            hub->accept_ns = now + 100000000; /* most often out of descriptors: look again in a while */
             dtrain__hub_note(hub,
                              "rank %d cannot accept a connection (%s); raise the number of descriptors that this "
                              "process may open (ulimit -n)",
@@ -18514,14 +18534,14 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
 
 /* ---- >>rendezvous ----
  * How a group forms, and what there is to do afterwards. Rank 0 listens at the root address. Every other rank reaches
- * it, proves itself, listens on the way that led there, and tells its own address. When all have come, rank 0 sends the
- * table of all. Whoever first needs a connection for data makes it. hub_step() is all of it: one poll(), then whatever
- * can be done at once. */
+ * it, proves itself, listens on the interface that led there, and tells its own address. When all have come, rank 0
+ * sends the table of all ranks. A rank that first needs a data connection makes it. hub_step() does all of this: one
+ * poll(), then whatever can be done at once. */
 #ifndef DTRAIN__RENDEZVOUS
 #define DTRAIN__RENDEZVOUS
 
-/* Whether a name for the root means loopback on this host alone, as a host's own name often does, so that others are
- * expected from elsewhere; where only this host may come, it does not matter. */
+/* Whether rank 0 listens on loopback although ranks of other hosts are expected: a host's own name often means
+ * loopback. It does not matter if only this host may come. */
 static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
 {
     return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
@@ -18529,8 +18549,8 @@ static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__
            strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
 }
 
-/* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
- * ranks that reach rank 0 as this one does can come there. */
+/* Chooses this rank's own address: on the interface of its control connection, at a port of its own. *local: only ranks
+ * of the same host can reach it there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
@@ -18557,7 +18577,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     return DTRAIN_OK;
 }
 
-/* Opens this rank's own listener, and says to rank 0 where it is. */
+/* Opens this rank's own listener, and tells rank 0 where it is. */
 static dtrain_status dtrain__hub_join(dtrain__hub *hub)
 {
     dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
@@ -18585,7 +18605,7 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
                : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
-/* Rank 0: when all have joined, tells everyone where everyone is. */
+/* Rank 0: once all have joined, tells every rank where all ranks are. */
 static void dtrain__hub_complete(dtrain__hub *hub)
 {
     for (int rank = 0; rank < hub->size; rank++)
@@ -18610,7 +18630,7 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
-/* Other ranks than 0: reaches rank 0, as often as it takes. */
+/* Other ranks than 0: tries to reach rank 0, as often as it takes. */
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
     dtrain__member *root = &hub->members[0];
@@ -18662,7 +18682,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     if (handshake == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns &&
         !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
-            NULL) { /* or each would drop the other's choice */
+            NULL) { /* else each side would drop the other's choice */
         lane->retry_ns = now + 50000000;
         if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address))
             return;
@@ -18721,7 +18741,7 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
         dtrain__hub_refused(hub, rank);
 }
 
-/* After rank 0 is gone the leader calls the others, who call it when they have waited for that. */
+/* After rank 0 is gone the leader calls the others. After a while they call the leader. */
 static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
 {
     if (hub->elected)
@@ -18734,7 +18754,7 @@ static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
     dtrain__consent_step(&hub->council);
 }
 
-/* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
+/* Sends again what a broken connection has lost, whether or not this rank has more to send. */
 static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
 {
     if (lane->stream.fd < 0 || !dtrain__stream_owes(&lane->stream) ||
@@ -18745,8 +18765,8 @@ static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
     lane->wanted = 1;
 }
 
-/* One heartbeat: who is silent, and what this rank does; rank 0 tells a rank what the one does that it waits for, and
- * the one that that one waits for. */
+/* Sends one heartbeat: who is silent, and what this rank does. The leader adds what the rank does that the receiver
+ * waits for, then the rank that this one waits for, and so on. */
 static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
 {
     int leads = dtrain__hub_leads(hub);
@@ -18764,7 +18784,7 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
     dtrain__frame_close(member, begin);
 }
 
-/* Heartbeats: sends this rank's, and judges the silence of others. */
+/* Sends this rank's heartbeats and judges the silence of others. */
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
     int64_t longest = 1200000000;
@@ -18776,7 +18796,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         char how[96];
         if (!dtrain__hub_linked(hub, rank) || member->gone != DTRAIN__PRESENT || member->heard_ns == 0)
             continue;
-        if (slept) /* this process was stopped, and cannot tell */
+        if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
         else if (member->expected && now - member->down_ns > hub->reconnect_ns)
             dtrain__hub_lost(hub, rank, 1, "its connection was reset and has not come back within reconnect_ms");
@@ -18801,7 +18821,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
-            member->control.fd >= 0 && member->out.bytes == 0) /* what waits to go out is a sign of life as well */
+            member->control.fd >= 0 && member->out.bytes == 0) /* output that waits is a sign of life as well */
             dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
 }
@@ -18820,7 +18840,7 @@ static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
     channel->attend = busy;
 }
 
-/* Everything that can be done without waiting; the caller holds both mutexes. */
+/* Does everything that needs no waiting; the caller holds both mutexes. */
 static void dtrain__hub_work(dtrain__hub *hub)
 {
     int64_t now = dtrain__os_now_ns(), most = DTRAIN__HANDSHAKE_NS / 5;
@@ -18832,7 +18852,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         int ready = member->poll_index > 0 && hub->fds[member->poll_index].revents != 0;
-        if (!member->held && (ready || member->in.bytes > 0)) /* of what was held, too */
+        if (!member->held && (ready || member->in.bytes > 0)) /* frames that were held, too */
             dtrain__hub_listen_to(hub, rank);
     }
     const dtrain__seat *world = hub->formed ? NULL : dtrain__council_seat(&hub->council, 0);
@@ -18847,7 +18867,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     dtrain__hub_flush_all(hub, 1);
 }
 
-/* Adds to the poll list; what finds no memory there is looked at when something else is due. */
+/* Adds to the poll list. Without memory the descriptor is looked at when something else is due. */
 static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 {
     void *larger = dtrain__memory_grow(hub->allocator, hub->fds, sizeof *hub->fds, (size_t)*count, 1);
@@ -18857,7 +18877,7 @@ static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
     dtrain__net_watch(hub->fds, count, fd, events);
 }
 
-/* Adds the channel's connections that are being made or made good. */
+/* Adds the channel's connections that are being made, or that have to send again. */
 static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, int64_t due)
 {
     for (int i = 0; i < channel->seat.size * channel->hub->connections; i++) {
@@ -18872,7 +18892,7 @@ static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, i
     return due;
 }
 
-/* Fills the poll list; returns when something is due without any event. */
+/* Fills the poll list. Returns the time at which something is due without an event. */
 static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 {
     int64_t due = hub->beat_ns, now = dtrain__os_now_ns();
@@ -18926,7 +18946,7 @@ static int dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
     return here;
 }
 
-/* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */
+/* Calls poll() until an event or until_ns. Signals and rounding may end it early: callers look again. */
 static void dtrain__hub_poll(struct pollfd *fds, int count, int64_t until_ns)
 {
     int64_t span = until_ns - dtrain__os_now_ns();
@@ -18934,7 +18954,7 @@ static void dtrain__hub_poll(struct pollfd *fds, int count, int64_t until_ns)
     poll(fds, (nfds_t)count, ms);
 }
 
-/* Rank 0: names who has joined where not both sides had a job's id to compare. */
+/* Rank 0: logs who has joined, if not both sides had a job's id to compare. */
 static void dtrain__hub_log_joined(const dtrain__hub *hub)
 {
     const char *own = hub->keys.job;
@@ -18952,7 +18972,7 @@ static void dtrain__hub_log_joined(const dtrain__hub *hub)
     }
 }
 
-/* One turn of the control plane; waits until until_ns at most, or until one of extra is ready. The caller holds
+/* One turn of the control plane. Waits until until_ns at most, or until one of extra is ready. The caller holds
  * step_mutex. */
 static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int extra_count, int64_t until_ns)
 {
@@ -18987,7 +19007,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         dtrain__log(DTRAIN_LOG_WARN, "%s", notes.text[i]);
     if (notes.joined)
         dtrain__hub_log_joined(hub);
-    if (notes.sealed) /* once a job where it can be seen, unless it was asked for */
+    if (notes.sealed) /* a warning once a job, unless sealing was asked for */
         dtrain__log(hub->rank == 0 && hub->keys.secure == 0 ? DTRAIN_LOG_WARN : DTRAIN_LOG_INFO,
                     "rank %d: connections are sealed (ChaCha20-Poly1305), as %s; on a network that is yours alone, "
                     "DTRAIN_SECURE=0 or desc.secure = -1 on every rank turns that off",
@@ -18997,13 +19017,13 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
 #endif
 
 /* ---- >>channel ----
- * Channels and hubs come and go. A channel is made by every member for itself, under a name that they have agreed
- * on; connections that a peer makes for it before that wait as handshakes. The hub goes with its last channel, and
- * that tells the others that this process has left for good. */
+ * Making and destroying channels and hubs. Every member makes its channel for itself, under a name that the members
+ * have agreed on. Connections that a peer makes for it earlier wait as handshakes. The last channel takes the hub with
+ * it, which tells the others that this process has left for good. */
 #ifndef DTRAIN__CHANNEL
 #define DTRAIN__CHANNEL
 
-/* Closes so that what was sent still arrives: an unread byte would make the system drop it. */
+/* Closes a connection so that sent data still arrive: the system would drop them if an unread byte were left. */
 static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
 {
     unsigned char waste[4096];
@@ -19034,14 +19054,14 @@ static void dtrain__channel_free(dtrain__channel *channel)
     dtrain__free(hub->allocator, channel);
 }
 
-/* Adds a channel of `size` members, of which worlds[i] is the rank in the world (NULL: i itself); the caller holds the
- * mutex. What is known of its members already counts. */
+/* Adds a channel of `size` members and applies what is known of them. worlds[i] is member i's rank in the world; NULL:
+ * i itself. The caller holds the mutex. */
 static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *hub, uint64_t id, const int *worlds,
                                             int size, int rank)
 {
     dtrain__channel *channel = (dtrain__channel *)dtrain__alloc(hub->allocator, sizeof *channel);
     int error = ENOMEM;
-    if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* what comes over the wire names it so */
+    if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* messages name it so */
         dtrain__free(hub->allocator, channel);
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
@@ -19067,7 +19087,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     for (int i = 0; i < size; i++)
         if (hub->members[channel->seat.worlds[i]].gone != DTRAIN__PRESENT)
             dtrain__hub_marks(&channel->seat, channel->seat.worlds[i]);
-    dtrain__hub_kick(hub); /* connections may wait for it */
+    dtrain__hub_kick(hub); /* connections may be waiting for it */
     *out = channel;
     return DTRAIN_OK;
 }
@@ -19089,7 +19109,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
     dtrain_allocator *allocator = hub->allocator;
     if (hub->listener >= 0) {
-        if (dtrain__net_is_unix(&hub->listening) && !forked) /* while nobody can have another there */
+        if (dtrain__net_is_unix(&hub->listening) && !forked) /* no other process can listen there yet */
             unlink(hub->listening.at.local.sun_path);
         close(hub->listener);
     }
@@ -19111,7 +19131,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     dtrain__free(allocator, hub);
 }
 
-/* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its
+/* Takes the channel from its hub and frees it; the last one also frees the hub. A forked child touches no lock: its
  * parent's threads may have held them. */
 static void dtrain__channel_destroy(void *self)
 {
@@ -19138,8 +19158,8 @@ static void dtrain__channel_destroy(void *self)
     dtrain__hub_free(hub, forked);
 }
 
-/* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
- * `news` was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
+/* Waits for one of fds, for news, or for until_ns. If nobody else runs the hub, this call does. `seen` is the value of
+ * `news` before the caller last looked. Without a service thread, whoever runs the hub may stop at any time. */
 static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
     dtrain__hub *hub = channel->hub;
@@ -19704,7 +19724,7 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>socket_plane ----
- * The control plane of ranks of several processes: a channel of the hub (see >>hub). */
+ * The control plane of ranks in several processes: each group is a channel of the hub (see >>hub). */
 #ifndef DTRAIN__SOCKET_PLANE
 #define DTRAIN__SOCKET_PLANE
 
@@ -19750,7 +19770,7 @@ static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t 
     }
 }
 
-/* Heartbeats carry what `tell` writes, which is called with the hub's mutex held. */
+/* Heartbeats carry what `tell` writes. It is called with the hub's mutex held. */
 static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
@@ -19776,8 +19796,8 @@ static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, 
     return bytes;
 }
 
-/* This rank cannot connect to it, as behind a firewall; or which rank has been silent for longest, if one has:
- * "; rank 3 has been silent for 2.1 s". */
+/* Says that this rank cannot connect to the awaited one, as behind a firewall, or which rank has been silent for
+ * longest: "; rank 3 has been silent for 2.1 s". */
 static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, size_t capacity)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
@@ -19792,7 +19812,7 @@ static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, si
     pthread_mutex_unlock(&hub->mutex);
 }
 
-/* What it could not move before is not awaited now. */
+/* Forgets what it could not move before. */
 static void dtrain__socket_plane_rest(void *self)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
@@ -19834,8 +19854,8 @@ static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain_
 #ifdef DTRAIN_NO_SOCKETS
 
 /* ---- >>no-sockets ----
- * What stands in for worlds of processes in a program that defines DTRAIN_NO_SOCKETS: a world of one forms as ever, a
- * larger one is refused, whether its root is given or is to be found. */
+ * Stand-ins for worlds of processes in a program that defines DTRAIN_NO_SOCKETS. A world of one forms as usual. A
+ * larger world is refused, whether its root is given or would have to be found. */
 #ifndef DTRAIN__NO_SOCKETS
 #define DTRAIN__NO_SOCKETS
 
@@ -19865,7 +19885,7 @@ static dtrain_status dtrain__net_directory(char *out, size_t capacity)
     return dtrain__no_sockets();
 }
 
-/* Takes any root, so that the world is refused for the macro's sake. */
+/* Accepts any root, so that the error names the macro. */
 static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
 {
     (void)text;
@@ -22997,8 +23017,11 @@ static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrai
 static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
 {
     int doubles = dtrain__step_power_of_two(comm->size);
-    size_t kib = !doubles ? 32 : comm->size == 2 ? 256 : comm->size == 4 ? 64 : 128; /* up to this size few whole steps
-                                                                                      * are faster */
+    size_t kib = !doubles          ? 32
+                 : comm->size == 2 ? 256
+                 : comm->size == 4 ? 64
+                                   : 128; /* up to this size few whole steps
+                                           * are faster */
     if (comm->size > 1 && bytes > kib << 10)
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
     if (doubles)
@@ -25799,10 +25822,10 @@ typedef struct dtrain__split_state {
     uint64_t *states;             /* 1: in the new group */
     int *members;                 /* ranks of the parent, in the new order */
     int *origins;                 /* their ranks in the world */
-    int bound;      /* the loss of any rank of the parent ends the new group; 0: as with the parent */
-    int replaces;   /* the new group replaces the parent */
-    int size, rank; /* of the new group; rank -1: this rank is not in it */
-    uint64_t id;    /* its name */
+    int bound;                    /* the loss of any rank of the parent ends the new group; 0: as with the parent */
+    int replaces;                 /* the new group replaces the parent */
+    int size, rank;               /* of the new group; rank -1: this rank is not in it */
+    uint64_t id;                  /* its name */
 } dtrain__split_state;
 
 static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm *parent, const char *call)

@@ -90,8 +90,11 @@ static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrai
 static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
 {
     int doubles = dtrain__step_power_of_two(comm->size);
-    size_t kib = !doubles ? 32 : comm->size == 2 ? 256 : comm->size == 4 ? 64 : 128; /* up to this size few whole steps
-                                                                                      * are faster */
+    size_t kib = !doubles          ? 32
+                 : comm->size == 2 ? 256
+                 : comm->size == 4 ? 64
+                                   : 128; /* up to this size few whole steps
+                                           * are faster */
     if (comm->size > 1 && bytes > kib << 10)
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
     if (doubles)

@@ -27,10 +27,10 @@ typedef struct dtrain__split_state {
     uint64_t *states;             /* 1: in the new group */
     int *members;                 /* ranks of the parent, in the new order */
     int *origins;                 /* their ranks in the world */
-    int bound;      /* the loss of any rank of the parent ends the new group; 0: as with the parent */
-    int replaces;   /* the new group replaces the parent */
-    int size, rank; /* of the new group; rank -1: this rank is not in it */
-    uint64_t id;    /* its name */
+    int bound;                    /* the loss of any rank of the parent ends the new group; 0: as with the parent */
+    int replaces;                 /* the new group replaces the parent */
+    int size, rank;               /* of the new group; rank -1: this rank is not in it */
+    uint64_t id;                  /* its name */
 } dtrain__split_state;
 
 static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm *parent, const char *call)

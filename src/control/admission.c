@@ -7,11 +7,11 @@
  *                         challenge and these
  *   verdict    acceptor   yes or no, its position, HMAC-SHA256 of "acceptor" and all that came before
  *
- * Nothing but these fixed fields is looked at before the proof holds; direction, run, both ranks, version,
- * both nonces and what each side wants of sealing are bound into both proofs, so that a recording, a reflection or a
- * relay to another rank proves nothing, and no relay can turn sealing off. An unproved peer costs one
- * dtrain__handshake for a few seconds. That is a state machine over its two buffers: handshake_take() handles one whole
- * message and moves no byte itself, which is what the fuzzer drives.
+ * Only these fixed fields are read before the proof holds. Both proofs cover direction, run, both ranks, version, both
+ * nonces, and what each side wants of sealing. So a recording, a reflection or a relay to another rank proves nothing,
+ * and no relay can turn sealing off. An unproved peer costs one dtrain__handshake for a few seconds. That is a state
+ * machine over its two buffers. handshake_take() handles one whole message and moves no byte itself, so the fuzzer can
+ * drive it.
  *
  * Source: challenge and response of ISO/IEC 9798-4; HMAC of RFC 2104; keys of a sealed connection by RFC 5869. */
 #ifndef DTRAIN__ADMISSION
@@ -23,7 +23,9 @@
 #include "plane.c"
 
 #define DTRAIN__WIRE_VERSION 5u
-#define DTRAIN__HELLO_BYTES 128 /* this and the next are the same in every version, so that each side can name both */
+#define DTRAIN__HELLO_BYTES \
+    128 /* this and the next are the same in every version, so that each side can name both \
+         * versions */
 #define DTRAIN__CHALLENGE_BYTES 80
 #define DTRAIN__PROOF_BYTES (40 + DTRAIN__JOB_BYTES + DTRAIN__NAME_BYTES)
 #define DTRAIN__VERDICT_BYTES 304
@@ -31,17 +33,17 @@
 #define DTRAIN__NONCE_BYTES 32
 
 enum { DTRAIN__PURPOSE_CONTROL = 1, DTRAIN__PURPOSE_DATA };
-enum { DTRAIN__SECURE_LEAVES = 1, DTRAIN__SECURE_ON = 2, DTRAIN__SECURE_OFF = 4 }; /* a side's view, in one byte */
-enum { DTRAIN__HELLO_SECURE = 28, DTRAIN__CHALLENGE_SECURE = 11 };                 /* where it is */
+enum { DTRAIN__SECURE_LEAVES = 1, DTRAIN__SECURE_ON = 2, DTRAIN__SECURE_OFF = 4 }; /* one side's view, in one byte */
+enum { DTRAIN__HELLO_SECURE = 28, DTRAIN__CHALLENGE_SECURE = 11 };                 /* its place in the message */
 
 typedef enum dtrain__handshake_state {
     DTRAIN__HANDSHAKE_CONNECTING = 0, /* initiator: the system is still connecting */
     DTRAIN__HANDSHAKE_HELLO,          /* acceptor awaits a hello */
     DTRAIN__HANDSHAKE_CHALLENGE,      /* initiator awaits a challenge */
     DTRAIN__HANDSHAKE_PROOF,          /* acceptor awaits a proof */
-    DTRAIN__HANDSHAKE_PROVED,         /* acceptor: the owner must call dtrain__handshake_answer */
+    DTRAIN__HANDSHAKE_PROVED,         /* acceptor: the owner must now call dtrain__handshake_answer */
     DTRAIN__HANDSHAKE_VERDICT,        /* initiator awaits the verdict */
-    DTRAIN__HANDSHAKE_OPEN,           /* both have proved themselves; what out still holds must go first */
+    DTRAIN__HANDSHAKE_OPEN,           /* both have proved themselves; what is left in `out` must go first */
     DTRAIN__HANDSHAKE_CLOSED          /* error says why */
 } dtrain__handshake_state;
 
@@ -49,12 +51,12 @@ typedef struct dtrain__handshake {
     struct dtrain__handshake *next;
     int fd, initiator, purpose, lane;
     uint64_t channel; /* the group that a connection for data belongs to */
-    int peer;         /* rank: whom an initiator wants, who an acceptor's hello says it is */
-    int peer_world;   /* the world size that an acceptor's peer believes in */
+    int peer;         /* the rank that an initiator wants, or that an acceptor's peer says it is */
+    int peer_world;   /* the world size of an acceptor's peer */
     dtrain__handshake_state state;
     int64_t expires_ns;
-    uint64_t received, peer_received; /* positions in the stream, for one that is resumed */
-    uint64_t links, peer_links;       /* connections that the stream has had, as each side counts */
+    uint64_t received, peer_received; /* positions in the stream, for a resumed one */
+    uint64_t links, peer_links;       /* how many connections the stream has had, as each side counts */
     unsigned char hello[DTRAIN__HELLO_BYTES], challenge[DTRAIN__CHALLENGE_BYTES], proof[DTRAIN__PROOF_BYTES];
     unsigned char in[DTRAIN__VERDICT_BYTES], out[DTRAIN__VERDICT_BYTES];
     size_t in_bytes, out_bytes, out_done;
@@ -67,7 +69,7 @@ typedef struct dtrain__handshake {
 
 static const unsigned char dtrain__handshake_magic[8] = {'d', 't', 'r', 'a', 'i', 'n', '\r', '\n'};
 
-/* 1 on little-endian machines, 2 on big-endian ones: data travel as they lie in memory. */
+/* 1 on little-endian machines, 2 on big-endian ones: data travel in the byte order of memory. */
 static unsigned char dtrain__byte_order(void)
 {
     const uint16_t one = 1;
@@ -76,21 +78,21 @@ static unsigned char dtrain__byte_order(void)
     return first == 1 ? 1 : 2;
 }
 
-/* What this side says of sealing: its wish, and whether the connection's own addresses lead to another host. */
+/* What this side says of sealing: its wish, and whether the connection's addresses lead to another host. */
 static unsigned char dtrain__handshake_secure(const dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     int wish = keys->secure > 0 ? DTRAIN__SECURE_ON : keys->secure < 0 ? DTRAIN__SECURE_OFF : 0;
     return (unsigned char)(wish | (dtrain__net_leaves_host(handshake->fd) ? DTRAIN__SECURE_LEAVES : 0));
 }
 
-/* One side wants sealing and the other does not; the owner refuses it. */
+/* Whether one side demands sealing and the other forbids it; the owner then refuses the connection. */
 static int dtrain__handshake_disagrees(const dtrain__handshake *handshake)
 {
     int both = handshake->hello[DTRAIN__HELLO_SECURE] | handshake->challenge[DTRAIN__CHALLENGE_SECURE];
     return (both & DTRAIN__SECURE_ON) != 0 && (both & DTRAIN__SECURE_OFF) != 0;
 }
 
-/* Whether the connection is sealed: one side asks for it, or sees it leave the host and does not forbid it. Both sides
+/* Whether the connection is sealed: one side demands it, or sees it leave the host and does not forbid it. Both sides
  * find the same. */
 static int dtrain__handshake_sealed(const dtrain__handshake *handshake, const dtrain__keys *keys)
 {
@@ -100,7 +102,7 @@ static int dtrain__handshake_sealed(const dtrain__handshake *handshake, const dt
            (((a | b) & DTRAIN__SECURE_ON) != 0 || (a & no) == by_itself || (b & no) == by_itself);
 }
 
-/* The keys of both directions. */
+/* Derives the keys of both directions. */
 static void dtrain__handshake_derive(const dtrain__handshake *handshake, const dtrain__keys *keys,
                                      unsigned char out[DTRAIN__KEY_BYTES], unsigned char in[DTRAIN__KEY_BYTES])
 {
@@ -115,7 +117,7 @@ static void dtrain__handshake_derive(const dtrain__handshake *handshake, const d
                  handshake->initiator ? in : out, DTRAIN__KEY_BYTES);
 }
 
-/* HMAC of who speaks and all that was said; extra is the speaker's message up to its MAC. */
+/* The HMAC of the speaker's name and everything said so far. extra: the speaker's message up to its MAC. */
 static void dtrain__handshake_mac(const dtrain__keys *keys, const dtrain__handshake *handshake, const char *who,
                                   size_t proof_bytes, const unsigned char *extra, size_t extra_bytes,
                                   unsigned char mac[32])
@@ -147,7 +149,7 @@ static DTRAIN__NOINLINE void dtrain__handshake_close(dtrain__handshake *handshak
     handshake->state = DTRAIN__HANDSHAKE_CLOSED;
 }
 
-/* How many bytes the message has that the handshake awaits; 0: none. */
+/* The size of the message that the handshake awaits; 0: it awaits none. */
 static size_t dtrain__handshake_wants(const dtrain__handshake *handshake)
 {
     switch (handshake->state) {
@@ -159,7 +161,7 @@ static size_t dtrain__handshake_wants(const dtrain__handshake *handshake)
     }
 }
 
-/* Opens the initiator's side; purpose, channel, lane, peer and received are set. Returns 0 or an errno. */
+/* Opens the initiator's side. The caller has set purpose, channel, lane, peer and received. Returns 0 or an errno. */
 static int dtrain__handshake_begin(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char *hello = handshake->hello;
@@ -201,7 +203,7 @@ static dtrain_status dtrain__handshake_same_build(dtrain__handshake *handshake, 
     return DTRAIN_OK;
 }
 
-/* Acceptor: the hello is whole. Anyone who speaks another version hears ours, and no more. */
+/* Acceptor: the hello is whole. A peer of another version hears this side's version, and no more. */
 static void dtrain__handshake_take_hello(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char *challenge = handshake->challenge;
@@ -222,7 +224,7 @@ static void dtrain__handshake_take_hello(dtrain__handshake *handshake, const dtr
     dtrain__handshake_say(handshake, challenge, sizeof handshake->challenge);
     if (dtrain__handshake_same_build(handshake, handshake->hello) != DTRAIN_OK) {
         handshake->state =
-            DTRAIN__HANDSHAKE_OPEN; /* until the challenge is out; error says that it must be closed then */
+            DTRAIN__HANDSHAKE_OPEN; /* until the challenge is sent; error tells the owner to close it then */
         return;
     }
     uint64_t peer = dtrain__get_le(handshake->hello + 12, 4), world = dtrain__get_le(handshake->hello + 20, 4);
@@ -236,7 +238,7 @@ static void dtrain__handshake_take_hello(dtrain__handshake *handshake, const dtr
     handshake->state = DTRAIN__HANDSHAKE_PROOF;
 }
 
-/* Initiator: the challenge is whole; answers with the proof. */
+/* Initiator: the challenge is whole. Answers with the proof. */
 static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char *proof = handshake->proof;
@@ -260,7 +262,7 @@ static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const
     handshake->state = DTRAIN__HANDSHAKE_VERDICT;
 }
 
-/* Acceptor: the proof is whole. A wrong one is answered by a no without a word. */
+/* Acceptor: the proof is whole. A wrong one gets a refusal without a text. */
 static void dtrain__handshake_take_proof(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char mac[32], no[DTRAIN__VERDICT_BYTES];
@@ -282,7 +284,7 @@ static void dtrain__handshake_take_proof(dtrain__handshake *handshake, const dtr
     handshake->state = DTRAIN__HANDSHAKE_PROVED;
 }
 
-/* Acceptor: lets the proved peer in (DTRAIN_OK), with this side's position, or sends it away with a text. */
+/* Acceptor: admits the proved peer (DTRAIN_OK) with this side's position, or refuses it with a text. */
 static void dtrain__handshake_answer(dtrain__handshake *handshake, const dtrain__keys *keys, dtrain_status status,
                                      const char *text)
 {
@@ -300,7 +302,7 @@ static void dtrain__handshake_answer(dtrain__handshake *handshake, const dtrain_
     handshake->state = DTRAIN__HANDSHAKE_OPEN;
 }
 
-/* Initiator: the verdict is whole; believed only when it is proved itself. */
+/* Initiator: the verdict is whole. It counts only if the acceptor has proved itself in it. */
 static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     unsigned char mac[32];
@@ -329,7 +331,7 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
     }
 }
 
-/* Handles the message that fills handshake->in, handshake_wants() bytes long. */
+/* Handles the whole message in handshake->in, handshake_wants() bytes long. */
 static void dtrain__handshake_take(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     dtrain__handshake_state state = handshake->state;
@@ -344,7 +346,7 @@ static void dtrain__handshake_take(dtrain__handshake *handshake, const dtrain__k
         dtrain__handshake_take_verdict(handshake, keys);
 }
 
-/* What its descriptor is to be polled for. */
+/* The events to poll its descriptor for. */
 static int dtrain__handshake_events(const dtrain__handshake *handshake)
 {
     int writes = handshake->state == DTRAIN__HANDSHAKE_CONNECTING || handshake->out_done < handshake->out_bytes;
@@ -359,7 +361,7 @@ static void dtrain__handshake_lost(dtrain__handshake *handshake, int error)
     dtrain__handshake_close(handshake);
 }
 
-/* Moves what goes without waiting. PROVED, OPEN with nothing left to send, and CLOSED are the owner's business. */
+/* Advances it without waiting. The owner handles PROVED, CLOSED, and OPEN with nothing left to send. */
 static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
     ssize_t n;

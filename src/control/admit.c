@@ -1,7 +1,7 @@
 /* ---- >>admit ----
- * Connections that come in and go out, until they are handed to whom they are for: a member's control plane, or a lane
- * of a channel. Whether a peer may be spoken to at all is asked here alone, of each address and of each connection. Of
- * two connections that are made at once, the lower rank's stays. */
+ * Connections that come in and go out, until they are handed to their owner: a member's control plane, or a lane of a
+ * channel. Only this module decides whether to speak to a peer at all, by its address and by its connection. If two
+ * ranks connect to each other at the same time, the lower rank's connection stays. */
 #ifndef DTRAIN__ADMIT
 #define DTRAIN__ADMIT
 #include "control.c"
@@ -25,13 +25,13 @@ static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtra
     return handshake;
 }
 
-/* Without a token ranks speak over unix sockets alone, as only these tell whose process the other one is. */
+/* Without a token ranks use unix sockets alone: only these tell whose process the other one is. */
 static int dtrain__hub_allows(const dtrain__hub *hub, const dtrain__address *address)
 {
     return hub->keys.token_bytes > 0 || hub->insecure || dtrain__net_is_unix(address);
 }
 
-/* Whether the process at the other end of a connection to or by `address` may be spoken to. */
+/* Whether to trust the process at the other end of a connection to or from `address`. */
 static int dtrain__hub_trusts(const dtrain__hub *hub, int fd, const dtrain__address *address)
 {
     return hub->keys.token_bytes > 0 || hub->insecure || (dtrain__net_is_unix(address) && dtrain__net_same_user(fd));
@@ -43,9 +43,9 @@ static int dtrain__hub_listen(dtrain__hub *hub)
     return dtrain__hub_allows(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener) : EACCES;
 }
 
-/* Whether a connection that is being made has taken too long: by this rank's polling where another process came, by the
- * clock where this rank went to it. A member that the system has reached, or that has proved itself here, may not poll
- * or not have the group for as long as the group's limits allow. */
+/* Whether a connection that is being made has taken too long. Incoming ones are judged by this rank's polling, outgoing
+ * ones by the clock. A member that the system has reached, or that has proved itself here, gets more time. It may not
+ * poll, or may not have the group yet, for as long as the group's limits allow. */
 static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrain__handshake *handshake, int64_t now)
 {
     int waits = handshake->initiator ? handshake->state != DTRAIN__HANDSHAKE_CONNECTING
@@ -53,8 +53,8 @@ static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrai
     return (handshake->initiator ? now : hub->polled_ns) - (waits ? hub->patience_ns : 0) >= handshake->expires_ns;
 }
 
-/* Advances a connection that is being made: 1 when it is open, 0 while it is under way, -1 when it has failed, as its
- * error says. */
+/* Advances a connection that is being made. Returns 1 when it is open, 0 while it is under way, -1 when it has failed:
+ * its error says why. */
 static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
     dtrain__handshake_step(handshake, &hub->keys);
@@ -68,7 +68,7 @@ static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, i
     return -1;
 }
 
-/* Starts a connection to `peer`; NULL when the system or the peer refuses at once (errno). */
+/* Starts a connection to `peer`; NULL with errno if the system or the peer refuses at once. */
 static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, const dtrain__address *address)
 {
     dtrain__handshake *handshake = dtrain__hub_new_handshake(hub, address);
@@ -95,7 +95,7 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     return handshake;
 }
 
-/* Where `peer` listens for data. */
+/* Finds the address at which `peer` listens for data. */
 static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
 {
     const dtrain__member *member = &hub->members[peer];
@@ -154,7 +154,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     memcpy(member->job, handshake->job, sizeof member->job);
 }
 
-/* Lets a proved peer in, or sends it away with a text. */
+/* Admits a proved peer, or refuses it with a text. */
 __attribute__((format(printf, 4, 5))) static void
 dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
 {
@@ -166,21 +166,21 @@ dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_
     dtrain__handshake_answer(handshake, &hub->keys, status, text);
 }
 
-/* A proved peer wants its control connection: to join, or to go on. */
+/* A proved peer wants its control connection, to join or to resume. */
 static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__member *member = &hub->members[handshake->peer];
     int ours = hub->formed && memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
     int again = ours && member->expected;
     if (ours && hub->reconnect_ns > 0 && member->gone == DTRAIN__PRESENT && member->control.fd >= 0) {
-        dtrain__stream_cut(&member->control); /* the peer saw the reset first */
+        dtrain__stream_cut(&member->control); /* the peer noticed the reset first */
         member->down_ns = dtrain__os_now_ns();
         member->expected = again = 1;
     }
     if (again) {
         handshake->received = member->control.received;
         dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
-    } else if (hub->formed) { /* perhaps the last one, about to end: the peer may try again */
+    } else if (hub->formed) { /* perhaps the previous group, about to end: the peer may try again */
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED,
                            "its group is complete and runs; give each job a root of its own");
     } else if (member->control.fd >= 0) {
@@ -195,7 +195,7 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
     }
 }
 
-/* A proved peer wants a control connection, as one of the two leads now that rank 0 is gone. */
+/* A proved peer wants a control connection because one of the two leads, now that rank 0 is gone. */
 static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__member *member = &hub->members[handshake->peer];
@@ -227,16 +227,17 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     lane = &channel->peers[rank].lanes[handshake->lane];
     if ((lane->handshake != NULL && hub->rank < handshake->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
         handshake->peer_links <
-            lane->links) { /* it was on its way when another one was made; its count may be behind */
+            lane->links) { /* another connection was made meanwhile; the peer may count one too few */
         handshake->received = lane->links;
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
     dtrain__handshake *before = dtrain__channel_admitted(channel, handshake->peer, handshake->lane);
-    if (before != NULL) /* the peer has given up on it */
+    if (before != NULL) /* the peer has given that one up */
         dtrain__handshake_close(before);
     dtrain__hub_free_handshake(hub, &lane->handshake);
-    if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
+    if (lane->stream.fd >= 0) /* the peer noticed the reset first; the position that it is told must not change from
+                               * here on */
         lane->down_ns = dtrain__os_now_ns();
     lane->wanted |= lane->links > 0;
     channel->attend = 1;
@@ -245,21 +246,21 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
-/* Whether the peer wants to join and its launcher and this rank's say that they are of two jobs. */
+/* Whether the peer wants to join, and its launcher and this rank's name different jobs. */
 static int dtrain__hub_other_job(const dtrain__hub *hub, const dtrain__handshake *handshake)
 {
     return hub->rank == 0 && handshake->purpose == DTRAIN__PURPOSE_CONTROL && handshake->job[0] != 0 &&
            hub->keys.job[0] != 0 && strcmp(handshake->job, hub->keys.job) != 0;
 }
 
-/* As much of a job's id as a verdict has room for: its end, which tells jobs of one host and launcher apart. */
+/* The part of a job's id that fits into a verdict: its end, which differs between jobs of one host and launcher. */
 static const char *dtrain__hub_job_text(const char *job)
 {
     size_t length = strlen(job);
     return length > 36 ? job + length - 36 : job;
 }
 
-/* The peer has proved that it holds the token; what it said in its hello is looked at now. */
+/* The peer has proved that it holds the token. Only now its hello is looked at. */
 static void dtrain__hub_admit(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     int peer = handshake->peer;
@@ -297,7 +298,7 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__handshake *handshake)
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH, "only rank 0 takes control connections");
 }
 
-/* The inbound connection is open: takes it, unless its channel has left meanwhile. */
+/* An incoming connection is open: takes it, unless its channel has left meanwhile. */
 static void dtrain__hub_adopt(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);
@@ -308,7 +309,7 @@ static void dtrain__hub_adopt(dtrain__hub *hub, dtrain__handshake *handshake)
         dtrain__hub_adopt_data(channel, rank, handshake);
 }
 
-/* Says whom this rank did not let in; a flood of strangers writes one line a second. */
+/* Logs whom this rank refused, at most one line a second. */
 static void dtrain__hub_turned_away(dtrain__hub *hub, dtrain_status status, const char *text, int64_t now)
 {
     if (hub->formed && status != DTRAIN_ERR_DENIED)
@@ -320,15 +321,15 @@ static void dtrain__hub_turned_away(dtrain__hub *hub, dtrain_status status, cons
     }
 }
 
-/* Advances one inbound connection; returns 0 when it is done with. */
+/* Advances one incoming connection. Returns 0 when it is finished. */
 static int dtrain__hub_step_handshake(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
     unsigned char last;
     dtrain__handshake_step(handshake, &hub->keys);
     if (handshake->state == DTRAIN__HANDSHAKE_PROVED && handshake->purpose == DTRAIN__PURPOSE_DATA &&
         (!hub->formed || dtrain__hub_channel(hub, handshake->channel) == NULL))
-        /* a peer that has the table, or the group, already may come before this rank has it: its handshake waits until
-         * the peer gives up; it says nothing before that */
+        /* a peer may have the table or the group before this rank does. Its handshake then waits until the peer gives
+         * up; it sends nothing before that */
         return !dtrain__hub_late(hub, handshake, now) && dtrain__net_recv(handshake->fd, &last, 1) == 0;
     if (handshake->state == DTRAIN__HANDSHAKE_PROVED)
         dtrain__hub_admit(hub, handshake);
@@ -355,7 +356,8 @@ static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
     }
 }
 
-/* Takes waiting connections. A stranger holds one handshake for a few seconds; when all are held, the oldest goes. */
+/* Takes waiting connections. A stranger holds one handshake for a few seconds. If all handshakes are taken, the oldest
+ * is closed. */
 static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
 {
     for (int i = 0; hub->listener >= 0 && now >= hub->accept_ns && i < DTRAIN__HANDSHAKES; i++) {
@@ -365,7 +367,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         if (error == EAGAIN)
             return;
         if (error != 0) {
-            hub->accept_ns = now + 100000000; /* out of descriptors, most often: look again in a while */
+            hub->accept_ns = now + 100000000; /* most often out of descriptors: look again in a while */
             dtrain__hub_note(hub,
                              "rank %d cannot accept a connection (%s); raise the number of descriptors that this "
                              "process may open (ulimit -n)",

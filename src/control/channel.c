@@ -1,12 +1,12 @@
 /* ---- >>channel ----
- * Channels and hubs come and go. A channel is made by every member for itself, under a name that they have agreed
- * on; connections that a peer makes for it before that wait as handshakes. The hub goes with its last channel, and
- * that tells the others that this process has left for good. */
+ * Making and destroying channels and hubs. Every member makes its channel for itself, under a name that the members
+ * have agreed on. Connections that a peer makes for it earlier wait as handshakes. The last channel takes the hub with
+ * it, which tells the others that this process has left for good. */
 #ifndef DTRAIN__CHANNEL
 #define DTRAIN__CHANNEL
 #include "rendezvous.c"
 
-/* Closes so that what was sent still arrives: an unread byte would make the system drop it. */
+/* Closes a connection so that sent data still arrive: the system would drop them if an unread byte were left. */
 static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
 {
     unsigned char waste[4096];
@@ -37,14 +37,14 @@ static void dtrain__channel_free(dtrain__channel *channel)
     dtrain__free(hub->allocator, channel);
 }
 
-/* Adds a channel of `size` members, of which worlds[i] is the rank in the world (NULL: i itself); the caller holds the
- * mutex. What is known of its members already counts. */
+/* Adds a channel of `size` members and applies what is known of them. worlds[i] is member i's rank in the world; NULL:
+ * i itself. The caller holds the mutex. */
 static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *hub, uint64_t id, const int *worlds,
                                             int size, int rank)
 {
     dtrain__channel *channel = (dtrain__channel *)dtrain__alloc(hub->allocator, sizeof *channel);
     int error = ENOMEM;
-    if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* what comes over the wire names it so */
+    if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* messages name it so */
         dtrain__free(hub->allocator, channel);
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
@@ -70,7 +70,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     for (int i = 0; i < size; i++)
         if (hub->members[channel->seat.worlds[i]].gone != DTRAIN__PRESENT)
             dtrain__hub_marks(&channel->seat, channel->seat.worlds[i]);
-    dtrain__hub_kick(hub); /* connections may wait for it */
+    dtrain__hub_kick(hub); /* connections may be waiting for it */
     *out = channel;
     return DTRAIN_OK;
 }
@@ -92,7 +92,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
     dtrain_allocator *allocator = hub->allocator;
     if (hub->listener >= 0) {
-        if (dtrain__net_is_unix(&hub->listening) && !forked) /* while nobody can have another there */
+        if (dtrain__net_is_unix(&hub->listening) && !forked) /* no other process can listen there yet */
             unlink(hub->listening.at.local.sun_path);
         close(hub->listener);
     }
@@ -114,7 +114,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     dtrain__free(allocator, hub);
 }
 
-/* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its
+/* Takes the channel from its hub and frees it; the last one also frees the hub. A forked child touches no lock: its
  * parent's threads may have held them. */
 static void dtrain__channel_destroy(void *self)
 {
@@ -141,8 +141,8 @@ static void dtrain__channel_destroy(void *self)
     dtrain__hub_free(hub, forked);
 }
 
-/* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
- * `news` was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
+/* Waits for one of fds, for news, or for until_ns. If nobody else runs the hub, this call does. `seen` is the value of
+ * `news` before the caller last looked. Without a service thread, whoever runs the hub may stop at any time. */
 static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
     dtrain__hub *hub = channel->hub;

@@ -1,22 +1,22 @@
 /* ---- >>consent ----
- * What the members of a group agree on although some of them are lost: the AND of their flags, who is still there, and
- * a name for the group of those. Each member votes; the leader decides when every member has voted, has left or is
- * lost, and tells those that voted. A consent is known by its group, its number and its members: the leader may not be
- * a member, and a vote that lists others belongs to another consent.
+ * What the members of a group agree on although some are lost: the AND of their flags, who is left, and a name for the
+ * group of those. Each member votes. The leader decides when every member has voted, has left or is lost, and tells
+ * those that voted. A consent is known by its group, its number and its members. The leader need not be a member. A
+ * vote that lists other members belongs to another consent.
  *
  * Every rank keeps its own votes and the decisions that it has heard. When the leader is lost, the lowest rank left
- * leads: all send it what they keep, so that a decision that any survivor knows stands; it decides anew only when
- * every survivor has been heard, that is, when none of them knows of one. Nobody hears what a rank said that it counts
- * as gone.
+ * leads. All send it what they keep, so a decision that any survivor knows stands. It decides anew only after it has
+ * heard every survivor, and none knows of a decision. Nobody listens to a rank that it counts as gone.
  *
- * A closed or refused connection proves a death. Silence proves nothing: where some members are only silent, those that
- * voted go on if they are more, or as many and hold the lowest rank; so two parts of a torn network never both do. */
+ * A closed or refused connection proves a death. Silence proves nothing. If some members are only silent, those that
+ * voted continue if they are more than the silent ones. If both are as many, the half with the lowest rank continues.
+ * So two parts of a torn network never both continue. */
 #ifndef DTRAIN__CONSENT
 #define DTRAIN__CONSENT
 #include "council.c"
 
-#define DTRAIN__CONSENTS 128           /* that a rank keeps, the latest; in a larger world one for each rank */
-#define DTRAIN__CONSENT_FRAME_BYTES 13 /* of a member in a message: flags, rank in the world, vote */
+#define DTRAIN__CONSENTS 128           /* most consents that a rank keeps; in a larger world one for each rank */
+#define DTRAIN__CONSENT_FRAME_BYTES 13 /* a member's bytes in a message: flags, rank in the world, vote */
 
 enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
 
@@ -24,18 +24,18 @@ typedef struct dtrain__vote {
     uint64_t flags;
     int world;
     int vote, kind; /* kind: of the call that votes */
-    int asks;       /* it has sent its vote here, and is owed the decision */
+    int asks;       /* it has sent its vote here and is owed the decision */
 } dtrain__vote;
 
 struct dtrain__consent {
     dtrain__consent *next;
-    uint64_t group, number;    /* the number'th of the group */
-    int kind;                  /* of this rank's last vote */
-    int count, decided, heard; /* heard: by the call of this rank that voted */
-    int sole;                  /* see consent_sole(); of the last look */
+    uint64_t group, number;    /* its number among the group's */
+    int kind;                  /* kind of this rank's last vote */
+    int count, decided, heard; /* heard: the voting call of this rank knows the decision */
+    int sole;                  /* consent_sole() at the last look */
     dtrain_status status;      /* of the decision */
     uint64_t flags, id;
-    dtrain__vote votes[1]; /* count of them, in the group's order; then room for them in a message */
+    dtrain__vote votes[1]; /* count of them, in the group's order, then room for them in a message */
 };
 
 static size_t dtrain__consent_bytes(int count)
@@ -68,7 +68,7 @@ static dtrain__consent *dtrain__consent_find(const dtrain__council *council, uin
     return consent;
 }
 
-/* The only rank that has voted; -1: none has, or several have. */
+/* The only rank that has voted; -1: no rank has, or several have. */
 static int dtrain__consent_sole(const dtrain__consent *consent)
 {
     int sole = -1;
@@ -81,7 +81,7 @@ static int dtrain__consent_sole(const dtrain__consent *consent)
     return sole;
 }
 
-/* Whether a call of this rank has voted, and is still to hear of the decision. */
+/* Whether a call of this rank has voted and does not know the decision yet. */
 static int dtrain__consent_owed(const dtrain__council *council, const dtrain__consent *consent)
 {
     int voted = 0;
@@ -90,10 +90,10 @@ static int dtrain__consent_owed(const dtrain__council *council, const dtrain__co
     return voted && !consent->heard && dtrain__council_seat(council, consent->group) != NULL;
 }
 
-/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes, the
- * decided first. So a rank that votes in groups which do not exist drives out its own votes first, and a vote under way
- * stays. What a call of this rank waits for always stays. Where all ranks are here the council keeps what it has until
- * the last end of the group leaves. */
+/* Makes room by dropping the oldest of the largest set, decided ones first. A set is the consents in which one certain
+ * rank alone has voted, or all others. So a rank that votes in groups that do not exist drops its own votes first, and
+ * a vote under way stays. What a call of this rank waits for always stays. A council that holds all ranks drops nothing
+ * until the last end of a group leaves. */
 static void dtrain__consent_evict(dtrain__council *council)
 {
     dtrain__consent **worst = NULL;
@@ -116,7 +116,7 @@ static void dtrain__consent_evict(dtrain__council *council)
         dtrain__consent_drop(council, worst);
 }
 
-/* The last end of a group that is all here has left. */
+/* The last end of a group has left, in a council that holds all ranks. */
 static void dtrain__consent_forget(dtrain__council *council, uint64_t group)
 {
     for (dtrain__consent **at = &council->consents; *at != NULL;)
@@ -126,8 +126,8 @@ static void dtrain__consent_forget(dtrain__council *council, uint64_t group)
             at = &(*at)->next;
 }
 
-/* Keeps for the next ones what nobody asks for again: whoever votes in the number'th of a group knows that the one
- * before is decided, so all of its members that are left have voted in that, and know of those before it. */
+/* Puts aside, for reuse, the consents that nobody asks for again. A rank that votes in a group's consent N knows that N
+ * - 1 is decided. So all its remaining members have voted in N - 1, and know the decisions before it. */
 static void dtrain__consent_retire(dtrain__council *council, uint64_t group, uint64_t number)
 {
     for (dtrain__consent **at = &council->consents; *at != NULL;) {
@@ -143,7 +143,7 @@ static void dtrain__consent_retire(dtrain__council *council, uint64_t group, uin
     }
 }
 
-/* One that was kept, for as many members, or NULL. */
+/* Returns one that was put aside for as many members, or NULL. */
 static dtrain__consent *dtrain__consent_spare(dtrain__council *council, int count)
 {
     for (dtrain__consent **at = &council->spare_consents; *at != NULL; at = &(*at)->next) {
@@ -157,7 +157,7 @@ static dtrain__consent *dtrain__consent_spare(dtrain__council *council, int coun
     return NULL;
 }
 
-/* The listed members' consent, if need be a new one without votes. NULL when there is no memory. */
+/* Finds the listed members' consent, or makes one without votes. NULL: no memory. */
 static dtrain__consent *dtrain__consent_open(dtrain__council *council, uint64_t group, uint64_t number, int kind)
 {
     int count = council->listed;
@@ -212,7 +212,7 @@ static void dtrain__consent_answer(dtrain__council *council, dtrain__consent *co
     }
 }
 
-/* Who does not go on, as far as the leader knows. Returns the first that is awaited, or -1. */
+/* Marks the members that are gone, as the leader knows. Returns the first member still awaited, or -1. */
 static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consent *consent)
 {
     for (int i = 0; i < consent->count; i++) {
@@ -225,10 +225,10 @@ static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consen
     return -1;
 }
 
-/* Whether those that voted may go on without those that are only silent. */
+/* Whether those that voted may continue without those that are only silent. */
 static int dtrain__consent_majority(const dtrain__council *council, const dtrain__consent *consent)
 {
-    int here = 0, silent = 0, lowest = 0; /* lowest: the first of both is here */
+    int here = 0, silent = 0, lowest = 0; /* lowest: the lowest rank of both is here */
     for (int i = 0; i < consent->count; i++) {
         int yes = consent->votes[i].vote == DTRAIN__VOTE_YES;
         lowest |= here + silent == 0 && yes;
@@ -238,14 +238,14 @@ static int dtrain__consent_majority(const dtrain__council *council, const dtrain
     return here > silent || (here == silent && lowest);
 }
 
-/* Decides what can be decided, and tells those that voted. */
+/* Decides whatever can be decided, and tells those that voted. */
 static void dtrain__consent_step(dtrain__council *council)
 {
     int leads = dtrain__council_leader(council) == council->rank;
     for (dtrain__consent *consent = leads ? council->consents : NULL; consent != NULL; consent = consent->next) {
         if (consent->decided || dtrain__consent_awaits(council, consent) >= 0)
             continue;
-        int kind = 0, mixed = 0; /* members called different things */
+        int kind = 0, mixed = 0; /* members made different calls */
         consent->decided = 1;
         consent->flags = UINT64_MAX;
         for (int i = 0; i < consent->count; i++) {
@@ -265,7 +265,7 @@ static void dtrain__consent_step(dtrain__council *council)
     }
 }
 
-/* Notes a member's vote, which came from it or is this rank's own. */
+/* Notes the vote of a member, or this rank's own. */
 static void dtrain__consent_note(dtrain__consent *consent, int world, int kind, uint64_t flags)
 {
     for (int i = 0; i < consent->count; i++) {
@@ -287,7 +287,7 @@ static void dtrain__consent_list(dtrain__seat *seat)
         dtrain__council_list_add(seat->council, (uint64_t)seat->worlds[i]);
 }
 
-/* This rank votes in its group; voting again changes its vote, unless it is decided. Returns 0 when there is no
+/* Votes in this rank's group. Voting again changes the vote until the consent is decided. Returns 0 if there is no
  * memory. */
 static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agreement)
 {
@@ -311,7 +311,7 @@ static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agr
     return 1;
 }
 
-/* Whether this rank has heard of the decision; then takes it over. */
+/* Whether this rank knows the decision; copies it then. */
 static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreement)
 {
     dtrain__council *council = seat->council;
@@ -334,7 +334,7 @@ static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreem
     return decided || council->given_up;
 }
 
-/* A member's end of the group is gone, or its process: it votes no more. `world` is its rank in the world. */
+/* A member's end of the group is gone, or its process: it no longer votes. `world`: its rank in the world. */
 static void dtrain__consent_left(dtrain__council *council, uint64_t group, int world)
 {
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
@@ -343,7 +343,7 @@ static void dtrain__consent_left(dtrain__council *council, uint64_t group, int w
                 consent->votes[i].vote = DTRAIN__VOTE_OUT, consent->votes[i].asks = 0;
 }
 
-/* There is another leader: it gets all that this rank keeps. */
+/* There is a new leader: sends it everything that this rank keeps. */
 static void dtrain__consent_resend(dtrain__council *council)
 {
     int leader = dtrain__council_leader(council);
@@ -364,7 +364,7 @@ static void dtrain__council_free(dtrain__council *council)
         dtrain__consent_drop(council, &council->spare_consents);
 }
 
-/* A consent as a message has it. */
+/* A consent in a message. */
 typedef struct dtrain__consent_frame {
     uint64_t group, number, kind, decided, status, flags, id, count;
     const unsigned char *entries; /* count of them */
@@ -382,8 +382,9 @@ static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__read
            frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
 }
 
-/* Lists a message's members. Returns whether `from` may send it: they are the group's, where this rank knows that, else
- * ranks of the world with `from` among them. Rank 0 leads as long as it is there, so nobody tells it a decision. */
+/* Lists a message's members. Returns whether `from` may send it. They must be the group's, if this rank knows the
+ * group; else ranks of the world, with `from` among them. Nobody sends rank 0 a decision: it leads as long as it is
+ * there. */
 static int dtrain__consent_frame_fits(dtrain__council *council, int from, const dtrain__consent_frame *frame)
 {
     int among = from == dtrain__council_leader(council);
@@ -403,7 +404,7 @@ static int dtrain__consent_frame_fits(dtrain__council *council, int from, const 
     return among;
 }
 
-/* Counts a message's entries: all of a decision; else the vote of `from`, and whom it knows to have left. */
+/* Counts a message's entries: all entries of a decision; else the vote of `from`, and whom it knows to have left. */
 static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__consent_frame *frame,
                                         dtrain__consent *consent, int from)
 {
@@ -421,7 +422,7 @@ static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__
     }
 }
 
-/* A vote, or a decision. Returns 0 when it is malformed or out of place. */
+/* Takes a vote or a decision. Returns 0 if it is malformed or out of place. */
 static int dtrain__consent_take(dtrain__council *council, int from, dtrain__reader *reader)
 {
     dtrain__consent_frame frame;
@@ -445,7 +446,7 @@ static int dtrain__consent_take(dtrain__council *council, int from, dtrain__read
     return 1;
 }
 
-/* A member's end of a group has left: it votes no more, and waits for no key. */
+/* A member's end of a group has left: it no longer votes or waits for a key. */
 static void dtrain__council_left(dtrain__council *council, uint64_t group, int world)
 {
     dtrain__council_forget(council, world, group);
@@ -453,8 +454,8 @@ static void dtrain__council_left(dtrain__council *council, uint64_t group, int w
     dtrain__consent_step(council);
 }
 
-/* This rank's end of a group is about to leave, and will tell its members: they first hear what it knows to be decided,
- * as they do not ask it then. Tells the leader, where that is no member. */
+/* This rank's end of a group is about to leave. Tells its members first what this rank knows to be decided: they no
+ * longer ask a rank that has left. Then tells a leader that is no member. */
 static void dtrain__council_leave(dtrain__seat *seat)
 {
     dtrain__council *council = seat->council;
@@ -470,17 +471,17 @@ static void dtrain__council_leave(dtrain__seat *seat)
         council->send(council->self, leader, DTRAIN__FRAME_BYE, head, sizeof head, NULL, 0);
 }
 
-/* A rank counts as gone from now on. */
+/* Counts a rank as gone. */
 static void dtrain__council_lost(dtrain__council *council, int rank)
 {
     dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
-    if (dtrain__council_leader(council) > rank) /* it has led */
+    if (dtrain__council_leader(council) > rank) /* it was the leader */
         dtrain__consent_resend(council);
     dtrain__consent_step(council);
 }
 
-/* Waits for a call's end, of an agreement or (NULL) of the store: looks at least once after it has waited. Returns
- * whether it has ended. */
+/* Waits for the end of an agreement, or of a store call (NULL). Looks once more after the deadline. Returns whether it
+ * has ended. */
 static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, dtrain_status *status,
                               int64_t deadline_ns)
 {
@@ -499,7 +500,7 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     }
 }
 
-/* Votes until a decision or deadline_ns; returns whether there is one. */
+/* Votes and waits for the decision until deadline_ns; returns whether there is one. */
 static int dtrain__seat_agree(dtrain__seat *seat, dtrain__agreement *agreement, int64_t deadline_ns)
 {
     dtrain__seat_lock(seat, 1);
@@ -518,7 +519,7 @@ static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *
     return status;
 }
 
-/* One message from a rank that is not gone. Returns 0 when it is malformed or out of place. */
+/* Takes one message from a rank that is not gone. Returns 0 if it is malformed or out of place. */
 static int dtrain__council_take(dtrain__council *council, int from, int type, dtrain__reader *reader)
 {
     uint64_t group;

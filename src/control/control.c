@@ -1,6 +1,6 @@
 /* ---- >>control ----
- * What comes over the control connections: who joins, where everyone is, who is lost and why, what ranks do, and
- * requests to the store. Frames come from ranks that have proved themselves, and are checked all the same. */
+ * What comes over the control connections: who joins, where every rank is, who is lost and why, what ranks do, and
+ * requests to the store. Frames come from ranks that have proved themselves. They are checked all the same. */
 #ifndef DTRAIN__CONTROL
 #define DTRAIN__CONTROL
 #include "hub.c"
@@ -42,7 +42,7 @@ static int dtrain__hub_fate(void *self, int rank)
     return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
 }
 
-/* What a rank tells of itself when it joins; rank 0 refuses who does not fit. */
+/* Takes what a rank tells of itself when it joins. Rank 0 refuses a rank that does not fit. */
 static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
 {
     dtrain__member *member = &hub->members[rank];
@@ -58,7 +58,7 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
                  "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
                  "program and model on every rank",
                  rank, member->name, fingerprint, hub->fingerprint);
-        member->joined = 1; /* until it has been told */
+        member->joined = 1; /* so that it gets the reason */
         dtrain__frame_reason(hub, rank, &refusal, NULL);
         member->joined = 0;
         snprintf(hub->refused, sizeof hub->refused, "%s", text);
@@ -69,7 +69,7 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
     return 1;
 }
 
-/* Gives the channel its lanes, as many as the world has connections. Returns 0 when there is no memory. */
+/* Gives the channel its lanes, one for each of the world's connections. Returns 0 if there is no memory. */
 static int dtrain__channel_lay(dtrain__channel *channel)
 {
     size_t each = (size_t)channel->hub->connections, count = (size_t)channel->seat.size * each;
@@ -83,7 +83,7 @@ static int dtrain__channel_lay(dtrain__channel *channel)
     return 1;
 }
 
-/* All have joined, and this rank knows where they are. */
+/* All ranks have joined, and this rank knows where they are. */
 static void dtrain__hub_formed(dtrain__hub *hub)
 {
     dtrain__channel *world = dtrain__hub_channel(hub, 0);
@@ -121,8 +121,8 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
     return 1;
 }
 
-/* The leader: whether `from` may say this of the channel. It is a member, of its own end alone says that it left, and
- * lists all members. */
+/* The leader: whether `from` may say this of the channel. It must be a member and list all members. Only a rank itself
+ * says that its end has left. */
 static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
 {
     const dtrain__seat *seat = dtrain__council_seat(&hub->council, reason->channel);
@@ -142,7 +142,7 @@ static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason 
            (reason->type != DTRAIN__FRAME_BYE || about == (uint64_t)from);
 }
 
-/* The leader: sends on what concerns a channel to those whom the sender lists, to all where it lists none. */
+/* The leader: passes on what concerns a channel to the ranks that the sender lists, or to all if it lists none. */
 static void dtrain__hub_forward(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
 {
     uint64_t rank;
@@ -155,7 +155,7 @@ static void dtrain__hub_forward(dtrain__hub *hub, int from, const dtrain__reason
             dtrain__frame_reason(hub, (int)rank, reason, NULL);
 }
 
-/* While the world forms: rank 0 does not want this rank, or fares badly itself. */
+/* While the world forms: rank 0 refuses this rank, or has an error itself. */
 static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
 {
     dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
@@ -166,7 +166,7 @@ static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
     return 1;
 }
 
-/* A channel that has ended, or whose member has left. */
+/* A channel has ended, or a member of it has left. */
 static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain__reason *reason,
                                        const dtrain__reader *list)
 {
@@ -188,7 +188,7 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     return 1;
 }
 
-/* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
+/* The others have given this rank up, perhaps because it was stopped. It is in no group any more. */
 static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 {
     dtrain__member *self = &hub->members[hub->rank];
@@ -200,7 +200,7 @@ static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
     return 1;
 }
 
-/* A member that has left with all its groups, or that is lost. */
+/* A member has left with all its groups, or is lost. */
 static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *reason, const dtrain__reader *list)
 {
     int leads = dtrain__hub_leads(hub);
@@ -212,8 +212,7 @@ static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *r
         (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
         return 0;
     if (leads && !hub->formed) {
-        hub->members[from].joined =
-            0; /* it gave up waiting for others, and may start again; its connection ends next */
+        hub->members[from].joined = 0; /* it gave up waiting for others and may start again; its connection ends next */
         return 1;
     }
     dtrain__council_forget(&hub->council, reason->about, DTRAIN__EVERY_GROUP);
@@ -224,7 +223,7 @@ static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *r
     return 1;
 }
 
-/* Something that happened to a rank, and why. */
+/* Takes what happened to a rank, and why. */
 static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__reader *reader)
 {
     uint64_t about, status, count;
@@ -251,7 +250,7 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     }
 }
 
-/* Asks what this rank does now: in the first group that waits for a peer, else in the oldest. */
+/* Finds out what this rank does now: in the first group that waits for a peer, else in the oldest. */
 static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
 {
     dtrain__last_heard *own = &hub->members[hub->rank].last;
@@ -267,7 +266,7 @@ static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
     }
 }
 
-/* Adds to a heartbeat what is known of a rank; returns the rank that it waits for, or -1. */
+/* Adds what is known of a rank to a heartbeat. Returns the rank that it waits for, or -1. */
 static int dtrain__give_last(dtrain__hub *hub, dtrain__member *to, int about, int64_t now)
 {
     const dtrain__last_heard *last = &hub->members[about].last;
@@ -314,7 +313,7 @@ static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
     return 1;
 }
 
-/* One whole frame from `rank`; returns 0 when it is malformed or out of place. */
+/* Takes one whole frame from `rank`. Returns 0 if it is malformed or out of place. */
 static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigned char *data, size_t bytes)
 {
     dtrain__reader reader = {data, bytes};
@@ -329,9 +328,9 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     }
 }
 
-/* Whether a frame from `rank` is handled now. The leader handles none of a rank that has much to read first: what it
- * asks for would only make that more. From a rank that this one has no business with, which knows of another leader
- * than it, only the losses that explain this; the rest waits until both agree. */
+/* Whether a frame from `rank` is handled now. The leader handles no frame of a rank that has much to read: its requests
+ * would only add to that. A rank that knows of another leader may send frames that this one has no part in. Of these
+ * only losses are handled, which explain the other leader. The rest waits until both agree. */
 static int dtrain__hub_hears(const dtrain__hub *hub, int rank, int type)
 {
     if (!dtrain__hub_linked(hub, rank))
@@ -339,8 +338,8 @@ static int dtrain__hub_hears(const dtrain__hub *hub, int rank, int type)
     return !dtrain__hub_leads(hub) || hub->members[rank].out.bytes <= DTRAIN__QUEUE_BYTES;
 }
 
-/* Handles the whole frames of a member's input, or holds them; returns 0 when one of them is malformed. Who is gone
- * says nothing any more. */
+/* Handles the whole frames in a member's input, or holds them. Returns 0 if one is malformed. Frames of a rank that is
+ * gone are dropped. */
 static int dtrain__hub_frames(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
@@ -365,7 +364,7 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     return good;
 }
 
-/* This rank cannot go on for want of memory, and says so rather than fall silent. */
+/* This rank has no memory to continue. It says so rather than fall silent. */
 static void dtrain__hub_short_of_memory(dtrain__hub *hub)
 {
     dtrain__error cause;
@@ -374,7 +373,7 @@ static void dtrain__hub_short_of_memory(dtrain__hub *hub)
         dtrain__seat_end(seat, seat->rank, &cause);
 }
 
-/* Handles what is there of a member, until it is held or nothing more has come. */
+/* Handles what has come from a member, until frames are held or nothing more is there. */
 static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
@@ -400,9 +399,10 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
     }
 }
 
-/* A connection that takes no more may still hold its peer's last words, which say whether it left or died: whoever
- * reads them finds its end, too, now or when poll() tells of it. What was to go out to a peer that is held is dropped
- * then, as nobody will read it, unless its connection may come back. */
+/* Sends what waits for a member. A connection that takes no more may still hold its peer's last words, which say
+ * whether it left or died. Whoever reads them also finds the end of the connection, now or when poll() reports it.
+ * Output to a member whose frames are held is dropped then, as nobody will read it, unless the connection may come
+ * back. */
 static void dtrain__hub_flush(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
@@ -419,13 +419,13 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
         dtrain__bytes_drop(&member->out, (size_t)n);
         if (member->held && member->out.bytes <= DTRAIN__QUEUE_BYTES) {
             member->held = 0;
-            dtrain__hub_kick(hub); /* for what waits in its input */
+            dtrain__hub_kick(hub); /* its input may hold frames */
         }
     }
 }
 
-/* Sends what is to be said, without waiting. Who says it last asks more than once, as the system may refuse a call for
- * no lasting reason. */
+/* Sends everything that waits, without waiting. A rank that says its last words tries more than once: the system may
+ * refuse a call for a passing reason. */
 static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 {
     for (int rank = 0; rank < hub->size; rank++)

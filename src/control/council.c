@@ -1,8 +1,8 @@
 /* ---- >>council ----
- * What the ranks of one world do for each other whatever moves their bytes: they vote (see >>consent), and rank 0 keeps
+ * What the ranks of one world do for each other whatever moves their bytes. They vote (see >>consent), and rank 0 keeps
  * the store for all. A seat is a rank's end of one group: who the members are, what has ended the group, and the call
- * that waits for the council. Where ranks are threads, all seats are at one council; a process of its own has a council
- * of its own, and these send each other messages, which are checked though they come from ranks of the world.
+ * that waits for the council. If ranks are threads, all seats are at one council. A process has a council of its own.
+ * These councils send each other messages, which are checked though they come from ranks of the world.
  *
  * The owner of a council guards it, hands it what comes, and says who is gone. */
 #ifndef DTRAIN__COUNCIL
@@ -11,9 +11,9 @@
 
 #define DTRAIN__EVERY_GROUP UINT64_MAX
 #define DTRAIN__STORE_TOTAL_BYTES ((size_t)64 << 20)
-#define DTRAIN__ASKERS 1024 /* of one rank, a group each */
+#define DTRAIN__ASKERS 1024 /* of one rank, one for each group */
 
-/* Control messages; those of a council are ASK, ANSWER, CONSENT, and BYE where its owner has none. */
+/* Control messages. A council has ASK, ANSWER and CONSENT, and BYE if its owner has none. */
 enum {
     DTRAIN__FRAME_JOIN = 1,
     DTRAIN__FRAME_TABLE,
@@ -28,10 +28,10 @@ enum {
     DTRAIN__FRAME_CONSENT
 };
 
-/* What became of a rank. It left of its own will; or it is lost, SILENT: without a proof that it is dead. */
+/* What became of a rank. LEFT: of its own will. SILENT: lost without a proof that it is dead. */
 enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST, DTRAIN__SILENT };
 
-/* A call that waits at rank 0 for its key. */
+/* A call that waits at rank 0 for its key to be set. */
 typedef struct dtrain__asker {
     struct dtrain__asker *next;
     int rank;
@@ -55,19 +55,19 @@ typedef struct dtrain__store {
 typedef struct dtrain__consent dtrain__consent;
 typedef struct dtrain__council dtrain__council;
 
-/* A rank's end of one group: the first member of what its transport has for the group. */
+/* A rank's end of one group; the first member of what its transport has for the group. */
 typedef struct dtrain__seat {
     struct dtrain__seat *next;
     dtrain__council *council;
     uint64_t id; /* the same on all members; 0: the world */
     int rank, size;
-    int *worlds;                      /* of each member its rank in the world */
-    dtrain__membership own, *members; /* own, or the one that it shares with the seats of other ranks */
-    unsigned char *bound; /* of each rank of the world, 1: its loss ends this group too; NULL: members alone count */
-    uint64_t leader;      /* 1 + the id of the group whose end is this one's, too; 0: there is none */
-    uint64_t calls;       /* collectives that this end has ended, as it leaves */
-    int forked;           /* the end of a child's copy: touches nothing that the parent still uses */
-    dtrain__store_call *asks; /* its call that waits for an answer of the store */
+    int *worlds;                      /* each member's rank in the world */
+    dtrain__membership own, *members; /* own, or what it shares with the seats of other ranks */
+    unsigned char *bound; /* for each rank of the world, 1: its loss ends this group, too; NULL: only members count */
+    uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
+    uint64_t calls;       /* collectives that this end has ended when it leaves */
+    int forked;           /* the seat of a forked child: touches nothing that the parent still uses */
+    dtrain__store_call *asks; /* its call that waits for the store */
 } dtrain__seat;
 
 struct dtrain__council {
@@ -80,25 +80,26 @@ struct dtrain__council {
     dtrain__seat *seats;
     dtrain__store store;
     dtrain__asker *askers;
-    uint32_t asked;                             /* requests to the store */
+    uint32_t asked;                             /* counts requests to the store */
     dtrain__consent *consents, *spare_consents; /* the latest first */
-    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of a group that is looked at */
-    unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
-    /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. NULL: all ranks are here. */
+    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of the group being looked at */
+    unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
+    /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);          /* something has come that a caller may wait for */
+    void (*tell)(void *self);          /* tells that something has come that a caller may wait for */
     int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
     pthread_mutex_t *mutex;            /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
-    void (*lost)(dtrain__seat *seat, int world); /* marks what is known of a rank that is gone */
-    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that it has */
-    /* Waits until there may be news, which `seen` counts, or until_ns; turn: how often this call has waited. */
+    void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
+    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
+                                                                               * ended */
+    /* Waits until there may be news, or until_ns. `seen`: news so far; turn: how often this call has waited. */
     void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
     dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
     const dtrain__plane *plane;
 };
 
-/* Reading a message: each take says whether there was enough. */
+/* Reads a message. Each take returns whether there was enough. */
 typedef struct dtrain__reader {
     const unsigned char *at;
     size_t left;
@@ -114,7 +115,7 @@ static DTRAIN__NOINLINE int dtrain__take(dtrain__reader *reader, uint64_t *value
     return 1;
 }
 
-/* A text of one length byte or two; what does not fit into out, or holds a zero, is refused. */
+/* Takes a text after its length, one byte or two. Refuses a text that does not fit into out, or holds a zero byte. */
 static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
 {
     uint64_t bytes;
@@ -138,8 +139,10 @@ static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council
     return seat;
 }
 
-/* Fills a new seat. shared: what it shares with the seats of other ranks, or NULL; worlds NULL: members have the same
- * ranks in the world. Returns 0 when there is no memory. */
+/* Fills a new seat. Returns 0 if there is no memory.
+ *
+ *   shared   what it shares with the seats of other ranks, or NULL
+ *   worlds   each member's rank in the world; NULL: the same as in the group */
 static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, dtrain__membership *shared,
                              const int *worlds, int size, int rank)
 {
@@ -170,7 +173,7 @@ static void dtrain__seat_unlink(dtrain__seat *seat)
     *at = seat->next;
 }
 
-/* The group's rank of the world's `world`; -1: not a member. */
+/* The rank in the group of the world's rank `world`; -1: not a member. */
 static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
 {
     for (int rank = 0; rank < seat->size; rank++)
@@ -179,7 +182,7 @@ static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int worl
     return -1;
 }
 
-/* Ends the group here, and those that follow it; the first cause stays. Returns 0 when it had ended before. */
+/* Ends the group here, and the groups that follow it. The first cause stays. Returns 0 if it had ended before. */
 static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
 {
     dtrain__membership *members = seat->members;
@@ -202,8 +205,8 @@ static DTRAIN__NOINLINE void dtrain__seat_end(dtrain__seat *seat, int about, con
         seat->council->ended(seat, about, cause);
 }
 
-/* A member's end of the group is gone, which had ended so many collectives; operations that need it will fail, others
- * need not. `why` may be empty. */
+/* A member's end of the group is gone, after it had ended `calls` collectives. Operations that need it will fail,
+ * others need not. `why` may be empty. */
 static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
 {
     size_t bytes = strlen(why) + 1;
@@ -220,8 +223,8 @@ static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uin
     seat->council->tell(seat->council->self);
 }
 
-/* Ends the group because a rank of the world is lost that is a member and has not left it, or that it is bound to.
- * name: of the process, or empty. Returns whether that ended it. */
+/* A rank of the world is lost. Ends the group if that rank is a member that has not left, or one that the group is
+ * bound to. name: of the process, or empty. Returns whether that ended the group. */
 static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status, const char *name, const char *why)
 {
     int rank = dtrain__seat_rank(seat, world), named = name[0] != 0, broke;
@@ -238,13 +241,14 @@ static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status
     else
         dtrain__membership_because(&cause, status, "rank %d (rank %d of the world%s%s) is lost: %.400s", rank, world,
                                    named ? ", " : "", name, why);
-    broke = dtrain__seat_break(seat, &cause); /* first: who sees that it has left finds the cause */
+    broke = dtrain__seat_break(seat, &cause); /* first: a thread that sees it as left must find the cause */
     if (rank >= 0)
         dtrain__seat_left(seat, rank, why, UINT64_MAX);
     return broke;
 }
 
-/* Says that a rank has left, which an operation needs; ends the group if it did so with an error. */
+/* Returns the error for an operation that needs a rank which has left. If that rank left with an error, ends the group.
+ */
 static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
 {
     const dtrain__error *cause = dtrain__membership_cause(seat->members);
@@ -293,7 +297,7 @@ static dtrain_status dtrain__seat_recv(void *self, int peer, void *data, size_t 
     return status;
 }
 
-/* Gives out the end of a group; what else the transport has is to be added. */
+/* Fills in the end of a group; the transport adds what it has beyond this. */
 static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
 {
     memset(end, 0, sizeof *end);
@@ -316,8 +320,8 @@ static int dtrain__seat_world(const dtrain__seat *seat, int rank)
     return seat->worlds[rank];
 }
 
-/* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how many
- * there may be at most. */
+/* Lists the ranks of the world whose loss ends the group, members or not. Returns how many; worlds NULL: the most that
+ * it may list. */
 static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
 {
     int count = 0;
@@ -329,7 +333,7 @@ static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
     return count;
 }
 
-/* Sets them; returns 0 when there is no memory. */
+/* Sets these ranks. Returns 0 if there is no memory. */
 static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
 {
     dtrain__council *council = seat->council;
@@ -347,17 +351,18 @@ static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
     return 1;
 }
 
-/* What ends the group of `leader` ends this one. */
+/* Lets whatever ends the leader's group end this one, too. */
 static void dtrain__seat_follow(dtrain__seat *seat, const dtrain__seat *leader)
 {
     dtrain__seat_lock(seat, 1);
-    __atomic_store_n(&seat->leader, leader->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
+    __atomic_store_n(&seat->leader, leader->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as the thread that breaks a
+                                                                        * group does */
     if (dtrain__membership_broken(leader->members))
         dtrain__seat_break(seat, dtrain__membership_cause(leader->members));
     dtrain__seat_lock(seat, 0);
 }
 
-/* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
+/* As dtrain__seat_needs, for a caller without the lock. */
 static dtrain_status dtrain__seat_needed(dtrain__seat *seat, int rank)
 {
     dtrain__seat_lock(seat, 1);
@@ -366,7 +371,7 @@ static dtrain_status dtrain__seat_needed(dtrain__seat *seat, int rank)
     return status;
 }
 
-/* A peer says that `rank` left after so many collectives. */
+/* A peer says that `rank` has left after `calls` collectives. */
 static void dtrain__seat_skipped(dtrain__seat *seat, int rank, uint64_t calls)
 {
     dtrain__seat_lock(seat, 1);
@@ -374,21 +379,21 @@ static void dtrain__seat_skipped(dtrain__seat *seat, int rank, uint64_t calls)
     dtrain__seat_lock(seat, 0);
 }
 
-/* The end is about to leave, having ended so many collectives; forked: it is a child's copy. */
+/* The end is about to leave, after `calls` collectives. forked: it is a child's copy. */
 static void dtrain__seat_leaving(dtrain__seat *seat, int forked, uint64_t calls)
 {
     seat->forked = forked;
     seat->calls = calls;
 }
 
-/* Reads a list of ranks of the world: begin, then add each. */
+/* Starts a list of ranks of the world; dtrain__council_list_add adds each. */
 static void dtrain__council_list(dtrain__council *council)
 {
     council->listed = 0;
     memset(council->lists, 0, (size_t)council->size);
 }
 
-/* Returns 0 for what is no rank, or is in the list already. */
+/* Returns 0 for a number that is no rank, or is in the list already. */
 static int dtrain__council_list_add(dtrain__council *council, uint64_t rank)
 {
     if (rank >= (uint64_t)council->size || council->lists[rank])
@@ -431,7 +436,7 @@ static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocat
     dtrain__free(allocator, entry);
 }
 
-/* Sets key to value; what it was before stays on an error. Sizes are checked by the caller. */
+/* Sets key to value. On an error the old value stays. The caller has checked the sizes. */
 static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *allocator, const void *key,
                                        size_t key_bytes, const void *value, size_t bytes)
 {
@@ -463,7 +468,7 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
     while (seat != NULL && (seat->id != group || seat->asks == NULL || seat->asks->id != id))
         seat = seat->next;
     if (seat == NULL)
-        return; /* it was given up */
+        return; /* the call has given up */
     dtrain__store_call *call = seat->asks;
     call->status = status;
     if (status != DTRAIN_OK)
@@ -479,7 +484,7 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
     council->tell(council->self);
 }
 
-/* Answers a store request: rank 0's own at once, another's by a message. */
+/* Answers a store request: rank 0's own at once, another rank's by a message. */
 static void dtrain__council_answer(dtrain__council *council, const dtrain__asker *asker, dtrain_status status,
                                    int found, const void *data, size_t bytes)
 {
@@ -496,7 +501,7 @@ static void dtrain__council_answer(dtrain__council *council, const dtrain__asker
         dtrain__council_answer(council, asker, DTRAIN_ERR_MEMORY, 0, "", 0);
 }
 
-/* Answers every get that waited for a key which is there now. */
+/* Answers every call that waited for a key, if the key is set. */
 static void dtrain__council_wake(dtrain__council *council, const char *key, size_t key_bytes)
 {
     dtrain__entry *entry = *dtrain__store_place(&council->store, key, key_bytes);
@@ -511,7 +516,7 @@ static void dtrain__council_wake(dtrain__council *council, const char *key, size
     }
 }
 
-/* Forgets what a group of a rank waits for: it asks anew, or has left. */
+/* Forgets what a rank's group waits for: it asks anew, or has left. */
 static void dtrain__council_forget(dtrain__council *council, int rank, uint64_t group)
 {
     for (dtrain__asker **at = &council->askers, *asker; (asker = *at) != NULL;) {
@@ -524,7 +529,7 @@ static void dtrain__council_forget(dtrain__council *council, int rank, uint64_t 
     }
 }
 
-/* Rank 0: one request. */
+/* Rank 0: serves one request. */
 static void dtrain__council_serve(dtrain__council *council, const dtrain__asker *from, int what, const void *value,
                                   size_t bytes)
 {
@@ -586,7 +591,7 @@ static int dtrain__council_take_answer(dtrain__council *council, int from, dtrai
     return 1;
 }
 
-/* Begins a call of the group's: sends the request, or on rank 0 serves it. */
+/* Begins a store call: sends the request, or serves it on rank 0. */
 static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call *call)
 {
     dtrain__council *council = seat->council;
@@ -611,7 +616,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     dtrain__put_le(head + 13, asker.key_bytes, 2);
     memcpy(head + 15, asker.key, asker.key_bytes);
     if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
-        council->gone(council->self, 0) != DTRAIN__PRESENT) /* which the wait for the answer tells */
+        council->gone(council->self, 0) != DTRAIN__PRESENT) /* then the wait for the answer returns the error */
         return DTRAIN_OK;
     seat->asks = NULL;
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
@@ -619,7 +624,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
                         dtrain__store_names[call->what], seat->rank, call->key);
 }
 
-/* Looks how the group's call has ended; 0 while it has not. late: it ends now. Then the group has it no more. */
+/* Returns whether the group's call has ended, and takes it off the seat then. late: it ends now. */
 static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *status)
 {
     const dtrain__council *council = seat->council;

@@ -1,15 +1,14 @@
 /* ---- >>hub ----
- * The control plane of one process, shared by the groups that come of one world. Every rank keeps one connection
- * to the leader, rank 0, over which the world forms, hears that its members live, and learns who is lost and why;
- * connections for data are accepted and made here and handed to the lanes of their channel. A channel is one
- * group's share: its members, its lanes to them, and its own end. The leader relays what concerns a channel to the
- * channel's members: the first cause they hear is its own. A lost member ends every channel that has it, no other.
+ * The control plane of one process, shared by the groups of one world. Every rank keeps one connection to the leader,
+ * at first rank 0. Over it the world forms, and ranks learn that members live, and who is lost and why. Data
+ * connections are accepted and made here, then handed to the lanes of their channel. A channel is one group's share:
+ * its members, its lanes to them, and its own end. The leader relays what concerns a channel to the channel's members,
+ * so all hear the same first cause. A lost member ends every channel that has it, and no other.
  *
- * Ranks are the world's, except where a channel counts its own: `about` in frames, the index of its peers.
+ * Ranks are the world's. A channel counts its own ranks in two places: `about` in frames, and the index of its peers.
  *
- * Whoever holds step_mutex may run the hub: the service thread, or where there is none a caller that waits for data
- * and adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
- * waits. */
+ * Whoever holds step_mutex may run the hub. That is the service thread. Without one it is a caller that waits for data
+ * and adds its descriptors to the same poll(). `mutex` guards everything shared, and nobody holds it while waiting. */
 #ifndef DTRAIN__HUB
 #define DTRAIN__HUB
 #include "../base/memory.c"
@@ -17,14 +16,16 @@
 #include "../transport/stream.c"
 #include "consent.c"
 
-#define DTRAIN__HANDSHAKES 64 /* unproved peers at once; the oldest is shut out for the next */
-#define DTRAIN__HANDSHAKE_NS DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, to prove itself */
-#define DTRAIN__STRIPE ((size_t)1 << 18) /* of a stream that goes over several lanes, in turn */
-#define DTRAIN__HANDOVER_NS 1000000000   /* after a leader that left */
-#define DTRAIN__CALL_NS 300000000        /* a new leader has to call the others; then they call it */
+#define DTRAIN__HANDSHAKES 64 /* most unproved peers at once; the oldest makes room for the next */
+#define DTRAIN__HANDSHAKE_NS \
+    DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, for a peer to prove itself \
+                                                      */
+#define DTRAIN__STRIPE ((size_t)1 << 18)             /* bytes of a stream that each of several lanes carries in turn */
+#define DTRAIN__HANDOVER_NS 1000000000               /* that the next leader waits after a leader has left */
+#define DTRAIN__CALL_NS 300000000                    /* for a new leader to call the others; then they call it */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
-#define DTRAIN__QUEUE_BYTES ((size_t)1 << 20) /* that wait for a member: the leader reads its requests up to here */
-#define DTRAIN__QUEUE_MOST (8 * DTRAIN__QUEUE_BYTES) /* what others have said to it is dropped from here on */
+#define DTRAIN__QUEUE_BYTES ((size_t)1 << 20) /* waiting for a member: up to here the leader reads its requests */
+#define DTRAIN__QUEUE_MOST (8 * DTRAIN__QUEUE_BYTES) /* from here on, what others say to it is dropped */
 #define DTRAIN__WHY_BYTES 480
 #define DTRAIN__LAST_BYTES 192
 
@@ -33,14 +34,14 @@ typedef struct dtrain__lane {
     dtrain__stream stream;
     dtrain__handshake *handshake; /* a connection that this rank is making */
     int wanted;                   /* somebody waits for it */
-    uint64_t links;               /* connections that it has had */
-    int why;                      /* the last one ended, as an errno; 0: it was closed */
+    uint64_t links;               /* how many connections it has had */
+    int why;                      /* why the last one ended, as an errno; 0: it was closed */
     int64_t retry_ns, down_ns;
 } dtrain__lane;
 
 /* One rank of a channel, as this rank sees it. */
 typedef struct dtrain__peer {
-    int awaits;              /* POLLIN, POLLOUT: what the service thread could not move */
+    int awaits;              /* POLLIN, POLLOUT: what the service thread waits to move */
     uint64_t sent, received; /* bytes of data to and from it, over all lanes */
     dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
 } dtrain__peer;
@@ -52,21 +53,21 @@ typedef struct dtrain__channel {
     dtrain__hub *hub;
     dtrain__peer *peers; /* one for each member */
     dtrain__lane *lanes; /* of all peers */
-    int attend;          /* some lane has work for whoever steps */
-    int wake[2];         /* a pipe to the caller that waits */
+    int attend;          /* some lane needs a step */
+    int wake[2];         /* a pipe that wakes the waiting caller */
     uint32_t waiting;
-    int awaiting;      /* some peer has awaits */
-    dtrain__tell last; /* what this rank does; may be NULL */
+    int awaiting;      /* some peer has a nonzero awaits */
+    dtrain__tell last; /* writes what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
 
-/* Lines for the log, which may block: whoever steps writes them once it has let the mutex go. */
+/* Lines for the log, which may block: whoever steps writes them after unlocking the mutex. */
 typedef struct dtrain__notes {
-    int count, sealed, joined; /* sealed: that traffic is; joined: who came, too */
+    int count, sealed, joined; /* sealed: log that traffic is sealed; joined: log who came */
     char text[4][DTRAIN__ERROR_BYTES];
 } dtrain__notes;
 
-/* What a rank was doing when it was last heard of: bytes that only the owners of the ends understand. */
+/* What a rank was doing when it was last heard. Only the owners of the ends understand the bytes. */
 typedef struct dtrain__last_heard {
     unsigned char data[DTRAIN__LAST_BYTES];
     size_t bytes; /* 0: never heard of */
@@ -77,19 +78,19 @@ typedef struct dtrain__last_heard {
 typedef struct dtrain__member {
     char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 (train) on alpha" */
-    char job[DTRAIN__JOB_BYTES];             /* rank 0: the one it came with */
-    char why[DTRAIN__WHY_BYTES];             /* it left or is lost; may be empty */
-    char trouble[160];                       /* of the last try to connect to it for data */
-    uint64_t host;                           /* equal on ranks of one host */
-    int joined, expected;                    /* expected: the control connection may come back */
-    int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
-    int silent;                              /* it is lost, but nothing proves that it is dead */
+    char job[DTRAIN__JOB_BYTES];             /* on rank 0: the job that it came with */
+    char why[DTRAIN__WHY_BYTES];             /* why it left or is lost; may be empty */
+    char trouble[160];                       /* why the last try to connect to it for data failed */
+    uint64_t host;                           /* the same number on all ranks of a host */
+    int joined, expected;                    /* expected: its control connection may come back */
+    int gone;                                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
+    int silent;                              /* it is lost, without a proof that it is dead */
     int held;                                /* a frame of it waits in `in`: see hub_hears() */
-    dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
+    dtrain__stream control;                  /* the leader has one to each rank, the others one to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     dtrain__handshake *handshake; /* a control connection that this rank is making */
-    int64_t call_ns;              /* when it tries again */
+    int64_t call_ns;              /* when it is tried again */
     int poll_index;
     dtrain__last_heard last;
 } dtrain__member;
@@ -101,31 +102,31 @@ struct dtrain__hub {
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
     int crowded;       /* more ranks on this host than processors */
-    int leader;        /* the lowest rank that is not gone, whom this rank keeps its control connection to */
-    int elected;       /* it is new */
-    int handed;        /* it leads as the one before it has left */
-    int told_sealed;   /* the log has it */
+    int leader;        /* the lowest rank that is not gone */
+    int elected;       /* the leader is new */
+    int handed;        /* the leader before it has left of its own will */
+    int told_sealed;   /* the log says so already */
     int leaving;       /* this process has said goodbye */
-    uint32_t serviced; /* a service thread steps */
+    uint32_t serviced; /* a service thread runs it */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
     int64_t heartbeat_ns, reconnect_ns, period_ns;
-    int64_t patience_ns; /* the greatest of the group's limits: for a member to answer, which may not poll meanwhile */
+    int64_t patience_ns; /* the largest of the group's limits, for the answer of a member that may not poll */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
     int64_t root_wait_ns;
-    dtrain__error root_error; /* of the last try to reach rank 0 */
+    dtrain__error root_error; /* why the last try to reach rank 0 failed */
     pthread_mutex_t step_mutex, mutex;
-    int kick[2]; /* a pipe to whoever steps */
+    int kick[2]; /* a pipe that wakes whoever steps */
     uint32_t stepping, kicked;
     dtrain__handshake *handshakes;
     int inbound;
     dtrain__member *members;
     struct pollfd *fds;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;
-    int64_t polled_ns;               /* a clock that runs while this rank polls */
-    int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
-    int64_t suspect_ns;              /* for how long, when it was last said */
-    char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
+    int64_t polled_ns;               /* a clock that runs only while this rank polls */
+    int suspect;                     /* the rank that rank 0 has not heard for longest; -1: none */
+    int64_t suspect_ns;              /* for how long, when that was last heard */
+    char refused[DTRAIN__WHY_BYTES]; /* the last process that was refused while the group formed */
     dtrain__notes notes;
 };
 
@@ -145,7 +146,7 @@ static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
     return (dtrain__channel *)(void *)dtrain__council_seat(&hub->council, id);
 }
 
-/* Something happened that a caller may wait for; the caller of this holds the mutex. */
+/* Tells callers that something has come that they may wait for. The caller holds the mutex. */
 static void dtrain__hub_tell(dtrain__hub *hub)
 {
     __atomic_add_fetch(&hub->council.news, 1, __ATOMIC_SEQ_CST);
@@ -155,7 +156,7 @@ static void dtrain__hub_tell(dtrain__hub *hub)
             dtrain__net_poke(channel->wake[1]);
 }
 
-/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
+/* Asks whoever steps to look again. A thread that is about to step will look anyway. */
 static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 {
     __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
@@ -163,7 +164,7 @@ static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
         dtrain__net_poke(hub->kick[1]);
 }
 
-/* Has a warning written to the log, soon; the caller holds the mutex. Of many at once the last are left out. */
+/* Queues a warning for the log; the caller holds the mutex. The last of many at once are dropped. */
 __attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
 {
     va_list arguments;
@@ -174,7 +175,7 @@ __attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *
     va_end(arguments);
 }
 
-/* A member's address: in numbers, as no name is looked up here, ":port", or a unix socket's path. */
+/* Takes a member's address: numeric, as no name is looked up here, ":port", or a unix socket's path. */
 static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
 {
     dtrain__address address;
@@ -182,7 +183,7 @@ static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
            dtrain__net_parse(member->address, &address) == DTRAIN_OK;
 }
 
-/* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
+/* Appends to a frame. Once memory is short nothing more goes in, and frame_close tells. */
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
     if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
@@ -205,8 +206,8 @@ static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *
     dtrain__give_bytes(hub, frame, text, strlen(text));
 }
 
-/* Opens a frame at the end of a member's output; returns where it begins. A member that does not read gets no more than
- * DTRAIN__QUEUE_MOST, but for who is gone: each rank goes once. */
+/* Opens a frame at the end of a member's output and returns where it begins. A member that does not read gets no more
+ * than DTRAIN__QUEUE_MOST. News of ranks that are gone always fits: each rank goes once. */
 static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 {
     size_t begin = to->out.bytes;
@@ -216,7 +217,7 @@ static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
     return begin;
 }
 
-/* Returns 0 when there was no room: then nothing of the frame is left, as a part of one would accuse its sender. */
+/* Returns 0 if there was no room. Then nothing of the frame stays, as a part of one would be malformed. */
 static DTRAIN__NOINLINE int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
     if (to->out.short_of) {
@@ -227,8 +228,8 @@ static DTRAIN__NOINLINE int dtrain__frame_close(dtrain__member *to, size_t begin
     return 1;
 }
 
-/* What happened to a rank, and to which channel. `about` counts as the channel does; as the world in frames LOST
- * and GONE, which have no channel. */
+/* What happened to a rank, and to which channel. `about` is a rank of the channel. In frames LOST and GONE, which have
+ * no channel, it is a rank of the world. */
 typedef struct dtrain__reason {
     int type;
     uint64_t channel;
@@ -243,13 +244,13 @@ static int dtrain__hub_leads(const dtrain__hub *hub)
     return hub->rank == hub->leader;
 }
 
-/* Whether this rank keeps a control connection to `rank`: the leader to all, the others to the leader. */
+/* Whether this rank keeps a control connection to `rank`: the leader to all ranks, the others to the leader. */
 static int dtrain__hub_linked(const dtrain__hub *hub, int rank)
 {
     return rank != hub->rank && (dtrain__hub_leads(hub) || rank == hub->leader);
 }
 
-/* Sends a reason to `to`; with the channel's members, where `to` is to relay it. */
+/* Sends a reason to `to`, with the channel's members if `to` is to relay it. */
 static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason *reason, const dtrain__channel *channel)
 {
     dtrain__member *member = &hub->members[to];
@@ -268,7 +269,7 @@ static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason 
     dtrain__frame_close(member, begin);
 }
 
-/* Tells all ranks, by way of the leader. */
+/* Tells all ranks but `except`, through the leader. */
 static DTRAIN__NOINLINE void dtrain__hub_relay(dtrain__hub *hub, int except, const dtrain__reason *reason)
 {
     for (int peer = 0; peer < hub->size; peer++)
@@ -276,7 +277,7 @@ static DTRAIN__NOINLINE void dtrain__hub_relay(dtrain__hub *hub, int except, con
             dtrain__frame_reason(hub, peer, reason, NULL);
 }
 
-/* Tells the channel's members, by way of the leader. */
+/* Tells the channel's members, through the leader. */
 static void dtrain__channel_relay(const dtrain__channel *channel, const dtrain__reason *reason)
 {
     dtrain__hub *hub = channel->hub;
@@ -286,7 +287,7 @@ static void dtrain__channel_relay(const dtrain__channel *channel, const dtrain__
         dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
 }
 
-/* The lane that the next bytes to or from a peer take, and how many of them. */
+/* The lane for the next bytes to or from a peer, and how many bytes it takes. */
 static dtrain__lane *dtrain__channel_lane(dtrain__channel *channel, int rank, int sending, size_t *room)
 {
     dtrain__peer *peer = &channel->peers[rank];
@@ -296,7 +297,7 @@ static dtrain__lane *dtrain__channel_lane(dtrain__channel *channel, int rank, in
     return &peer->lanes[at / DTRAIN__STRIPE % (uint64_t)lanes];
 }
 
-/* The connection for a lane that this rank has let in and not yet taken: its last word is still to go out. */
+/* A connection for a lane that this rank has admitted but not taken: its verdict is still to be sent. */
 static dtrain__handshake *dtrain__channel_admitted(const dtrain__channel *channel, int world, int lane)
 {
     dtrain__handshake *handshake = channel->hub->handshakes;
@@ -307,8 +308,8 @@ static dtrain__handshake *dtrain__channel_admitted(const dtrain__channel *channe
     return handshake;
 }
 
-/* The lowest rank that is not gone leads. Who comes after a rank that left waits a while before it takes over, as the
- * others may be about to leave as well. */
+/* Finds the leader: the lowest rank that is not gone. The successor of a rank that left waits a while before it takes
+ * over, as the others may be about to leave as well. */
 static void dtrain__hub_elect(dtrain__hub *hub, int gone)
 {
     int64_t now = dtrain__os_now_ns(), begin = now + (gone == DTRAIN__LEFT ? DTRAIN__HANDOVER_NS : 0);
@@ -323,12 +324,13 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
         hub->members[rank].call_ns = dtrain__hub_leads(hub) ? begin : begin + DTRAIN__CALL_NS;
         hub->members[rank].held = 0;
     }
-    dtrain__hub_kick(hub); /* for what was held */
+    dtrain__hub_kick(hub); /* for frames that were held */
     for (int rank = 0; dtrain__hub_leads(hub) && rank < hub->size; rank++) {
         const dtrain__member *member = &hub->members[rank];
         dtrain_status status = member->silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST;
         dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, status, member->why, 0};
-        if (member->gone == DTRAIN__LOST) /* before anything else: nobody shall blame a rank that left because of it */
+        if (member->gone == DTRAIN__LOST) /* before anything else: nobody may blame a rank that left because of this
+                                           * loss */
             dtrain__hub_relay(hub, -1, &reason);
     }
 }
@@ -344,8 +346,8 @@ static void dtrain__hub_marks(dtrain__seat *seat, int world)
         dtrain__seat_left(seat, rank, member->why, member->why[0] != 0 ? UINT64_MAX : 0);
 }
 
-/* A member is gone, of its own will or not: every channel that has it hears of it. Who left has said so in each channel
- * of its own before, unless there is a reason. */
+/* A member is gone, of its own will or not. Tells every channel that has it. A rank that left without a reason has said
+ * so in each of its channels before. */
 static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *why)
 {
     dtrain__member *member = &hub->members[rank];
@@ -361,13 +363,13 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     dtrain__hub_tell(hub);
 }
 
-/* A member is gone without a word; silent: and without a proof. It is told so, should it only have been stopped: else
- * it would blame this rank. */
+/* A member is gone without a word. silent: without a proof that it is dead. It is told so in case it was only stopped,
+ * or it would blame this rank. */
 static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char *how)
 {
     dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST, how, 0};
     dtrain__member *member = &hub->members[rank];
-    if (hub->leaving) { /* who heard of that says nothing when it goes itself */
+    if (hub->leaving) { /* ranks that heard that say nothing when they leave themselves */
         dtrain__stream_cut(&member->control);
         return;
     }
@@ -381,8 +383,8 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char 
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
-/* A rank takes no connection, so its process is gone. Where the leader before has left, it may have left as well, with
- * nobody there to tell: then who needs it fails, and others go on. */
+/* A rank refuses connections, so its process is gone. If the previous leader left, this rank may have left as well,
+ * with nobody there to hear it. Then calls that need it fail, and others continue. */
 static void dtrain__hub_refused(dtrain__hub *hub, int rank)
 {
     static const char why[] = "it refuses connections, and the rank that would have reported its end has left";
@@ -396,8 +398,8 @@ static void dtrain__hub_refused(dtrain__hub *hub, int rank)
     dtrain__hub_gone(hub, rank, DTRAIN__LEFT, why);
 }
 
-/* Stops a member's control connection; where it may come back, the clock runs. One that called as the leader because it
- * knows of a loss that this rank has not heard of is not judged: it may have left for that loss. */
+/* Cuts a member's control connection. If it may come back, its clock starts. A leader that knows of a loss which this
+ * rank has not heard of is not judged: it may have left because of that loss. */
 static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
 {
     dtrain__member *member = &hub->members[rank];
@@ -410,7 +412,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     if (member->expected)
         return;
     if (!hub->formed && hub->rank == 0) {
-        /* The rank may start again and join anew. */
+        /* the rank may start again and join anew */
         member->joined = 0;
         member->in.bytes = member->out.bytes = 0;
         return;
@@ -420,8 +422,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, 0, how);
 }
 
-/* Why a member's connection ended, as an errno. Where somebody tampered with it the log says so, as it may come back.
- */
+/* Returns why a member's connection ended, as an errno. Tampering is logged, as the connection may come back. */
 static int dtrain__hub_ended(dtrain__hub *hub, int rank, int error)
 {
     if (error == EBADMSG)
@@ -430,12 +431,12 @@ static int dtrain__hub_ended(dtrain__hub *hub, int rank, int error)
     return error;
 }
 
-/* The stream goes on over a connection that was just admitted. It cannot without memory for its records
- * (DTRAIN_ERR_MEMORY), or when more was lost than can be sent again (DTRAIN_ERR_PEER_LOST). */
+/* Continues the stream over a connection that was just admitted. Errors: DTRAIN_ERR_MEMORY, no memory for its records;
+ * DTRAIN_ERR_PEER_LOST, more was lost than can be sent again. */
 static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream, dtrain__handshake *handshake,
                                         int same_host)
 {
-    if (hub->reconnect_ns > 0 && stream->replay == NULL && stream->sent == 0) /* it must hold all */
+    if (hub->reconnect_ns > 0 && stream->replay == NULL && stream->sent == 0) /* it must hold everything */
         stream->replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
     if (!dtrain__stream_seal(stream, hub->allocator, handshake, &hub->keys))
         return DTRAIN_ERR_MEMORY;

@@ -1,18 +1,22 @@
 /* ---- >>mux ----
- * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. What a lane
- * sends goes in frames that carry its name; what comes goes to the memory of the call that waits for it, or is kept for
- * its lane. Control messages travel between them, whole.
+ * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. A lane sends
+ * frames that carry its name. What comes goes to the memory of the call that waits for it, or is kept for its lane.
+ * Control messages travel between frames, each in one piece.
  *
  *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
  *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
  *   dtrain__mux_drive    moves what can be moved until something has, or until a time
  *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
  *
- * Invariants: `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that
- * threads of several groups get on; `mutex` is held for a few instructions and taken last. A frame that has begun to go
- * is finished before anything else goes to that peer, by whoever is next. A call that waits also receives from every
- * other peer, so that ranks which wait for each other in several groups at once all get on. Peers are ranks of the
- * world. */
+ * Invariants:
+ *   - `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that threads of
+ *     several groups make progress
+ *   - `mutex` is held for a few instructions and taken last
+ *   - a frame that has begun to go is finished before anything else goes to that peer, by whoever is next
+ *   - a call that waits also receives from every other peer, so ranks that wait for each other in several groups at
+ *     once all make progress
+ *
+ * Peers are ranks of the world. */
 #ifndef DTRAIN__MUX
 #define DTRAIN__MUX
 #include "../base/xxh64.c"
@@ -21,29 +25,29 @@
 #define DTRAIN__MUX_HEADER 24
 #define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
 #define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
-#define DTRAIN__MUX_SMALL ((size_t)8192)               /* payload that goes and comes in one piece with its header */
-#define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer before anybody waits for it */
+#define DTRAIN__MUX_SMALL ((size_t)8192)               /* largest payload that moves in one piece with its header */
+#define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer's bytes before a call waits for them */
 #ifndef DTRAIN__MUX_KEPT
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
 #endif
-#define DTRAIN__MUX_SLICE_NS 10000000         /* of waiting for one peer */
-#define DTRAIN__MUX_SHORT_NS 1000000          /* the same where other threads or peers want something */
-#define DTRAIN__MUX_CROWDED_NS 50000000       /* after they last did */
-#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)   /* received of a peer before others are looked at */
-#define DTRAIN__MUX_POSTED ((size_t)16 << 20) /* of the council's messages to a peer, which it does not receive */
-#define DTRAIN__MUX_AHEAD 1024                /* of a peer, what is for lanes that are still to be made */
-#define DTRAIN__MUX_PATIENCE_NS 10000000      /* without progress; then up to DTRAIN__MUX_KEPT is kept */
-#define DTRAIN__MUX_FULL_NS 1000000000        /* for a call that cannot go on as so much is kept */
-#define DTRAIN__MUX_BYE_NS 1000000000         /* for the last messages of a rank that goes */
+#define DTRAIN__MUX_SLICE_NS 10000000         /* longest wait for one peer */
+#define DTRAIN__MUX_SHORT_NS 1000000          /* the same if other threads or peers want a turn */
+#define DTRAIN__MUX_CROWDED_NS 50000000       /* after they last wanted one */
+#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)   /* received from a peer before others get their turn */
+#define DTRAIN__MUX_POSTED ((size_t)16 << 20) /* of the council's messages to a peer that does not receive them */
+#define DTRAIN__MUX_AHEAD 1024                /* most lanes still to be made that a peer may send to */
+#define DTRAIN__MUX_PATIENCE_NS 10000000      /* without progress, until up to DTRAIN__MUX_KEPT is kept */
+#define DTRAIN__MUX_FULL_NS 1000000000        /* until a call fails that cannot continue because so much is kept */
+#define DTRAIN__MUX_BYE_NS 1000000000         /* for the last messages of a rank that leaves */
 #define DTRAIN__MUX_ALIVE_NS 50000000         /* between two questions whether a peer is there */
 
-/* LEAVE: of a lane. BYE: of the last one. */
+/* LEAVE: a lane ends. BYE: the last lane ends. */
 enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_BYE, DTRAIN__MUX_OTHERS };
 
 typedef struct dtrain__mux dtrain__mux;
 typedef struct dtrain__mux_lane dtrain__mux_lane;
 
-/* What is kept of a peer's bytes for a lane. */
+/* A block of what is kept of a peer's bytes for a lane. */
 typedef struct dtrain__mux_block {
     struct dtrain__mux_block *next;
     size_t begin, end;
@@ -55,49 +59,50 @@ typedef struct dtrain__mux_inbox {
     uint64_t lane;
     dtrain__mux_block *first, *last;
     size_t bytes;
-    int closed; /* the lane has ended here, and not at the peer: what comes is dropped */
-    int ended;  /* the peer's end has said that it leaves: nothing comes any more */
+    int closed; /* the lane has ended here, not at the peer: what comes is dropped */
+    int ended;  /* the peer's end has said that it leaves: nothing more comes */
 } dtrain__mux_inbox;
 
-/* A control message: on its way to a peer, or for a lane that is still to be made. */
+/* A control message on its way to a peer, or for a lane that is still to be made. */
 typedef struct dtrain__mux_message {
     struct dtrain__mux_message *next;
     uint64_t lane;
     int peer, kind;
-    size_t begin, bytes; /* of the frame, which follows; gone of it, in all */
+    size_t begin, bytes; /* bytes sent, and bytes in all, of the frame that follows */
 } dtrain__mux_message;
 
 typedef struct dtrain__mux_peer {
-    unsigned char *stage;        /* a frame of data: all of it, or what comes before direct; NULL: none was sent */
-    size_t frame, at, filled;    /* bytes of it, gone, in stage; 0: there is none */
-    const unsigned char *direct; /* its payload in the caller's memory, while that is in a turn */
-    dtrain__mux_lane *owner;     /* whose it is; NULL: that has ended */
-    int to;                      /* this peer's rank there */
-    size_t counted;              /* bytes of it that the owner's call has been told of */
+    unsigned char *stage;        /* the frame being sent: all of it, or what precedes direct; NULL: none was sent yet */
+    size_t frame, at, filled;    /* its bytes; sent; in stage; frame 0: there is none */
+    const unsigned char *direct; /* its payload in the caller's memory, during a turn */
+    dtrain__mux_lane *owner;     /* the lane it belongs to; NULL: that has ended */
+    int to;                      /* this peer's rank in that lane */
+    size_t counted;              /* bytes of it that its lane was told of */
     dtrain__mux_message *first, *last;
-    size_t posted;                            /* bytes of them; mutex guards it */
-    unsigned char header[DTRAIN__MUX_HEADER]; /* of the frame that comes */
-    size_t got, left;                         /* of the header; of its payload */
+    size_t posted;                            /* bytes of these; mutex guards it */
+    unsigned char header[DTRAIN__MUX_HEADER]; /* of the incoming frame */
+    size_t got, left;                         /* bytes of its header that have come; bytes of its payload that are still
+                                               * to come */
     uint64_t lane;
     int kind;
-    dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all */
-    unsigned char *control;             /* a control message that comes; NULL: none has come yet */
-    unsigned char *ahead;               /* bytes that came with a header; NULL: none were asked for */
+    dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all of them */
+    unsigned char *control;             /* the incoming control message; NULL: none has come yet */
+    unsigned char *ahead;               /* bytes that came with a header; NULL: none were ever asked for */
     size_t ahead_at, ahead_end;
     size_t control_bytes, kept;
-    int64_t full_ns, asked_ns; /* since when too much is kept; when alive was asked */
-    dtrain_status gone;        /* not DTRAIN_OK: nothing comes or goes any more */
-    int bye;                   /* it has gone of its own will */
+    int64_t full_ns, asked_ns; /* since when too much is kept; when `alive` was asked */
+    dtrain_status gone;        /* not DTRAIN_OK: nothing moves any more */
+    int bye;                   /* it left of its own will */
 } dtrain__mux_peer;
 
 struct dtrain__mux_lane {
     dtrain__seat seat; /* first */
     dtrain__mux *mux;
     dtrain__mux_inbox **inboxes; /* of each rank */
-    size_t *done;                /* bytes that have gone to each rank, of which its calls are still to be told */
-    int64_t waits_ns;   /* since when these wait for a peer to have left, or for what it sent before; 0: they do not */
-    int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
-    dtrain_transport own; /* streams of its own; send NULL: it has none */
+    size_t *done;                /* bytes sent to each rank that its calls are still to be told of */
+    int64_t waits_ns;     /* since when calls wait for a peer's goodbye, or for what it sent before; 0: they do not */
+    int64_t stalled_ns;   /* since when its calls make no progress; 0: they do */
+    dtrain_transport own; /* its own streams; send NULL: it has none */
 };
 
 struct dtrain__mux {
@@ -106,16 +111,16 @@ struct dtrain__mux {
     dtrain_allocator own, *allocator;
     pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of seats */
     uint64_t turns;
-    uint32_t waiting;   /* threads that want turn */
-    int64_t crowded_ns; /* until then others are expected to want it soon */
+    uint32_t waiting;   /* threads that wait for turn */
+    int64_t crowded_ns; /* until then other threads are expected to want turn */
     dtrain__bell bell;
     dtrain__mux_message *early; /* for lanes that are still to be made */
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
     dtrain__council council;       /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_plane */
-    char why[DTRAIN__ERROR_BYTES]; /* the lane that left last has left */
-    int64_t idle_ns;               /* how long the service thread rests between two looks */
+    char why[DTRAIN__ERROR_BYTES]; /* why the lane that left last has left */
+    int64_t idle_ns;               /* pause of the service thread between two looks */
 };
 
 static void dtrain__mux_enter(dtrain__mux *mux)
@@ -129,7 +134,7 @@ static void dtrain__mux_enter(dtrain__mux *mux)
     __atomic_store_n(&mux->turns, mux->turns + 1, __ATOMIC_SEQ_CST);
 }
 
-/* Lets a thread that waits have the next turn: a mutex is not fair. */
+/* Gives the next turn to a thread that waits: a mutex is not fair. */
 static void dtrain__mux_exit(dtrain__mux *mux)
 {
     uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
@@ -151,7 +156,7 @@ static void dtrain__mux_frame(unsigned char *out, uint64_t lane, int kind, const
     dtrain__put_le(out + 16, kind == DTRAIN__MUX_DATA ? check : dtrain__xxh64_of(payload, bytes, check), 8);
 }
 
-/* Wakes who drives: there is something to send. */
+/* Wakes whoever drives the mux: there is something to send. */
 static void dtrain__mux_wake(dtrain__mux *mux)
 {
     dtrain__bell_ring(&mux->bell);
@@ -179,8 +184,8 @@ static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uin
     return post;
 }
 
-/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux
- * is driven. Any thread; never blocks. Returns 0 when there is no memory, or the peer receives none. */
+/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes. It is sent when the mux is driven.
+ * Any thread; never blocks. Returns 0 if there is no memory, or the peer does not receive. */
 static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
                             const void *data, size_t bytes)
 {
@@ -206,7 +211,7 @@ static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind,
     return !full;
 }
 
-/* Posts to all other members that are there; where there is no memory, they find out by themselves. */
+/* Posts to all other members that are there. Without memory they find out by themselves. */
 static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, const char *text)
 {
     unsigned char head[8];
@@ -217,7 +222,7 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
             dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
 }
 
-/* The first post of a peer; with `sent` bytes of it gone. */
+/* Counts `sent` bytes of a peer's first post, then returns the first post that is left. */
 static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_peer *p, size_t sent)
 {
     dtrain__mux_message *post;
@@ -247,7 +252,7 @@ static void dtrain__mux_end(dtrain__seat *seat, int about, const dtrain__error *
     dtrain__mux_tell((dtrain__mux_lane *)(void *)seat, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
 }
 
-/* The lane's peer is gone. Where it has not said so, that ends every lane that has it or is bound to it. */
+/* The lane's peer is gone. If it did not say so, that ends the lane if it has the peer or is bound to it. */
 static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
 {
     int rank = dtrain__seat_rank(&lane->seat, peer);
@@ -257,14 +262,14 @@ static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status sta
         dtrain__mux_end(&lane->seat, peer, &lane->seat.members->cause);
 }
 
-/* The same for a lane that is made, or bound, when it is gone already. */
+/* The same for a lane that is made or bound after the peer has gone. */
 static void dtrain__mux_marks(dtrain__seat *seat, int world)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)(void *)seat;
     dtrain__mux_lost(lane, world, lane->mux->peers[world].gone, "its end of the transport is closed");
 }
 
-/* The transport has said that the peer is lost, or that it is of no more use. The caller holds turn. */
+/* The transport says that the peer is lost, or that it is of no more use. The caller holds turn. */
 static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -342,13 +347,13 @@ static void dtrain__mux_inbox_take(dtrain__mux *mux, dtrain__mux_peer *p, dtrain
         inbox->first = block->next;
         inbox->last = inbox->first != NULL ? inbox->last : NULL;
         if (mux->spare == NULL)
-            mux->spare = block; /* a warm loop allocates nothing */
+            mux->spare = block; /* so that a warm loop allocates nothing */
         else
             dtrain__free(mux->allocator, block);
     }
 }
 
-/* Where more of the inbox goes; NULL: no memory. */
+/* Returns a block with room for more of the inbox; NULL: no memory. */
 static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_inbox *inbox)
 {
     dtrain__mux_block *block = inbox->last;
@@ -369,7 +374,7 @@ static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_i
     return inbox->last = block;
 }
 
-/* A peer's LEAVE or FAIL for a lane that is here. */
+/* Takes a peer's LEAVE or FAIL for a lane that exists here. */
 static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const unsigned char *data, size_t bytes)
 {
     int rank = dtrain__seat_rank(&lane->seat, peer);
@@ -387,8 +392,8 @@ static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const u
     }
 }
 
-/* Counts what a peer has sent for lanes that are still to be made, before it sends to one more. Members make a group
- * together, so that none is far ahead. Returns 0 for a peer that sends to lanes which never were. */
+/* Counts the lanes still to be made that a peer has sent to, before it sends to one more. Members make a group
+ * together, so no peer is far ahead. Returns 0 for a peer that sends to lanes that never were. */
 static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
 {
     int ahead = 0;
@@ -406,7 +411,7 @@ static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
     return 0;
 }
 
-/* A whole control message has come. What is for a lane that is still to be made waits for it. */
+/* A whole control message has come. One for a lane that is still to be made waits for it. */
 static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -447,7 +452,7 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     }
 }
 
-/* A whole header has come: what follows? */
+/* A whole header has come. Prepares for what follows. */
 static void dtrain__mux_open(dtrain__mux *mux, int peer)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -472,7 +477,7 @@ static void dtrain__mux_open(dtrain__mux *mux, int peer)
         dtrain__mux_deliver(mux, peer);
 }
 
-/* Where the next bytes of a peer go: at most `limit` are kept. Returns 0 where they go nowhere now. */
+/* Finds where a peer's next bytes go; at most `limit` are kept. Returns 0 if they cannot be taken now. */
 static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, dtrain_transfer *in, size_t limit,
                                dtrain_transfer *raw)
 {
@@ -487,13 +492,13 @@ static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int pee
         raw->data = p->header + p->got;
         raw->bytes = DTRAIN__MUX_HEADER - p->got;
         if (in != NULL && p->got == 0 && p->inbox == lane->inboxes[in->peer] &&
-            in->bytes - in->moved <= DTRAIN__MUX_SMALL) /* the next one is likely to be for this call, too, and alone */
+            in->bytes - in->moved <= DTRAIN__MUX_SMALL) /* the next frame is likely to be for this call alone */
             raw->more = (int)(in->bytes - in->moved);
     } else if (p->kind != DTRAIN__MUX_DATA) {
         if (p->control == NULL)
             p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
         raw->data = p->control != NULL ? p->control + p->control_bytes : NULL;
-    } else if (p->inbox == NULL) { /* there was no memory for it */
+    } else if (p->inbox == NULL) { /* there was no memory for it before */
         p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
         return p->inbox != NULL && dtrain__mux_next_in(lane, mux, peer, in, limit, raw);
     } else if (p->inbox->closed) {
@@ -542,7 +547,7 @@ static void dtrain__mux_took_in(dtrain__mux *mux, const dtrain_transfer *raw, dt
 
 /* ---- what goes ---- */
 
-/* The next bytes to a peer: of the frame under way, of a control message, or of a new frame of out. Returns 0 where
+/* Finds the next bytes to a peer: of the frame under way, of a control message, or of a new frame of out. Returns 0 if
  * there are none. */
 static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, const dtrain_transfer *out,
                                 dtrain_transfer *raw)
@@ -599,8 +604,9 @@ static void dtrain__mux_collect(dtrain__mux_lane *lane, dtrain_transfer *out)
     out->moved += n;
 }
 
-/* The call's memory is its own again. A frame of which nothing has gone is withdrawn. Of one that has begun the rest is
- * copied; its owner is told of its first byte, so that it knows it has begun, and of the others when all have gone. */
+/* The caller gets its memory back. A frame of which nothing is sent yet is withdrawn. The rest of one that has begun is
+ * copied. Its owner is told of its first byte, so that it knows the frame has begun. It is told of the others when all
+ * are sent. */
 static void dtrain__mux_park(dtrain__mux *mux, int peer)
 {
     dtrain__mux_peer *p = &mux->peers[peer];

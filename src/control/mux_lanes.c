@@ -1,6 +1,6 @@
 /* ---- >>mux_lanes ----
- * The lanes of a mux: their calls take turns at the table, and whoever waits for its own bytes moves those of the
- * others as well. The last lane that ends takes the mux along. */
+ * The lanes of a mux. Their calls take turns at the table, and a call that waits for its own bytes moves those of
+ * others as well. The last lane that ends takes the mux with it. */
 #ifndef DTRAIN__MUX_LANES
 #define DTRAIN__MUX_LANES
 #include "mux.c"
@@ -8,14 +8,14 @@
 static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved);
 static void dtrain__mux_convene(dtrain__mux *mux);
 
-/* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
+/* The table's send or recv has failed. What the peer sent before is received before it counts as gone. */
 static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtrain_transfer *in, dtrain_status status)
 {
     dtrain__error kept = dtrain__thread_error;
     int peer = in != NULL ? in->peer : out->peer, moved;
     if (out != NULL)
         dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
-    if (out != NULL && in != NULL && mux->peers[peer].gone == DTRAIN_OK) { /* the receiver's end has not failed */
+    if (out != NULL && in != NULL && mux->peers[peer].gone == DTRAIN_OK) { /* the sender is not the one that failed */
         peer = out->peer;
         dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
     }
@@ -23,7 +23,7 @@ static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtr
     dtrain__mux_gone(mux, peer, status);
 }
 
-/* Returns whether the table says that more has moved than was to; the peer's streams are of no more use then. */
+/* Returns whether the table reports more bytes than were asked for. Then the peer counts as gone. */
 static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
 {
     if (raw == NULL || raw->moved <= raw->bytes)
@@ -36,7 +36,7 @@ static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
     return 1;
 }
 
-/* Receives. After a header raw->more bytes are likely to come, which are asked for with it, and kept ahead. */
+/* Receives. raw->more bytes are likely to follow a header: they are asked for with it, and kept ahead. */
 static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, int64_t until_ns)
 {
     const dtrain_transport *table = &mux->table;
@@ -50,9 +50,9 @@ static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, in
         dtrain_status status =
             table->recv(table->self, raw->peer, p->ahead, raw->bytes + (size_t)raw->more, until_ns, &p->ahead_end);
         raw->moved = p->ahead_end;
-        if (p->ahead_end > raw->bytes + (size_t)raw->more) /* it lies */
+        if (p->ahead_end > raw->bytes + (size_t)raw->more) /* a false report */
             p->ahead_end = 0;
-        if (p->ahead_end == 0) /* else what failed is met again when these are taken */
+        if (p->ahead_end == 0) /* else the failure is found again when these bytes are used up */
             return status;
     }
     raw->moved = p->ahead_end - p->ahead_at < raw->bytes ? p->ahead_end - p->ahead_at : raw->bytes;
@@ -61,15 +61,15 @@ static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, in
     return raw->moved == raw->bytes ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT;
 }
 
-/* One call of the table, either way or both, until then; counts what moved. in: of a lane's call, into whose memory
- * raw_in may lead. Returns whether all of one way has moved. */
+/* Makes one call of the table, one way or both, until until_ns, and counts what moved. in: a lane's call, whose memory
+ * raw_in may point into. Returns whether all of one way has moved. */
 static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
                             int64_t until_ns)
 {
     const dtrain_transport *table = &mux->table;
     dtrain_status status;
     if (raw_in != NULL && mux->peers[raw_in->peer].ahead_at < mux->peers[raw_in->peer].ahead_end)
-        raw_out = NULL; /* what is here comes first */
+        raw_out = NULL; /* bytes that are here already come first */
     dtrain__thread_error.status = DTRAIN_OK;
     if (raw_out != NULL && raw_in != NULL) {
         raw_in->more = 0;
@@ -85,7 +85,7 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
         dtrain__mux_took_in(mux, raw_in, in);
     if (lied)
         return 0;
-    if (status == DTRAIN_OK) /* which may be said too early */
+    if (status == DTRAIN_OK) /* which the table may say too early */
         return (raw_out != NULL && raw_out->moved == raw_out->bytes) ||
                (raw_in != NULL && raw_in->moved == raw_in->bytes);
     if (status == DTRAIN_ERR_TIMEOUT) {
@@ -96,7 +96,7 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
     return 0;
 }
 
-/* Receives what has come from a peer, to be kept; no more than about `most` bytes, as it may send without end. */
+/* Receives and keeps what has come from a peer, about `most` bytes at most, as it may send without end. */
 static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved)
 {
     dtrain_transfer raw;
@@ -108,7 +108,8 @@ static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t m
     }
 }
 
-/* Sends what waits to go to a peer, and receives what has come from it; asks whether it is there. */
+/* Sends what waits for a peer, receives what has come from it, and asks whether it is alive. Returns whether anything
+ * moved. */
 static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -146,14 +147,14 @@ static int dtrain__mux_never(void *mux)
     return 0;
 }
 
-/* Sleeps until the bell rings, or a little: nobody says when bytes come. */
+/* Sleeps until the bell rings, or span_ns: nobody says when bytes come. */
 static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns)
 {
     int64_t soon = dtrain__os_now_ns() + span_ns;
     dtrain__bell_wait(&mux->bell, DTRAIN__BELL_YIELDS, soon < until_ns ? soon : until_ns, dtrain__mux_never, NULL);
 }
 
-/* Moves what can be moved, until something has or until_ns. Returns whether something has. */
+/* Moves what can be moved, until something has moved or until until_ns. Returns whether something has. */
 static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
 {
     for (int64_t span = 100000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
@@ -166,8 +167,8 @@ static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
     }
 }
 
-/* Moves a call's bytes until one of its ways is complete, or nothing more moves until_ns, or other threads are to have
- * a turn. Returns whether one is. */
+/* Moves a call's bytes until one way is complete, nothing moves until until_ns, or other threads should get a turn.
+ * Returns whether one way is complete. */
 static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
                             int *moved)
 {
@@ -199,7 +200,7 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
     return (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes);
 }
 
-/* Says which group's bytes fill what is kept of a call's peers, if that has kept it from going on for long. */
+/* Returns the error of a call that has been stuck because another group's bytes fill what is kept of its peer. */
 static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain_transfer *out,
                                       const dtrain_transfer *in)
 {
@@ -220,7 +221,7 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
     return DTRAIN_ERR_TIMEOUT;
 }
 
-/* Why a call whose bytes do not move now ends; DTRAIN_ERR_TIMEOUT: it need not yet. */
+/* Returns why a call that does not move ends; DTRAIN_ERR_TIMEOUT: it may go on. */
 static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
                                        int moved)
 {
@@ -234,7 +235,7 @@ static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_tran
     return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
 }
 
-/* Room for frames to a peer, before the first. */
+/* Allocates room for frames to a peer, before the first one. */
 static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
@@ -246,7 +247,7 @@ static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d", bytes, peer);
 }
 
-/* One turn of a call until until_ns; sets *moved when bytes of the call or of others did, *others when the latter. */
+/* One turn of a call until until_ns. *moved: bytes of the call moved; *others: bytes of other lanes moved. */
 static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t now,
                                       int64_t until_ns, int *moved, int *others)
 {
@@ -298,8 +299,8 @@ static dtrain_status dtrain__mux_own_call(const dtrain__mux_lane *lane, dtrain_t
     return status;
 }
 
-/* The same as dtrain__mux_move for a lane that has streams of its own. When a peer leaves, the message that says so and
- * the end of its stream come in any order: after the first the other is waited for a little. */
+/* As dtrain__mux_move, for a lane that has streams of its own. When a peer leaves, its goodbye and the end of its
+ * stream come in any order. After the first of them the lane waits a little for the other. */
 static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
                                           int64_t deadline_ns)
 {
@@ -334,12 +335,12 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
     }
 }
 
-/* Sends, receives or both for a lane, as the table's exchange. */
+/* Sends, receives or both for a lane, like the table's exchange. */
 static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__mux *mux = lane->mux;
-    int moved, others = 0; /* of other lanes something moved: look again before waiting */
+    int moved, others = 0; /* bytes of other lanes moved: look again before waiting */
     if (lane->own.send != NULL)
         return dtrain__mux_own_move(lane, out, in, deadline_ns);
     for (;;) {
@@ -368,7 +369,7 @@ static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
     dtrain__free(allocator, lane);
 }
 
-/* Frees what no lane needs any more; the table's destroy is the caller's. */
+/* Frees a mux without lanes. The caller calls the table's destroy. */
 static void dtrain__mux_free(dtrain__mux *mux)
 {
     dtrain_allocator *allocator = mux->allocator;
@@ -396,7 +397,7 @@ static void dtrain__mux_free(dtrain__mux *mux)
     dtrain__free(allocator, mux);
 }
 
-/* A mux without lanes over a table, of which it takes a copy. */
+/* Makes a mux without lanes over a copy of the table. */
 static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transport *table, dtrain_allocator *allocator)
 {
     dtrain__mux *mux =
@@ -417,7 +418,7 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
     return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for a group over its transport", table->rank);
 }
 
-/* What came for the lane before it was made. */
+/* Takes what came for the lane before it was made. */
 static void dtrain__mux_adopt(dtrain__mux_lane *lane)
 {
     dtrain__mux_message **at = &lane->mux->early;
@@ -437,7 +438,7 @@ static void dtrain__mux_adopt(dtrain__mux_lane *lane)
             dtrain__mux_marks(&lane->seat, peer);
 }
 
-/* Makes the lane of that name; worlds: each member's rank in the world, NULL: the same. */
+/* Makes the lane named id. worlds: each member's rank in the world; NULL: the same. */
 static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux, uint64_t id, const int *worlds,
                                         int size, int rank)
 {
@@ -489,8 +490,8 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
     }
 }
 
-/* The last lane has gone: tells the peers, that its end is no loss, and waits a little for those that have not yet
- * taken what was sent to them before. The caller holds turn. */
+/* The last lane has gone. Tells the peers that its end is no loss, and waits a little for those that have not yet taken
+ * what was sent before. The caller holds turn. */
 static void dtrain__mux_bye(dtrain__mux *mux)
 {
     int64_t until_ns = dtrain__os_now_ns() + DTRAIN__MUX_BYE_NS;
@@ -508,8 +509,8 @@ static void dtrain__mux_bye(dtrain__mux *mux)
     }
 }
 
-/* Ends the lane; the last one ends the mux and destroys its table. A forked child touches no lock: its parent's threads
- * may have held them. */
+/* Ends the lane; the last one also frees the mux and destroys the table. A forked child touches no lock: its parent's
+ * threads may have held them. */
 static void dtrain__mux_detach(void *self)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;

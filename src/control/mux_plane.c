@@ -1,12 +1,12 @@
 /* ---- >>mux_plane ----
- * The control plane of ranks that a transport of the user's own joins: lanes of a mux, whose control messages say who
- * leaves and what breaks a group, and carry those of the council, which the mux's turn guards. The service thread looks
- * for what comes while no call does. */
+ * The control plane of ranks that a user's own transport joins. Each group is a lane of a mux. Control messages of the
+ * mux say who leaves and what breaks a group, and carry those of the council, which the mux's turn guards. The service
+ * thread looks for what comes while no call does. */
 #ifndef DTRAIN__MUX_PLANE
 #define DTRAIN__MUX_PLANE
 #include "mux_lanes.c"
 
-#define DTRAIN__MUX_IDLE_NS 50000000 /* between two looks of the service thread, where nothing comes */
+#define DTRAIN__MUX_IDLE_NS 50000000 /* longest pause of the service thread between two looks */
 
 /* ---- the council ---- */
 
@@ -37,7 +37,7 @@ static void dtrain__mux_council_lock(void *self, int on)
         dtrain__mux_exit((dtrain__mux *)self);
 }
 
-/* Moves what can be moved; where nothing is, rests, first a little and then longer. */
+/* Moves what can be moved. If nothing can, rests: first a little, then longer. */
 static void dtrain__mux_council_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
 {
     dtrain__mux *mux = ((dtrain__mux_lane *)(void *)seat)->mux;
@@ -68,7 +68,7 @@ static void dtrain__mux_convene(dtrain__mux *mux)
 
 /* ---- the transport ---- */
 
-/* On the service thread: whoever is in a call does the same, and more. */
+/* One turn of the service thread. A thread in a call does the same, and more. */
 static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
 {
     dtrain__mux *mux = (dtrain__mux *)(void *)origin; /* its first member */
@@ -170,7 +170,7 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
 
 static const dtrain__plane dtrain__mux_plane = {0, 1, dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL, NULL};
 
-/* Makes the end of the world over a user's table, which stays the user's on an error. */
+/* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
 static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
                                               dtrain_allocator *allocator)
 {

@@ -1,6 +1,6 @@
 /* ---- >>no-sockets ----
- * What stands in for worlds of processes in a program that defines DTRAIN_NO_SOCKETS: a world of one forms as ever, a
- * larger one is refused, whether its root is given or is to be found. */
+ * Stand-ins for worlds of processes in a program that defines DTRAIN_NO_SOCKETS. A world of one forms as usual. A
+ * larger world is refused, whether its root is given or would have to be found. */
 #ifndef DTRAIN__NO_SOCKETS
 #define DTRAIN__NO_SOCKETS
 #include "plane.c"
@@ -31,7 +31,7 @@ static dtrain_status dtrain__net_directory(char *out, size_t capacity)
     return dtrain__no_sockets();
 }
 
-/* Takes any root, so that the world is refused for the macro's sake. */
+/* Accepts any root, so that the error names the macro. */
 static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
 {
     (void)text;

@@ -1,9 +1,11 @@
 /* ---- >>control_plane ----
- * What a group asks of its transport beside moving bytes. Who is there, votes and the store are the council's, the same
- * for all (see >>council). Making groups of its ranks, where they are, and what is known of a rank that others wait for
- * differ: each transport of this library has a table of these functions; nobody above asks which transport a group runs
- * on. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a call of the
- * group, except where they say more. */
+ * What a group asks of its transport besides moving bytes. Who is there, votes and the store are the council's, the
+ * same for all transports (see >>council). Transports differ in how they make groups, where ranks are, and what they
+ * know of a rank that others wait for. Each transport of this library has a table of these functions. Code above asks
+ * no other question about the transport.
+ *
+ * Functions get the transport's `self`. Any thread of the rank that is in a call of the group may call them, except
+ * where they say more. */
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
 #include "../base/memory.c"
@@ -17,28 +19,28 @@
 #define DTRAIN__NAME_BYTES 96
 #define DTRAIN__FINGERPRINT_BYTES 128
 #define DTRAIN__MAX_LANES 8
-#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
+#define DTRAIN__LAST_CHAIN 4 /* most ranks that one heartbeat tells of */
 #define DTRAIN__ADDRESS_BYTES 256
 
 DTRAIN__FAST_BEGIN
 
-/* ---- membership: who has left a group, in which order, after how many collectives and why; and what has broken it
- * ----
+/* ---- membership ----
+ * Who has left a group, in which order, after how many collectives and why; and what has broken the group.
  *
- * Invariants: any thread breaks the group, and the first cause stays. Whoever keeps the membership marks one rank at a
- * time as left. Any thread reads without a lock: what is said of a rank is whole once its `left` is set. */
+ * Invariants: any thread may break the group, and the first cause stays. The owner of the membership marks one rank at
+ * a time as left. Any thread reads without a lock: what is said of a rank is whole once its `left` is set. */
 
 typedef struct dtrain__departure {
-    uint32_t left;  /* it is gone: 1 of the first rank to leave */
+    uint32_t left;  /* 0: it is there; else its place among the leavers, from 1 */
     uint64_t calls; /* collectives that it had ended by then */
-    char *why;      /* NULL: all was well */
+    char *why;      /* NULL: it gave no reason */
 } dtrain__departure;
 
 typedef struct dtrain__membership {
-    uint32_t broken;  /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
-    uint32_t leavers; /* ranks that have left */
+    uint32_t broken;  /* 0: whole; 1: the cause is being written; 2: broken, and the cause can be read */
+    uint32_t leavers; /* how many ranks have left */
     int size;
-    dtrain__departure *ranks; /* size of them; NULL where nobody tells who has left */
+    dtrain__departure *ranks; /* size of them; NULL if nobody tells who has left */
     dtrain__error cause;
 } dtrain__membership;
 
@@ -62,7 +64,7 @@ static int dtrain__membership_broken(const dtrain__membership *members)
     return __atomic_load_n(&members->broken, __ATOMIC_SEQ_CST) != 0;
 }
 
-/* What has broken the group; NULL: nothing. */
+/* Returns what has broken the group; NULL: nothing. */
 static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtrain__membership *members)
 {
     if (!dtrain__membership_broken(members))
@@ -84,8 +86,8 @@ static void dtrain__membership_leave(dtrain__membership *members, int rank)
     __atomic_store_n(&members->ranks[rank].left, turn, __ATOMIC_SEQ_CST);
 }
 
-/* Of the ranks that left before they came to collective `number` the first to leave; -1: none. Looks again where ranks
- * have left meanwhile: it may have seen one of them and not the one before. */
+/* Returns the first rank to leave of those that left before collective `number`; -1: none. It looks again if ranks have
+ * left meanwhile: it may have seen one of them and not the one before. */
 static int dtrain__membership_misses(const dtrain__membership *members, uint64_t number)
 {
     uint32_t leavers, seen = 0;
@@ -107,7 +109,7 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 
 DTRAIN__FAST_END
 
-/* Writes what ends a group; the thread's own last error stays. */
+/* Writes what ends a group. The thread's own last error stays. */
 __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
                                                                              const char *format, ...)
 {
@@ -123,20 +125,20 @@ __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtr
 
 /* ---- the plane ---- */
 
-/* What the groups that come of one world have in common in this process. */
+/* What the groups of one world have in common in this process. */
 typedef struct dtrain__origin {
-    uint64_t serial;                                               /* counts the groups that were begun */
+    uint64_t serial;                                               /* counts the groups that were started */
     pthread_mutex_t mutex;                                         /* guards service */
     void *service;                                                 /* the thread that drives these groups */
-    void (*last_gone)(void *service);                              /* stops it, before the last group is gone */
-    dtrain__bell *bell;                                            /* it waits for this; NULL: it calls step */
-    void (*step)(struct dtrain__origin *origin, int64_t until_ns); /* looks after connections, on that thread alone */
+    void (*last_gone)(void *service);                              /* stops it before the last group is gone */
+    dtrain__bell *bell;                                            /* what it waits for; NULL: it calls step instead */
+    void (*step)(struct dtrain__origin *origin, int64_t until_ns); /* looks after connections, only on its thread */
     void (*kick)(struct dtrain__origin *origin);                   /* cuts step short */
 } dtrain__origin;
 
 typedef struct dtrain__plane dtrain__plane;
 
-/* One rank's end of a group, as its transport gives it out. */
+/* One rank's end of a group, as its transport provides it. */
 typedef struct dtrain__end {
     dtrain_transport transport;
     const dtrain__plane *plane;
@@ -154,28 +156,28 @@ enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
 
 static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait"};
 
-/* A call of the user's to the world's store, of byte strings by name, for a program's own set-up. */
+/* A user's call to the world's store, which keeps byte strings by name. */
 typedef struct dtrain__store_call {
     int what; /* DTRAIN__STORE_SET ... */
     const char *key;
-    void *value; /* capacity bytes; of a SET, which only reads it, the value itself */
+    void *value; /* capacity bytes; for a SET the value itself, which is only read */
     size_t capacity, *bytes;
     dtrain__error *error; /* the group's */
-    uint32_t id;          /* from here on: of a request to rank 0, and its answer */
+    uint32_t id;          /* from here on: the request to rank 0 and its answer */
     int answered;
     dtrain_status status;
     char why[301];
 } dtrain__store_call;
 
-/* What both sides of every handshake of one rank share. */
+/* What all handshakes of one rank share. */
 typedef struct dtrain__keys {
     unsigned char token[256];
     size_t token_bytes;                   /* 0: the proof is made with an empty key */
-    unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on others until it told them */
+    unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on the others until they hear it */
     int rank, world_size;
     int secure;                    /* as in dtrain_comm_desc */
-    char job[DTRAIN__JOB_BYTES];   /* the launcher's id of it; empty: it gave none */
-    char name[DTRAIN__NAME_BYTES]; /* of this process: "pid 4711 (train) on alpha" */
+    char job[DTRAIN__JOB_BYTES];   /* the launcher's id of the job; empty: it gave none */
+    char name[DTRAIN__NAME_BYTES]; /* this process: "pid 4711 (train) on alpha" */
 } dtrain__keys;
 
 /* How a world of processes forms. */
@@ -187,47 +189,47 @@ typedef struct dtrain__hub_desc {
     void *on_address_user;
 } dtrain__hub_desc;
 
-/* A group that is to be made of ranks of another one. */
+/* A group to be made of ranks of another one. */
 typedef struct dtrain__group_desc {
-    uint64_t id;       /* its name: the same on all members, and no other group's */
-    const int *worlds; /* of each member the rank in the world */
+    uint64_t id;       /* its name: the same on all members, and of no other group */
+    const int *worlds; /* each member's rank in the world */
     int size, rank;
 } dtrain__group_desc;
 
-/* A vote of the ranks that are left, and what came of it. */
+/* A vote of the ranks that are left, and its result. */
 typedef struct dtrain__agreement {
     int kind;  /* of the call that votes */
-    int voted; /* in: this rank's vote of an earlier call stands */
+    int voted; /* in: this rank has voted in an earlier call */
     uint64_t number;
     uint64_t flags;       /* in: this rank's; out: the AND of all */
-    uint64_t id;          /* out: the name of the group of those that go on */
-    uint64_t *goes_on;    /* out: of each rank, whether */
+    uint64_t id;          /* out: the name of the group of those that continue */
+    uint64_t *goes_on;    /* out: for each rank, whether it continues */
     dtrain_status status; /* out */
     int awaited;          /* out: a rank that has not voted, or -1 */
-    int given_up;         /* out: by the others */
-    int starved;          /* out: no memory for this rank's vote: there is none */
+    int given_up;         /* out: the others have given this rank up */
+    int starved;          /* out: there was no memory for this rank's vote, so it has none */
 } dtrain__agreement;
 
-/* Writes what a rank does, which its owner understands; *awaits: the rank that it waits for, or -1. */
+/* Writes what a rank does, in bytes that only its owner understands. *awaits: the rank that it waits for, or -1. */
 typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
 
 struct dtrain__plane {
-    int in_process; /* ranks are threads of one process, which owns what was given to publish: a peer may read it */
-    int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
+    int in_process; /* ranks are threads of one process, which owns what was given to publish, as peers may read it */
+    int checks;     /* messages carry a checksum of their data, unless the desc forbids it */
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
-    /* From here on NULL: the transport has nothing to say or to do. */
-    uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
-    /* Whether all ranks have come to a world that is forming; wait: until they have, or deadline_ns. */
+    /* From here on a function may be NULL: the transport has nothing to say or do there. */
+    uint64_t (*host)(void *self, int rank); /* equal for ranks that share a host; 0: unknown */
+    /* Says whether all ranks have come to a new world. wait: waits until they have, or deadline_ns. */
     dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
-    /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
+    /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no longer. */
     void (*publish)(void *self, dtrain__tell tell, void *record);
-    /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
+    /* Copies what `rank` was last heard to do, if that was after after_ns. Returns its bytes, and its age. */
     size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
-    void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
+    void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, if known */
     void (*rest)(void *self); /* the service thread is about to look at this group's work */
 };
 
-/* A number that this process gives to no other group. */
+/* Returns a number that this process gives to no other group. */
 static uint64_t dtrain__origin_serial(dtrain__origin *origin)
 {
     return __atomic_add_fetch(&origin->serial, 1, __ATOMIC_SEQ_CST);
@@ -240,13 +242,13 @@ static void dtrain__origin_stop(dtrain__origin *origin)
         origin->last_gone(origin->service);
 }
 
-/* The name of a group, unlike any other's: a count that `rank` keeps, and rank itself. */
+/* Makes a group's name, unlike any other: a count that `rank` keeps, and rank itself. */
 static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
 {
     return serial << 10 | (uint64_t)rank;
 }
 
-/* The n for which ranks with equal rank / n, and no others, share a host; 0: there is none, or hosts are unknown. */
+/* Returns n if exactly the ranks with equal rank / n share a host; 0: there is no such n, or hosts are unknown. */
 static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int size)
 {
     int n = 1;

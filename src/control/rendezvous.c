@@ -1,14 +1,14 @@
 /* ---- >>rendezvous ----
  * How a group forms, and what there is to do afterwards. Rank 0 listens at the root address. Every other rank reaches
- * it, proves itself, listens on the way that led there, and tells its own address. When all have come, rank 0 sends the
- * table of all. Whoever first needs a connection for data makes it. hub_step() is all of it: one poll(), then whatever
- * can be done at once. */
+ * it, proves itself, listens on the interface that led there, and tells its own address. When all have come, rank 0
+ * sends the table of all ranks. A rank that first needs a data connection makes it. hub_step() does all of this: one
+ * poll(), then whatever can be done at once. */
 #ifndef DTRAIN__RENDEZVOUS
 #define DTRAIN__RENDEZVOUS
 #include "admit.c"
 
-/* Whether a name for the root means loopback on this host alone, as a host's own name often does, so that others are
- * expected from elsewhere; where only this host may come, it does not matter. */
+/* Whether rank 0 listens on loopback although ranks of other hosts are expected: a host's own name often means
+ * loopback. It does not matter if only this host may come. */
 static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
 {
     return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
@@ -16,8 +16,8 @@ static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__
            strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
 }
 
-/* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
- * ranks that reach rank 0 as this one does can come there. */
+/* Chooses this rank's own address: on the interface of its control connection, at a port of its own. *local: only ranks
+ * of the same host can reach it there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
@@ -44,7 +44,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     return DTRAIN_OK;
 }
 
-/* Opens this rank's own listener, and says to rank 0 where it is. */
+/* Opens this rank's own listener, and tells rank 0 where it is. */
 static dtrain_status dtrain__hub_join(dtrain__hub *hub)
 {
     dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
@@ -72,7 +72,7 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
                : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
-/* Rank 0: when all have joined, tells everyone where everyone is. */
+/* Rank 0: once all have joined, tells every rank where all ranks are. */
 static void dtrain__hub_complete(dtrain__hub *hub)
 {
     for (int rank = 0; rank < hub->size; rank++)
@@ -97,7 +97,7 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
-/* Other ranks than 0: reaches rank 0, as often as it takes. */
+/* Other ranks than 0: tries to reach rank 0, as often as it takes. */
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
     dtrain__member *root = &hub->members[0];
@@ -149,7 +149,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     if (handshake == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns &&
         !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
-            NULL) { /* or each would drop the other's choice */
+            NULL) { /* else each side would drop the other's choice */
         lane->retry_ns = now + 50000000;
         if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address))
             return;
@@ -208,7 +208,7 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
         dtrain__hub_refused(hub, rank);
 }
 
-/* After rank 0 is gone the leader calls the others, who call it when they have waited for that. */
+/* After rank 0 is gone the leader calls the others. After a while they call the leader. */
 static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
 {
     if (hub->elected)
@@ -221,7 +221,7 @@ static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
     dtrain__consent_step(&hub->council);
 }
 
-/* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
+/* Sends again what a broken connection has lost, whether or not this rank has more to send. */
 static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
 {
     if (lane->stream.fd < 0 || !dtrain__stream_owes(&lane->stream) ||
@@ -232,8 +232,8 @@ static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
     lane->wanted = 1;
 }
 
-/* One heartbeat: who is silent, and what this rank does; rank 0 tells a rank what the one does that it waits for, and
- * the one that that one waits for. */
+/* Sends one heartbeat: who is silent, and what this rank does. The leader adds what the rank does that the receiver
+ * waits for, then the rank that this one waits for, and so on. */
 static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
 {
     int leads = dtrain__hub_leads(hub);
@@ -251,7 +251,7 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
     dtrain__frame_close(member, begin);
 }
 
-/* Heartbeats: sends this rank's, and judges the silence of others. */
+/* Sends this rank's heartbeats and judges the silence of others. */
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
     int64_t longest = 1200000000;
@@ -263,7 +263,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         char how[96];
         if (!dtrain__hub_linked(hub, rank) || member->gone != DTRAIN__PRESENT || member->heard_ns == 0)
             continue;
-        if (slept) /* this process was stopped, and cannot tell */
+        if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
         else if (member->expected && now - member->down_ns > hub->reconnect_ns)
             dtrain__hub_lost(hub, rank, 1, "its connection was reset and has not come back within reconnect_ms");
@@ -288,7 +288,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
-            member->control.fd >= 0 && member->out.bytes == 0) /* what waits to go out is a sign of life as well */
+            member->control.fd >= 0 && member->out.bytes == 0) /* output that waits is a sign of life as well */
             dtrain__hub_beat(hub, rank, suspect, longest, now);
     }
 }
@@ -307,7 +307,7 @@ static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
     channel->attend = busy;
 }
 
-/* Everything that can be done without waiting; the caller holds both mutexes. */
+/* Does everything that needs no waiting; the caller holds both mutexes. */
 static void dtrain__hub_work(dtrain__hub *hub)
 {
     int64_t now = dtrain__os_now_ns(), most = DTRAIN__HANDSHAKE_NS / 5;
@@ -319,7 +319,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         int ready = member->poll_index > 0 && hub->fds[member->poll_index].revents != 0;
-        if (!member->held && (ready || member->in.bytes > 0)) /* of what was held, too */
+        if (!member->held && (ready || member->in.bytes > 0)) /* frames that were held, too */
             dtrain__hub_listen_to(hub, rank);
     }
     const dtrain__seat *world = hub->formed ? NULL : dtrain__council_seat(&hub->council, 0);
@@ -334,7 +334,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
     dtrain__hub_flush_all(hub, 1);
 }
 
-/* Adds to the poll list; what finds no memory there is looked at when something else is due. */
+/* Adds to the poll list. Without memory the descriptor is looked at when something else is due. */
 static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 {
     void *larger = dtrain__memory_grow(hub->allocator, hub->fds, sizeof *hub->fds, (size_t)*count, 1);
@@ -344,7 +344,7 @@ static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
     dtrain__net_watch(hub->fds, count, fd, events);
 }
 
-/* Adds the channel's connections that are being made or made good. */
+/* Adds the channel's connections that are being made, or that have to send again. */
 static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, int64_t due)
 {
     for (int i = 0; i < channel->seat.size * channel->hub->connections; i++) {
@@ -359,7 +359,7 @@ static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, i
     return due;
 }
 
-/* Fills the poll list; returns when something is due without any event. */
+/* Fills the poll list. Returns the time at which something is due without an event. */
 static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 {
     int64_t due = hub->beat_ns, now = dtrain__os_now_ns();
@@ -413,7 +413,7 @@ static int dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
     return here;
 }
 
-/* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */
+/* Calls poll() until an event or until_ns. Signals and rounding may end it early: callers look again. */
 static void dtrain__hub_poll(struct pollfd *fds, int count, int64_t until_ns)
 {
     int64_t span = until_ns - dtrain__os_now_ns();
@@ -421,7 +421,7 @@ static void dtrain__hub_poll(struct pollfd *fds, int count, int64_t until_ns)
     poll(fds, (nfds_t)count, ms);
 }
 
-/* Rank 0: names who has joined where not both sides had a job's id to compare. */
+/* Rank 0: logs who has joined, if not both sides had a job's id to compare. */
 static void dtrain__hub_log_joined(const dtrain__hub *hub)
 {
     const char *own = hub->keys.job;
@@ -439,7 +439,7 @@ static void dtrain__hub_log_joined(const dtrain__hub *hub)
     }
 }
 
-/* One turn of the control plane; waits until until_ns at most, or until one of extra is ready. The caller holds
+/* One turn of the control plane. Waits until until_ns at most, or until one of extra is ready. The caller holds
  * step_mutex. */
 static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int extra_count, int64_t until_ns)
 {
@@ -474,7 +474,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         dtrain__log(DTRAIN_LOG_WARN, "%s", notes.text[i]);
     if (notes.joined)
         dtrain__hub_log_joined(hub);
-    if (notes.sealed) /* once a job where it can be seen, unless it was asked for */
+    if (notes.sealed) /* a warning once a job, unless sealing was asked for */
         dtrain__log(hub->rank == 0 && hub->keys.secure == 0 ? DTRAIN_LOG_WARN : DTRAIN_LOG_INFO,
                     "rank %d: connections are sealed (ChaCha20-Poly1305), as %s; on a network that is yours alone, "
                     "DTRAIN_SECURE=0 or desc.secure = -1 on every rank turns that off",

@@ -1,5 +1,5 @@
 /* ---- >>socket_plane ----
- * The control plane of ranks of several processes: a channel of the hub (see >>hub). */
+ * The control plane of ranks in several processes: each group is a channel of the hub (see >>hub). */
 #ifndef DTRAIN__SOCKET_PLANE
 #define DTRAIN__SOCKET_PLANE
 #include "../transport/socket.c"
@@ -46,7 +46,7 @@ static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t 
     }
 }
 
-/* Heartbeats carry what `tell` writes, which is called with the hub's mutex held. */
+/* Heartbeats carry what `tell` writes. It is called with the hub's mutex held. */
 static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
@@ -72,8 +72,8 @@ static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, 
     return bytes;
 }
 
-/* This rank cannot connect to it, as behind a firewall; or which rank has been silent for longest, if one has:
- * "; rank 3 has been silent for 2.1 s". */
+/* Says that this rank cannot connect to the awaited one, as behind a firewall, or which rank has been silent for
+ * longest: "; rank 3 has been silent for 2.1 s". */
 static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, size_t capacity)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
@@ -88,7 +88,7 @@ static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, si
     pthread_mutex_unlock(&hub->mutex);
 }
 
-/* What it could not move before is not awaited now. */
+/* Forgets what it could not move before. */
 static void dtrain__socket_plane_rest(void *self)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
