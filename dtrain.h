@@ -26479,29 +26479,29 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
 #ifndef DTRAIN_NO_DEVICE
 
 /* ---- >>device_call ----
- * A rank's end of a group of devices, and what its calls share: each is checked as the CPU's is, and made of the CPU's
- * collectives, its steps, which say in their headers what they are steps of. So deadlines, lost ranks and calls that
- * differ are found as they are between CPUs. Calls devices through >>device_calls only. */
+ * A rank's end of a group of devices, and what its calls share. Each call is checked as on the CPU. It consists of
+ * steps, which are collectives of the CPU; their headers say which call they are steps of. So deadlines, lost ranks and
+ * calls that differ are found as between CPUs. Calls devices through >>device_calls only. */
 #ifndef DTRAIN__DEVICE_STEPS
 #define DTRAIN__DEVICE_STEPS
 
 #define DTRAIN__DEVICE_NOTE_TEXT 256
-#define DTRAIN__DEVICE_SLOTS 64 /* at most */
+#define DTRAIN__DEVICE_SLOTS 64 /* most slots of a group */
 
 typedef struct dtrain__flags_state dtrain__flags_state; /* see >>device_flags */
 
 /* What a rank tells the others while the group is made, in whole 64-bit words. */
 typedef struct dtrain__device_note {
-    uint64_t status;          /* how it fared so far; not DTRAIN_OK: text says why */
-    uint64_t host;            /* equal on ranks of one */
-    uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
+    uint64_t status;          /* its result so far; if not DTRAIN_OK, text says why */
+    uint64_t host;            /* equal on ranks of one host */
+    uint64_t has_device, ops; /* ops: address of the device's table; 0 if it lacks what EVENTS needs */
     dtrain_device_event *events[2] __attribute__((aligned(8))); /* see >>device_events */
     unsigned char *probe __attribute__((aligned(8)));
     char handles[32]
-        __attribute__((aligned(8))); /* of the device's table: see >>device_processes, as of the next ones */
+        __attribute__((aligned(8))); /* of the device's table, like the next ones: see >>device_processes */
     uint64_t process, page_fd, page_key[2];
     dtrain_device_shared shared_probe;
-    uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: it cannot */
+    uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: not possible */
     dtrain__flags_state *flags __attribute__((aligned(8)));
     dtrain_device_shared shared_words;
     char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
@@ -26509,7 +26509,7 @@ typedef struct dtrain__device_note {
 
 #define DTRAIN__DEVICE_NOTE_WORDS (sizeof(dtrain__device_note) / sizeof(uint64_t))
 
-/* Where a rank's buffers of a call are. */
+/* Addresses of a rank's buffers in a call. */
 typedef struct dtrain__device_buffers {
     const void *in __attribute__((aligned(8)));
     void *out __attribute__((aligned(8)));
@@ -26522,35 +26522,35 @@ typedef struct dtrain__hosts dtrain__hosts;
 
 struct dtrain_device_group {
     dtrain_comm *comm;
-    dtrain_device *device;       /* its queue is the caller's, or the group's own: see >>device_async */
-    struct dtrain__async *async; /* NULL: all calls are blocking ones */
+    dtrain_device *device;       /* with the caller's queue, or the group's own: see >>device_async */
+    struct dtrain__async *async; /* NULL: calls cannot be started */
     dtrain_device_mode mode;
     size_t chunk_bytes; /* 0: by the size of each call */
     int slots;
-    int no_devices;                   /* no rank has one: calls are the CPU's */
-    dtrain__device_note mine, *notes; /* notes: of every rank */
-    dtrain__device_buffers *buffers;  /* of every rank, of the call under way */
-    dtrain__extent *shards;           /* of every rank, of the call under way */
-    size_t *counts;                   /* of every rank's part of a chunk */
+    int no_devices;                   /* no rank has a device: calls are the CPU's */
+    dtrain__device_note mine, *notes; /* notes: of all ranks */
+    dtrain__device_buffers *buffers;  /* of all ranks, in the call under way */
+    dtrain__extent *shards;           /* of all ranks, in the call under way */
+    size_t *counts;                   /* elements of each rank's part of a chunk */
     const void **ins;
     void **outs;
-    dtrain__processes *processes;      /* what ranks share that are processes of one host; NULL: they are not */
-    unsigned char *pinned;             /* slots of chunk_bytes; 0: of the largest chunk */
-    dtrain_device_event **slot_events; /* each says when the copies to and from its slot are done */
-    dtrain__hosts *hosts;              /* HOSTS: the groups that its calls are made of; else NULL */
-    const dtrain__extent *pieces;      /* in a group of HOSTS: of a vector, that make up this rank's shard */
-    int piece_count;                   /* 0: the shard is in one piece */
-    int mean_of;                       /* likewise: ranks whose sum the results are divided by; 0: not */
-    dtrain__flags_state *flags;        /* FLAGS, as all that follows; else NULL */
-    uint32_t *words;                   /* this rank's, of its device */
-    uint64_t *failure;                 /* what a kernel has left for the CPU, or a peer; 0: nothing */
-    uint32_t epoch;                    /* of the call under way, or the last */
-    int blocks;                        /* that run at the same time on every device */
-    size_t block_bytes;                /* that one holds of an array at a time */
+    dtrain__processes *processes;      /* what ranks share that are processes of one host; else NULL */
+    unsigned char *pinned;             /* the slots, of chunk_bytes each, or of the largest chunk if that is 0 */
+    dtrain_device_event **slot_events; /* one a slot: passed when the copies to and from it are done */
+    dtrain__hosts *hosts;              /* HOSTS: the groups that do its calls; else NULL */
+    const dtrain__extent *pieces;      /* in a group of HOSTS: the parts of the vector that make up this rank's shard */
+    int piece_count;                   /* 0: the shard is one piece */
+    int mean_of;                       /* in a group of HOSTS: divides results by this many ranks; 0: does not */
+    dtrain__flags_state *flags;        /* FLAGS, like all that follow; else NULL */
+    uint32_t *words;                   /* this rank's flags, in memory of its device */
+    uint64_t *failure;                 /* an error that a kernel or a peer has left for the CPU; 0: none */
+    uint32_t epoch;                    /* of the call under way, or of the last */
+    int blocks;                        /* thread blocks that run at the same time on every device */
+    size_t block_bytes;                /* bytes of an array that a block handles at a time */
     int part_blocks, part_at_once, part_queued; /* of the call under way */
 };
 
-/* One block for a rank's end and its arrays, those of the strictest alignment first. */
+/* Allocates a rank's end and its arrays as one block, the arrays of the strictest alignment first. */
 static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
@@ -26575,7 +26575,7 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
     return group;
 }
 
-/* Elements of a call's vector, up to the end of its last part. */
+/* Returns the elements of a call's vector, up to the end of its last part. */
 static size_t dtrain__device_span(const dtrain_device_group *group, const dtrain__op *op)
 {
     size_t span = op->offsets != NULL ? 0 : op->count;
@@ -26585,14 +26585,14 @@ static size_t dtrain__device_span(const dtrain_device_group *group, const dtrain
     return span;
 }
 
-/* The call on memory of devices that an operation is a step of, and which step: see dtrain__op_call_whole. */
+/* Packs the call on memory of devices that a step belongs to, and the step's number: see dtrain__op_call_whole. */
 static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
 {
     return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
            (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
 }
 
-/* A call as error texts have it. */
+/* Gives the text of a call for errors. */
 static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__op *whole, uint64_t number)
 {
     dtrain__op op = dtrain__op_of(whole->kind, NULL, NULL, 0, DTRAIN_U8);
@@ -26603,11 +26603,11 @@ static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__o
     return dtrain__op_text(comm, &op);
 }
 
-/* Queues this rank's part of a call under FLAGS; what it is made of stands before it. */
+/* Queues this rank's part of a call under FLAGS. Defined in flags.c. */
 static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
                                           size_t begin, size_t count);
 
-/* Queues this rank's share of a call, of the first n inputs and m outputs of the group's arrays. */
+/* Queues this rank's share of a call, for the first n inputs and m outputs of the group's arrays. */
 static dtrain_status dtrain__device_share(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
                                           size_t begin, size_t count)
 {
@@ -26628,7 +26628,7 @@ static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrai
     return dtrain__work_call(group->comm, op, NULL);
 }
 
-/* Ends the group on every rank with this thread's last error, unless it is broken already; returns that error. */
+/* Breaks the group on every rank with this thread's last error, unless it is broken. Returns that error. */
 static dtrain_status dtrain__device_break(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
@@ -26638,7 +26638,7 @@ static dtrain_status dtrain__device_break(dtrain_device_group *group)
     return dtrain__report(&mine);
 }
 
-/* A device has failed in a call, whose step under way or next has that number, and has said why: ends the group. */
+/* Breaks the group after a device failed in a call. `number` is that of the step under way, or of the next. */
 static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtrain__op *whole, uint64_t number,
                                            dtrain_status status)
 {
@@ -26648,7 +26648,7 @@ static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtr
     return dtrain__device_break(group);
 }
 
-/* Starts a thread of the group's. */
+/* Starts a thread for the group. */
 static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *without)
 {
     int error = dtrain__worker_start(worker);
@@ -26660,7 +26660,7 @@ static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *w
         strerror(error), without);
 }
 
-/* Checks a call as the CPU's is checked, before anything of it is seen by a peer. */
+/* Checks a call as on the CPU, before a peer sees any of it. */
 static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtrain__op *whole)
 {
     char call[64];
@@ -26674,39 +26674,41 @@ static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtra
 #endif
 
 /* ---- >>device_staged ----
- * Collectives through pinned memory: a chunk is copied from the device to a slot, the CPU's own collective runs on the
- * slots, and the result is copied back. The next chunks are on their way to their slots meanwhile. Every element goes
- * through the same additions as without chunks. Cut alike on every rank: all-reduce and broadcast into pieces of the
- * vector; reduce-scatter and all-gather into pieces of every shard, which lie side by side in a slot, so that the
- * shards are those of the whole vector. Shorter shards end in earlier chunks; those without an element take no room.
+ * Collectives through pinned memory. A chunk is copied from the device to a slot, the CPU's own collective runs on the
+ * slots, and the result is copied back. Meanwhile the next chunks go to their slots. Every element takes part in the
+ * same additions as without chunks.
  *
- * A slot's event is recorded after the copies into it, which the queue does after the last ones out of it: when it
+ * Chunks are the same on every rank. An all-reduce or a broadcast is cut into pieces of the vector. A reduce-scatter or
+ * an all-gather is cut into pieces of every shard. They lie side by side in a slot, so shards are those of the whole
+ * vector. Shorter shards end in earlier chunks; a shard without an element takes no room.
+ *
+ * A slot's event is recorded after the copies into it, which the queue does after the last copies out of it. When it
  * has passed, the CPU may read and write the slot. */
 #ifndef DTRAIN__DEVICE_STAGED
 #define DTRAIN__DEVICE_STAGED
 
 #define DTRAIN__STAGED_CHUNK_LEAST ((size_t)256 << 10)
 #define DTRAIN__STAGED_CHUNK_MOST ((size_t)4 << 20)
-#define DTRAIN__STAGED_RATE 600000 /* bytes: 50 us a chunk, over the 1/24 + 1/24 ns a byte of the two copies */
+#define DTRAIN__STAGED_RATE 600000 /* bytes: 50 us a chunk, divided by the 1/24 + 1/24 ns a byte of the two copies */
 
 typedef struct dtrain__staged {
     dtrain_device_group *group;
     const dtrain__op *op;
     size_t width;
-    size_t slot_bytes; /* from one to the next */
-    size_t piece;      /* elements of a chunk, or of each shard in it */
-    size_t chunks;     /* at least 1: peers hear of a call on no elements, too */
-    int shards;        /* chunks are made of pieces of shards */
-    int direct;        /* the CPU's memory, which needs no slot */
+    size_t slot_bytes; /* distance of slots */
+    size_t piece;      /* elements of a chunk, or of each shard's part of it */
+    size_t chunks;     /* at least 1, so that peers also hear of a call on no elements */
+    int shards;        /* chunks consist of pieces of shards */
+    int direct;        /* the buffers are the CPU's and need no slot */
 } dtrain__staged;
 
-/* Bytes of the chunks that a vector of so many goes in where the desc says nothing: see DTRAIN_DEVICE_STAGED. In whole
- * numbers, so that every rank comes to the same. */
+/* Returns the bytes of a chunk for a vector of this many bytes, if the desc says nothing: see
+ * dtrain_device_group_create. In integers, so that every rank gets the same. */
 static size_t dtrain__staged_chunk(size_t bytes)
 {
     uint64_t least = DTRAIN__STAGED_CHUNK_LEAST / 64, most = DTRAIN__STAGED_CHUNK_MOST / 64;
     if (bytes / 8 > DTRAIN__STAGED_CHUNK_MOST)
-        return DTRAIN__STAGED_CHUNK_MOST; /* the root is past it, and no product below overflows */
+        return DTRAIN__STAGED_CHUNK_MOST; /* the root is larger, and no product below overflows */
     while (least < most) {
         uint64_t middle = (least + most + 1) / 2;
         if (middle * 64 * middle * 64 <= (uint64_t)bytes * DTRAIN__STAGED_RATE)
@@ -26717,7 +26719,7 @@ static size_t dtrain__staged_chunk(size_t bytes)
     return (size_t)least * 64;
 }
 
-/* From one slot of the group's to the next: a chunk, or the largest. */
+/* Returns the distance of slots: a chunk, or the largest. */
 static size_t dtrain__staged_slot_bytes(const dtrain_device_group *group)
 {
     return group->chunk_bytes > 0 ? group->chunk_bytes : DTRAIN__STAGED_CHUNK_MOST;
@@ -26750,7 +26752,7 @@ static unsigned char *dtrain__staged_slot(const dtrain__staged *run, size_t chun
     return run->group->pinned + chunk % (size_t)run->group->slots * run->slot_bytes;
 }
 
-/* Elements of a chunk that are of `rank`'s shard; *begin: where in the vector they are. */
+/* Returns the elements of a chunk that belong to `rank`'s shard. *begin: their place in the vector. */
 static size_t dtrain__staged_part(const dtrain__staged *run, size_t chunk, int rank, size_t *begin)
 {
     size_t at = chunk * run->piece, n = run->op->count;
@@ -26763,8 +26765,8 @@ static size_t dtrain__staged_part(const dtrain__staged *run, size_t chunk, int r
     return n < run->piece ? n : run->piece;
 }
 
-/* Copies between the slot and the whole vector on the device, every rank's part of the chunk but that of rank `not_of`;
- * where no shards are cut, the chunk. */
+/* Copies between a slot and the whole vector on the device: the chunk, or every rank's part of it except that of rank
+ * `not_of`. */
 static dtrain_status dtrain__staged_spread(const dtrain__staged *run, size_t chunk, void *vector, int into_slot,
                                            int not_of)
 {
@@ -26781,7 +26783,7 @@ static dtrain_status dtrain__staged_spread(const dtrain__staged *run, size_t chu
     return status;
 }
 
-/* Bytes of this rank's part of a chunk; *in_slot: where in the slot they are. */
+/* Returns the bytes of this rank's part of a chunk. *in_slot: their address in the slot. */
 static size_t dtrain__staged_own(const dtrain__staged *run, size_t chunk, unsigned char **in_slot)
 {
     size_t begin, bytes = 0;
@@ -26793,13 +26795,13 @@ static size_t dtrain__staged_own(const dtrain__staged *run, size_t chunk, unsign
     return bytes;
 }
 
-/* The same part in a buffer that holds this rank's shard alone. */
+/* Returns the address of the same part in a buffer that holds this rank's shard alone. */
 static unsigned char *dtrain__staged_in_shard(const dtrain__staged *run, size_t chunk, const void *shard, size_t bytes)
 {
     return bytes > 0 ? (unsigned char *)shard + chunk * run->piece * run->width : NULL;
 }
 
-/* Queues what fills a chunk's slot, and the event that says when it is filled. */
+/* Queues the copies that fill a chunk's slot, and the event that marks their end. */
 static dtrain_status dtrain__staged_load(const dtrain__staged *run, size_t chunk)
 {
     const dtrain__op *op = run->op;
@@ -26819,7 +26821,7 @@ static dtrain_status dtrain__staged_load(const dtrain__staged *run, size_t chunk
     return dtrain__device_event_record(device, run->group->slot_events[chunk % (size_t)run->group->slots]);
 }
 
-/* Queues what brings a chunk's result to the device. */
+/* Queues the copies of a chunk's result to the device. */
 static dtrain_status dtrain__staged_store(const dtrain__staged *run, size_t chunk)
 {
     const dtrain__op *op = run->op;
@@ -26837,7 +26839,7 @@ static dtrain_status dtrain__staged_store(const dtrain__staged *run, size_t chun
     return dtrain__staged_spread(run, chunk, op->out, 0, in_place ? comm->rank : -1);
 }
 
-/* What bell_wait looks at before it sleeps: a device rings no bell. */
+/* What bell_wait checks before it sleeps; a device rings no bell. */
 static int dtrain__staged_silent(void *pointer)
 {
     (void)pointer;
@@ -26867,7 +26869,7 @@ static dtrain_status dtrain__staged_await(const dtrain__staged *run, size_t chun
     return DTRAIN_OK;
 }
 
-/* The CPU's collective on a chunk, of which every rank has one. */
+/* Runs the CPU's collective on a chunk. Every rank has one for it. */
 static dtrain_status dtrain__staged_step(const dtrain__staged *run, size_t chunk)
 {
     dtrain_device_group *group = run->group;
@@ -26895,8 +26897,9 @@ static dtrain_status dtrain__staged_step(const dtrain__staged *run, size_t chunk
     return status;
 }
 
-/* A chunk's wait or collective has failed. The call can be made again where that was the first: nothing has moved, or
- * the group is broken by it. Later, this rank's peers are not where it is: that breaks the group. */
+/* Handles a chunk whose wait or collective failed. In the first chunk nothing has moved, or the group is broken
+ * already; if not broken, the call can be repeated. Later this rank's peers are at another chunk: that breaks the
+ * group. */
 static dtrain_status dtrain__staged_stuck(const dtrain__staged *run, size_t chunk, dtrain_status status, int waited)
 {
     dtrain_comm *comm = run->group->comm;
@@ -26934,50 +26937,50 @@ static dtrain_status dtrain__staged_run(dtrain_device_group *group, const dtrain
 #endif
 
 /* ---- >>device_processes ----
- * Lets the devices of several processes of one host reach each other's memory. The ranks share a page of words, which
- * does between processes what >>threads and events do between threads (see >>device_events), and exchange handles of
- * memory.
+ * Lets the devices of several processes of one host reach each other's memory. The ranks exchange handles of memory,
+ * and share a page of words. The page does between processes what >>threads and events do between threads (see
+ * >>device_events).
  *
- * A process that dies leaves its words as they were. Nobody waits for it: its queues end with it, before the system
- * counts it as gone. A rank that is lost but neither gone nor out of the others' memory is stopped, or hangs in a
- * driver. The others wait for it for a while only. */
+ * A process that dies leaves its words as they were. No rank waits for it: its queues end with it, before the system
+ * counts it as gone. A rank that is lost may also be stopped, or hang in a driver, while it is still in the others'
+ * memory. The others wait for it for a limited time. */
 #ifndef DTRAIN__DEVICE_PROCESSES
 #define DTRAIN__DEVICE_PROCESSES
 
-#define DTRAIN__PROCESSES_GRACE_NS 2000000000 /* for a rank that is lost, and has not gone */
+#define DTRAIN__PROCESSES_GRACE_NS 2000000000 /* for a rank that is lost but has not ended */
 #define DTRAIN__PROCESSES_WATCH_NS 100000000  /* between two looks of the thread */
-#define DTRAIN__PROCESSES_NUMBER 0xfffffff0u  /* before the first: every long run sees that they wrap */
+#define DTRAIN__PROCESSES_NUMBER 0xfffffff0u  /* the number before the first: every long run wraps */
 
 /* A rank's part of the page. */
 typedef struct dtrain__processes_words {
-    uint32_t passed[2]; /* the numbers of the last first and second place of a call that its queue has come to */
+    uint32_t passed[2]; /* numbers of the last first and second place of a call that its queue has reached */
     dtrain__device_word device;
     uint64_t process, began; /* process 0: it has not come */
-    uint64_t failure;        /* see dtrain_device_flags' errors */
-    uint32_t told;           /* why is readable */
-    dtrain__error why;       /* it broke the group */
+    uint64_t failure;        /* see `errors` of dtrain_device_flags */
+    uint32_t told;           /* why can be read */
+    dtrain__error why;       /* why it broke the group */
     char pad[DTRAIN__CACHE_LINE];
 } dtrain__processes_words;
 
 typedef struct dtrain__processes_page {
     uint64_t key[2];
-    uint32_t broken; /* 1 + the first rank that said why */
-    uint32_t missed; /* 1 + a rank that was out before its queue came to where another's waited for it; 0: none */
+    uint32_t broken; /* 1 + the first rank that said why; 0: not broken */
+    uint32_t missed; /* 1 + a rank that was lost before its queue came to a place that another awaits; 0: none */
     char pad[DTRAIN__CACHE_LINE];
     dtrain__processes_words ranks[DTRAIN__DEVICE_MOST];
 } dtrain__processes_page;
 
-/* A peer's allocation that this rank's device has open. */
+/* A peer's allocation that is open on this rank's device. */
 typedef struct dtrain__processes_opened {
     dtrain_device_shared what;
     void *base;
     int rank;
 } dtrain__processes_opened;
 
-/* Where a rank's buffers of a call are, in whole 64-bit words. */
+/* A rank's buffers of a call, in whole 64-bit words. */
 typedef struct dtrain__processes_buffers {
-    uint64_t status; /* not DTRAIN_OK: they cannot be shared, and text says why */
-    uint64_t mark;   /* the number of its first place in this call */
+    uint64_t status; /* if not DTRAIN_OK, they cannot be shared, and text says why */
+    uint64_t mark;   /* number of its first place in this call */
     uint64_t has_in, has_out;
     dtrain_device_shared in, out;
     char text[DTRAIN__DEVICE_NOTE_TEXT];
@@ -26987,17 +26990,17 @@ typedef struct dtrain__processes_buffers {
 
 /* What this process knows of a peer. */
 typedef struct dtrain__processes_peer {
-    uint32_t awaited[2]; /* the last numbers of its that this rank's queue waits for */
-    int gone;            /* its queue does no more */
-    int64_t lost_ns;     /* since when it is known to be lost; 0: it is not */
+    uint32_t awaited[2]; /* its last numbers that this rank's queue waits for */
+    int gone;            /* its queue does no more work */
+    int64_t lost_ns;     /* when it was found to be lost; 0: it is not */
 } dtrain__processes_peer;
 
 struct dtrain__processes {
     dtrain__processes_page *page;
-    unsigned char *queues;    /* where the page is for this process' queues; NULL: not for them */
-    int page_fd;              /* rank 0's, until all have opened it; else -1 */
-    uint32_t mark;            /* of this rank's last first place */
-    dtrain_device_event *end; /* of this rank's queue */
+    unsigned char *queues;    /* address of the page for this process's queues; NULL: they have no access */
+    int page_fd;              /* rank 0: open until all have opened it; else -1 */
+    uint32_t mark;            /* number of this rank's last first place */
+    dtrain_device_event *end; /* an event of this rank's queue */
     dtrain__worker watch;
     dtrain__processes_peer *peers;
     dtrain__processes_buffers *buffers; /* of the call under way */
@@ -27006,9 +27009,9 @@ struct dtrain__processes {
 };
 
 /* ---- the page ----
- * Rank 0 offers it as a memory file without a name. The others open it by the numbers of that process and of its
- * descriptor, and check its key. A rank that cannot do so counts as one on another host. No file is left behind,
- * however a process ends. */
+ * Rank 0 offers it as a memory file without a name. The others open it by the number of that process and of its
+ * descriptor, and check its key. A rank that cannot do so counts as one on another host. However a process ends, no
+ * file is left behind. */
 
 static void dtrain__processes_close_offer(dtrain_device_group *group)
 {
@@ -27036,7 +27039,7 @@ static dtrain_status dtrain__processes_new(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* Writes into the page who this rank is, and that its queue has not come to anything. */
+/* Writes this rank's process into the page, and that its queue has reached no place. */
 static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
 {
     dtrain__processes_words *own = &group->processes->page->ranks[group->comm->rank];
@@ -27049,7 +27052,7 @@ static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* What a rank tells the others before they know whether they share a host; rank 0 offers the page. */
+/* Fills in what the others must know before it is clear which ranks share a host. Rank 0 makes and offers the page. */
 static void dtrain__processes_offer(dtrain_device_group *group)
 {
     const dtrain_device_ops *ops = group->device->ops;
@@ -27066,7 +27069,7 @@ static void dtrain__processes_offer(dtrain_device_group *group)
     note->page_fd = (uint64_t)all->page_fd + 1;
 }
 
-/* Opens the page that rank 0 offers. UNSUPPORTED: there is none for this rank. */
+/* Opens the page that rank 0 offers. UNSUPPORTED: this rank cannot open it. */
 static dtrain_status dtrain__processes_join(dtrain_device_group *group)
 {
     const dtrain__device_note *first = &group->notes[0];
@@ -27087,7 +27090,7 @@ static dtrain_status dtrain__processes_join(dtrain_device_group *group)
     return dtrain__processes_sign(group);
 }
 
-/* Whether this rank can see every other's process, and no two are one. */
+/* Checks that this rank can see every other's process, and that no two ranks are in one. */
 static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group)
 {
     const dtrain__processes_words *ranks = group->processes->page->ranks;
@@ -27106,14 +27109,14 @@ static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group
     return DTRAIN_OK;
 }
 
-/* The rank that a word of the page names, 1 for rank 0: any rank can write there what is none, and is taken for this
+/* Returns the rank that a word of the page names, 1 for rank 0. Any rank can write nonsense there: it is taken for this
  * one. */
 static int dtrain__processes_named(const dtrain_device_group *group, uint64_t word)
 {
     return word >= 1 && word <= (uint64_t)group->comm->size ? (int)word - 1 : group->comm->rank;
 }
 
-/* Whether a peer's process has ended, with all that its queues held. */
+/* Returns whether a peer's process has ended, with all that its queues held. */
 static int dtrain__processes_gone(const dtrain_device_group *group, int rank)
 {
     const dtrain__processes_words *words = &group->processes->page->ranks[rank];
@@ -27122,7 +27125,7 @@ static int dtrain__processes_gone(const dtrain_device_group *group, int rank)
     return known && began != words->began;
 }
 
-/* Ends the group for those who look at the page; the first cause stays. */
+/* Marks the group as broken in the page; the first cause stays. */
 static void dtrain__processes_break(dtrain_device_group *group, const dtrain__error *cause)
 {
     dtrain__processes_page *page = group->processes->page;
@@ -27136,7 +27139,7 @@ static void dtrain__processes_break(dtrain_device_group *group, const dtrain__er
                                 __ATOMIC_SEQ_CST);
 }
 
-/* Whether a peer is not to be waited for: its process has ended, or it is lost and has had its time. */
+/* Returns whether to stop waiting for a peer: its process has ended, or it was lost two seconds ago. */
 static int dtrain__processes_is_out(dtrain_device_group *group, int rank)
 {
     dtrain__processes_peer *peer = &group->processes->peers[rank];
@@ -27148,7 +27151,7 @@ static int dtrain__processes_is_out(dtrain_device_group *group, int rank)
     return peer->lost_ns != 0 && now - peer->lost_ns > DTRAIN__PROCESSES_GRACE_NS;
 }
 
-/* One turn of waiting for a device. */
+/* Pauses between two looks at a device. */
 static void dtrain__processes_sleep(dtrain_comm *comm, unsigned turn)
 {
     struct timespec nap = dtrain__os_timespec(1000000);
@@ -27162,16 +27165,16 @@ static void dtrain__processes_sleep(dtrain_comm *comm, unsigned turn)
 }
 
 /* ---- numbers that queues write and await ----
- * Every queue writes a number into the page when it comes to a place of a call, and the others' queues await that
- * number. It only grows, cyclically. A queue that has ended writes no more. Then the CPU of each rank that waits for it
- * stores the number, as soon as that rank waits for its own queue. A program may wait for its queue without this
- * library's knowing: then a thread of the group does it. A rank whose device has failed stores its own numbers when it
- * breaks the group or leaves it.
+ * A queue that comes to a place of a call writes a number into the page, and the others' queues wait for that
+ * number. It only grows, modulo 2^32. A queue that has ended writes no more. Then each rank that waits for it stores
+ * the number itself, as soon as it waits for its own queue. A program may also wait for its queue without a call of
+ * this library; then a thread of the group stores the number. A rank whose device has failed stores its own numbers
+ * when it breaks or leaves the group.
  *
- * Kernels that wait for each other (see >>device_flags) look at their rank's `failure` meanwhile. Such a call has a
- * second place only. Whoever ends waits stores failures too. */
+ * Kernels that wait for each other (see >>device_flags) also look at `failure` of their rank. Their calls have only a
+ * second place. A rank that ends waits stores failures too. */
 
-/* What is in the page, as queues know it. */
+/* Returns the address of a part of the page for this process's queues. */
 static void *dtrain__processes_queued(const dtrain_device_group *group, const void *in_page)
 {
     const dtrain__processes *all = group->processes;
@@ -27183,13 +27186,13 @@ static uint32_t *dtrain__processes_word(const dtrain_device_group *group, int ra
     return (uint32_t *)dtrain__processes_queued(group, &group->processes->page->ranks[rank].passed[second]);
 }
 
-/* The number of the second place of a call. */
+/* Returns the number of the second place of a call. */
 static uint32_t dtrain__processes_second(uint64_t turn)
 {
     return (uint32_t)turn + DTRAIN__PROCESSES_NUMBER;
 }
 
-/* Queues that this rank has come to its next first place, or to the second one of a call. */
+/* Queues the write of this rank's number: of its next first place, or of the second place of a call. */
 static dtrain_status dtrain__processes_mark(dtrain_device_group *group, uint64_t turn, int second)
 {
     uint32_t number = second ? dtrain__processes_second(turn) : ++group->processes->mark;
@@ -27197,7 +27200,7 @@ static dtrain_status dtrain__processes_mark(dtrain_device_group *group, uint64_t
     return group->device->ops->word_write(group->device, word, number);
 }
 
-/* Queues the wait for a peer's place. */
+/* Queues the wait for a place of a peer. */
 static dtrain_status dtrain__processes_await(dtrain_device_group *group, int rank, int second, uint64_t turn)
 {
     uint32_t mark = (uint32_t)group->processes->buffers[rank].mark;
@@ -27206,7 +27209,7 @@ static dtrain_status dtrain__processes_await(dtrain_device_group *group, int ran
     return group->device->ops->word_await(group->device, dtrain__processes_word(group, rank, second), number);
 }
 
-/* Whether a peer's device is, or is about to be, in others' memory by a kernel that waits for theirs. */
+/* Returns whether a peer's device is in others' memory, or about to be, by a kernel that waits for theirs. */
 static int dtrain__processes_is_in(dtrain_device_group *group, int rank)
 {
     const dtrain__processes_words *words = &group->processes->page->ranks[rank];
@@ -27227,7 +27230,7 @@ static void dtrain__processes_pass(uint32_t *word, uint32_t number)
         continue;
 }
 
-/* Ends the kernels of all ranks that wait for others', as one need not be waited for; any thread. */
+/* Ends the kernels of all ranks that wait for each other, as `rank` will not come. Any thread may call it. */
 static void dtrain__processes_stop(const dtrain_device_group *group, int rank)
 {
     uint64_t failure = (uint64_t)(group->comm->rank + 1) << 16 | (uint64_t)(rank + 1);
@@ -27238,7 +27241,7 @@ static void dtrain__processes_stop(const dtrain_device_group *group, int rank)
     }
 }
 
-/* Whether this rank's queue waits for a peer's; any thread. */
+/* Returns whether this rank's queue waits for a peer's. Any thread may call it. */
 static int dtrain__processes_waits(const dtrain_device_group *group, int rank)
 {
     const uint32_t *passed = group->processes->page->ranks[rank].passed;
@@ -27250,7 +27253,8 @@ static int dtrain__processes_waits(const dtrain_device_group *group, int rank)
     return waits;
 }
 
-/* Ends this rank's waits for a peer whose queue does no more, once all who may go on by that can know; any thread. */
+/* Ends this rank's waits for a peer whose queue does no more. First marks `missed`, so that all who go on know. Any
+ * thread may call it. */
 static void dtrain__processes_release(dtrain_device_group *group, int rank)
 {
     const dtrain__processes *all = group->processes;
@@ -27261,8 +27265,8 @@ static void dtrain__processes_release(dtrain_device_group *group, int rank)
                                __atomic_load_n(&all->peers[rank].awaited[second], __ATOMIC_SEQ_CST));
 }
 
-/* Waits for this rank's queue. Its waits for peers that are out are ended from here, and from until_ns on those for
- * all: then this returns 1. When it is done, or has failed, nobody waits for it any more. */
+/* Waits for this rank's queue, and ends its waits for peers that are out. From until_ns on it ends its waits for all
+ * peers, and returns 1. When the queue is done or has failed, no peer waits for it any more. */
 static int dtrain__processes_drain(dtrain_device_group *group, int64_t until_ns, dtrain_status *status)
 {
     const dtrain__processes *all = group->processes;
@@ -27299,7 +27303,7 @@ static dtrain_status dtrain__processes_wait(dtrain_device_group *group)
     return status;
 }
 
-/* Whether a peer that this rank's kernel has waited for in vain is lost. */
+/* Returns whether a peer is lost that this rank's kernel has waited for in vain. */
 static int dtrain__processes_missed(dtrain_device_group *group, int rank)
 {
     uint32_t none = 0;
@@ -27309,7 +27313,7 @@ static int dtrain__processes_missed(dtrain_device_group *group, int rank)
     return __atomic_load_n(&group->processes->page->missed, __ATOMIC_SEQ_CST) != 0;
 }
 
-/* Makes an error of a wait that was ended, as its peer has: what this rank's device has read since is nobody's. */
+/* Makes an error of a wait that was ended because a peer was lost: results since then are undefined. */
 static dtrain_status dtrain__processes_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
@@ -27325,7 +27329,7 @@ static dtrain_status dtrain__processes_check(dtrain_device_group *group)
     return dtrain__device_break(group);
 }
 
-/* A turn of the group's thread. */
+/* Runs one turn of the group's thread. */
 static int64_t dtrain__processes_watch(void *owner)
 {
     dtrain_device_group *group = (dtrain_device_group *)owner;
@@ -27336,8 +27340,8 @@ static int64_t dtrain__processes_watch(void *owner)
 }
 
 /* ---- memory of peers ----
- * What a rank's device opens of a peer's memory stays open, and is found again by its handle, until the group is
- * destroyed or the peer has other memory in its place. */
+ * Memory of a peer that this rank's device has opened stays open, and is found again by its handle. It is closed when
+ * the group is destroyed, or when the peer has other memory in its place. */
 
 static void dtrain__processes_close(dtrain_device_group *group, size_t index)
 {
@@ -27346,7 +27350,7 @@ static void dtrain__processes_close(dtrain_device_group *group, size_t index)
     all->opened[index] = all->opened[--all->opened_count];
 }
 
-/* Closes what was opened of a peer where other memory is now; the queue is done with it before. */
+/* Closes what was opened of a peer at the place of other memory, after the queue is done with it. */
 static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int rank, const dtrain_device_shared *now)
 {
     dtrain__processes *all = group->processes;
@@ -27354,7 +27358,8 @@ static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int ra
     for (size_t i = all->opened_count; i-- > 0 && status == DTRAIN_OK;) {
         const dtrain__processes_opened *o = &all->opened[i];
         if (o->rank != rank ||
-            (o->what.base - now->base >= now->bytes && now->base - o->what.base >= o->what.bytes)) /* apart */
+            (o->what.base - now->base >= now->bytes && now->base - o->what.base >= o->what.bytes)) /* they do not
+                                                                                                      overlap */
             continue;
         status = dtrain__processes_wait(group);
         if (status == DTRAIN_OK)
@@ -27363,7 +27368,7 @@ static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int ra
     return status;
 }
 
-/* Where a peer's memory is for this rank's device. */
+/* Gives the address of a peer's memory for this rank's device; opens it if needed. */
 static dtrain_status dtrain__processes_open(dtrain_device_group *group, int rank, const dtrain_device_shared *what,
                                             void **pointer)
 {
@@ -27401,7 +27406,7 @@ static void dtrain__processes_close_all(dtrain_device_group *group)
         dtrain__processes_close(group, group->processes->opened_count - 1);
 }
 
-/* Says what of a call the others' devices touch. */
+/* Lists the memory that the others' devices touch in a call. */
 static dtrain_status dtrain__processes_pack(dtrain_device_group *group, const dtrain__op *op,
                                             dtrain__processes_buffers *mine)
 {
@@ -27423,8 +27428,8 @@ static dtrain_status dtrain__processes_pack(dtrain_device_group *group, const dt
     return DTRAIN_OK;
 }
 
-/* Tells the others what this rank has, and hears what they have. Memory of one rank's that cannot be shared ends the
- * call on all, and no more than that. */
+/* Exchanges what every rank has. If some rank's memory cannot be shared, the call fails on all, and the group stays
+ * usable. */
 static dtrain_status dtrain__processes_tell(dtrain_device_group *group, const dtrain__op *whole,
                                             dtrain__processes_buffers *mine, dtrain__processes_buffers *all)
 {
@@ -27444,7 +27449,7 @@ static dtrain_status dtrain__processes_tell(dtrain_device_group *group, const dt
     return status;
 }
 
-/* Tells the others where this rank's buffers are, and hears where theirs are. */
+/* Exchanges the buffers of all ranks. */
 static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain__processes_buffers mine;
@@ -27454,8 +27459,8 @@ static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dt
     return dtrain__processes_tell(group, whole, &mine, group->processes->buffers);
 }
 
-/* A peer's memory could not be opened: it is lost, as what it had went with it, or else this rank's device has failed.
- */
+/* Handles a peer's memory that could not be opened. Either the peer is lost, and its memory went with it, or this
+ * rank's device has failed. */
 static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, const dtrain__op *op, int rank,
                                                  dtrain_status status)
 {
@@ -27465,7 +27470,7 @@ static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, con
     int lost = 0;
     while (!(lost = dtrain__processes_gone(group, rank) || dtrain__group_has_left(comm, rank)) &&
            dtrain__os_now_ns() < until)
-        sched_yield(); /* a process that ends closes its files first */
+        sched_yield(); /* a process that ends closes its files first: look again */
     if (!lost) {
         dtrain__report(&said);
         return dtrain__device_failed(group, op, comm->number, status);
@@ -27478,13 +27483,13 @@ static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, con
     return dtrain__device_break(group);
 }
 
-/* Whether a peer's buffer, which has so many bytes, is inside the allocation that it tells of. */
+/* Returns whether a peer's buffer of `bytes` bytes lies inside the allocation that it has told. */
 static int dtrain__processes_holds(const dtrain_device_shared *what, size_t bytes)
 {
     return what->offset <= what->bytes && bytes <= what->bytes - what->offset;
 }
 
-/* Makes the buffers of a call, which all ranks have told, ones that this rank's device can touch. */
+/* Opens the buffers of a call, which all ranks have told, for this rank's device. */
 static dtrain_status dtrain__processes_reach(dtrain_device_group *group, const dtrain__op *op)
 {
     size_t bytes = dtrain__device_span(group, op) * (dtrain_dtype_bits(op->dtype) / 8);
@@ -27512,7 +27517,7 @@ static dtrain_status dtrain__processes_reach(dtrain_device_group *group, const d
     return DTRAIN_OK;
 }
 
-/* ---- whether it can be done ---- */
+/* ---- whether EVENTS is possible ---- */
 
 static int dtrain__processes_has_all(const dtrain_device *device)
 {
@@ -27522,7 +27527,7 @@ static int dtrain__processes_has_all(const dtrain_device *device)
            ops->event_done != NULL;
 }
 
-/* Why processes cannot, by what all have said; NULL: they may. */
+/* Returns why processes cannot share memory, by what all have told; NULL: they may. */
 static const char *dtrain__processes_hindrance(const dtrain_device_group *group, int rank)
 {
     const dtrain__device_note *note = &group->notes[rank], *first = &group->notes[0];
@@ -27533,7 +27538,7 @@ static const char *dtrain__processes_hindrance(const dtrain_device_group *group,
     return rank == 0 && first->page_fd == 0 ? "the system gave it no memory to share" : NULL;
 }
 
-/* Opens the page to this process' queues. All ranks' first mark is the first number. */
+/* Opens the page to this process's queues. The first mark of all ranks is the first number. */
 static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
 {
     dtrain__processes *all = group->processes;
@@ -27553,8 +27558,8 @@ static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
     return dtrain__device_thread(&all->watch, "ask for DTRAIN_DEVICE_STAGED");
 }
 
-/* Waits for what this rank's queue has tried, in time for the others to hear of it, and closes what they own before
- * they know that it was tried. */
+/* Waits for what this rank's queue has tried, early enough to tell the others. Closes what the peers own before they
+ * know that the trial has ended. */
 static dtrain_status dtrain__processes_try(dtrain_device_group *group)
 {
     int64_t ms = group->comm->desc.timeout_ms;
@@ -27570,7 +27575,7 @@ static dtrain_status dtrain__processes_try(dtrain_device_group *group)
     return status;
 }
 
-/* Frees what the ranks shared, once this rank's queue is done. */
+/* Frees what the ranks share, once this rank's queue is done. */
 static void dtrain__processes_free(dtrain_device_group *group)
 {
     dtrain__processes *all = group->processes;
@@ -27595,22 +27600,24 @@ static void dtrain__processes_free(dtrain_device_group *group)
 
 /* ---- >>device_events ----
  * Collectives of devices on each other's memory, between threads or processes of one host. Each rank records an event
- * after what its queue holds, and tells the others where its buffers are. Each queue awaits the others' events, folds
- * or copies its rank's share of all inputs to all outputs, and records a second event. When all have recorded theirs,
- * each queue awaits those. Events are recorded before the exchange and awaited after it, so no queue awaits what was
- * never recorded. An event is recorded again when all ranks have named it: the first after the exchange that ends a
- * call, the second after the one that begins the next. Between processes, numbers in their page serve as events. */
+ * after what its queue holds, and tells the others where its buffers are. Each queue waits for the others' events,
+ * folds or copies its rank's share of all inputs to all outputs, and records a second event. When all ranks have
+ * recorded theirs, each queue waits for those.
+ *
+ * Events are recorded before the exchange and waited for after it, so no queue waits for an event that was never
+ * recorded. The first event is recorded again after the exchange that ends a call, the second after the one that begins
+ * the next call: no rank uses them then. Between processes, numbers in a shared page serve as events. */
 #ifndef DTRAIN__DEVICE_EVENTS_C
 #define DTRAIN__DEVICE_EVENTS_C
 
-#define DTRAIN__EVENTS_LINE 256 /* bytes: shares of vectors begin at multiples of so many */
+#define DTRAIN__EVENTS_LINE 256 /* bytes: shares of a vector begin at multiples of this */
 
 /* ---- a group that breaks in a call ----
  * A device may then be inside another rank's memory. So a rank raises `inside` in its word before it queues anything
- * there, unless the group is broken. A rank that fails breaks the group before it looks at the others' words. It
- * returns when no device is in its memory, nor its device in theirs. `turn` counts the calls whose second event a rank
- * has recorded. Words, and what says that the group is broken, are in >>threads between threads, and in
- * >>device_processes between processes. */
+ * there, unless the group is broken. A rank that fails breaks the group before it reads the others' words. It returns
+ * when no device is in its memory, nor its device in theirs. `turn` counts the calls whose second event a rank has
+ * recorded. The words, and the mark of a broken group, are in >>threads between threads, and in >>device_processes
+ * between processes. */
 
 enum { DTRAIN__EVENTS_FREE = 0, DTRAIN__EVENTS_NAMED, DTRAIN__EVENTS_INSIDE };
 
@@ -27625,7 +27632,7 @@ static void dtrain__events_set(dtrain_device_group *group, uint32_t inside)
     __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->inside, inside, __ATOMIC_SEQ_CST);
 }
 
-/* Whether nobody may go into the others' memory any more. */
+/* Returns whether no rank may enter the others' memory any more. */
 static int dtrain__events_ended(dtrain_device_group *group)
 {
     return group->processes != NULL ? __atomic_load_n(&group->processes->page->broken, __ATOMIC_SEQ_CST) != 0
@@ -27644,15 +27651,15 @@ static dtrain__error dtrain__events_cause(dtrain_device_group *group)
     return why;
 }
 
-/* Sees to it that no rank enters after this; the group is broken, and this thread's last error says why. */
+/* Keeps all ranks from entering after this. The group is broken, and this thread's last error says why. */
 static void dtrain__events_end(dtrain_device_group *group)
 {
     if (group->processes != NULL)
         dtrain__processes_break(group, &dtrain__thread_error);
 }
 
-/* Waits until no peer is further in than `inside`, or its device can be in nobody's memory. What peers do meanwhile
- * waits for nobody. */
+/* Waits until every peer's state is at most `inside`, or its device can be in no memory. Meanwhile no peer waits for
+ * this rank. */
 static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 {
     for (int rank = 0; rank < group->comm->size; rank++) {
@@ -27665,7 +27672,7 @@ static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
     }
 }
 
-/* Records the first (0) or second (1) event of a call, this rank's turn'th. */
+/* Records the first (0) or second (1) event of call number `turn`. */
 static dtrain_status dtrain__events_record(dtrain_device_group *group, uint64_t turn, int second)
 {
     if (group->processes == NULL)
@@ -27679,7 +27686,7 @@ static dtrain_status dtrain__events_wait(dtrain_device_group *group)
     return group->processes != NULL ? dtrain__processes_wait(group) : dtrain_device_wait(group->device);
 }
 
-/* Queues the wait for the first (0) or second (1) events of a call, of all peers that have begun its turn'th. */
+/* Queues the wait for the first (0) or second (1) events of call `turn`, for peers that have recorded them. */
 static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t turn, int second)
 {
     const dtrain_comm *comm = group->comm;
@@ -27696,10 +27703,10 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
     return status;
 }
 
-/* Ends a call that has failed after this rank's buffers were known to others: waits until its own device has left their
- * memory, and theirs its own. Peers that have ended the call well left work behind that their second event ends; they
- * can have only where this rank has recorded its own, and else may have destroyed theirs before it says that it names
- * them. */
+/* Ends a call that failed after the others knew this rank's buffers. Waits until its device has left their memory, and
+ * theirs its own. If this rank has recorded its second event, a peer's call may have ended well and left work under
+ * way: this rank waits for the peer's second event. Otherwise there is no such work, and the peer's events may be gone.
+ */
 static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t turn, dtrain_status status)
 {
     dtrain__error cause = dtrain__thread_error;
@@ -27717,7 +27724,7 @@ static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t
     return status;
 }
 
-/* Makes ready to queue work on peers' memory, INSIDE; an error, as the group is broken. */
+/* Prepares to queue work on peers' memory, with this rank INSIDE. It is an error if the group is broken. */
 static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain_comm *comm = group->comm;
@@ -27730,7 +27737,7 @@ static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtra
     return group->processes != NULL ? dtrain__device_break(group) : status;
 }
 
-/* This rank's share of a vector that every rank has whole, in elements. */
+/* Gives this rank's share, in elements, of a vector that every rank has whole. */
 static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t width, size_t *begin)
 {
     size_t line = DTRAIN__EVENTS_LINE / width;
@@ -27741,7 +27748,7 @@ static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t
     return end > *begin ? end - *begin : 0;
 }
 
-/* Queues this rank's share of an all-reduce: shares are apart, so that outputs may be inputs. */
+/* Queues this rank's share of an all-reduce. Shares do not overlap, so outputs may be inputs. */
 static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
@@ -27753,7 +27760,7 @@ static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrai
     return n > 0 ? dtrain__device_share(group, op->dtype, op->op, comm->size, comm->size, begin, n) : DTRAIN_OK;
 }
 
-/* Queues this rank's share of a broadcast: as bytes, which an or of one leaves as they are. */
+/* Queues this rank's share of a broadcast, as bytes: an OR of one input copies it. */
 static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
@@ -27766,8 +27773,8 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
     return n > 0 && m > 0 ? dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, n) : DTRAIN_OK;
 }
 
-/* Queues this rank's shard, or the pieces of it: each is folded, or copied to the others' outputs. What is copied comes
- * from this rank's input, or, without one, from its output. */
+/* Queues this rank's shard, or the pieces of it. A piece is folded, or copied to the others' outputs. The copy's source
+ * is this rank's input, or its output if it has no input. */
 static dtrain_status dtrain__events_shard(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
@@ -27796,7 +27803,7 @@ static dtrain_status dtrain__events_shard(dtrain_device_group *group, const dtra
     return status;
 }
 
-/* Queues what this rank's device does of a call. */
+/* Queues what this rank's device does in a call. */
 static dtrain_status dtrain__events_queue(dtrain_device_group *group, const dtrain__op *op)
 {
     if (op->kind == DTRAIN__ALL_REDUCE)
@@ -27804,7 +27811,7 @@ static dtrain_status dtrain__events_queue(dtrain_device_group *group, const dtra
     return op->kind == DTRAIN__BROADCAST ? dtrain__events_copy(group, op) : dtrain__events_shard(group, op);
 }
 
-/* All that a queue is given between the two exchanges. */
+/* Queues all that a call does between its two exchanges. */
 static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op, uint64_t turn)
 {
     dtrain_status status = dtrain__events_await(group, 0, 0);
@@ -27813,7 +27820,7 @@ static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrai
     return status == DTRAIN_OK ? dtrain__events_record(group, turn, 1) : status;
 }
 
-/* Tells the others where this rank's buffers are, and hears where theirs are. */
+/* Exchanges the addresses of all ranks' buffers. */
 static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain__device_buffers mine;
@@ -27828,7 +27835,7 @@ static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrai
     return dtrain__device_step(group, whole, 0, &op);
 }
 
-/* Whether a step that has failed has left the group usable. */
+/* Returns whether a step that failed has left the group usable. */
 static int dtrain__events_whole(dtrain_device_group *group)
 {
     return group->processes != NULL ? !dtrain__group_is_broken(group->comm) : !dtrain__events_ended(group);
@@ -27843,7 +27850,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     if (status != DTRAIN_OK)
         return dtrain__device_failed(group, op, comm->number + 1, status);
     status = dtrain__events_meet(group, op);
-    if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
+    if (status != DTRAIN_OK) /* usable: no rank went on */
         return dtrain__events_whole(group) ? status : dtrain__events_retreat(group, turn, status);
     dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
     status = dtrain__events_enter(group, op);
@@ -27854,8 +27861,8 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
     __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
     dtrain__op parting = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
-    status = dtrain__device_step(group, op, 1, &parting); /* until every rank has recorded its second event */
-    if (status != DTRAIN_OK)                              /* work is under way on all sides */
+    status = dtrain__device_step(group, op, 1, &parting); /* waits until every rank has recorded its second event */
+    if (status != DTRAIN_OK)                              /* all ranks have work under way */
         return dtrain__events_retreat(group, turn, dtrain__device_break(group));
     status = dtrain__events_await(group, turn, 1);
     if (status != DTRAIN_OK)
@@ -27864,10 +27871,9 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     return DTRAIN_OK;
 }
 
-/* ---- whether it can be done ---- */
+/* ---- whether EVENTS is possible ---- */
 
-#define DTRAIN__EVENTS_PROBE_BYTES \
-    256 /* of which each rank reads its own from every block, and writes the one after 128 */
+#define DTRAIN__EVENTS_PROBE_BYTES 256 /* rank r reads byte r of each probe, and writes byte 128 + r */
 
 static int dtrain__events_has_all(const dtrain_device *device)
 {
@@ -27897,7 +27903,7 @@ static dtrain_status dtrain__events_make(dtrain_device_group *group)
     return status;
 }
 
-/* Reads and writes a byte of every rank's probe, as the calls will of buffers, and waits for it. */
+/* Reads and writes bytes of every rank's probe, as calls do with buffers, and waits for the result. */
 static dtrain_status dtrain__events_try(dtrain_device_group *group)
 {
     const dtrain_comm *comm = group->comm;
@@ -27925,31 +27931,31 @@ static dtrain_status dtrain__events_try(dtrain_device_group *group)
 /* ---- >>device_flags ----
  * Collectives of devices that wait for each other themselves. Each rank has a device of its own, and the ranks are
  * threads or processes of one host. One kernel a rank does all of a call, between two rounds of flags. A flag is in the
- * memory of the rank that waits for it. The CPU's part is one exchange, of where buffers are, as in >>device_events.
+ * memory of the rank that waits for it. The CPU makes one exchange, of where the buffers are, as in >>device_events.
  *
- * Between processes only the page of >>device_processes is shared. It has `inside`, which is INSIDE or FREE, the number
- * that a rank's queue writes when its kernel has ended, and the error words, by which a CPU ends the waits for a killed
- * process. Flags are opened as buffers are. Each process has a state of its own, with where they are. */
+ * Processes share only the page of >>device_processes. It has three things for each rank. `inside` is INSIDE or FREE. A
+ * number, which the rank's queue writes when its kernel has ended. An error word, by which a CPU ends waits for a
+ * killed process. Flags are opened as buffers are. Each process keeps a state of its own with their addresses. */
 #ifndef DTRAIN__DEVICE_FLAGS_C
 #define DTRAIN__DEVICE_FLAGS_C
 
-#define DTRAIN__FLAGS_EPOCH 0xfffffff0u             /* the one before the first */
-#define DTRAIN__FLAGS_ALL 4096                      /* one call in so many uses all blocks */
-#define DTRAIN__FLAGS_BLOCKS 256                    /* at most */
-#define DTRAIN__FLAGS_AT_ONCE ((size_t)256 << 10)   /* bytes, up to which every rank may fold all for itself, */
-#define DTRAIN__FLAGS_AT_ONCE_ALL ((size_t)2 << 20) /* and what all ranks' inputs have together: 8 ranks of 256 KiB */
+#define DTRAIN__FLAGS_EPOCH 0xfffffff0u             /* the epoch before the first */
+#define DTRAIN__FLAGS_ALL 4096                      /* one call in this many uses all blocks */
+#define DTRAIN__FLAGS_BLOCKS 256                    /* most blocks */
+#define DTRAIN__FLAGS_AT_ONCE ((size_t)256 << 10)   /* most bytes of a vector that every rank folds whole */
+#define DTRAIN__FLAGS_AT_ONCE_ALL ((size_t)2 << 20) /* most bytes of all ranks' inputs then: 8 ranks of 256 KiB */
 
-/* ---- what ranks are at ----
- * A device may be at a call, and so inside another rank's memory, long after the CPU has returned from it. The group's
- * state says what each rank was last seen at. All ranks share it, and the last to leave frees it.
+/* ---- what ranks are doing ----
+ * A device may be in a call, and so inside another rank's memory, long after the CPU has returned from it. The group's
+ * state says what each rank was last doing. All ranks share it, and the last to leave frees it.
  *
- *   INSIDE   the rank gives its device something to do there; not while the communicator is broken
- *   LEFT     the rank's event marks the end of that
- *   NAMED    the rank asks for events of ranks that have LEFT
+ *   INSIDE   the rank gives its device work there; not once the communicator is broken
+ *   LEFT     the rank's event marks the end of that work
+ *   NAMED    the rank asks about events of ranks that have LEFT
  *   FREE     none of these
  *
- * A rank that fails breaks the communicator before it looks at the others. It returns when its device is done and no
- * peer is INSIDE, nor has LEFT something that goes on. */
+ * A rank that fails breaks the communicator before it reads the others' states. It returns when its device is done, no
+ * peer is INSIDE, and the work of peers that have LEFT has ended. */
 
 enum { DTRAIN__FLAGS_FREE = 0, DTRAIN__FLAGS_NAMED, DTRAIN__FLAGS_INSIDE, DTRAIN__FLAGS_LEFT };
 
@@ -27969,13 +27975,13 @@ static void dtrain__flags_set(dtrain_device_group *group, uint32_t state)
         __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
 }
 
-/* This rank's call, which its queue has been given. */
+/* Returns the number of the last call that this rank's queue was given. */
 static uint64_t dtrain__flags_turn(const dtrain_device_group *group)
 {
     return (uint64_t)(uint32_t)(group->epoch - DTRAIN__FLAGS_EPOCH);
 }
 
-/* Is a rank's device, or about to be, in others' memory? Its event is there while this rank is NAMED. */
+/* Returns whether a rank's device is in others' memory, or about to be. Its event exists while this rank is NAMED. */
 static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 {
     if (group->processes != NULL)
@@ -28000,7 +28006,7 @@ static void dtrain__flags_settle(dtrain_device_group *group)
     dtrain__thread_error = kept;
 }
 
-/* Ends a call that has failed, and so the group. */
+/* Ends a call that failed, and with it the group. */
 static dtrain_status dtrain__flags_retreat(dtrain_device_group *group, dtrain_status status)
 {
     if (group->processes != NULL) {
@@ -28013,7 +28019,7 @@ static dtrain_status dtrain__flags_retreat(dtrain_device_group *group, dtrain_st
 
 /* ---- making and leaving ---- */
 
-/* Fills in what the others must know of this rank's device; leaves blocks 0 where it lacks something. */
+/* Fills in what the others must know of this rank's device. Leaves blocks 0 if it lacks something. */
 static dtrain_status dtrain__flags_note(dtrain_device_group *group)
 {
     dtrain_device_flag_traits traits;
@@ -28031,7 +28037,7 @@ static dtrain_status dtrain__flags_note(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* Why there can be no FLAGS where there could be EVENTS; NULL: there can. */
+/* Returns why FLAGS is not possible where EVENTS is, and on which rank; NULL: it is possible. */
 static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int *rank)
 {
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
@@ -28055,8 +28061,8 @@ static dtrain_status dtrain__flags_new(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* Makes this rank's flags, and between threads its error word, and on rank 0 the state that all share. The
- * communicator's first note of all ranks is in. */
+/* Makes this rank's flags; between threads also its error word, and on rank 0 the shared state. The first notes of all
+ * ranks have come. */
 static dtrain_status dtrain__flags_make(dtrain_device_group *group)
 {
     const uint32_t before = DTRAIN__FLAGS_EPOCH;
@@ -28089,7 +28095,7 @@ static dtrain_status dtrain__flags_make(dtrain_device_group *group)
     return status;
 }
 
-/* Makes this process' state: of flags that it opens, and of error words in the page. */
+/* Makes this process's state: opens the flags, and takes the error words of the page. */
 static dtrain_status dtrain__flags_open(dtrain_device_group *group)
 {
     dtrain_status status = dtrain__flags_new(group);
@@ -28105,7 +28111,7 @@ static dtrain_status dtrain__flags_open(dtrain_device_group *group)
     return status;
 }
 
-/* Joins rank 0's state, which is there as long as this rank is inside: see dtrain__device_try_events. */
+/* Joins rank 0's state, which exists while this rank is inside: see dtrain__device_try_events. */
 static dtrain_status dtrain__flags_join(dtrain_device_group *group)
 {
     int rank = group->comm->rank;
@@ -28141,12 +28147,12 @@ static void dtrain__flags_leave(dtrain_device_group *group)
 }
 
 /* ---- calls ----
- * Epochs number a group's calls. They begin a little before they wrap, so that every long run has seen it. A call for
- * which few blocks are enough uses no more. One call in DTRAIN__FLAGS_ALL uses all blocks, so that no flag's epoch is
- * older than a difference of 32 bits can tell. */
+ * Epochs number a group's calls. They begin a little before they wrap, so every long run passes that point. A call uses
+ * no more blocks than it needs. One call in DTRAIN__FLAGS_ALL uses all blocks, so that a difference of 32 bits can tell
+ * the epoch of every flag. */
 
-/* Can every rank fold all of a call for itself? The same answer on all ranks: allocations begin at multiples of 256
- * bytes in every process. */
+/* Returns whether every rank can fold all of a call for itself. The answer is the same on all ranks, as allocations
+ * begin at multiples of 256 bytes in every process. */
 static int dtrain__flags_at_once(const dtrain_device_group *group, const dtrain__op *op)
 {
     size_t size = (size_t)group->comm->size, width = dtrain_dtype_bits(op->dtype) / 8;
@@ -28160,7 +28166,7 @@ static int dtrain__flags_at_once(const dtrain_device_group *group, const dtrain_
     return differ % 16 == 0 && first % width == 0;
 }
 
-/* How many blocks a call uses, the same on all ranks. */
+/* Returns how many blocks a call uses; the same on all ranks. */
 static int dtrain__flags_blocks(const dtrain_device_group *group, const dtrain__op *op, int at_once)
 {
     size_t bytes = op->count * (dtrain_dtype_bits(op->dtype) / 8);
@@ -28170,7 +28176,7 @@ static int dtrain__flags_blocks(const dtrain_device_group *group, const dtrain__
     return (int)enough;
 }
 
-/* Queues this rank's part of the call under way, of n inputs and m outputs in the group's arrays; both may be 0. */
+/* Queues this rank's part of the call under way, for n inputs and m outputs of the group's arrays. Both may be 0. */
 static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
                                           size_t begin, size_t count)
 {
@@ -28197,14 +28203,13 @@ static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dty
     return DTRAIN__DEVICE_CALL(group->device, "device_flags", flags, (group->device, &part));
 }
 
-/* Queues this rank's part of a call, and what marks its end. Peers' queues have taken up theirs, or will. */
+/* Queues this rank's part of a call, and the mark of its end. Peers' queues have their parts, or will get them. */
 static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_status status;
     int size = group->comm->size;
     group->epoch++;
-    uint32_t second =
-        dtrain__processes_second(dtrain__flags_turn(group)); /* for which this kernel waits on all peers */
+    uint32_t second = dtrain__processes_second(dtrain__flags_turn(group)); /* this kernel waits for it on all peers */
     for (int rank = 0; rank < size && group->processes != NULL; rank++)
         __atomic_store_n(&group->processes->peers[rank].awaited[1], second, __ATOMIC_SEQ_CST);
     group->part_at_once = dtrain__flags_at_once(group, op);
@@ -28217,15 +28222,13 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
         status = dtrain__flags_reduce(group, op->dtype, op->op, size, 1, 0, op->count);
     } else {
         status = dtrain__events_queue(group, op);
-        if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits as the others do */
+        if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits like the others */
             status = dtrain__flags_reduce(group, DTRAIN_U8, DTRAIN_OR, 0, 0, 0, 0);
     }
     return status == DTRAIN_OK ? dtrain__events_record(group, dtrain__flags_turn(group), 1) : status;
 }
 
-/* Makes an error of what a kernel or a peer has left, which ends the group on every rank: the first cause is all
- * ranks'.
- */
+/* Makes an error of what a kernel or a peer has left, and breaks the group. All ranks have the first cause. */
 static dtrain_status dtrain__flags_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
@@ -28253,8 +28256,8 @@ static dtrain_status dtrain__flags_check(dtrain_device_group *group)
     return dtrain__device_break(group);
 }
 
-/* Tells the devices that wait for this rank's that it does not come; why is said by the communicator, broken by now. A
- * rank that is out may be gone; one that is in stays there until this one, INSIDE, is out. */
+/* Tells the devices that wait for this rank's device that it does not come. The broken communicator says why. A rank
+ * that is out may be gone; one that is in stays until this rank, which is INSIDE, is out. */
 static void dtrain__flags_give_up(dtrain_device_group *group)
 {
     uint64_t rank = (uint64_t)group->comm->rank + 1, failure = (uint64_t)group->epoch << 32 | rank << 16 | rank;
@@ -28273,9 +28276,9 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
         return dtrain__flags_retreat(group, status);
     status = dtrain__events_meet(group, op);
     dtrain_status earlier = status != DTRAIN_OK ? dtrain__flags_check(group) : DTRAIN_OK;
-    if (earlier != DTRAIN_OK) /* what the others may have left for */
+    if (earlier != DTRAIN_OK) /* that may be why the others have left */
         return dtrain__flags_retreat(group, earlier);
-    if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
+    if (status != DTRAIN_OK) /* usable: no rank went on */
         return dtrain__events_whole(group) ? status : dtrain__flags_retreat(group, status);
     dtrain__flags_set(group, DTRAIN__FLAGS_INSIDE);
     status = dtrain__events_enter(group, op);
@@ -28288,7 +28291,7 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
         dtrain__flags_give_up(group);
         return dtrain__flags_retreat(group, status);
     }
-    if (group->processes != NULL) /* the end of what the device has to do is for all to see */
+    if (group->processes != NULL) /* all can see when the device's work will have ended */
         __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group),
                          __ATOMIC_SEQ_CST);
     dtrain__flags_set(group, group->processes != NULL ? DTRAIN__FLAGS_FREE : DTRAIN__FLAGS_LEFT);
@@ -28299,28 +28302,28 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
 
 /* ---- >>device_hosts ----
  * Collectives of devices across hosts that have equally many ranks, neighbours in rank order. Two groups do the work.
- * `inside` holds the ranks of a host and uses EVENTS. `between` holds the ranks that have the same place in every host
- * and is STAGED.
+ * `inside` has the ranks of a host and uses EVENTS. `between` has the ranks with the same place in every host and is
+ * STAGED.
  *
- * Every rank first takes part in a step of the whole group. It finds calls that differ, memory that cannot be shared
- * and ranks that do not come before anything is done. A later failure breaks all three groups. Every rank waits for
- * ranks of its host and of every other host in each call, so nobody is left waiting. */
+ * Every rank first takes part in a step of the whole group. Before anything is done, the step finds calls that differ,
+ * memory that cannot be shared and ranks that do not come. A later failure breaks all three groups. In each call every
+ * rank waits for ranks of its host and of every other host, so no rank waits for one that has left. */
 #ifndef DTRAIN__DEVICE_HOSTS
 #define DTRAIN__DEVICE_HOSTS
 
 struct dtrain__hosts {
-    dtrain_comm *near_ranks, *far_ranks; /* of this host; of this rank's place in every host */
+    dtrain_comm *near_ranks, *far_ranks; /* ranks of this host; ranks of this place in every host */
     dtrain_device_group *inside, *between;
-    int each, count, place;          /* ranks of a host; hosts; this rank's among its host's */
-    dtrain__processes_buffers *told; /* of every rank, before a call begins */
-    dtrain__extent *pieces;          /* one for each host at most */
-    void *scratch;                   /* of the device: a reduce-scatter's sums of this host */
+    int each, count, place;          /* each: ranks of a host; count: hosts; place: this rank's among its host's */
+    dtrain__processes_buffers *told; /* from every rank, before a call begins */
+    dtrain__extent *pieces;          /* at most one for each host */
+    void *scratch;                   /* device memory: this host's sums in a reduce-scatter */
     size_t scratch_bytes;
 };
 
-/* ---- who is where ---- */
+/* ---- which ranks are on which host ---- */
 
-#ifndef DTRAIN__DEVICE_HOST /* tests of hosts that are one say which is which */
+#ifndef DTRAIN__DEVICE_HOST /* tests define it to split one host into several */
 #define DTRAIN__DEVICE_HOST(rank, host) (host)
 #endif
 
@@ -28331,7 +28334,7 @@ static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
                                host != NULL ? host(comm->transport.self, comm->rank) : 0);
 }
 
-/* Ranks of the first host, up to one of another. */
+/* Returns the number of ranks before the first that is on another host than rank 0. */
 static int dtrain__hosts_each(const dtrain_device_group *group)
 {
     int each = 1;
@@ -28340,7 +28343,7 @@ static int dtrain__hosts_each(const dtrain_device_group *group)
     return each;
 }
 
-/* Whether a rank is on the host that it has to be on, where hosts are alike. */
+/* Returns whether a rank is on the host where it must be, if all hosts have `each` ranks. */
 static int dtrain__hosts_fits(const dtrain_device_group *group, int each, int rank)
 {
     const dtrain__device_note *notes = group->notes;
@@ -28353,7 +28356,7 @@ static int dtrain__hosts_fits(const dtrain_device_group *group, int each, int ra
     return 1;
 }
 
-/* Why hosts are no way to go, where their devices could; NULL: they are one. */
+/* Returns why HOSTS is not possible where the devices would allow it, and on which rank; NULL: it is possible. */
 static const char *dtrain__hosts_hindrance(const dtrain_device_group *group, int *rank)
 {
     int each = dtrain__hosts_each(group);
@@ -28393,7 +28396,7 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* A part of the group that ends when the whole does: of processes, whatever ends it. */
+/* Makes a group of some ranks that ends when the whole one does; between processes, for any reason. */
 static dtrain_status dtrain__hosts_part(dtrain_comm *whole, int color, dtrain_comm **part)
 {
     dtrain_status status = dtrain__split_by_color(whole, color, whole->rank, 1, part, "device_group_create");
@@ -28402,7 +28405,7 @@ static dtrain_status dtrain__hosts_part(dtrain_comm *whole, int color, dtrain_co
     return status;
 }
 
-/* Makes the two parts that this rank is in. */
+/* Makes the two groups that this rank is in. */
 static dtrain_status dtrain__hosts_split(dtrain_device_group *group)
 {
     dtrain__hosts *hosts = group->hosts;
@@ -28410,7 +28413,7 @@ static dtrain_status dtrain__hosts_split(dtrain_device_group *group)
     return status == DTRAIN_OK ? dtrain__hosts_part(group->comm, hosts->place, &hosts->far_ranks) : status;
 }
 
-/* Makes this rank's ends of the groups of devices. UNSUPPORTED: the devices of its host do not reach each other. */
+/* Makes this rank's ends of the two groups of devices. UNSUPPORTED: the devices of its host do not reach each other. */
 static dtrain_status dtrain__hosts_make(dtrain_device_group *group)
 {
     dtrain__hosts *hosts = group->hosts;
@@ -28447,13 +28450,12 @@ static void dtrain__hosts_free(dtrain_device_group *group)
 }
 
 /* ---- a call ----
- * A sum is folded inside each host, a share of it by each rank. The CPU's code adds the hosts' sums of a share between
- * hosts, and each rank hands its share to all of its host. Over hosts of a power of two of ranks, the tree of >>order
- * is the tree over the hosts' trees, so the bits are the same. A mean is the sum, divided once, where the hosts' sums
- * are added. Partial sums of 16-bit floats are float32, for which no buffer has room: they go STAGED among all
- * ranks. */
+ * A sum is folded inside each host, a share by each rank. The CPU adds the hosts' sums of a share between hosts, and
+ * each rank hands its share to all of its host. If hosts have a power of two of ranks, the tree of >>order is the tree
+ * over the hosts' trees, so the bits are the same. A mean is the sum, divided once where the hosts' sums are added.
+ * Partial sums of 16-bit floats are float32, for which no buffer has room: such calls go STAGED among all ranks. */
 
-/* A phase has failed, and this thread's last error says why: nothing of the group goes on. */
+/* Breaks all groups after a phase failed; this thread's last error says why. */
 static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int far,
                                           dtrain_status status)
 {
@@ -28477,7 +28479,7 @@ static dtrain_op dtrain__hosts_op(const dtrain__op *whole)
     return whole->op == DTRAIN_MEAN ? DTRAIN_SUM : whole->op;
 }
 
-/* A step inside the host, on this rank's share, which is in pieces; 0 of them: on all. */
+/* Runs a step inside the host on this rank's share, which is in pieces; 0 pieces: on the whole. */
 static dtrain_status dtrain__hosts_inside(dtrain_device_group *group, const dtrain__op *whole, dtrain__op *op,
                                           int pieces)
 {
@@ -28489,7 +28491,7 @@ static dtrain_status dtrain__hosts_inside(dtrain_device_group *group, const dtra
     return status == DTRAIN_OK ? DTRAIN_OK : dtrain__hosts_failed(group, whole, 0, status);
 }
 
-/* A step between hosts. The slots, and the queue that they are filled by, are the whole group's. */
+/* Runs a step between hosts. It uses the slots of the whole group, and the queue that fills them. */
 static dtrain_status dtrain__hosts_between(dtrain_device_group *group, const dtrain__op *whole, dtrain__op *op)
 {
     dtrain_device_group *between = group->hosts->between;
@@ -28502,7 +28504,7 @@ static dtrain_status dtrain__hosts_between(dtrain_device_group *group, const dtr
     return status == DTRAIN_OK ? DTRAIN_OK : dtrain__hosts_failed(group, whole, 1, status);
 }
 
-/* Hands this rank's share of the result, which is in its output, to all of its host. */
+/* Hands this rank's share of the result, in its output, to all of its host. */
 static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dtrain__op *whole, int pieces)
 {
     size_t span = dtrain__device_span(group, whole);
@@ -28510,19 +28512,20 @@ static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dt
     return dtrain__hosts_inside(group, whole, &op, pieces);
 }
 
-/* Hears that all ranks make this call, and can. */
+/* Checks that all ranks make this call, and can. */
 static dtrain_status dtrain__hosts_meet(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain__processes_buffers mine;
     dtrain__op op = *whole;
     memset(&mine, 0, sizeof mine);
-    op.kind = whole->kind == DTRAIN__BROADCAST ? DTRAIN__ALL_REDUCE : whole->kind; /* whose buffers all are shared */
+    op.kind = whole->kind == DTRAIN__BROADCAST ? DTRAIN__ALL_REDUCE : whole->kind; /* that shares the buffers of all
+                                                                                      ranks */
     if (group->hosts->inside->processes != NULL)
         mine.status = (uint64_t)dtrain__processes_pack(group->hosts->inside, &op, &mine);
     return dtrain__processes_tell(group, whole, &mine, group->hosts->told);
 }
 
-/* Makes the one piece of this rank's share of a vector that every rank has whole; returns where in `out` it is. */
+/* Makes this rank's share of a vector that every rank has whole, as one piece. Returns its address in `out`. */
 static unsigned char *dtrain__hosts_share(dtrain_device_group *group, const dtrain__op *whole)
 {
     size_t width = dtrain_dtype_bits(whole->dtype) / 8;
@@ -28544,7 +28547,7 @@ static dtrain_status dtrain__hosts_all_reduce(dtrain_device_group *group, const 
     return status == DTRAIN_OK ? dtrain__hosts_hand_out(group, whole, 1) : status;
 }
 
-/* The root's host has all of it first; each of its ranks sends a share to every host. */
+/* First gives all of it to the root's host. Then each rank there sends a share to every host. */
 static dtrain_status dtrain__hosts_broadcast(dtrain_device_group *group, const dtrain__op *whole)
 {
     const dtrain__hosts *hosts = group->hosts;
@@ -28560,7 +28563,8 @@ static dtrain_status dtrain__hosts_broadcast(dtrain_device_group *group, const d
     return status == DTRAIN_OK && !here ? dtrain__hosts_hand_out(group, whole, 1) : status;
 }
 
-/* The shards of this rank's place in every host come to it, into the whole vector; then to all of its host. */
+/* First brings the shards of this rank's place in every host to it, in the whole vector; then hands them to its host.
+ */
 static dtrain_status dtrain__hosts_all_gather(dtrain_device_group *group, const dtrain__op *whole)
 {
     const dtrain__hosts *hosts = group->hosts;
@@ -28574,8 +28578,8 @@ static dtrain_status dtrain__hosts_all_gather(dtrain_device_group *group, const 
     return status == DTRAIN_OK ? dtrain__hosts_hand_out(group, whole, hosts->count) : status;
 }
 
-/* The host's sums of the shards of this rank's place go to the scratch, as much as it holds at a time, and from there
- * each to its owner. */
+/* Folds the host's sums of the shards of this rank's place into the scratch, as much as it holds at a time. From there
+ * each goes to its owner. */
 static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, const dtrain__op *whole)
 {
     const dtrain__hosts *hosts = group->hosts;
@@ -28609,7 +28613,7 @@ static dtrain_status dtrain__hosts_run(dtrain_device_group *group, const dtrain_
 {
     if (dtrain__op_reduces(op) && dtrain__fold_partial(op->dtype) != op->dtype &&
         (op->op == DTRAIN_SUM || op->op == DTRAIN_MEAN || op->op == DTRAIN_PROD))
-        return dtrain__staged_run(group, op); /* among all ranks */
+        return dtrain__staged_run(group, op); /* 16-bit floats: among all ranks */
     dtrain_status status = dtrain__hosts_meet(group, op);
     if (status != DTRAIN_OK || op->count == 0)
         return status;
@@ -28624,47 +28628,46 @@ static dtrain_status dtrain__hosts_run(dtrain_device_group *group, const dtrain_
 #endif
 
 /* ---- >>device_async ----
- * Calls on memory of devices that go on beside the caller's queue. A group that has them has a queue of its own, in
- * whose order it works, and a thread that makes the calls there, blocking, in the order in which they were started. The
- * caller records an event in its queue when it starts one, which the group's queue awaits; the thread records another
- * behind the call, which the caller's queue awaits when it waits for the work. The caller's queue is touched by the
- * caller alone, the group's and its comm by the thread alone. Where there is no second queue, or may be no thread, a
- * call is made by whoever starts it. */
+ * Started calls on memory of devices, which run beside the caller's queue. The group then has a queue of its own, and a
+ * thread that makes the calls there, blocking, in the order in which they were started. The caller records an event in
+ * its queue when it starts a call, and the group's queue waits for it. The thread records another after the call, and
+ * the caller's queue waits for that in dtrain_device_work_wait. Only the caller touches its queue, and only the thread
+ * the group's queue and comm. If there can be no second queue or no thread, the caller makes its calls itself. */
 #ifndef DTRAIN__DEVICE_ASYNC
 #define DTRAIN__DEVICE_ASYNC
 
-#define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* for calls under way when their group is destroyed */
+#define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* time for a call under way when its group is destroyed */
 
 typedef struct dtrain__async dtrain__async;
 
 struct dtrain_device_work {
     dtrain__worker_job job;
     dtrain__async *async;
-    dtrain_device_work *next;           /* spare, too */
-    dtrain_device_work *older;          /* of all that were made */
-    dtrain__op op;                      /* its counts and offsets are behind this struct */
-    uint64_t told;                      /* failures that the caller knew of when it started this */
-    uint64_t failure;                   /* the number of the one that this ended with */
-    dtrain_device_event *begun, *ended; /* of the caller's queue and of the group's; made when first needed */
-    int ordered;                        /* ended is recorded */
+    dtrain_device_work *next;           /* of the worker, or of the spare ones */
+    dtrain_device_work *older;          /* the one made before this, of all */
+    dtrain__op op;                      /* its counts and offsets follow this struct */
+    uint64_t told;                      /* number of failures that the caller knew of when it started this */
+    uint64_t failure;                   /* number of the failure that this ended with */
+    dtrain_device_event *begun, *ended; /* in the caller's queue and in the group's; made when first needed */
+    int ordered;                        /* ended was recorded */
     int64_t begin_ns, end_ns;
-    dtrain__error error; /* also before the call is made: of the caller's device */
+    dtrain__error error; /* before the call: what the caller's device returned */
 };
 
 struct dtrain__async {
     dtrain_device_group *group;
     dtrain_device *caller;
-    dtrain_comm shell; /* what checks read of the group's comm, whose error text is the thread's to write */
-    dtrain_device_work *spare, *newest; /* the caller's */
-    uint64_t told;                      /* failures that the caller has been told of */
-    uint64_t failures;                  /* of whoever makes the calls, as what follows */
-    dtrain__error error;                /* the last that was not of an earlier one's making */
-    int broken;                         /* it has ended the group */
+    dtrain_comm shell; /* rank and size for checks by the caller; the thread writes the group's own comm */
+    dtrain_device_work *spare, *newest; /* used by the caller alone */
+    uint64_t told;                      /* number of failures that the caller was told of */
+    uint64_t failures;                  /* used by the maker of calls alone, as the next two */
+    dtrain__error error;                /* the last error that no earlier error caused */
+    int broken;                         /* that error broke the group */
     dtrain__worker worker;
     pid_t process;
 };
 
-/* Makes a checked call in the group's way. */
+/* Makes a checked call in the group's mode. */
 static dtrain_status dtrain__async_run(dtrain_device_group *group, const dtrain__op *op)
 {
     if (group->no_devices) {
@@ -28680,9 +28683,9 @@ static dtrain_status dtrain__async_run(dtrain_device_group *group, const dtrain_
     return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, op) : dtrain__staged_run(group, op);
 }
 
-/* ---- whoever makes the calls ---- */
+/* ---- the maker of calls: the thread, or the caller ---- */
 
-/* Has the group's queue wait for what the caller's held when it started the work. */
+/* Makes the group's queue wait for what the caller's queue held when it started the work. */
 static dtrain_status dtrain__async_enter(dtrain__async *async, dtrain_device_work *work)
 {
     dtrain_device *device = async->group->device;
@@ -28694,7 +28697,7 @@ static dtrain_status dtrain__async_enter(dtrain__async *async, dtrain_device_wor
     return status;
 }
 
-/* Makes a call. Whatever became of it, what it has queued ends before its second event. */
+/* Makes a call. Even after an error, what it has queued ends before its second event. */
 static dtrain_status dtrain__async_make(dtrain__async *async, dtrain_device_work *work)
 {
     dtrain_device_group *group = async->group;
@@ -28717,7 +28720,7 @@ static dtrain_status dtrain__async_make(dtrain__async *async, dtrain_device_work
     return status;
 }
 
-/* Makes a work's call and hands it over to the caller. */
+/* Makes a work's call and hands it back to the caller. */
 static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
 {
     dtrain__async *async = (dtrain__async *)owner;
@@ -28726,7 +28729,7 @@ static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
     dtrain_status status;
     int follows = async->broken || work->told < async->failures;
     work->begin_ns = dtrain__os_now_ns();
-    if (follows) /* made now, it could take the place of the one that failed in a peer's eyes */
+    if (follows) /* a peer could take it for the call that failed */
         status = dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %s",
                               dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank,
                               dtrain__status_cause(&async->error));
@@ -28754,7 +28757,7 @@ static dtrain_status dtrain__async_forked(const dtrain__async *async, const char
         call, (long)async->process, (long)getpid());
 }
 
-/* A work that is free, or a new one. */
+/* Returns a spare work, or a new one. */
 static dtrain_device_work *dtrain__async_take(dtrain__async *async)
 {
     const dtrain_comm *comm = async->group->comm;
@@ -28776,7 +28779,7 @@ static dtrain_device_work *dtrain__async_take(dtrain__async *async)
     return work;
 }
 
-/* Marks in the caller's queue what the call comes after. An error is for the thread to tell the others. */
+/* Marks in the caller's queue what the call comes after. The thread tells the others of an error. */
 static void dtrain__async_mark(dtrain__async *async, dtrain_device_work *work)
 {
     dtrain_status status = DTRAIN_OK;
@@ -28793,7 +28796,7 @@ static void dtrain__async_mark(dtrain__async *async, dtrain_device_work *work)
     }
 }
 
-/* Starts a call. */
+/* Checks and starts a call. */
 static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrain__op *op, dtrain_device_work **made)
 {
     dtrain__async *async = group->async;
@@ -28825,7 +28828,7 @@ static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrai
     return DTRAIN_OK;
 }
 
-/* Waits until so many works have been handed over, or until then; returns whether they have. */
+/* Waits until work `number` was handed back, or until until_ns. Returns whether it was. */
 static int dtrain__async_wait(dtrain__async *async, uint64_t number, int64_t until_ns)
 {
     int64_t began = dtrain__os_now_ns();
@@ -28864,7 +28867,7 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     return dtrain__report(&ended);
 }
 
-/* Says when a work's call was made; returns 0, and leaves both as they are, where it has not ended. */
+/* Gives the times of a work's call. If it has not ended, returns 0 and leaves them as they are. */
 static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
     if (work->async->process != getpid() || !dtrain__worker_is_done(&work->async->worker, work->job.number))
@@ -28876,7 +28879,7 @@ static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns
 
 /* ---- create and destroy ---- */
 
-/* Gives the group its queue and its thread, where there can be both. */
+/* Gives the group its queue and thread, if there can be both. */
 static dtrain_status dtrain__async_create(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
@@ -28913,8 +28916,8 @@ static void dtrain__async_abort(dtrain_device_group *group)
     DTRAIN_IGNORE(dtrain_comm_abort(group->hosts->far_ranks, why));
 }
 
-/* Ends the thread: what is under way is given a second to end, and is broken off after that. Returns 0 in a forked
- * child, which has no thread, and whose devices are its parent's. */
+/* Ends the thread. A call under way gets a second to end; then the group is aborted. Returns 0 in a forked child, which
+ * has no thread, and whose devices are its parent's. */
 static int dtrain__async_stop(dtrain_device_group *group)
 {
     dtrain__async *async = group->async;
@@ -28929,7 +28932,7 @@ static int dtrain__async_stop(dtrain_device_group *group)
     return 1;
 }
 
-/* Frees what a stopped end has left, works that nobody has waited for too. */
+/* Frees the queue and all works, also those that were not waited for. here: the devices are this process's. */
 static void dtrain__async_destroy(dtrain_device_group *group, int here)
 {
     dtrain__async *async = group->async;
@@ -28951,7 +28954,7 @@ static void dtrain__async_destroy(dtrain_device_group *group, int here)
 
 /* ---- the calls ---- */
 
-/* A call on parts as the caller says. */
+/* Makes the op of a call on parts that the caller cuts. */
 static dtrain_status dtrain__async_op_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
                                         const size_t *counts, const size_t *offsets, dtrain_dtype dtype, dtrain__op *op)
 {
@@ -28990,7 +28993,7 @@ DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_grou
     return dtrain__async_begin(group, &call, work);
 }
 
-/* Starts an uneven form, of parts one after the other. op: of a reduce-scatter. */
+/* Starts a reduce-scatter or an all-gather of uneven parts, one after the other. op: for a reduce-scatter. */
 static dtrain_status dtrain__async_start_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
                                            const size_t *counts, dtrain_dtype dtype, dtrain_op op,
                                            dtrain_device_work **work)
@@ -29005,13 +29008,13 @@ static dtrain_status dtrain__async_start_v(dtrain_device_group *group, dtrain__k
 #endif
 
 /* ---- >>device_group ----
- * Making a group of devices, and its calls. Ranks tell each other what they have and how they fare after every step
- * that can fail on one of them, so that either all have the group or all have the error; how bytes go follows from what
- * all have said, and so is the same everywhere. */
+ * Makes groups of devices, and their calls. After every step that can fail on one rank, the ranks tell each other what
+ * they have and how it went. So either all have the group or all have the error. The mode follows from what all have
+ * told, and so is the same everywhere. */
 #ifndef DTRAIN__DEVICE_GROUP
 #define DTRAIN__DEVICE_GROUP
 
-/* Keeps what has failed on this rank for its next note. */
+/* Keeps this rank's error for its next note. */
 static DTRAIN__NOINLINE void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
 {
     group->mine.status = (uint64_t)status;
@@ -29050,7 +29053,7 @@ static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *d
     return DTRAIN_OK;
 }
 
-/* Takes a desc over, and fills its defaults in. */
+/* Takes a desc and fills in its defaults. */
 static dtrain_status dtrain__device_take_desc(dtrain_device_group *group, dtrain_device_group_desc *desc)
 {
     dtrain_status status = dtrain__device_check_desc(desc);
@@ -29083,7 +29086,7 @@ static int dtrain__device_line(const void *desc, size_t index, dtrain__alike_lin
            dtrain__alike_field_line(line, "desc.", &dtrain__device_fields[index], desc);
 }
 
-/* Hears whether every rank could do its part, and gave the same desc where there is one. */
+/* Agrees whether every rank did its part, and whether all gave the same desc, if there is one. */
 static dtrain_status dtrain__device_agree(dtrain_comm *comm, const dtrain_device_group_desc *desc, dtrain_status mine)
 {
     dtrain__alike alike = {
@@ -29094,7 +29097,8 @@ static dtrain_status dtrain__device_agree(dtrain_comm *comm, const dtrain_device
     return dtrain__alike_meet(comm, &alike, mine);
 }
 
-/* Why there can be no EVENTS, or within hosts none, by what all ranks have said; NULL: there can. */
+/* Returns why EVENTS, or HOSTS, is not possible by what all ranks have told, and on which rank; NULL: it is possible.
+ */
 static const char *dtrain__device_hindrance(const dtrain_device_group *group, int hosts, int *rank)
 {
     const dtrain__device_note *first = &group->notes[0];
@@ -29138,7 +29142,7 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
     group->mine.probe = NULL;
 }
 
-/* What all have said of their way to the others' memory: *reached becomes 0 where one has none, which is an error where
+/* Reads what all have told about access to the others' memory. If one has none, *reached becomes 0; that is an error if
  * a mode was asked for. */
 static dtrain_status dtrain__device_reached(dtrain_device_group *group, int tried, int *reached)
 {
@@ -29156,7 +29160,7 @@ static dtrain_status dtrain__device_reached(dtrain_device_group *group, int trie
             continue;
         dtrain__device_no_events(group, rank, note->text);
         dtrain__error said = dtrain__thread_error;
-        dtrain_status status = dtrain__device_meet(group); /* or a rank has died meanwhile */
+        dtrain_status status = dtrain__device_meet(group); /* a rank may have died meanwhile */
         if (status != DTRAIN_OK)
             return status;
         comm->error = said;
@@ -29165,7 +29169,7 @@ static dtrain_status dtrain__device_reached(dtrain_device_group *group, int trie
     return DTRAIN_OK;
 }
 
-/* Finds out whether the devices reach each other's memory; *reached: they do. */
+/* Finds out whether the devices reach each other's memory, and sets *reached. */
 static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
 {
     dtrain_status status = group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_make(group) : DTRAIN_OK;
@@ -29183,7 +29187,7 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
         dtrain__device_note_status(group, status);
         dtrain__events_set(group, DTRAIN__EVENTS_FREE);
         status = dtrain__device_meet(group);
-        if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
+        if (status != DTRAIN_OK) { /* the probe is freed: no peer may try from here on */
             status = dtrain__device_break(group);
             dtrain__events_end(group);
             dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
@@ -29196,8 +29200,7 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
     return status;
 }
 
-/* Finds out whether the devices of each host reach each other's memory, and makes what HOSTS takes; *reached: they do.
- */
+/* Finds out whether the devices of each host reach each other's memory, sets *reached, and makes what HOSTS needs. */
 static dtrain_status dtrain__device_try_hosts(dtrain_device_group *group, int *reached)
 {
     dtrain_status status = dtrain__device_agree(group->comm, NULL, dtrain__hosts_new(group));
@@ -29227,7 +29230,7 @@ static dtrain_status dtrain__device_make_slots(dtrain_device_group *group)
     return status;
 }
 
-/* Agrees on how bytes go, and makes what that takes. */
+/* Agrees on the mode, and makes what it needs. */
 static dtrain_status dtrain__device_settle(dtrain_device_group *group)
 {
     int rank, reached;
@@ -29293,12 +29296,12 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
     return group != NULL ? group->mode : DTRAIN_DEVICE_MODE_AUTO;
 }
 
-/* Makes a call, or has it made in its turn. */
+/* Makes a call, or starts it and waits for it. */
 static dtrain_status dtrain__device_make(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_device_work *work;
     dtrain_status status;
-    if (group != NULL && group->async != NULL) { /* in its turn among those that were started */
+    if (group != NULL && group->async != NULL) { /* it takes its turn among those that were started */
         status = dtrain__async_start(group, op, &work);
         return status == DTRAIN_OK ? dtrain_device_work_wait(work, group->async->caller) : status;
     }
@@ -29363,7 +29366,7 @@ DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group)
     if (group == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "device_group_wait: the group is NULL; was its creation checked?");
-    if (group->async != NULL) /* whose thread then leaves the queue alone */
+    if (group->async != NULL) /* after that, the thread leaves the queue alone */
         dtrain__async_wait(group->async, group->async->worker.posted, INT64_MAX);
     dtrain_status status = dtrain__events_wait(group);
     if (status == DTRAIN_OK && group->mode == DTRAIN_DEVICE_FLAGS) {
@@ -29373,7 +29376,7 @@ DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group)
     return status == DTRAIN_OK && group->processes != NULL ? dtrain__processes_check(group) : status;
 }
 
-/* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */
+/* A peer may still use this rank's events after the last exchange of a call. It waits for no rank while it does. */
 DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
 {
     if (group == NULL)
@@ -29386,7 +29389,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     }
     dtrain__hosts_free(group);
     if (group->processes != NULL && group->processes->queues != NULL) {
-        dtrain__processes_wait(group); /* if the device has failed, peers that wait for it go on */
+        dtrain__processes_wait(group); /* lets peers go on that wait for a device that has failed */
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
     } else if (group->mine.events[0] != NULL && group->comm->plane->in_process) {
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
@@ -29405,7 +29408,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain__free(group->comm->allocator, group);
 }
 
-/* A group with calls that are started, and all else by default. */
+/* Makes a group with started calls, and defaults for the rest. */
 static dtrain_status dtrain__device_group_async(dtrain_device_group **group, dtrain_comm *comm, dtrain_device *device)
 {
     dtrain_device_group_desc desc;
@@ -29421,7 +29424,7 @@ static dtrain_status dtrain__device_group_async(dtrain_device_group **group, dtr
 #ifdef DTRAIN_NO_DEVICE
 
 /* ---- >>no-device ----
- * What stands in for groups of devices under FSDP in a program that defines DTRAIN_NO_DEVICE: none can be made, so that
+ * Stands in for groups of devices under FSDP in a program that defines DTRAIN_NO_DEVICE. No group can be made, so
  * nothing else is called with one. */
 #ifndef DTRAIN__NO_DEVICE
 #define DTRAIN__NO_DEVICE

@@ -1,10 +1,9 @@
 /* ---- >>device_async ----
- * Calls on memory of devices that go on beside the caller's queue. A group that has them has a queue of its own, in
- * whose order it works, and a thread that makes the calls there, blocking, in the order in which they were started. The
- * caller records an event in its queue when it starts one, which the group's queue awaits; the thread records another
- * behind the call, which the caller's queue awaits when it waits for the work. The caller's queue is touched by the
- * caller alone, the group's and its comm by the thread alone. Where there is no second queue, or may be no thread, a
- * call is made by whoever starts it. */
+ * Started calls on memory of devices, which run beside the caller's queue. The group then has a queue of its own, and a
+ * thread that makes the calls there, blocking, in the order in which they were started. The caller records an event in
+ * its queue when it starts a call, and the group's queue waits for it. The thread records another after the call, and
+ * the caller's queue waits for that in dtrain_device_work_wait. Only the caller touches its queue, and only the thread
+ * the group's queue and comm. If there can be no second queue or no thread, the caller makes its calls itself. */
 #ifndef DTRAIN__DEVICE_ASYNC
 #define DTRAIN__DEVICE_ASYNC
 #include "device_call.c"
@@ -13,38 +12,38 @@
 #include "flags.c"
 #include "hosts.c"
 
-#define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* for calls under way when their group is destroyed */
+#define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* time for a call under way when its group is destroyed */
 
 typedef struct dtrain__async dtrain__async;
 
 struct dtrain_device_work {
     dtrain__worker_job job;
     dtrain__async *async;
-    dtrain_device_work *next;           /* spare, too */
-    dtrain_device_work *older;          /* of all that were made */
-    dtrain__op op;                      /* its counts and offsets are behind this struct */
-    uint64_t told;                      /* failures that the caller knew of when it started this */
-    uint64_t failure;                   /* the number of the one that this ended with */
-    dtrain_device_event *begun, *ended; /* of the caller's queue and of the group's; made when first needed */
-    int ordered;                        /* ended is recorded */
+    dtrain_device_work *next;           /* of the worker, or of the spare ones */
+    dtrain_device_work *older;          /* the one made before this, of all */
+    dtrain__op op;                      /* its counts and offsets follow this struct */
+    uint64_t told;                      /* number of failures that the caller knew of when it started this */
+    uint64_t failure;                   /* number of the failure that this ended with */
+    dtrain_device_event *begun, *ended; /* in the caller's queue and in the group's; made when first needed */
+    int ordered;                        /* ended was recorded */
     int64_t begin_ns, end_ns;
-    dtrain__error error; /* also before the call is made: of the caller's device */
+    dtrain__error error; /* before the call: what the caller's device returned */
 };
 
 struct dtrain__async {
     dtrain_device_group *group;
     dtrain_device *caller;
-    dtrain_comm shell; /* what checks read of the group's comm, whose error text is the thread's to write */
-    dtrain_device_work *spare, *newest; /* the caller's */
-    uint64_t told;                      /* failures that the caller has been told of */
-    uint64_t failures;                  /* of whoever makes the calls, as what follows */
-    dtrain__error error;                /* the last that was not of an earlier one's making */
-    int broken;                         /* it has ended the group */
+    dtrain_comm shell; /* rank and size for checks by the caller; the thread writes the group's own comm */
+    dtrain_device_work *spare, *newest; /* used by the caller alone */
+    uint64_t told;                      /* number of failures that the caller was told of */
+    uint64_t failures;                  /* used by the maker of calls alone, as the next two */
+    dtrain__error error;                /* the last error that no earlier error caused */
+    int broken;                         /* that error broke the group */
     dtrain__worker worker;
     pid_t process;
 };
 
-/* Makes a checked call in the group's way. */
+/* Makes a checked call in the group's mode. */
 static dtrain_status dtrain__async_run(dtrain_device_group *group, const dtrain__op *op)
 {
     if (group->no_devices) {
@@ -60,9 +59,9 @@ static dtrain_status dtrain__async_run(dtrain_device_group *group, const dtrain_
     return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, op) : dtrain__staged_run(group, op);
 }
 
-/* ---- whoever makes the calls ---- */
+/* ---- the maker of calls: the thread, or the caller ---- */
 
-/* Has the group's queue wait for what the caller's held when it started the work. */
+/* Makes the group's queue wait for what the caller's queue held when it started the work. */
 static dtrain_status dtrain__async_enter(dtrain__async *async, dtrain_device_work *work)
 {
     dtrain_device *device = async->group->device;
@@ -74,7 +73,7 @@ static dtrain_status dtrain__async_enter(dtrain__async *async, dtrain_device_wor
     return status;
 }
 
-/* Makes a call. Whatever became of it, what it has queued ends before its second event. */
+/* Makes a call. Even after an error, what it has queued ends before its second event. */
 static dtrain_status dtrain__async_make(dtrain__async *async, dtrain_device_work *work)
 {
     dtrain_device_group *group = async->group;
@@ -97,7 +96,7 @@ static dtrain_status dtrain__async_make(dtrain__async *async, dtrain_device_work
     return status;
 }
 
-/* Makes a work's call and hands it over to the caller. */
+/* Makes a work's call and hands it back to the caller. */
 static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
 {
     dtrain__async *async = (dtrain__async *)owner;
@@ -106,7 +105,7 @@ static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
     dtrain_status status;
     int follows = async->broken || work->told < async->failures;
     work->begin_ns = dtrain__os_now_ns();
-    if (follows) /* made now, it could take the place of the one that failed in a peer's eyes */
+    if (follows) /* a peer could take it for the call that failed */
         status = dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %s",
                               dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank,
                               dtrain__status_cause(&async->error));
@@ -134,7 +133,7 @@ static dtrain_status dtrain__async_forked(const dtrain__async *async, const char
         call, (long)async->process, (long)getpid());
 }
 
-/* A work that is free, or a new one. */
+/* Returns a spare work, or a new one. */
 static dtrain_device_work *dtrain__async_take(dtrain__async *async)
 {
     const dtrain_comm *comm = async->group->comm;
@@ -156,7 +155,7 @@ static dtrain_device_work *dtrain__async_take(dtrain__async *async)
     return work;
 }
 
-/* Marks in the caller's queue what the call comes after. An error is for the thread to tell the others. */
+/* Marks in the caller's queue what the call comes after. The thread tells the others of an error. */
 static void dtrain__async_mark(dtrain__async *async, dtrain_device_work *work)
 {
     dtrain_status status = DTRAIN_OK;
@@ -173,7 +172,7 @@ static void dtrain__async_mark(dtrain__async *async, dtrain_device_work *work)
     }
 }
 
-/* Starts a call. */
+/* Checks and starts a call. */
 static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrain__op *op, dtrain_device_work **made)
 {
     dtrain__async *async = group->async;
@@ -205,7 +204,7 @@ static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrai
     return DTRAIN_OK;
 }
 
-/* Waits until so many works have been handed over, or until then; returns whether they have. */
+/* Waits until work `number` was handed back, or until until_ns. Returns whether it was. */
 static int dtrain__async_wait(dtrain__async *async, uint64_t number, int64_t until_ns)
 {
     int64_t began = dtrain__os_now_ns();
@@ -244,7 +243,7 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     return dtrain__report(&ended);
 }
 
-/* Says when a work's call was made; returns 0, and leaves both as they are, where it has not ended. */
+/* Gives the times of a work's call. If it has not ended, returns 0 and leaves them as they are. */
 static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
     if (work->async->process != getpid() || !dtrain__worker_is_done(&work->async->worker, work->job.number))
@@ -256,7 +255,7 @@ static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns
 
 /* ---- create and destroy ---- */
 
-/* Gives the group its queue and its thread, where there can be both. */
+/* Gives the group its queue and thread, if there can be both. */
 static dtrain_status dtrain__async_create(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
@@ -293,8 +292,8 @@ static void dtrain__async_abort(dtrain_device_group *group)
     DTRAIN_IGNORE(dtrain_comm_abort(group->hosts->far_ranks, why));
 }
 
-/* Ends the thread: what is under way is given a second to end, and is broken off after that. Returns 0 in a forked
- * child, which has no thread, and whose devices are its parent's. */
+/* Ends the thread. A call under way gets a second to end; then the group is aborted. Returns 0 in a forked child, which
+ * has no thread, and whose devices are its parent's. */
 static int dtrain__async_stop(dtrain_device_group *group)
 {
     dtrain__async *async = group->async;
@@ -309,7 +308,7 @@ static int dtrain__async_stop(dtrain_device_group *group)
     return 1;
 }
 
-/* Frees what a stopped end has left, works that nobody has waited for too. */
+/* Frees the queue and all works, also those that were not waited for. here: the devices are this process's. */
 static void dtrain__async_destroy(dtrain_device_group *group, int here)
 {
     dtrain__async *async = group->async;
@@ -331,7 +330,7 @@ static void dtrain__async_destroy(dtrain_device_group *group, int here)
 
 /* ---- the calls ---- */
 
-/* A call on parts as the caller says. */
+/* Makes the op of a call on parts that the caller cuts. */
 static dtrain_status dtrain__async_op_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
                                         const size_t *counts, const size_t *offsets, dtrain_dtype dtype, dtrain__op *op)
 {
@@ -370,7 +369,7 @@ DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_grou
     return dtrain__async_begin(group, &call, work);
 }
 
-/* Starts an uneven form, of parts one after the other. op: of a reduce-scatter. */
+/* Starts a reduce-scatter or an all-gather of uneven parts, one after the other. op: for a reduce-scatter. */
 static dtrain_status dtrain__async_start_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
                                            const size_t *counts, dtrain_dtype dtype, dtrain_op op,
                                            dtrain_device_work **work)

@@ -1,7 +1,7 @@
 /* ---- >>device_call ----
- * A rank's end of a group of devices, and what its calls share: each is checked as the CPU's is, and made of the CPU's
- * collectives, its steps, which say in their headers what they are steps of. So deadlines, lost ranks and calls that
- * differ are found as they are between CPUs. Calls devices through >>device_calls only. */
+ * A rank's end of a group of devices, and what its calls share. Each call is checked as on the CPU. It consists of
+ * steps, which are collectives of the CPU; their headers say which call they are steps of. So deadlines, lost ranks and
+ * calls that differ are found as between CPUs. Calls devices through >>device_calls only. */
 #ifndef DTRAIN__DEVICE_STEPS
 #define DTRAIN__DEVICE_STEPS
 #include "device_group.h"
@@ -12,22 +12,22 @@
 #include "../base/worker.c"
 
 #define DTRAIN__DEVICE_NOTE_TEXT 256
-#define DTRAIN__DEVICE_SLOTS 64 /* at most */
+#define DTRAIN__DEVICE_SLOTS 64 /* most slots of a group */
 
 typedef struct dtrain__flags_state dtrain__flags_state; /* see >>device_flags */
 
 /* What a rank tells the others while the group is made, in whole 64-bit words. */
 typedef struct dtrain__device_note {
-    uint64_t status;          /* how it fared so far; not DTRAIN_OK: text says why */
-    uint64_t host;            /* equal on ranks of one */
-    uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
+    uint64_t status;          /* its result so far; if not DTRAIN_OK, text says why */
+    uint64_t host;            /* equal on ranks of one host */
+    uint64_t has_device, ops; /* ops: address of the device's table; 0 if it lacks what EVENTS needs */
     dtrain_device_event *events[2] __attribute__((aligned(8))); /* see >>device_events */
     unsigned char *probe __attribute__((aligned(8)));
     char handles[32]
-        __attribute__((aligned(8))); /* of the device's table: see >>device_processes, as of the next ones */
+        __attribute__((aligned(8))); /* of the device's table, like the next ones: see >>device_processes */
     uint64_t process, page_fd, page_key[2];
     dtrain_device_shared shared_probe;
-    uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: it cannot */
+    uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: not possible */
     dtrain__flags_state *flags __attribute__((aligned(8)));
     dtrain_device_shared shared_words;
     char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
@@ -35,7 +35,7 @@ typedef struct dtrain__device_note {
 
 #define DTRAIN__DEVICE_NOTE_WORDS (sizeof(dtrain__device_note) / sizeof(uint64_t))
 
-/* Where a rank's buffers of a call are. */
+/* Addresses of a rank's buffers in a call. */
 typedef struct dtrain__device_buffers {
     const void *in __attribute__((aligned(8)));
     void *out __attribute__((aligned(8)));
@@ -48,35 +48,35 @@ typedef struct dtrain__hosts dtrain__hosts;
 
 struct dtrain_device_group {
     dtrain_comm *comm;
-    dtrain_device *device;       /* its queue is the caller's, or the group's own: see >>device_async */
-    struct dtrain__async *async; /* NULL: all calls are blocking ones */
+    dtrain_device *device;       /* with the caller's queue, or the group's own: see >>device_async */
+    struct dtrain__async *async; /* NULL: calls cannot be started */
     dtrain_device_mode mode;
     size_t chunk_bytes; /* 0: by the size of each call */
     int slots;
-    int no_devices;                   /* no rank has one: calls are the CPU's */
-    dtrain__device_note mine, *notes; /* notes: of every rank */
-    dtrain__device_buffers *buffers;  /* of every rank, of the call under way */
-    dtrain__extent *shards;           /* of every rank, of the call under way */
-    size_t *counts;                   /* of every rank's part of a chunk */
+    int no_devices;                   /* no rank has a device: calls are the CPU's */
+    dtrain__device_note mine, *notes; /* notes: of all ranks */
+    dtrain__device_buffers *buffers;  /* of all ranks, in the call under way */
+    dtrain__extent *shards;           /* of all ranks, in the call under way */
+    size_t *counts;                   /* elements of each rank's part of a chunk */
     const void **ins;
     void **outs;
-    dtrain__processes *processes;      /* what ranks share that are processes of one host; NULL: they are not */
-    unsigned char *pinned;             /* slots of chunk_bytes; 0: of the largest chunk */
-    dtrain_device_event **slot_events; /* each says when the copies to and from its slot are done */
-    dtrain__hosts *hosts;              /* HOSTS: the groups that its calls are made of; else NULL */
-    const dtrain__extent *pieces;      /* in a group of HOSTS: of a vector, that make up this rank's shard */
-    int piece_count;                   /* 0: the shard is in one piece */
-    int mean_of;                       /* likewise: ranks whose sum the results are divided by; 0: not */
-    dtrain__flags_state *flags;        /* FLAGS, as all that follows; else NULL */
-    uint32_t *words;                   /* this rank's, of its device */
-    uint64_t *failure;                 /* what a kernel has left for the CPU, or a peer; 0: nothing */
-    uint32_t epoch;                    /* of the call under way, or the last */
-    int blocks;                        /* that run at the same time on every device */
-    size_t block_bytes;                /* that one holds of an array at a time */
+    dtrain__processes *processes;      /* what ranks share that are processes of one host; else NULL */
+    unsigned char *pinned;             /* the slots, of chunk_bytes each, or of the largest chunk if that is 0 */
+    dtrain_device_event **slot_events; /* one a slot: passed when the copies to and from it are done */
+    dtrain__hosts *hosts;              /* HOSTS: the groups that do its calls; else NULL */
+    const dtrain__extent *pieces;      /* in a group of HOSTS: the parts of the vector that make up this rank's shard */
+    int piece_count;                   /* 0: the shard is one piece */
+    int mean_of;                       /* in a group of HOSTS: divides results by this many ranks; 0: does not */
+    dtrain__flags_state *flags;        /* FLAGS, like all that follow; else NULL */
+    uint32_t *words;                   /* this rank's flags, in memory of its device */
+    uint64_t *failure;                 /* an error that a kernel or a peer has left for the CPU; 0: none */
+    uint32_t epoch;                    /* of the call under way, or of the last */
+    int blocks;                        /* thread blocks that run at the same time on every device */
+    size_t block_bytes;                /* bytes of an array that a block handles at a time */
     int part_blocks, part_at_once, part_queued; /* of the call under way */
 };
 
-/* One block for a rank's end and its arrays, those of the strictest alignment first. */
+/* Allocates a rank's end and its arrays as one block, the arrays of the strictest alignment first. */
 static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
@@ -101,7 +101,7 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
     return group;
 }
 
-/* Elements of a call's vector, up to the end of its last part. */
+/* Returns the elements of a call's vector, up to the end of its last part. */
 static size_t dtrain__device_span(const dtrain_device_group *group, const dtrain__op *op)
 {
     size_t span = op->offsets != NULL ? 0 : op->count;
@@ -111,14 +111,14 @@ static size_t dtrain__device_span(const dtrain_device_group *group, const dtrain
     return span;
 }
 
-/* The call on memory of devices that an operation is a step of, and which step: see dtrain__op_call_whole. */
+/* Packs the call on memory of devices that a step belongs to, and the step's number: see dtrain__op_call_whole. */
 static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
 {
     return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
            (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
 }
 
-/* A call as error texts have it. */
+/* Gives the text of a call for errors. */
 static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__op *whole, uint64_t number)
 {
     dtrain__op op = dtrain__op_of(whole->kind, NULL, NULL, 0, DTRAIN_U8);
@@ -129,11 +129,11 @@ static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__o
     return dtrain__op_text(comm, &op);
 }
 
-/* Queues this rank's part of a call under FLAGS; what it is made of stands before it. */
+/* Queues this rank's part of a call under FLAGS. Defined in flags.c. */
 static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
                                           size_t begin, size_t count);
 
-/* Queues this rank's share of a call, of the first n inputs and m outputs of the group's arrays. */
+/* Queues this rank's share of a call, for the first n inputs and m outputs of the group's arrays. */
 static dtrain_status dtrain__device_share(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
                                           size_t begin, size_t count)
 {
@@ -154,7 +154,7 @@ static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrai
     return dtrain__work_call(group->comm, op, NULL);
 }
 
-/* Ends the group on every rank with this thread's last error, unless it is broken already; returns that error. */
+/* Breaks the group on every rank with this thread's last error, unless it is broken. Returns that error. */
 static dtrain_status dtrain__device_break(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
@@ -164,7 +164,7 @@ static dtrain_status dtrain__device_break(dtrain_device_group *group)
     return dtrain__report(&mine);
 }
 
-/* A device has failed in a call, whose step under way or next has that number, and has said why: ends the group. */
+/* Breaks the group after a device failed in a call. `number` is that of the step under way, or of the next. */
 static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtrain__op *whole, uint64_t number,
                                            dtrain_status status)
 {
@@ -174,7 +174,7 @@ static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtr
     return dtrain__device_break(group);
 }
 
-/* Starts a thread of the group's. */
+/* Starts a thread for the group. */
 static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *without)
 {
     int error = dtrain__worker_start(worker);
@@ -186,7 +186,7 @@ static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *w
         strerror(error), without);
 }
 
-/* Checks a call as the CPU's is checked, before anything of it is seen by a peer. */
+/* Checks a call as on the CPU, before a peer sees any of it. */
 static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtrain__op *whole)
 {
     char call[64];

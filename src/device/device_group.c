@@ -1,7 +1,7 @@
 /* ---- >>device_group ----
- * Making a group of devices, and its calls. Ranks tell each other what they have and how they fare after every step
- * that can fail on one of them, so that either all have the group or all have the error; how bytes go follows from what
- * all have said, and so is the same everywhere. */
+ * Makes groups of devices, and their calls. After every step that can fail on one rank, the ranks tell each other what
+ * they have and how it went. So either all have the group or all have the error. The mode follows from what all have
+ * told, and so is the same everywhere. */
 #ifndef DTRAIN__DEVICE_GROUP
 #define DTRAIN__DEVICE_GROUP
 #include "device_call.c"
@@ -13,7 +13,7 @@
 #include "async.c"
 #include "../comm/alike.c"
 
-/* Keeps what has failed on this rank for its next note. */
+/* Keeps this rank's error for its next note. */
 static DTRAIN__NOINLINE void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
 {
     group->mine.status = (uint64_t)status;
@@ -52,7 +52,7 @@ static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *d
     return DTRAIN_OK;
 }
 
-/* Takes a desc over, and fills its defaults in. */
+/* Takes a desc and fills in its defaults. */
 static dtrain_status dtrain__device_take_desc(dtrain_device_group *group, dtrain_device_group_desc *desc)
 {
     dtrain_status status = dtrain__device_check_desc(desc);
@@ -85,7 +85,7 @@ static int dtrain__device_line(const void *desc, size_t index, dtrain__alike_lin
            dtrain__alike_field_line(line, "desc.", &dtrain__device_fields[index], desc);
 }
 
-/* Hears whether every rank could do its part, and gave the same desc where there is one. */
+/* Agrees whether every rank did its part, and whether all gave the same desc, if there is one. */
 static dtrain_status dtrain__device_agree(dtrain_comm *comm, const dtrain_device_group_desc *desc, dtrain_status mine)
 {
     dtrain__alike alike = {
@@ -96,7 +96,8 @@ static dtrain_status dtrain__device_agree(dtrain_comm *comm, const dtrain_device
     return dtrain__alike_meet(comm, &alike, mine);
 }
 
-/* Why there can be no EVENTS, or within hosts none, by what all ranks have said; NULL: there can. */
+/* Returns why EVENTS, or HOSTS, is not possible by what all ranks have told, and on which rank; NULL: it is possible.
+ */
 static const char *dtrain__device_hindrance(const dtrain_device_group *group, int hosts, int *rank)
 {
     const dtrain__device_note *first = &group->notes[0];
@@ -140,7 +141,7 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
     group->mine.probe = NULL;
 }
 
-/* What all have said of their way to the others' memory: *reached becomes 0 where one has none, which is an error where
+/* Reads what all have told about access to the others' memory. If one has none, *reached becomes 0; that is an error if
  * a mode was asked for. */
 static dtrain_status dtrain__device_reached(dtrain_device_group *group, int tried, int *reached)
 {
@@ -158,7 +159,7 @@ static dtrain_status dtrain__device_reached(dtrain_device_group *group, int trie
             continue;
         dtrain__device_no_events(group, rank, note->text);
         dtrain__error said = dtrain__thread_error;
-        dtrain_status status = dtrain__device_meet(group); /* or a rank has died meanwhile */
+        dtrain_status status = dtrain__device_meet(group); /* a rank may have died meanwhile */
         if (status != DTRAIN_OK)
             return status;
         comm->error = said;
@@ -167,7 +168,7 @@ static dtrain_status dtrain__device_reached(dtrain_device_group *group, int trie
     return DTRAIN_OK;
 }
 
-/* Finds out whether the devices reach each other's memory; *reached: they do. */
+/* Finds out whether the devices reach each other's memory, and sets *reached. */
 static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
 {
     dtrain_status status = group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_make(group) : DTRAIN_OK;
@@ -185,7 +186,7 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
         dtrain__device_note_status(group, status);
         dtrain__events_set(group, DTRAIN__EVENTS_FREE);
         status = dtrain__device_meet(group);
-        if (status != DTRAIN_OK) { /* a peer that has yet to try must not, as the probe goes */
+        if (status != DTRAIN_OK) { /* the probe is freed: no peer may try from here on */
             status = dtrain__device_break(group);
             dtrain__events_end(group);
             dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
@@ -198,8 +199,7 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
     return status;
 }
 
-/* Finds out whether the devices of each host reach each other's memory, and makes what HOSTS takes; *reached: they do.
- */
+/* Finds out whether the devices of each host reach each other's memory, sets *reached, and makes what HOSTS needs. */
 static dtrain_status dtrain__device_try_hosts(dtrain_device_group *group, int *reached)
 {
     dtrain_status status = dtrain__device_agree(group->comm, NULL, dtrain__hosts_new(group));
@@ -229,7 +229,7 @@ static dtrain_status dtrain__device_make_slots(dtrain_device_group *group)
     return status;
 }
 
-/* Agrees on how bytes go, and makes what that takes. */
+/* Agrees on the mode, and makes what it needs. */
 static dtrain_status dtrain__device_settle(dtrain_device_group *group)
 {
     int rank, reached;
@@ -295,12 +295,12 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
     return group != NULL ? group->mode : DTRAIN_DEVICE_MODE_AUTO;
 }
 
-/* Makes a call, or has it made in its turn. */
+/* Makes a call, or starts it and waits for it. */
 static dtrain_status dtrain__device_make(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_device_work *work;
     dtrain_status status;
-    if (group != NULL && group->async != NULL) { /* in its turn among those that were started */
+    if (group != NULL && group->async != NULL) { /* it takes its turn among those that were started */
         status = dtrain__async_start(group, op, &work);
         return status == DTRAIN_OK ? dtrain_device_work_wait(work, group->async->caller) : status;
     }
@@ -365,7 +365,7 @@ DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group)
     if (group == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "device_group_wait: the group is NULL; was its creation checked?");
-    if (group->async != NULL) /* whose thread then leaves the queue alone */
+    if (group->async != NULL) /* after that, the thread leaves the queue alone */
         dtrain__async_wait(group->async, group->async->worker.posted, INT64_MAX);
     dtrain_status status = dtrain__events_wait(group);
     if (status == DTRAIN_OK && group->mode == DTRAIN_DEVICE_FLAGS) {
@@ -375,7 +375,7 @@ DTRAIN_API dtrain_status dtrain_device_group_wait(dtrain_device_group *group)
     return status == DTRAIN_OK && group->processes != NULL ? dtrain__processes_check(group) : status;
 }
 
-/* Peers may still name this rank's events after the last exchange of a call; they wait for nobody while they do. */
+/* A peer may still use this rank's events after the last exchange of a call. It waits for no rank while it does. */
 DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
 {
     if (group == NULL)
@@ -388,7 +388,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     }
     dtrain__hosts_free(group);
     if (group->processes != NULL && group->processes->queues != NULL) {
-        dtrain__processes_wait(group); /* if the device has failed, peers that wait for it go on */
+        dtrain__processes_wait(group); /* lets peers go on that wait for a device that has failed */
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
     } else if (group->mine.events[0] != NULL && group->comm->plane->in_process) {
         dtrain__events_settle(group, DTRAIN__EVENTS_FREE);
@@ -407,7 +407,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain__free(group->comm->allocator, group);
 }
 
-/* A group with calls that are started, and all else by default. */
+/* Makes a group with started calls, and defaults for the rest. */
 static dtrain_status dtrain__device_group_async(dtrain_device_group **group, dtrain_comm *comm, dtrain_device *device)
 {
     dtrain_device_group_desc desc;

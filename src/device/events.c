@@ -1,23 +1,25 @@
 /* ---- >>device_events ----
  * Collectives of devices on each other's memory, between threads or processes of one host. Each rank records an event
- * after what its queue holds, and tells the others where its buffers are. Each queue awaits the others' events, folds
- * or copies its rank's share of all inputs to all outputs, and records a second event. When all have recorded theirs,
- * each queue awaits those. Events are recorded before the exchange and awaited after it, so no queue awaits what was
- * never recorded. An event is recorded again when all ranks have named it: the first after the exchange that ends a
- * call, the second after the one that begins the next. Between processes, numbers in their page serve as events. */
+ * after what its queue holds, and tells the others where its buffers are. Each queue waits for the others' events,
+ * folds or copies its rank's share of all inputs to all outputs, and records a second event. When all ranks have
+ * recorded theirs, each queue waits for those.
+ *
+ * Events are recorded before the exchange and waited for after it, so no queue waits for an event that was never
+ * recorded. The first event is recorded again after the exchange that ends a call, the second after the one that begins
+ * the next call: no rank uses them then. Between processes, numbers in a shared page serve as events. */
 #ifndef DTRAIN__DEVICE_EVENTS_C
 #define DTRAIN__DEVICE_EVENTS_C
 #include "device_call.c"
 #include "processes.c"
 
-#define DTRAIN__EVENTS_LINE 256 /* bytes: shares of vectors begin at multiples of so many */
+#define DTRAIN__EVENTS_LINE 256 /* bytes: shares of a vector begin at multiples of this */
 
 /* ---- a group that breaks in a call ----
  * A device may then be inside another rank's memory. So a rank raises `inside` in its word before it queues anything
- * there, unless the group is broken. A rank that fails breaks the group before it looks at the others' words. It
- * returns when no device is in its memory, nor its device in theirs. `turn` counts the calls whose second event a rank
- * has recorded. Words, and what says that the group is broken, are in >>threads between threads, and in
- * >>device_processes between processes. */
+ * there, unless the group is broken. A rank that fails breaks the group before it reads the others' words. It returns
+ * when no device is in its memory, nor its device in theirs. `turn` counts the calls whose second event a rank has
+ * recorded. The words, and the mark of a broken group, are in >>threads between threads, and in >>device_processes
+ * between processes. */
 
 enum { DTRAIN__EVENTS_FREE = 0, DTRAIN__EVENTS_NAMED, DTRAIN__EVENTS_INSIDE };
 
@@ -32,7 +34,7 @@ static void dtrain__events_set(dtrain_device_group *group, uint32_t inside)
     __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->inside, inside, __ATOMIC_SEQ_CST);
 }
 
-/* Whether nobody may go into the others' memory any more. */
+/* Returns whether no rank may enter the others' memory any more. */
 static int dtrain__events_ended(dtrain_device_group *group)
 {
     return group->processes != NULL ? __atomic_load_n(&group->processes->page->broken, __ATOMIC_SEQ_CST) != 0
@@ -51,15 +53,15 @@ static dtrain__error dtrain__events_cause(dtrain_device_group *group)
     return why;
 }
 
-/* Sees to it that no rank enters after this; the group is broken, and this thread's last error says why. */
+/* Keeps all ranks from entering after this. The group is broken, and this thread's last error says why. */
 static void dtrain__events_end(dtrain_device_group *group)
 {
     if (group->processes != NULL)
         dtrain__processes_break(group, &dtrain__thread_error);
 }
 
-/* Waits until no peer is further in than `inside`, or its device can be in nobody's memory. What peers do meanwhile
- * waits for nobody. */
+/* Waits until every peer's state is at most `inside`, or its device can be in no memory. Meanwhile no peer waits for
+ * this rank. */
 static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 {
     for (int rank = 0; rank < group->comm->size; rank++) {
@@ -72,7 +74,7 @@ static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
     }
 }
 
-/* Records the first (0) or second (1) event of a call, this rank's turn'th. */
+/* Records the first (0) or second (1) event of call number `turn`. */
 static dtrain_status dtrain__events_record(dtrain_device_group *group, uint64_t turn, int second)
 {
     if (group->processes == NULL)
@@ -86,7 +88,7 @@ static dtrain_status dtrain__events_wait(dtrain_device_group *group)
     return group->processes != NULL ? dtrain__processes_wait(group) : dtrain_device_wait(group->device);
 }
 
-/* Queues the wait for the first (0) or second (1) events of a call, of all peers that have begun its turn'th. */
+/* Queues the wait for the first (0) or second (1) events of call `turn`, for peers that have recorded them. */
 static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t turn, int second)
 {
     const dtrain_comm *comm = group->comm;
@@ -103,10 +105,10 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
     return status;
 }
 
-/* Ends a call that has failed after this rank's buffers were known to others: waits until its own device has left their
- * memory, and theirs its own. Peers that have ended the call well left work behind that their second event ends; they
- * can have only where this rank has recorded its own, and else may have destroyed theirs before it says that it names
- * them. */
+/* Ends a call that failed after the others knew this rank's buffers. Waits until its device has left their memory, and
+ * theirs its own. If this rank has recorded its second event, a peer's call may have ended well and left work under
+ * way: this rank waits for the peer's second event. Otherwise there is no such work, and the peer's events may be gone.
+ */
 static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t turn, dtrain_status status)
 {
     dtrain__error cause = dtrain__thread_error;
@@ -124,7 +126,7 @@ static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t
     return status;
 }
 
-/* Makes ready to queue work on peers' memory, INSIDE; an error, as the group is broken. */
+/* Prepares to queue work on peers' memory, with this rank INSIDE. It is an error if the group is broken. */
 static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain_comm *comm = group->comm;
@@ -137,7 +139,7 @@ static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtra
     return group->processes != NULL ? dtrain__device_break(group) : status;
 }
 
-/* This rank's share of a vector that every rank has whole, in elements. */
+/* Gives this rank's share, in elements, of a vector that every rank has whole. */
 static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t width, size_t *begin)
 {
     size_t line = DTRAIN__EVENTS_LINE / width;
@@ -148,7 +150,7 @@ static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t
     return end > *begin ? end - *begin : 0;
 }
 
-/* Queues this rank's share of an all-reduce: shares are apart, so that outputs may be inputs. */
+/* Queues this rank's share of an all-reduce. Shares do not overlap, so outputs may be inputs. */
 static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
@@ -160,7 +162,7 @@ static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrai
     return n > 0 ? dtrain__device_share(group, op->dtype, op->op, comm->size, comm->size, begin, n) : DTRAIN_OK;
 }
 
-/* Queues this rank's share of a broadcast: as bytes, which an or of one leaves as they are. */
+/* Queues this rank's share of a broadcast, as bytes: an OR of one input copies it. */
 static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
@@ -173,8 +175,8 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
     return n > 0 && m > 0 ? dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, n) : DTRAIN_OK;
 }
 
-/* Queues this rank's shard, or the pieces of it: each is folded, or copied to the others' outputs. What is copied comes
- * from this rank's input, or, without one, from its output. */
+/* Queues this rank's shard, or the pieces of it. A piece is folded, or copied to the others' outputs. The copy's source
+ * is this rank's input, or its output if it has no input. */
 static dtrain_status dtrain__events_shard(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
@@ -203,7 +205,7 @@ static dtrain_status dtrain__events_shard(dtrain_device_group *group, const dtra
     return status;
 }
 
-/* Queues what this rank's device does of a call. */
+/* Queues what this rank's device does in a call. */
 static dtrain_status dtrain__events_queue(dtrain_device_group *group, const dtrain__op *op)
 {
     if (op->kind == DTRAIN__ALL_REDUCE)
@@ -211,7 +213,7 @@ static dtrain_status dtrain__events_queue(dtrain_device_group *group, const dtra
     return op->kind == DTRAIN__BROADCAST ? dtrain__events_copy(group, op) : dtrain__events_shard(group, op);
 }
 
-/* All that a queue is given between the two exchanges. */
+/* Queues all that a call does between its two exchanges. */
 static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op, uint64_t turn)
 {
     dtrain_status status = dtrain__events_await(group, 0, 0);
@@ -220,7 +222,7 @@ static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrai
     return status == DTRAIN_OK ? dtrain__events_record(group, turn, 1) : status;
 }
 
-/* Tells the others where this rank's buffers are, and hears where theirs are. */
+/* Exchanges the addresses of all ranks' buffers. */
 static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain__device_buffers mine;
@@ -235,7 +237,7 @@ static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrai
     return dtrain__device_step(group, whole, 0, &op);
 }
 
-/* Whether a step that has failed has left the group usable. */
+/* Returns whether a step that failed has left the group usable. */
 static int dtrain__events_whole(dtrain_device_group *group)
 {
     return group->processes != NULL ? !dtrain__group_is_broken(group->comm) : !dtrain__events_ended(group);
@@ -250,7 +252,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     if (status != DTRAIN_OK)
         return dtrain__device_failed(group, op, comm->number + 1, status);
     status = dtrain__events_meet(group, op);
-    if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
+    if (status != DTRAIN_OK) /* usable: no rank went on */
         return dtrain__events_whole(group) ? status : dtrain__events_retreat(group, turn, status);
     dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
     status = dtrain__events_enter(group, op);
@@ -261,8 +263,8 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
     __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
     dtrain__op parting = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
-    status = dtrain__device_step(group, op, 1, &parting); /* until every rank has recorded its second event */
-    if (status != DTRAIN_OK)                              /* work is under way on all sides */
+    status = dtrain__device_step(group, op, 1, &parting); /* waits until every rank has recorded its second event */
+    if (status != DTRAIN_OK)                              /* all ranks have work under way */
         return dtrain__events_retreat(group, turn, dtrain__device_break(group));
     status = dtrain__events_await(group, turn, 1);
     if (status != DTRAIN_OK)
@@ -271,10 +273,9 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     return DTRAIN_OK;
 }
 
-/* ---- whether it can be done ---- */
+/* ---- whether EVENTS is possible ---- */
 
-#define DTRAIN__EVENTS_PROBE_BYTES \
-    256 /* of which each rank reads its own from every block, and writes the one after 128 */
+#define DTRAIN__EVENTS_PROBE_BYTES 256 /* rank r reads byte r of each probe, and writes byte 128 + r */
 
 static int dtrain__events_has_all(const dtrain_device *device)
 {
@@ -304,7 +305,7 @@ static dtrain_status dtrain__events_make(dtrain_device_group *group)
     return status;
 }
 
-/* Reads and writes a byte of every rank's probe, as the calls will of buffers, and waits for it. */
+/* Reads and writes bytes of every rank's probe, as calls do with buffers, and waits for the result. */
 static dtrain_status dtrain__events_try(dtrain_device_group *group)
 {
     const dtrain_comm *comm = group->comm;

@@ -1,33 +1,33 @@
 /* ---- >>device_flags ----
  * Collectives of devices that wait for each other themselves. Each rank has a device of its own, and the ranks are
  * threads or processes of one host. One kernel a rank does all of a call, between two rounds of flags. A flag is in the
- * memory of the rank that waits for it. The CPU's part is one exchange, of where buffers are, as in >>device_events.
+ * memory of the rank that waits for it. The CPU makes one exchange, of where the buffers are, as in >>device_events.
  *
- * Between processes only the page of >>device_processes is shared. It has `inside`, which is INSIDE or FREE, the number
- * that a rank's queue writes when its kernel has ended, and the error words, by which a CPU ends the waits for a killed
- * process. Flags are opened as buffers are. Each process has a state of its own, with where they are. */
+ * Processes share only the page of >>device_processes. It has three things for each rank. `inside` is INSIDE or FREE. A
+ * number, which the rank's queue writes when its kernel has ended. An error word, by which a CPU ends waits for a
+ * killed process. Flags are opened as buffers are. Each process keeps a state of its own with their addresses. */
 #ifndef DTRAIN__DEVICE_FLAGS_C
 #define DTRAIN__DEVICE_FLAGS_C
 #include "device_call.c"
 #include "events.c"
 
-#define DTRAIN__FLAGS_EPOCH 0xfffffff0u             /* the one before the first */
-#define DTRAIN__FLAGS_ALL 4096                      /* one call in so many uses all blocks */
-#define DTRAIN__FLAGS_BLOCKS 256                    /* at most */
-#define DTRAIN__FLAGS_AT_ONCE ((size_t)256 << 10)   /* bytes, up to which every rank may fold all for itself, */
-#define DTRAIN__FLAGS_AT_ONCE_ALL ((size_t)2 << 20) /* and what all ranks' inputs have together: 8 ranks of 256 KiB */
+#define DTRAIN__FLAGS_EPOCH 0xfffffff0u             /* the epoch before the first */
+#define DTRAIN__FLAGS_ALL 4096                      /* one call in this many uses all blocks */
+#define DTRAIN__FLAGS_BLOCKS 256                    /* most blocks */
+#define DTRAIN__FLAGS_AT_ONCE ((size_t)256 << 10)   /* most bytes of a vector that every rank folds whole */
+#define DTRAIN__FLAGS_AT_ONCE_ALL ((size_t)2 << 20) /* most bytes of all ranks' inputs then: 8 ranks of 256 KiB */
 
-/* ---- what ranks are at ----
- * A device may be at a call, and so inside another rank's memory, long after the CPU has returned from it. The group's
- * state says what each rank was last seen at. All ranks share it, and the last to leave frees it.
+/* ---- what ranks are doing ----
+ * A device may be in a call, and so inside another rank's memory, long after the CPU has returned from it. The group's
+ * state says what each rank was last doing. All ranks share it, and the last to leave frees it.
  *
- *   INSIDE   the rank gives its device something to do there; not while the communicator is broken
- *   LEFT     the rank's event marks the end of that
- *   NAMED    the rank asks for events of ranks that have LEFT
+ *   INSIDE   the rank gives its device work there; not once the communicator is broken
+ *   LEFT     the rank's event marks the end of that work
+ *   NAMED    the rank asks about events of ranks that have LEFT
  *   FREE     none of these
  *
- * A rank that fails breaks the communicator before it looks at the others. It returns when its device is done and no
- * peer is INSIDE, nor has LEFT something that goes on. */
+ * A rank that fails breaks the communicator before it reads the others' states. It returns when its device is done, no
+ * peer is INSIDE, and the work of peers that have LEFT has ended. */
 
 enum { DTRAIN__FLAGS_FREE = 0, DTRAIN__FLAGS_NAMED, DTRAIN__FLAGS_INSIDE, DTRAIN__FLAGS_LEFT };
 
@@ -47,13 +47,13 @@ static void dtrain__flags_set(dtrain_device_group *group, uint32_t state)
         __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
 }
 
-/* This rank's call, which its queue has been given. */
+/* Returns the number of the last call that this rank's queue was given. */
 static uint64_t dtrain__flags_turn(const dtrain_device_group *group)
 {
     return (uint64_t)(uint32_t)(group->epoch - DTRAIN__FLAGS_EPOCH);
 }
 
-/* Is a rank's device, or about to be, in others' memory? Its event is there while this rank is NAMED. */
+/* Returns whether a rank's device is in others' memory, or about to be. Its event exists while this rank is NAMED. */
 static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 {
     if (group->processes != NULL)
@@ -78,7 +78,7 @@ static void dtrain__flags_settle(dtrain_device_group *group)
     dtrain__thread_error = kept;
 }
 
-/* Ends a call that has failed, and so the group. */
+/* Ends a call that failed, and with it the group. */
 static dtrain_status dtrain__flags_retreat(dtrain_device_group *group, dtrain_status status)
 {
     if (group->processes != NULL) {
@@ -91,7 +91,7 @@ static dtrain_status dtrain__flags_retreat(dtrain_device_group *group, dtrain_st
 
 /* ---- making and leaving ---- */
 
-/* Fills in what the others must know of this rank's device; leaves blocks 0 where it lacks something. */
+/* Fills in what the others must know of this rank's device. Leaves blocks 0 if it lacks something. */
 static dtrain_status dtrain__flags_note(dtrain_device_group *group)
 {
     dtrain_device_flag_traits traits;
@@ -109,7 +109,7 @@ static dtrain_status dtrain__flags_note(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* Why there can be no FLAGS where there could be EVENTS; NULL: there can. */
+/* Returns why FLAGS is not possible where EVENTS is, and on which rank; NULL: it is possible. */
 static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int *rank)
 {
     for (*rank = 0; *rank < group->comm->size; ++*rank) {
@@ -133,8 +133,8 @@ static dtrain_status dtrain__flags_new(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* Makes this rank's flags, and between threads its error word, and on rank 0 the state that all share. The
- * communicator's first note of all ranks is in. */
+/* Makes this rank's flags; between threads also its error word, and on rank 0 the shared state. The first notes of all
+ * ranks have come. */
 static dtrain_status dtrain__flags_make(dtrain_device_group *group)
 {
     const uint32_t before = DTRAIN__FLAGS_EPOCH;
@@ -167,7 +167,7 @@ static dtrain_status dtrain__flags_make(dtrain_device_group *group)
     return status;
 }
 
-/* Makes this process' state: of flags that it opens, and of error words in the page. */
+/* Makes this process's state: opens the flags, and takes the error words of the page. */
 static dtrain_status dtrain__flags_open(dtrain_device_group *group)
 {
     dtrain_status status = dtrain__flags_new(group);
@@ -183,7 +183,7 @@ static dtrain_status dtrain__flags_open(dtrain_device_group *group)
     return status;
 }
 
-/* Joins rank 0's state, which is there as long as this rank is inside: see dtrain__device_try_events. */
+/* Joins rank 0's state, which exists while this rank is inside: see dtrain__device_try_events. */
 static dtrain_status dtrain__flags_join(dtrain_device_group *group)
 {
     int rank = group->comm->rank;
@@ -219,12 +219,12 @@ static void dtrain__flags_leave(dtrain_device_group *group)
 }
 
 /* ---- calls ----
- * Epochs number a group's calls. They begin a little before they wrap, so that every long run has seen it. A call for
- * which few blocks are enough uses no more. One call in DTRAIN__FLAGS_ALL uses all blocks, so that no flag's epoch is
- * older than a difference of 32 bits can tell. */
+ * Epochs number a group's calls. They begin a little before they wrap, so every long run passes that point. A call uses
+ * no more blocks than it needs. One call in DTRAIN__FLAGS_ALL uses all blocks, so that a difference of 32 bits can tell
+ * the epoch of every flag. */
 
-/* Can every rank fold all of a call for itself? The same answer on all ranks: allocations begin at multiples of 256
- * bytes in every process. */
+/* Returns whether every rank can fold all of a call for itself. The answer is the same on all ranks, as allocations
+ * begin at multiples of 256 bytes in every process. */
 static int dtrain__flags_at_once(const dtrain_device_group *group, const dtrain__op *op)
 {
     size_t size = (size_t)group->comm->size, width = dtrain_dtype_bits(op->dtype) / 8;
@@ -238,7 +238,7 @@ static int dtrain__flags_at_once(const dtrain_device_group *group, const dtrain_
     return differ % 16 == 0 && first % width == 0;
 }
 
-/* How many blocks a call uses, the same on all ranks. */
+/* Returns how many blocks a call uses; the same on all ranks. */
 static int dtrain__flags_blocks(const dtrain_device_group *group, const dtrain__op *op, int at_once)
 {
     size_t bytes = op->count * (dtrain_dtype_bits(op->dtype) / 8);
@@ -248,7 +248,7 @@ static int dtrain__flags_blocks(const dtrain_device_group *group, const dtrain__
     return (int)enough;
 }
 
-/* Queues this rank's part of the call under way, of n inputs and m outputs in the group's arrays; both may be 0. */
+/* Queues this rank's part of the call under way, for n inputs and m outputs of the group's arrays. Both may be 0. */
 static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
                                           size_t begin, size_t count)
 {
@@ -275,14 +275,13 @@ static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dty
     return DTRAIN__DEVICE_CALL(group->device, "device_flags", flags, (group->device, &part));
 }
 
-/* Queues this rank's part of a call, and what marks its end. Peers' queues have taken up theirs, or will. */
+/* Queues this rank's part of a call, and the mark of its end. Peers' queues have their parts, or will get them. */
 static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain__op *op)
 {
     dtrain_status status;
     int size = group->comm->size;
     group->epoch++;
-    uint32_t second =
-        dtrain__processes_second(dtrain__flags_turn(group)); /* for which this kernel waits on all peers */
+    uint32_t second = dtrain__processes_second(dtrain__flags_turn(group)); /* this kernel waits for it on all peers */
     for (int rank = 0; rank < size && group->processes != NULL; rank++)
         __atomic_store_n(&group->processes->peers[rank].awaited[1], second, __ATOMIC_SEQ_CST);
     group->part_at_once = dtrain__flags_at_once(group, op);
@@ -295,15 +294,13 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
         status = dtrain__flags_reduce(group, op->dtype, op->op, size, 1, 0, op->count);
     } else {
         status = dtrain__events_queue(group, op);
-        if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits as the others do */
+        if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits like the others */
             status = dtrain__flags_reduce(group, DTRAIN_U8, DTRAIN_OR, 0, 0, 0, 0);
     }
     return status == DTRAIN_OK ? dtrain__events_record(group, dtrain__flags_turn(group), 1) : status;
 }
 
-/* Makes an error of what a kernel or a peer has left, which ends the group on every rank: the first cause is all
- * ranks'.
- */
+/* Makes an error of what a kernel or a peer has left, and breaks the group. All ranks have the first cause. */
 static dtrain_status dtrain__flags_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
@@ -331,8 +328,8 @@ static dtrain_status dtrain__flags_check(dtrain_device_group *group)
     return dtrain__device_break(group);
 }
 
-/* Tells the devices that wait for this rank's that it does not come; why is said by the communicator, broken by now. A
- * rank that is out may be gone; one that is in stays there until this one, INSIDE, is out. */
+/* Tells the devices that wait for this rank's device that it does not come. The broken communicator says why. A rank
+ * that is out may be gone; one that is in stays until this rank, which is INSIDE, is out. */
 static void dtrain__flags_give_up(dtrain_device_group *group)
 {
     uint64_t rank = (uint64_t)group->comm->rank + 1, failure = (uint64_t)group->epoch << 32 | rank << 16 | rank;
@@ -351,9 +348,9 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
         return dtrain__flags_retreat(group, status);
     status = dtrain__events_meet(group, op);
     dtrain_status earlier = status != DTRAIN_OK ? dtrain__flags_check(group) : DTRAIN_OK;
-    if (earlier != DTRAIN_OK) /* what the others may have left for */
+    if (earlier != DTRAIN_OK) /* that may be why the others have left */
         return dtrain__flags_retreat(group, earlier);
-    if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
+    if (status != DTRAIN_OK) /* usable: no rank went on */
         return dtrain__events_whole(group) ? status : dtrain__flags_retreat(group, status);
     dtrain__flags_set(group, DTRAIN__FLAGS_INSIDE);
     status = dtrain__events_enter(group, op);
@@ -366,7 +363,7 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
         dtrain__flags_give_up(group);
         return dtrain__flags_retreat(group, status);
     }
-    if (group->processes != NULL) /* the end of what the device has to do is for all to see */
+    if (group->processes != NULL) /* all can see when the device's work will have ended */
         __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group),
                          __ATOMIC_SEQ_CST);
     dtrain__flags_set(group, group->processes != NULL ? DTRAIN__FLAGS_FREE : DTRAIN__FLAGS_LEFT);

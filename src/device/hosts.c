@@ -1,11 +1,11 @@
 /* ---- >>device_hosts ----
  * Collectives of devices across hosts that have equally many ranks, neighbours in rank order. Two groups do the work.
- * `inside` holds the ranks of a host and uses EVENTS. `between` holds the ranks that have the same place in every host
- * and is STAGED.
+ * `inside` has the ranks of a host and uses EVENTS. `between` has the ranks with the same place in every host and is
+ * STAGED.
  *
- * Every rank first takes part in a step of the whole group. It finds calls that differ, memory that cannot be shared
- * and ranks that do not come before anything is done. A later failure breaks all three groups. Every rank waits for
- * ranks of its host and of every other host in each call, so nobody is left waiting. */
+ * Every rank first takes part in a step of the whole group. Before anything is done, the step finds calls that differ,
+ * memory that cannot be shared and ranks that do not come. A later failure breaks all three groups. In each call every
+ * rank waits for ranks of its host and of every other host, so no rank waits for one that has left. */
 #ifndef DTRAIN__DEVICE_HOSTS
 #define DTRAIN__DEVICE_HOSTS
 #include "../comm/step.c"
@@ -16,18 +16,18 @@
 #include "events.c"
 
 struct dtrain__hosts {
-    dtrain_comm *near_ranks, *far_ranks; /* of this host; of this rank's place in every host */
+    dtrain_comm *near_ranks, *far_ranks; /* ranks of this host; ranks of this place in every host */
     dtrain_device_group *inside, *between;
-    int each, count, place;          /* ranks of a host; hosts; this rank's among its host's */
-    dtrain__processes_buffers *told; /* of every rank, before a call begins */
-    dtrain__extent *pieces;          /* one for each host at most */
-    void *scratch;                   /* of the device: a reduce-scatter's sums of this host */
+    int each, count, place;          /* each: ranks of a host; count: hosts; place: this rank's among its host's */
+    dtrain__processes_buffers *told; /* from every rank, before a call begins */
+    dtrain__extent *pieces;          /* at most one for each host */
+    void *scratch;                   /* device memory: this host's sums in a reduce-scatter */
     size_t scratch_bytes;
 };
 
-/* ---- who is where ---- */
+/* ---- which ranks are on which host ---- */
 
-#ifndef DTRAIN__DEVICE_HOST /* tests of hosts that are one say which is which */
+#ifndef DTRAIN__DEVICE_HOST /* tests define it to split one host into several */
 #define DTRAIN__DEVICE_HOST(rank, host) (host)
 #endif
 
@@ -38,7 +38,7 @@ static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
                                host != NULL ? host(comm->transport.self, comm->rank) : 0);
 }
 
-/* Ranks of the first host, up to one of another. */
+/* Returns the number of ranks before the first that is on another host than rank 0. */
 static int dtrain__hosts_each(const dtrain_device_group *group)
 {
     int each = 1;
@@ -47,7 +47,7 @@ static int dtrain__hosts_each(const dtrain_device_group *group)
     return each;
 }
 
-/* Whether a rank is on the host that it has to be on, where hosts are alike. */
+/* Returns whether a rank is on the host where it must be, if all hosts have `each` ranks. */
 static int dtrain__hosts_fits(const dtrain_device_group *group, int each, int rank)
 {
     const dtrain__device_note *notes = group->notes;
@@ -60,7 +60,7 @@ static int dtrain__hosts_fits(const dtrain_device_group *group, int each, int ra
     return 1;
 }
 
-/* Why hosts are no way to go, where their devices could; NULL: they are one. */
+/* Returns why HOSTS is not possible where the devices would allow it, and on which rank; NULL: it is possible. */
 static const char *dtrain__hosts_hindrance(const dtrain_device_group *group, int *rank)
 {
     int each = dtrain__hosts_each(group);
@@ -100,7 +100,7 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* A part of the group that ends when the whole does: of processes, whatever ends it. */
+/* Makes a group of some ranks that ends when the whole one does; between processes, for any reason. */
 static dtrain_status dtrain__hosts_part(dtrain_comm *whole, int color, dtrain_comm **part)
 {
     dtrain_status status = dtrain__split_by_color(whole, color, whole->rank, 1, part, "device_group_create");
@@ -109,7 +109,7 @@ static dtrain_status dtrain__hosts_part(dtrain_comm *whole, int color, dtrain_co
     return status;
 }
 
-/* Makes the two parts that this rank is in. */
+/* Makes the two groups that this rank is in. */
 static dtrain_status dtrain__hosts_split(dtrain_device_group *group)
 {
     dtrain__hosts *hosts = group->hosts;
@@ -117,7 +117,7 @@ static dtrain_status dtrain__hosts_split(dtrain_device_group *group)
     return status == DTRAIN_OK ? dtrain__hosts_part(group->comm, hosts->place, &hosts->far_ranks) : status;
 }
 
-/* Makes this rank's ends of the groups of devices. UNSUPPORTED: the devices of its host do not reach each other. */
+/* Makes this rank's ends of the two groups of devices. UNSUPPORTED: the devices of its host do not reach each other. */
 static dtrain_status dtrain__hosts_make(dtrain_device_group *group)
 {
     dtrain__hosts *hosts = group->hosts;
@@ -154,13 +154,12 @@ static void dtrain__hosts_free(dtrain_device_group *group)
 }
 
 /* ---- a call ----
- * A sum is folded inside each host, a share of it by each rank. The CPU's code adds the hosts' sums of a share between
- * hosts, and each rank hands its share to all of its host. Over hosts of a power of two of ranks, the tree of >>order
- * is the tree over the hosts' trees, so the bits are the same. A mean is the sum, divided once, where the hosts' sums
- * are added. Partial sums of 16-bit floats are float32, for which no buffer has room: they go STAGED among all
- * ranks. */
+ * A sum is folded inside each host, a share by each rank. The CPU adds the hosts' sums of a share between hosts, and
+ * each rank hands its share to all of its host. If hosts have a power of two of ranks, the tree of >>order is the tree
+ * over the hosts' trees, so the bits are the same. A mean is the sum, divided once where the hosts' sums are added.
+ * Partial sums of 16-bit floats are float32, for which no buffer has room: such calls go STAGED among all ranks. */
 
-/* A phase has failed, and this thread's last error says why: nothing of the group goes on. */
+/* Breaks all groups after a phase failed; this thread's last error says why. */
 static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int far,
                                           dtrain_status status)
 {
@@ -184,7 +183,7 @@ static dtrain_op dtrain__hosts_op(const dtrain__op *whole)
     return whole->op == DTRAIN_MEAN ? DTRAIN_SUM : whole->op;
 }
 
-/* A step inside the host, on this rank's share, which is in pieces; 0 of them: on all. */
+/* Runs a step inside the host on this rank's share, which is in pieces; 0 pieces: on the whole. */
 static dtrain_status dtrain__hosts_inside(dtrain_device_group *group, const dtrain__op *whole, dtrain__op *op,
                                           int pieces)
 {
@@ -196,7 +195,7 @@ static dtrain_status dtrain__hosts_inside(dtrain_device_group *group, const dtra
     return status == DTRAIN_OK ? DTRAIN_OK : dtrain__hosts_failed(group, whole, 0, status);
 }
 
-/* A step between hosts. The slots, and the queue that they are filled by, are the whole group's. */
+/* Runs a step between hosts. It uses the slots of the whole group, and the queue that fills them. */
 static dtrain_status dtrain__hosts_between(dtrain_device_group *group, const dtrain__op *whole, dtrain__op *op)
 {
     dtrain_device_group *between = group->hosts->between;
@@ -209,7 +208,7 @@ static dtrain_status dtrain__hosts_between(dtrain_device_group *group, const dtr
     return status == DTRAIN_OK ? DTRAIN_OK : dtrain__hosts_failed(group, whole, 1, status);
 }
 
-/* Hands this rank's share of the result, which is in its output, to all of its host. */
+/* Hands this rank's share of the result, in its output, to all of its host. */
 static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dtrain__op *whole, int pieces)
 {
     size_t span = dtrain__device_span(group, whole);
@@ -217,19 +216,20 @@ static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dt
     return dtrain__hosts_inside(group, whole, &op, pieces);
 }
 
-/* Hears that all ranks make this call, and can. */
+/* Checks that all ranks make this call, and can. */
 static dtrain_status dtrain__hosts_meet(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain__processes_buffers mine;
     dtrain__op op = *whole;
     memset(&mine, 0, sizeof mine);
-    op.kind = whole->kind == DTRAIN__BROADCAST ? DTRAIN__ALL_REDUCE : whole->kind; /* whose buffers all are shared */
+    op.kind = whole->kind == DTRAIN__BROADCAST ? DTRAIN__ALL_REDUCE : whole->kind; /* that shares the buffers of all
+                                                                                      ranks */
     if (group->hosts->inside->processes != NULL)
         mine.status = (uint64_t)dtrain__processes_pack(group->hosts->inside, &op, &mine);
     return dtrain__processes_tell(group, whole, &mine, group->hosts->told);
 }
 
-/* Makes the one piece of this rank's share of a vector that every rank has whole; returns where in `out` it is. */
+/* Makes this rank's share of a vector that every rank has whole, as one piece. Returns its address in `out`. */
 static unsigned char *dtrain__hosts_share(dtrain_device_group *group, const dtrain__op *whole)
 {
     size_t width = dtrain_dtype_bits(whole->dtype) / 8;
@@ -251,7 +251,7 @@ static dtrain_status dtrain__hosts_all_reduce(dtrain_device_group *group, const 
     return status == DTRAIN_OK ? dtrain__hosts_hand_out(group, whole, 1) : status;
 }
 
-/* The root's host has all of it first; each of its ranks sends a share to every host. */
+/* First gives all of it to the root's host. Then each rank there sends a share to every host. */
 static dtrain_status dtrain__hosts_broadcast(dtrain_device_group *group, const dtrain__op *whole)
 {
     const dtrain__hosts *hosts = group->hosts;
@@ -267,7 +267,8 @@ static dtrain_status dtrain__hosts_broadcast(dtrain_device_group *group, const d
     return status == DTRAIN_OK && !here ? dtrain__hosts_hand_out(group, whole, 1) : status;
 }
 
-/* The shards of this rank's place in every host come to it, into the whole vector; then to all of its host. */
+/* First brings the shards of this rank's place in every host to it, in the whole vector; then hands them to its host.
+ */
 static dtrain_status dtrain__hosts_all_gather(dtrain_device_group *group, const dtrain__op *whole)
 {
     const dtrain__hosts *hosts = group->hosts;
@@ -281,8 +282,8 @@ static dtrain_status dtrain__hosts_all_gather(dtrain_device_group *group, const 
     return status == DTRAIN_OK ? dtrain__hosts_hand_out(group, whole, hosts->count) : status;
 }
 
-/* The host's sums of the shards of this rank's place go to the scratch, as much as it holds at a time, and from there
- * each to its owner. */
+/* Folds the host's sums of the shards of this rank's place into the scratch, as much as it holds at a time. From there
+ * each goes to its owner. */
 static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, const dtrain__op *whole)
 {
     const dtrain__hosts *hosts = group->hosts;
@@ -316,7 +317,7 @@ static dtrain_status dtrain__hosts_run(dtrain_device_group *group, const dtrain_
 {
     if (dtrain__op_reduces(op) && dtrain__fold_partial(op->dtype) != op->dtype &&
         (op->op == DTRAIN_SUM || op->op == DTRAIN_MEAN || op->op == DTRAIN_PROD))
-        return dtrain__staged_run(group, op); /* among all ranks */
+        return dtrain__staged_run(group, op); /* 16-bit floats: among all ranks */
     dtrain_status status = dtrain__hosts_meet(group, op);
     if (status != DTRAIN_OK || op->count == 0)
         return status;

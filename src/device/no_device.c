@@ -1,5 +1,5 @@
 /* ---- >>no-device ----
- * What stands in for groups of devices under FSDP in a program that defines DTRAIN_NO_DEVICE: none can be made, so that
+ * Stands in for groups of devices under FSDP in a program that defines DTRAIN_NO_DEVICE. No group can be made, so
  * nothing else is called with one. */
 #ifndef DTRAIN__NO_DEVICE
 #define DTRAIN__NO_DEVICE

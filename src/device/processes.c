@@ -1,49 +1,49 @@
 /* ---- >>device_processes ----
- * Lets the devices of several processes of one host reach each other's memory. The ranks share a page of words, which
- * does between processes what >>threads and events do between threads (see >>device_events), and exchange handles of
- * memory.
+ * Lets the devices of several processes of one host reach each other's memory. The ranks exchange handles of memory,
+ * and share a page of words. The page does between processes what >>threads and events do between threads (see
+ * >>device_events).
  *
- * A process that dies leaves its words as they were. Nobody waits for it: its queues end with it, before the system
- * counts it as gone. A rank that is lost but neither gone nor out of the others' memory is stopped, or hangs in a
- * driver. The others wait for it for a while only. */
+ * A process that dies leaves its words as they were. No rank waits for it: its queues end with it, before the system
+ * counts it as gone. A rank that is lost may also be stopped, or hang in a driver, while it is still in the others'
+ * memory. The others wait for it for a limited time. */
 #ifndef DTRAIN__DEVICE_PROCESSES
 #define DTRAIN__DEVICE_PROCESSES
 #include "device_call.c"
 
-#define DTRAIN__PROCESSES_GRACE_NS 2000000000 /* for a rank that is lost, and has not gone */
+#define DTRAIN__PROCESSES_GRACE_NS 2000000000 /* for a rank that is lost but has not ended */
 #define DTRAIN__PROCESSES_WATCH_NS 100000000  /* between two looks of the thread */
-#define DTRAIN__PROCESSES_NUMBER 0xfffffff0u  /* before the first: every long run sees that they wrap */
+#define DTRAIN__PROCESSES_NUMBER 0xfffffff0u  /* the number before the first: every long run wraps */
 
 /* A rank's part of the page. */
 typedef struct dtrain__processes_words {
-    uint32_t passed[2]; /* the numbers of the last first and second place of a call that its queue has come to */
+    uint32_t passed[2]; /* numbers of the last first and second place of a call that its queue has reached */
     dtrain__device_word device;
     uint64_t process, began; /* process 0: it has not come */
-    uint64_t failure;        /* see dtrain_device_flags' errors */
-    uint32_t told;           /* why is readable */
-    dtrain__error why;       /* it broke the group */
+    uint64_t failure;        /* see `errors` of dtrain_device_flags */
+    uint32_t told;           /* why can be read */
+    dtrain__error why;       /* why it broke the group */
     char pad[DTRAIN__CACHE_LINE];
 } dtrain__processes_words;
 
 typedef struct dtrain__processes_page {
     uint64_t key[2];
-    uint32_t broken; /* 1 + the first rank that said why */
-    uint32_t missed; /* 1 + a rank that was out before its queue came to where another's waited for it; 0: none */
+    uint32_t broken; /* 1 + the first rank that said why; 0: not broken */
+    uint32_t missed; /* 1 + a rank that was lost before its queue came to a place that another awaits; 0: none */
     char pad[DTRAIN__CACHE_LINE];
     dtrain__processes_words ranks[DTRAIN__DEVICE_MOST];
 } dtrain__processes_page;
 
-/* A peer's allocation that this rank's device has open. */
+/* A peer's allocation that is open on this rank's device. */
 typedef struct dtrain__processes_opened {
     dtrain_device_shared what;
     void *base;
     int rank;
 } dtrain__processes_opened;
 
-/* Where a rank's buffers of a call are, in whole 64-bit words. */
+/* A rank's buffers of a call, in whole 64-bit words. */
 typedef struct dtrain__processes_buffers {
-    uint64_t status; /* not DTRAIN_OK: they cannot be shared, and text says why */
-    uint64_t mark;   /* the number of its first place in this call */
+    uint64_t status; /* if not DTRAIN_OK, they cannot be shared, and text says why */
+    uint64_t mark;   /* number of its first place in this call */
     uint64_t has_in, has_out;
     dtrain_device_shared in, out;
     char text[DTRAIN__DEVICE_NOTE_TEXT];
@@ -53,17 +53,17 @@ typedef struct dtrain__processes_buffers {
 
 /* What this process knows of a peer. */
 typedef struct dtrain__processes_peer {
-    uint32_t awaited[2]; /* the last numbers of its that this rank's queue waits for */
-    int gone;            /* its queue does no more */
-    int64_t lost_ns;     /* since when it is known to be lost; 0: it is not */
+    uint32_t awaited[2]; /* its last numbers that this rank's queue waits for */
+    int gone;            /* its queue does no more work */
+    int64_t lost_ns;     /* when it was found to be lost; 0: it is not */
 } dtrain__processes_peer;
 
 struct dtrain__processes {
     dtrain__processes_page *page;
-    unsigned char *queues;    /* where the page is for this process' queues; NULL: not for them */
-    int page_fd;              /* rank 0's, until all have opened it; else -1 */
-    uint32_t mark;            /* of this rank's last first place */
-    dtrain_device_event *end; /* of this rank's queue */
+    unsigned char *queues;    /* address of the page for this process's queues; NULL: they have no access */
+    int page_fd;              /* rank 0: open until all have opened it; else -1 */
+    uint32_t mark;            /* number of this rank's last first place */
+    dtrain_device_event *end; /* an event of this rank's queue */
     dtrain__worker watch;
     dtrain__processes_peer *peers;
     dtrain__processes_buffers *buffers; /* of the call under way */
@@ -72,9 +72,9 @@ struct dtrain__processes {
 };
 
 /* ---- the page ----
- * Rank 0 offers it as a memory file without a name. The others open it by the numbers of that process and of its
- * descriptor, and check its key. A rank that cannot do so counts as one on another host. No file is left behind,
- * however a process ends. */
+ * Rank 0 offers it as a memory file without a name. The others open it by the number of that process and of its
+ * descriptor, and check its key. A rank that cannot do so counts as one on another host. However a process ends, no
+ * file is left behind. */
 
 static void dtrain__processes_close_offer(dtrain_device_group *group)
 {
@@ -102,7 +102,7 @@ static dtrain_status dtrain__processes_new(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* Writes into the page who this rank is, and that its queue has not come to anything. */
+/* Writes this rank's process into the page, and that its queue has reached no place. */
 static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
 {
     dtrain__processes_words *own = &group->processes->page->ranks[group->comm->rank];
@@ -115,7 +115,7 @@ static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
     return DTRAIN_OK;
 }
 
-/* What a rank tells the others before they know whether they share a host; rank 0 offers the page. */
+/* Fills in what the others must know before it is clear which ranks share a host. Rank 0 makes and offers the page. */
 static void dtrain__processes_offer(dtrain_device_group *group)
 {
     const dtrain_device_ops *ops = group->device->ops;
@@ -132,7 +132,7 @@ static void dtrain__processes_offer(dtrain_device_group *group)
     note->page_fd = (uint64_t)all->page_fd + 1;
 }
 
-/* Opens the page that rank 0 offers. UNSUPPORTED: there is none for this rank. */
+/* Opens the page that rank 0 offers. UNSUPPORTED: this rank cannot open it. */
 static dtrain_status dtrain__processes_join(dtrain_device_group *group)
 {
     const dtrain__device_note *first = &group->notes[0];
@@ -153,7 +153,7 @@ static dtrain_status dtrain__processes_join(dtrain_device_group *group)
     return dtrain__processes_sign(group);
 }
 
-/* Whether this rank can see every other's process, and no two are one. */
+/* Checks that this rank can see every other's process, and that no two ranks are in one. */
 static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group)
 {
     const dtrain__processes_words *ranks = group->processes->page->ranks;
@@ -172,14 +172,14 @@ static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group
     return DTRAIN_OK;
 }
 
-/* The rank that a word of the page names, 1 for rank 0: any rank can write there what is none, and is taken for this
+/* Returns the rank that a word of the page names, 1 for rank 0. Any rank can write nonsense there: it is taken for this
  * one. */
 static int dtrain__processes_named(const dtrain_device_group *group, uint64_t word)
 {
     return word >= 1 && word <= (uint64_t)group->comm->size ? (int)word - 1 : group->comm->rank;
 }
 
-/* Whether a peer's process has ended, with all that its queues held. */
+/* Returns whether a peer's process has ended, with all that its queues held. */
 static int dtrain__processes_gone(const dtrain_device_group *group, int rank)
 {
     const dtrain__processes_words *words = &group->processes->page->ranks[rank];
@@ -188,7 +188,7 @@ static int dtrain__processes_gone(const dtrain_device_group *group, int rank)
     return known && began != words->began;
 }
 
-/* Ends the group for those who look at the page; the first cause stays. */
+/* Marks the group as broken in the page; the first cause stays. */
 static void dtrain__processes_break(dtrain_device_group *group, const dtrain__error *cause)
 {
     dtrain__processes_page *page = group->processes->page;
@@ -202,7 +202,7 @@ static void dtrain__processes_break(dtrain_device_group *group, const dtrain__er
                                 __ATOMIC_SEQ_CST);
 }
 
-/* Whether a peer is not to be waited for: its process has ended, or it is lost and has had its time. */
+/* Returns whether to stop waiting for a peer: its process has ended, or it was lost two seconds ago. */
 static int dtrain__processes_is_out(dtrain_device_group *group, int rank)
 {
     dtrain__processes_peer *peer = &group->processes->peers[rank];
@@ -214,7 +214,7 @@ static int dtrain__processes_is_out(dtrain_device_group *group, int rank)
     return peer->lost_ns != 0 && now - peer->lost_ns > DTRAIN__PROCESSES_GRACE_NS;
 }
 
-/* One turn of waiting for a device. */
+/* Pauses between two looks at a device. */
 static void dtrain__processes_sleep(dtrain_comm *comm, unsigned turn)
 {
     struct timespec nap = dtrain__os_timespec(1000000);
@@ -228,16 +228,16 @@ static void dtrain__processes_sleep(dtrain_comm *comm, unsigned turn)
 }
 
 /* ---- numbers that queues write and await ----
- * Every queue writes a number into the page when it comes to a place of a call, and the others' queues await that
- * number. It only grows, cyclically. A queue that has ended writes no more. Then the CPU of each rank that waits for it
- * stores the number, as soon as that rank waits for its own queue. A program may wait for its queue without this
- * library's knowing: then a thread of the group does it. A rank whose device has failed stores its own numbers when it
- * breaks the group or leaves it.
+ * A queue that comes to a place of a call writes a number into the page, and the others' queues wait for that
+ * number. It only grows, modulo 2^32. A queue that has ended writes no more. Then each rank that waits for it stores
+ * the number itself, as soon as it waits for its own queue. A program may also wait for its queue without a call of
+ * this library; then a thread of the group stores the number. A rank whose device has failed stores its own numbers
+ * when it breaks or leaves the group.
  *
- * Kernels that wait for each other (see >>device_flags) look at their rank's `failure` meanwhile. Such a call has a
- * second place only. Whoever ends waits stores failures too. */
+ * Kernels that wait for each other (see >>device_flags) also look at `failure` of their rank. Their calls have only a
+ * second place. A rank that ends waits stores failures too. */
 
-/* What is in the page, as queues know it. */
+/* Returns the address of a part of the page for this process's queues. */
 static void *dtrain__processes_queued(const dtrain_device_group *group, const void *in_page)
 {
     const dtrain__processes *all = group->processes;
@@ -249,13 +249,13 @@ static uint32_t *dtrain__processes_word(const dtrain_device_group *group, int ra
     return (uint32_t *)dtrain__processes_queued(group, &group->processes->page->ranks[rank].passed[second]);
 }
 
-/* The number of the second place of a call. */
+/* Returns the number of the second place of a call. */
 static uint32_t dtrain__processes_second(uint64_t turn)
 {
     return (uint32_t)turn + DTRAIN__PROCESSES_NUMBER;
 }
 
-/* Queues that this rank has come to its next first place, or to the second one of a call. */
+/* Queues the write of this rank's number: of its next first place, or of the second place of a call. */
 static dtrain_status dtrain__processes_mark(dtrain_device_group *group, uint64_t turn, int second)
 {
     uint32_t number = second ? dtrain__processes_second(turn) : ++group->processes->mark;
@@ -263,7 +263,7 @@ static dtrain_status dtrain__processes_mark(dtrain_device_group *group, uint64_t
     return group->device->ops->word_write(group->device, word, number);
 }
 
-/* Queues the wait for a peer's place. */
+/* Queues the wait for a place of a peer. */
 static dtrain_status dtrain__processes_await(dtrain_device_group *group, int rank, int second, uint64_t turn)
 {
     uint32_t mark = (uint32_t)group->processes->buffers[rank].mark;
@@ -272,7 +272,7 @@ static dtrain_status dtrain__processes_await(dtrain_device_group *group, int ran
     return group->device->ops->word_await(group->device, dtrain__processes_word(group, rank, second), number);
 }
 
-/* Whether a peer's device is, or is about to be, in others' memory by a kernel that waits for theirs. */
+/* Returns whether a peer's device is in others' memory, or about to be, by a kernel that waits for theirs. */
 static int dtrain__processes_is_in(dtrain_device_group *group, int rank)
 {
     const dtrain__processes_words *words = &group->processes->page->ranks[rank];
@@ -293,7 +293,7 @@ static void dtrain__processes_pass(uint32_t *word, uint32_t number)
         continue;
 }
 
-/* Ends the kernels of all ranks that wait for others', as one need not be waited for; any thread. */
+/* Ends the kernels of all ranks that wait for each other, as `rank` will not come. Any thread may call it. */
 static void dtrain__processes_stop(const dtrain_device_group *group, int rank)
 {
     uint64_t failure = (uint64_t)(group->comm->rank + 1) << 16 | (uint64_t)(rank + 1);
@@ -304,7 +304,7 @@ static void dtrain__processes_stop(const dtrain_device_group *group, int rank)
     }
 }
 
-/* Whether this rank's queue waits for a peer's; any thread. */
+/* Returns whether this rank's queue waits for a peer's. Any thread may call it. */
 static int dtrain__processes_waits(const dtrain_device_group *group, int rank)
 {
     const uint32_t *passed = group->processes->page->ranks[rank].passed;
@@ -316,7 +316,8 @@ static int dtrain__processes_waits(const dtrain_device_group *group, int rank)
     return waits;
 }
 
-/* Ends this rank's waits for a peer whose queue does no more, once all who may go on by that can know; any thread. */
+/* Ends this rank's waits for a peer whose queue does no more. First marks `missed`, so that all who go on know. Any
+ * thread may call it. */
 static void dtrain__processes_release(dtrain_device_group *group, int rank)
 {
     const dtrain__processes *all = group->processes;
@@ -327,8 +328,8 @@ static void dtrain__processes_release(dtrain_device_group *group, int rank)
                                __atomic_load_n(&all->peers[rank].awaited[second], __ATOMIC_SEQ_CST));
 }
 
-/* Waits for this rank's queue. Its waits for peers that are out are ended from here, and from until_ns on those for
- * all: then this returns 1. When it is done, or has failed, nobody waits for it any more. */
+/* Waits for this rank's queue, and ends its waits for peers that are out. From until_ns on it ends its waits for all
+ * peers, and returns 1. When the queue is done or has failed, no peer waits for it any more. */
 static int dtrain__processes_drain(dtrain_device_group *group, int64_t until_ns, dtrain_status *status)
 {
     const dtrain__processes *all = group->processes;
@@ -365,7 +366,7 @@ static dtrain_status dtrain__processes_wait(dtrain_device_group *group)
     return status;
 }
 
-/* Whether a peer that this rank's kernel has waited for in vain is lost. */
+/* Returns whether a peer is lost that this rank's kernel has waited for in vain. */
 static int dtrain__processes_missed(dtrain_device_group *group, int rank)
 {
     uint32_t none = 0;
@@ -375,7 +376,7 @@ static int dtrain__processes_missed(dtrain_device_group *group, int rank)
     return __atomic_load_n(&group->processes->page->missed, __ATOMIC_SEQ_CST) != 0;
 }
 
-/* Makes an error of a wait that was ended, as its peer has: what this rank's device has read since is nobody's. */
+/* Makes an error of a wait that was ended because a peer was lost: results since then are undefined. */
 static dtrain_status dtrain__processes_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
@@ -391,7 +392,7 @@ static dtrain_status dtrain__processes_check(dtrain_device_group *group)
     return dtrain__device_break(group);
 }
 
-/* A turn of the group's thread. */
+/* Runs one turn of the group's thread. */
 static int64_t dtrain__processes_watch(void *owner)
 {
     dtrain_device_group *group = (dtrain_device_group *)owner;
@@ -402,8 +403,8 @@ static int64_t dtrain__processes_watch(void *owner)
 }
 
 /* ---- memory of peers ----
- * What a rank's device opens of a peer's memory stays open, and is found again by its handle, until the group is
- * destroyed or the peer has other memory in its place. */
+ * Memory of a peer that this rank's device has opened stays open, and is found again by its handle. It is closed when
+ * the group is destroyed, or when the peer has other memory in its place. */
 
 static void dtrain__processes_close(dtrain_device_group *group, size_t index)
 {
@@ -412,7 +413,7 @@ static void dtrain__processes_close(dtrain_device_group *group, size_t index)
     all->opened[index] = all->opened[--all->opened_count];
 }
 
-/* Closes what was opened of a peer where other memory is now; the queue is done with it before. */
+/* Closes what was opened of a peer at the place of other memory, after the queue is done with it. */
 static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int rank, const dtrain_device_shared *now)
 {
     dtrain__processes *all = group->processes;
@@ -420,7 +421,8 @@ static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int ra
     for (size_t i = all->opened_count; i-- > 0 && status == DTRAIN_OK;) {
         const dtrain__processes_opened *o = &all->opened[i];
         if (o->rank != rank ||
-            (o->what.base - now->base >= now->bytes && now->base - o->what.base >= o->what.bytes)) /* apart */
+            (o->what.base - now->base >= now->bytes && now->base - o->what.base >= o->what.bytes)) /* they do not
+                                                                                                      overlap */
             continue;
         status = dtrain__processes_wait(group);
         if (status == DTRAIN_OK)
@@ -429,7 +431,7 @@ static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int ra
     return status;
 }
 
-/* Where a peer's memory is for this rank's device. */
+/* Gives the address of a peer's memory for this rank's device; opens it if needed. */
 static dtrain_status dtrain__processes_open(dtrain_device_group *group, int rank, const dtrain_device_shared *what,
                                             void **pointer)
 {
@@ -467,7 +469,7 @@ static void dtrain__processes_close_all(dtrain_device_group *group)
         dtrain__processes_close(group, group->processes->opened_count - 1);
 }
 
-/* Says what of a call the others' devices touch. */
+/* Lists the memory that the others' devices touch in a call. */
 static dtrain_status dtrain__processes_pack(dtrain_device_group *group, const dtrain__op *op,
                                             dtrain__processes_buffers *mine)
 {
@@ -489,8 +491,8 @@ static dtrain_status dtrain__processes_pack(dtrain_device_group *group, const dt
     return DTRAIN_OK;
 }
 
-/* Tells the others what this rank has, and hears what they have. Memory of one rank's that cannot be shared ends the
- * call on all, and no more than that. */
+/* Exchanges what every rank has. If some rank's memory cannot be shared, the call fails on all, and the group stays
+ * usable. */
 static dtrain_status dtrain__processes_tell(dtrain_device_group *group, const dtrain__op *whole,
                                             dtrain__processes_buffers *mine, dtrain__processes_buffers *all)
 {
@@ -510,7 +512,7 @@ static dtrain_status dtrain__processes_tell(dtrain_device_group *group, const dt
     return status;
 }
 
-/* Tells the others where this rank's buffers are, and hears where theirs are. */
+/* Exchanges the buffers of all ranks. */
 static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dtrain__op *whole)
 {
     dtrain__processes_buffers mine;
@@ -520,8 +522,8 @@ static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dt
     return dtrain__processes_tell(group, whole, &mine, group->processes->buffers);
 }
 
-/* A peer's memory could not be opened: it is lost, as what it had went with it, or else this rank's device has failed.
- */
+/* Handles a peer's memory that could not be opened. Either the peer is lost, and its memory went with it, or this
+ * rank's device has failed. */
 static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, const dtrain__op *op, int rank,
                                                  dtrain_status status)
 {
@@ -531,7 +533,7 @@ static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, con
     int lost = 0;
     while (!(lost = dtrain__processes_gone(group, rank) || dtrain__group_has_left(comm, rank)) &&
            dtrain__os_now_ns() < until)
-        sched_yield(); /* a process that ends closes its files first */
+        sched_yield(); /* a process that ends closes its files first: look again */
     if (!lost) {
         dtrain__report(&said);
         return dtrain__device_failed(group, op, comm->number, status);
@@ -544,13 +546,13 @@ static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, con
     return dtrain__device_break(group);
 }
 
-/* Whether a peer's buffer, which has so many bytes, is inside the allocation that it tells of. */
+/* Returns whether a peer's buffer of `bytes` bytes lies inside the allocation that it has told. */
 static int dtrain__processes_holds(const dtrain_device_shared *what, size_t bytes)
 {
     return what->offset <= what->bytes && bytes <= what->bytes - what->offset;
 }
 
-/* Makes the buffers of a call, which all ranks have told, ones that this rank's device can touch. */
+/* Opens the buffers of a call, which all ranks have told, for this rank's device. */
 static dtrain_status dtrain__processes_reach(dtrain_device_group *group, const dtrain__op *op)
 {
     size_t bytes = dtrain__device_span(group, op) * (dtrain_dtype_bits(op->dtype) / 8);
@@ -578,7 +580,7 @@ static dtrain_status dtrain__processes_reach(dtrain_device_group *group, const d
     return DTRAIN_OK;
 }
 
-/* ---- whether it can be done ---- */
+/* ---- whether EVENTS is possible ---- */
 
 static int dtrain__processes_has_all(const dtrain_device *device)
 {
@@ -588,7 +590,7 @@ static int dtrain__processes_has_all(const dtrain_device *device)
            ops->event_done != NULL;
 }
 
-/* Why processes cannot, by what all have said; NULL: they may. */
+/* Returns why processes cannot share memory, by what all have told; NULL: they may. */
 static const char *dtrain__processes_hindrance(const dtrain_device_group *group, int rank)
 {
     const dtrain__device_note *note = &group->notes[rank], *first = &group->notes[0];
@@ -599,7 +601,7 @@ static const char *dtrain__processes_hindrance(const dtrain_device_group *group,
     return rank == 0 && first->page_fd == 0 ? "the system gave it no memory to share" : NULL;
 }
 
-/* Opens the page to this process' queues. All ranks' first mark is the first number. */
+/* Opens the page to this process's queues. The first mark of all ranks is the first number. */
 static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
 {
     dtrain__processes *all = group->processes;
@@ -619,8 +621,8 @@ static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
     return dtrain__device_thread(&all->watch, "ask for DTRAIN_DEVICE_STAGED");
 }
 
-/* Waits for what this rank's queue has tried, in time for the others to hear of it, and closes what they own before
- * they know that it was tried. */
+/* Waits for what this rank's queue has tried, early enough to tell the others. Closes what the peers own before they
+ * know that the trial has ended. */
 static dtrain_status dtrain__processes_try(dtrain_device_group *group)
 {
     int64_t ms = group->comm->desc.timeout_ms;
@@ -636,7 +638,7 @@ static dtrain_status dtrain__processes_try(dtrain_device_group *group)
     return status;
 }
 
-/* Frees what the ranks shared, once this rank's queue is done. */
+/* Frees what the ranks share, once this rank's queue is done. */
 static void dtrain__processes_free(dtrain_device_group *group)
 {
     dtrain__processes *all = group->processes;

@@ -1,11 +1,13 @@
 /* ---- >>device_staged ----
- * Collectives through pinned memory: a chunk is copied from the device to a slot, the CPU's own collective runs on the
- * slots, and the result is copied back. The next chunks are on their way to their slots meanwhile. Every element goes
- * through the same additions as without chunks. Cut alike on every rank: all-reduce and broadcast into pieces of the
- * vector; reduce-scatter and all-gather into pieces of every shard, which lie side by side in a slot, so that the
- * shards are those of the whole vector. Shorter shards end in earlier chunks; those without an element take no room.
+ * Collectives through pinned memory. A chunk is copied from the device to a slot, the CPU's own collective runs on the
+ * slots, and the result is copied back. Meanwhile the next chunks go to their slots. Every element takes part in the
+ * same additions as without chunks.
  *
- * A slot's event is recorded after the copies into it, which the queue does after the last ones out of it: when it
+ * Chunks are the same on every rank. An all-reduce or a broadcast is cut into pieces of the vector. A reduce-scatter or
+ * an all-gather is cut into pieces of every shard. They lie side by side in a slot, so shards are those of the whole
+ * vector. Shorter shards end in earlier chunks; a shard without an element takes no room.
+ *
+ * A slot's event is recorded after the copies into it, which the queue does after the last copies out of it. When it
  * has passed, the CPU may read and write the slot. */
 #ifndef DTRAIN__DEVICE_STAGED
 #define DTRAIN__DEVICE_STAGED
@@ -13,26 +15,26 @@
 
 #define DTRAIN__STAGED_CHUNK_LEAST ((size_t)256 << 10)
 #define DTRAIN__STAGED_CHUNK_MOST ((size_t)4 << 20)
-#define DTRAIN__STAGED_RATE 600000 /* bytes: 50 us a chunk, over the 1/24 + 1/24 ns a byte of the two copies */
+#define DTRAIN__STAGED_RATE 600000 /* bytes: 50 us a chunk, divided by the 1/24 + 1/24 ns a byte of the two copies */
 
 typedef struct dtrain__staged {
     dtrain_device_group *group;
     const dtrain__op *op;
     size_t width;
-    size_t slot_bytes; /* from one to the next */
-    size_t piece;      /* elements of a chunk, or of each shard in it */
-    size_t chunks;     /* at least 1: peers hear of a call on no elements, too */
-    int shards;        /* chunks are made of pieces of shards */
-    int direct;        /* the CPU's memory, which needs no slot */
+    size_t slot_bytes; /* distance of slots */
+    size_t piece;      /* elements of a chunk, or of each shard's part of it */
+    size_t chunks;     /* at least 1, so that peers also hear of a call on no elements */
+    int shards;        /* chunks consist of pieces of shards */
+    int direct;        /* the buffers are the CPU's and need no slot */
 } dtrain__staged;
 
-/* Bytes of the chunks that a vector of so many goes in where the desc says nothing: see DTRAIN_DEVICE_STAGED. In whole
- * numbers, so that every rank comes to the same. */
+/* Returns the bytes of a chunk for a vector of this many bytes, if the desc says nothing: see
+ * dtrain_device_group_create. In integers, so that every rank gets the same. */
 static size_t dtrain__staged_chunk(size_t bytes)
 {
     uint64_t least = DTRAIN__STAGED_CHUNK_LEAST / 64, most = DTRAIN__STAGED_CHUNK_MOST / 64;
     if (bytes / 8 > DTRAIN__STAGED_CHUNK_MOST)
-        return DTRAIN__STAGED_CHUNK_MOST; /* the root is past it, and no product below overflows */
+        return DTRAIN__STAGED_CHUNK_MOST; /* the root is larger, and no product below overflows */
     while (least < most) {
         uint64_t middle = (least + most + 1) / 2;
         if (middle * 64 * middle * 64 <= (uint64_t)bytes * DTRAIN__STAGED_RATE)
@@ -43,7 +45,7 @@ static size_t dtrain__staged_chunk(size_t bytes)
     return (size_t)least * 64;
 }
 
-/* From one slot of the group's to the next: a chunk, or the largest. */
+/* Returns the distance of slots: a chunk, or the largest. */
 static size_t dtrain__staged_slot_bytes(const dtrain_device_group *group)
 {
     return group->chunk_bytes > 0 ? group->chunk_bytes : DTRAIN__STAGED_CHUNK_MOST;
@@ -76,7 +78,7 @@ static unsigned char *dtrain__staged_slot(const dtrain__staged *run, size_t chun
     return run->group->pinned + chunk % (size_t)run->group->slots * run->slot_bytes;
 }
 
-/* Elements of a chunk that are of `rank`'s shard; *begin: where in the vector they are. */
+/* Returns the elements of a chunk that belong to `rank`'s shard. *begin: their place in the vector. */
 static size_t dtrain__staged_part(const dtrain__staged *run, size_t chunk, int rank, size_t *begin)
 {
     size_t at = chunk * run->piece, n = run->op->count;
@@ -89,8 +91,8 @@ static size_t dtrain__staged_part(const dtrain__staged *run, size_t chunk, int r
     return n < run->piece ? n : run->piece;
 }
 
-/* Copies between the slot and the whole vector on the device, every rank's part of the chunk but that of rank `not_of`;
- * where no shards are cut, the chunk. */
+/* Copies between a slot and the whole vector on the device: the chunk, or every rank's part of it except that of rank
+ * `not_of`. */
 static dtrain_status dtrain__staged_spread(const dtrain__staged *run, size_t chunk, void *vector, int into_slot,
                                            int not_of)
 {
@@ -107,7 +109,7 @@ static dtrain_status dtrain__staged_spread(const dtrain__staged *run, size_t chu
     return status;
 }
 
-/* Bytes of this rank's part of a chunk; *in_slot: where in the slot they are. */
+/* Returns the bytes of this rank's part of a chunk. *in_slot: their address in the slot. */
 static size_t dtrain__staged_own(const dtrain__staged *run, size_t chunk, unsigned char **in_slot)
 {
     size_t begin, bytes = 0;
@@ -119,13 +121,13 @@ static size_t dtrain__staged_own(const dtrain__staged *run, size_t chunk, unsign
     return bytes;
 }
 
-/* The same part in a buffer that holds this rank's shard alone. */
+/* Returns the address of the same part in a buffer that holds this rank's shard alone. */
 static unsigned char *dtrain__staged_in_shard(const dtrain__staged *run, size_t chunk, const void *shard, size_t bytes)
 {
     return bytes > 0 ? (unsigned char *)shard + chunk * run->piece * run->width : NULL;
 }
 
-/* Queues what fills a chunk's slot, and the event that says when it is filled. */
+/* Queues the copies that fill a chunk's slot, and the event that marks their end. */
 static dtrain_status dtrain__staged_load(const dtrain__staged *run, size_t chunk)
 {
     const dtrain__op *op = run->op;
@@ -145,7 +147,7 @@ static dtrain_status dtrain__staged_load(const dtrain__staged *run, size_t chunk
     return dtrain__device_event_record(device, run->group->slot_events[chunk % (size_t)run->group->slots]);
 }
 
-/* Queues what brings a chunk's result to the device. */
+/* Queues the copies of a chunk's result to the device. */
 static dtrain_status dtrain__staged_store(const dtrain__staged *run, size_t chunk)
 {
     const dtrain__op *op = run->op;
@@ -163,7 +165,7 @@ static dtrain_status dtrain__staged_store(const dtrain__staged *run, size_t chun
     return dtrain__staged_spread(run, chunk, op->out, 0, in_place ? comm->rank : -1);
 }
 
-/* What bell_wait looks at before it sleeps: a device rings no bell. */
+/* What bell_wait checks before it sleeps; a device rings no bell. */
 static int dtrain__staged_silent(void *pointer)
 {
     (void)pointer;
@@ -193,7 +195,7 @@ static dtrain_status dtrain__staged_await(const dtrain__staged *run, size_t chun
     return DTRAIN_OK;
 }
 
-/* The CPU's collective on a chunk, of which every rank has one. */
+/* Runs the CPU's collective on a chunk. Every rank has one for it. */
 static dtrain_status dtrain__staged_step(const dtrain__staged *run, size_t chunk)
 {
     dtrain_device_group *group = run->group;
@@ -221,8 +223,9 @@ static dtrain_status dtrain__staged_step(const dtrain__staged *run, size_t chunk
     return status;
 }
 
-/* A chunk's wait or collective has failed. The call can be made again where that was the first: nothing has moved, or
- * the group is broken by it. Later, this rank's peers are not where it is: that breaks the group. */
+/* Handles a chunk whose wait or collective failed. In the first chunk nothing has moved, or the group is broken
+ * already; if not broken, the call can be repeated. Later this rank's peers are at another chunk: that breaks the
+ * group. */
 static dtrain_status dtrain__staged_stuck(const dtrain__staged *run, size_t chunk, dtrain_status status, int waited)
 {
     dtrain_comm *comm = run->group->comm;

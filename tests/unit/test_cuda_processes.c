@@ -190,7 +190,7 @@ static dtrain_status nonsense(dtrain_device *device, const void *pointer, dtrain
 
 static int no_way(dtrain_comm *world, scene *s)
 {
-    static const char *const texts[] = {"",          "cuStreamWriteValue32", "of another kind", "shares nothing",
+    static const char *const texts[] = {"",          "cuStreamWriteValue32", "of another kind", "cannot share memory",
                                         "no device", "cudaIpcOpenMemHandle"};
     dtrain_device *device = device_begin();
     dtrain_device_group *group = NULL;
