@@ -34874,21 +34874,20 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 #ifndef DTRAIN_NO_SHARD
 
 /* ---- >>layout ----
- * How a parameter table is cut over ranks: ranges of units, this rank's part of each, and where all of it lies.
- * A range is what one parameter has in one unit. Parts are contiguous slices of a unit's concatenation, so that a rank
- * may have nothing of a range. Arithmetic alone: the plan of >>fsdp and the object itself agree because both ask here.
- */
+ * How a parameter table is cut over ranks: the ranges of units, this rank's part of each, and where they lie. A range
+ * is what one parameter has in one unit. Parts are contiguous slices of a unit's concatenation, so a rank may have
+ * nothing of a range. All of it is arithmetic. The plan of >>fsdp and the object agree because both ask here. */
 #ifndef DTRAIN__LAYOUT
 #define DTRAIN__LAYOUT
 
-#define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
-#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
+#define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of a small range, at most */
+#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10) /* elements of a unit's small ranges that travel together, at most */
 #define DTRAIN__LAYOUT_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
-/* Elements, cuts and events that may be: a few hundred bytes of each are counted without an overflow. */
+/* The most elements, cuts or events. A few hundred bytes of each can be counted without an overflow. */
 #define DTRAIN__LAYOUT_MOST (SIZE_MAX >> 12)
-#define DTRAIN__LAYOUT_LINE 64     /* floats, at whose multiples a unit begins on a device */
-#define DTRAIN__LAYOUT_LITTLE 32   /* part of two units that all small ranges of a table may be */
-/* Elements of a part that is worth whole pages of its own. */
+#define DTRAIN__LAYOUT_LINE 64   /* floats; on a device a unit begins at a multiple */
+#define DTRAIN__LAYOUT_LITTLE 32 /* small ranges stay in memory if they are at most this fraction of two units */
+/* The least elements of a part that gets whole pages of its own. */
 #define DTRAIN__LAYOUT_HOME DTRAIN__TUNED(layout_home, (size_t)64 << 10)
 
 typedef struct dtrain__layout_cut {
@@ -34896,37 +34895,37 @@ typedef struct dtrain__layout_cut {
     int layer;    /* of a stacked parameter; else -1 */
     int unit, trained;
     int packed;                     /* travels with the other small ranges of its unit, on a device with all */
-    size_t stage, grad_stage;       /* where it is among these, and among those that are trained; on a device among all
-                                     * of its unit */
-    size_t element, count;          /* of the parameter */
-    float *data, *grads;            /* the range in full, and its gradient; NULL: there is none */
+    size_t stage, grad_stage;       /* where it is among these, and among the trained ones of these; on a device among
+                                     * all of its unit */
+    size_t element, count;          /* first element in the parameter, and how many */
+    float *data, *grads;            /* the range in full, and its gradient; NULL: none */
     size_t begin;                   /* in the unit's concatenation */
     size_t own, own_count;          /* this rank's part of the range */
-    int home;                       /* that part stays at its addresses in full; others are kept apart */
-    size_t weight;                  /* where it is among this rank's weights that are kept apart */
+    int home;                       /* 1: that part stays at its addresses in full; 0: it is kept apart */
+    size_t weight;                  /* where the part is among this rank's weights that are kept apart */
     int stays;                      /* small: its pages, and its gradient's, are never dropped */
-    size_t grad;                    /* and in its gradients and optimizer state; trained ranges alone are there */
-    size_t full_grad;               /* where the range is among all that are trained */
+    size_t grad;                    /* where the part is in this rank's gradients and optimizer state, if trained */
+    size_t full_grad;               /* where the range is among all trained ranges */
     int codes, codes_grad;          /* parameters, gradients travel quantised */
-    size_t code, code_out, code_in; /* bytes: where they are in the unit's stages, gradients that go out and come in */
+    size_t code, code_out, code_in; /* bytes into the unit's stages: parameters, gradients sent, gradients received */
 } dtrain__layout_cut;
 
 typedef struct dtrain__layout_unit {
     size_t first, end;           /* its cuts */
     size_t count;                /* elements */
-    size_t trained;              /* of them, with a gradient */
+    size_t trained;              /* those of them with a gradient */
     size_t grad, grad_count;     /* this rank's gradients */
     size_t small;                /* elements of small gradients of units before it: see DTRAIN__LAYOUT_ALONE */
-    size_t packed, packed_grads; /* elements of small ranges, and of those trained; on a device of all */
+    size_t packed, packed_grads; /* elements of small ranges, and of trained ones; on a device of all ranges */
     int tied;
-    /* on a device, of its weights and of its gradients: */
-    size_t place[2], floats[2]; /* where those lie that have no memory of the caller's, in how much; 0: all have */
-    int shares[2];              /* with all units of even, or of odd numbers */
-    int whole[2];               /* no range has memory of the caller's */
+    /* on a device, for its weights and for its gradients: */
+    size_t place[2], floats[2]; /* begin and size of its place; size 0: all ranges are in the caller's memory */
+    int shares[2];              /* its place is that of all even units, or of all odd units */
+    int whole[2];               /* no range is in the caller's memory */
 } dtrain__layout_unit;
 
 typedef struct dtrain__layout {
-    dtrain_param *table; /* a copy, with names and parts of its own; all tables are in its block */
+    dtrain_param *table; /* a copy with names and parts of its own; the other tables are in the same block */
     size_t table_count, bytes;
     dtrain__layout_cut *cuts;
     size_t cut_count;
@@ -34935,17 +34934,17 @@ typedef struct dtrain__layout {
     dtrain_device *device;                 /* of all parameters; NULL: the CPU */
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
-    size_t stage;                          /* the most elements that one unit's small ranges have; on a device what a
-                                            * stage has, if anything travels by way of one */
+    size_t stage;                          /* elements of a stage: the most that one unit's small ranges have; on a
+                                            * device 0 if nothing travels by way of one */
     size_t place_floats[2];                /* of all places: see dtrain__layout_unit */
-    size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
-    size_t small;                   /* elements of gradients that are small */
+    size_t weights, grads, trained; /* elements: this rank's parts kept apart, its trained parts, all trained ranges */
+    size_t small;                   /* elements of small gradients */
     size_t code_stage, code_out, code_in; /* bytes: the most that one unit's quantised ranges have */
-    size_t *offsets;                      /* bytes at which a parameter begins in reserved addresses, a parameter */
+    size_t *offsets;                      /* a parameter's: bytes from the begin of the reserved addresses */
     size_t reserved;
 } dtrain__layout;
 
-/* A desc, which may be NULL, with its defaults filled in. */
+/* Returns a desc, which may be NULL, with its defaults filled in. */
 static dtrain_fsdp_desc dtrain__layout_desc(const dtrain_fsdp_desc *given)
 {
     dtrain_fsdp_desc desc;
@@ -34965,7 +34964,7 @@ static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
     return dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
 }
 
-/* Says whether 1-bit Adam's form can be had. */
+/* Checks that 1-bit Adam is possible. */
 static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, const dtrain_device *device)
 {
     const dtrain_compress_desc *compress = desc->compress;
@@ -34988,7 +34987,7 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
     return DTRAIN_OK;
 }
 
-/* Says whether sums can travel compressed: from whole sums to whole sums, in the same units step after step. */
+/* Checks that sums can travel compressed. They must be whole, and in the same scale step after step. */
 static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc, const dtrain_device *device)
 {
     dtrain_strategy strategy = desc->strategy;
@@ -35012,7 +35011,7 @@ static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc,
     return DTRAIN_OK;
 }
 
-/* Says whether parameters and gradients can travel quantised. */
+/* Checks that parameters and gradients can travel quantised. */
 static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
 {
     dtrain_strategy strategy = desc->strategy;
@@ -35111,8 +35110,7 @@ static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *all
     memset(layout, 0, sizeof *layout);
 }
 
-/* Takes a table of so many elements from a block of zeros, of which *used bytes are taken; NULL: it counts them only.
- */
+/* Takes a table of count elements from a block of zeros, and adds its bytes to *used. NULL: it only counts them. */
 static DTRAIN__NOINLINE void *dtrain__layout_take(unsigned char *block, size_t *used, size_t count, size_t bytes)
 {
     void *taken = block != NULL ? block + *used : NULL;
@@ -35120,7 +35118,7 @@ static DTRAIN__NOINLINE void *dtrain__layout_take(unsigned char *block, size_t *
     return taken;
 }
 
-/* Copies the table, with the names and parts that it points to, and makes room for what is cut of it. */
+/* Copies the table, with the names and parts that it points to, and makes room for its cuts. */
 static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                          dtrain_allocator *allocator)
 {
@@ -35196,8 +35194,10 @@ static size_t dtrain__layout_line(size_t floats)
     return (floats + DTRAIN__LAYOUT_LINE - 1) / DTRAIN__LAYOUT_LINE * DTRAIN__LAYOUT_LINE;
 }
 
-/* Finds the places of units on a device: first the two that units share, then those of units that have their own.
- * grads: of their gradients; stays: none shares. */
+/* Finds the places of units on a device: first the two shared ones, then those of units with their own.
+ *
+ *   grads   1: of gradients; 0: of weights
+ *   stays   1: no unit shares a place */
 static void dtrain__layout_place(dtrain__layout *layout, int grads, int stays)
 {
     size_t shared[2] = {0, 0}, own;
@@ -35227,7 +35227,7 @@ static void dtrain__layout_place(dtrain__layout *layout, int grads, int stays)
     layout->place_floats[grads] = own;
 }
 
-/* The same for both, and whether there are stages: not where nothing travels by way of one. */
+/* Does the same for weights and gradients, and finds the size of a stage: 0 if nothing travels by way of one. */
 static void dtrain__layout_place_all(dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
     int gathers = layout->apart || layout->shards > 1, scatters = layout->shards > 1;
@@ -35240,8 +35240,8 @@ static void dtrain__layout_place_all(dtrain__layout *layout, const dtrain_fsdp_d
     layout->stage = needed ? dtrain__layout_line(layout->stage) : 0;
 }
 
-/* Says which ranges of a unit travel together: small ones, where there are several; on a device all. What a rank has of
- * them is in one piece among them, as its slice is in the unit. */
+/* Says which ranges of a unit travel together: small ones, if there are several; on a device all. A rank's part of
+ * these is one piece, as its slice of the unit is. */
 static void dtrain__layout_pack(dtrain__layout *layout, int number)
 {
     dtrain__layout_unit *unit = &layout->units[number];
@@ -35265,7 +35265,7 @@ static void dtrain__layout_pack(dtrain__layout *layout, int number)
     layout->stage = unit->packed > layout->stage ? unit->packed : layout->stage;
 }
 
-/* How many elements two stretches have in common; *low: where these begin, or the first stretch does. */
+/* Returns how many elements two stretches have in common. Sets *low to where these begin; if there are none, to a. */
 static size_t dtrain__layout_overlap(size_t a, size_t a_count, size_t b, size_t b_count, size_t *low)
 {
     size_t begin = a > b ? a : b, end = a + a_count < b + b_count ? a + a_count : b + b_count;
@@ -35273,7 +35273,7 @@ static size_t dtrain__layout_overlap(size_t a, size_t a_count, size_t b, size_t 
     return begin < end ? end - begin : 0;
 }
 
-/* The part of a range that a rank of the copy has; *own is where it begins in the range. */
+/* Returns how many elements of a range a rank of the copy has; *own is where they begin in the range. */
 static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__layout_cut *cut, int shard, size_t *own)
 {
     size_t begin, all = dtrain__split(layout->units[cut->unit].count, layout->shards, shard, &begin);
@@ -35282,7 +35282,7 @@ static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__la
     return count;
 }
 
-/* Bytes of so many numbers, quantised. */
+/* Returns the bytes of count numbers when quantised. */
 static DTRAIN__NOINLINE size_t dtrain__layout_code_bytes(size_t count, size_t block)
 {
     return block == 0 || count == 0 ? 0 : 4 * ((count - 1) / block + 1) + count;
@@ -35293,7 +35293,7 @@ static size_t dtrain__layout_round(size_t bytes)
     return (bytes + 15) / 16 * 16;
 }
 
-/* Says which ranges of a unit travel quantised, and where: those that do not travel with others. */
+/* Says which ranges of a unit travel quantised, and where they lie in its stages. Packed ranges never do. */
 static void dtrain__layout_code(dtrain__layout *layout, int number, const dtrain_fsdp_desc *desc)
 {
     dtrain__layout_unit *unit = &layout->units[number];
@@ -35322,8 +35322,8 @@ static void dtrain__layout_code(dtrain__layout *layout, int number, const dtrain
     layout->code_in = in > layout->code_in ? in : layout->code_in;
 }
 
-/* Bytes that a rank sends of a unit in a gather, or grads: of its gradients on their way to their owners, which on a
- * device are rounded but travel as float32. */
+/* Returns the bytes that a rank sends of a unit in a gather; grads: of its gradients to their owners. On a device,
+ * gradients are rounded but travel as float32. */
 static uint64_t dtrain__layout_sends(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
 {
     size_t block = grads ? desc->quantise_reduce : desc->quantise_gather, own;
@@ -35341,8 +35341,8 @@ static uint64_t dtrain__layout_sends(const dtrain__layout *layout, const dtrain_
     return bytes;
 }
 
-/* Says whose pages are never dropped: the system takes longer for the pages of a small range than it is worth, as long
- * as all of them are little beside the units that come and go. */
+/* Says which ranges keep their pages. To drop the pages of a small range costs more time than it saves memory. So small
+ * ranges stay, if all of them together are little beside the two largest units. */
 static void dtrain__layout_stay(dtrain__layout *layout)
 {
     size_t small = 0, two[2] = {0, 0};
@@ -35357,14 +35357,14 @@ static void dtrain__layout_stay(dtrain__layout *layout)
         layout->cuts[i].stays = layout->cuts[i].count > 0 && layout->cuts[i].count <= DTRAIN__LAYOUT_SMALL;
 }
 
-/* The part of a range that is in memory for good, or of its gradient: *at is where it begins. */
+/* Returns how many elements of a range, or of its gradient, are in memory for good; *at is where they begin. */
 static size_t dtrain__layout_staying(const dtrain__layout_cut *cut, int grads, size_t *at)
 {
     *at = cut->stays || grads ? 0 : cut->own;
     return cut->stays ? cut->count : cut->home && !grads ? cut->own_count : 0;
 }
 
-/* Cuts a table for rank `rank` of `world`. The table and desc are checked first. */
+/* Cuts a table for rank `rank` of `world`, after checking the table and the desc. */
 static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                            const dtrain_fsdp_desc *desc, int world, int rank,
                                            dtrain_allocator *allocator)
@@ -35418,8 +35418,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Says whether a bucket that begins with unit `highest` is sent when `unit` has joined it: it is large enough, or
- * nothing comes after. */
+/* Says whether a bucket that begins with unit `highest` is sent when `unit` has joined it: it is large enough, or no
+ * trained unit follows. */
 static int dtrain__layout_ends_bucket(const dtrain__layout *layout, int unit, int highest, size_t bucket_bytes)
 {
     const dtrain__layout_unit *units = layout->units;
@@ -35430,7 +35430,7 @@ static int dtrain__layout_ends_bucket(const dtrain__layout *layout, int unit, in
            (units[highest].grad + units[highest].grad_count - units[unit].grad) * sizeof(float) >= bucket_bytes;
 }
 
-/* Levels of the counter that folds this many micro-batches. */
+/* Returns the levels of the counter that folds this many micro-batches. */
 static int dtrain__layout_levels(int micro_batches)
 {
     int levels = 1;
@@ -35442,16 +35442,19 @@ static int dtrain__layout_levels(int micro_batches)
 #endif
 
 /* ---- >>pages ----
- * A reserved range of addresses whose pages come when they are taken and go when nobody uses them. Users take and drop
- * stretches of bytes; stretches may share a page, which stays while any of them is in use.
+ * A reserved range of addresses whose pages come when they are taken, and go when nobody uses them. Users take and drop
+ * stretches of bytes. Stretches may share a page, which stays while any of them is in use.
  *
- * To bring a page costs the system more than to copy what it will hold. So pages that go are parked where they are, and
- * moved under the next stretch that is taken; parked pages and those in use are never more than `most`. Where stretches
- * are to be zeros, parked pages are, and their owner says from when on a user may write to a stretch before it takes
- * it: then they are put away, at the same place in a second range of as many addresses. One move takes only pages that
- * came by one, so seams between moves are marked, and few pages are not worth a move. Nothing is lost by moving under a
- * stretch: the contents of one that has no user are nobody's, and where users may write before they take, the system is
- * asked whether anything is there. */
+ * A new page costs the system more time than copying its contents. So unused pages are parked in place, and moved under
+ * the next stretch that is taken. Pages stay parked only while they and the pages in use are at most `most`.
+ *
+ * One move takes only pages that came by one move. So seams between moves are marked, and a few pages are not worth a
+ * move.
+ *
+ * Stretches may have to be zeros when they are taken; then parked pages are zeros. The owner of such a range calls
+ * dtrain__pages_put_away when users may write to stretches that they have not taken. Parked pages then move away, to
+ * the same place in a second range of the same size. A move under a stretch loses nothing: a stretch without users has
+ * no contents, and if users may have written to it, the system is asked whether they did. */
 #ifndef DTRAIN__PAGES
 #define DTRAIN__PAGES
 
@@ -35468,16 +35471,16 @@ typedef struct dtrain__pages {
     unsigned char *base; /* NULL: nothing was reserved */
     size_t bytes, reserved, page;
     size_t most, held; /* pages */
-    int moves;         /* the system moves pages */
-    int zeros;         /* a stretch is zeros when it is taken, but for what users have written */
-    size_t few;        /* fewer are not parked */
+    int moves;         /* the system can move pages */
+    int zeros;         /* a stretch is zeros when it is taken, except for what users have written */
+    size_t few;        /* fewer pages are not parked */
     dtrain__pages_parked_run parked[DTRAIN__PAGES_PARKED];
     int parked_count;
     uint16_t *users; /* of each page */
     dtrain_allocator *allocator;
 } dtrain__pages;
 
-/* most: bytes that are held at once where parking is what holds them. */
+/* Reserves addresses; most: bytes beyond which no pages are parked. */
 static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, size_t most, int zeros,
                                           dtrain_allocator *allocator)
 {
@@ -35501,7 +35504,7 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
     return DTRAIN_OK;
 }
 
-/* Pages come (a number that wraps around: they go). */
+/* Counts pages that come; a number that wraps around counts pages that go. */
 static DTRAIN__NOINLINE void dtrain__pages_hold(dtrain__pages *pages, size_t more)
 {
     pages->held += more;
@@ -35513,7 +35516,7 @@ static unsigned char *dtrain__pages_at(const dtrain__pages *pages, size_t first,
     return pages->base + (away ? pages->bytes : 0) + first * pages->page;
 }
 
-/* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
+/* Frees whole pages. If the system refuses, as for locked pages, they are set to zero. */
 static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t count, int away)
 {
     unsigned char *begin = dtrain__pages_at(pages, first, away);
@@ -35522,7 +35525,7 @@ static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t cou
     dtrain__pages_hold(pages, (size_t)0 - count);
 }
 
-/* Takes pages off what is parked in one place; too few that are left are discarded. */
+/* Takes pages from a parked run. What is left at its ends stays parked, or is discarded if it is too short. */
 static void dtrain__pages_unpark(dtrain__pages *pages, int index, size_t first, size_t count)
 {
     dtrain__pages_parked_run whole = pages->parked[index];
@@ -35537,7 +35540,7 @@ static void dtrain__pages_unpark(dtrain__pages *pages, int index, size_t first, 
     }
 }
 
-/* Discards what is parked in one place. */
+/* Discards a parked run. */
 static void dtrain__pages_unpark_all(dtrain__pages *pages, int index)
 {
     dtrain__pages_parked_run whole = pages->parked[index];
@@ -35545,7 +35548,7 @@ static void dtrain__pages_unpark_all(dtrain__pages *pages, int index)
     dtrain__pages_discard(pages, whole.first, whole.count, whole.away);
 }
 
-/* Marks that pages have been moved. */
+/* Marks the seams at the ends of pages that have been moved. */
 static void dtrain__pages_seams(dtrain__pages *pages, size_t first, size_t count)
 {
     for (size_t at = first + 1; at < first + count; at++)
@@ -35555,7 +35558,7 @@ static void dtrain__pages_seams(dtrain__pages *pages, size_t first, size_t count
         pages->users[first + count] |= DTRAIN__PAGES_SEAM;
 }
 
-/* Moves parked pages, from `from` on, under a stretch; 0: they have not moved. */
+/* Moves parked pages, from `from` on, under a stretch. Returns 0 if they could not be moved. */
 static int dtrain__pages_move(dtrain__pages *pages, int index, size_t from, size_t to, size_t count)
 {
     size_t bytes = count * pages->page;
@@ -35571,7 +35574,7 @@ static int dtrain__pages_move(dtrain__pages *pages, int index, size_t from, size
     return 1;
 }
 
-/* What is parked at the place of page `at`, or -1; *end: where such places end that have something, or have nothing. */
+/* Returns the parked run at page `at`, or -1. Lowers *end to where that run ends, or where the next one begins. */
 static int dtrain__pages_parked_at(const dtrain__pages *pages, size_t at, size_t *end)
 {
     for (int i = 0; i < pages->parked_count; i++) {
@@ -35586,7 +35589,7 @@ static int dtrain__pages_parked_at(const dtrain__pages *pages, size_t at, size_t
     return -1;
 }
 
-/* The parked stretch that fits a number of pages best; -1: none. */
+/* Returns the parked run that fits a number of pages best; -1: none. */
 static int dtrain__pages_fitting(const dtrain__pages *pages, size_t count)
 {
     int best = -1;
@@ -35616,8 +35619,8 @@ static void dtrain__pages_bring(dtrain__pages *pages, size_t first, size_t count
         dtrain__os_populate(pages->base + first * pages->page, count * pages->page);
 }
 
-/* Pages [first, end) get their first user. What is parked at their own place goes back there, so that the place is free
- * when they are parked again. */
+/* Fills pages [first, end), which get their first user. Pages that are parked at the same place go back there, so that
+ * the place is free for the next parking. */
 static void dtrain__pages_fill(dtrain__pages *pages, size_t first, size_t end)
 {
     while (first < end) {
@@ -35647,8 +35650,8 @@ static void dtrain__pages_take(dtrain__pages *pages, size_t begin, size_t bytes)
     dtrain__pages_fill(pages, fresh, end);
 }
 
-/* Pages [first, end) have lost their last user: parks them, seam by seam, or lets them go. What is to be zeros is set
- * to zero now, while the caches still have it. */
+/* Parks or frees pages [first, end), which have lost their last user, seam by seam. Pages that must be zeros are set to
+ * zero now, while they are still in the caches. */
 static void dtrain__pages_leave(dtrain__pages *pages, size_t first, size_t end)
 {
     while (first < end) {
@@ -35668,7 +35671,7 @@ static void dtrain__pages_leave(dtrain__pages *pages, size_t first, size_t end)
     }
 }
 
-/* From now on users may write to stretches that they have not taken: puts what is parked there away. */
+/* Moves parked pages to the second range, because users may now write to stretches that they have not taken. */
 static void dtrain__pages_put_away(dtrain__pages *pages)
 {
     for (int i = pages->parked_count - 1; i >= 0; i--) {
@@ -35687,8 +35690,8 @@ static int dtrain__pages_are_zero(const unsigned char *at, size_t bytes)
     return bytes == 0 || (*at == 0 && memcmp(at, at + 1, bytes - 1) == 0);
 }
 
-/* Ends a use: pages without users go; what lies in others is set to zero where they are to be zeros. Then a page at
- * either end stays, too, while a neighbour has written there without being noted as its user. */
+/* Ends a use. Pages without users go. With `zeros`, the stretch is set to zero in pages that stay. Then a page at
+ * either end also stays if a neighbour has written there without taking it. */
 static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes)
 {
     size_t page = pages->page, at = begin / page, gone = at;
@@ -36196,46 +36199,45 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
 #endif
 
 /* ---- >>guard ----
- * Memory that may not be used now, for a program that is being debugged. Ranges are what one parameter, or its
- * gradient, has in one unit; they open and close. Pages on which nothing is open are closed: those of parameters to all
- * use, those of gradients to writing. Pages that hold anything but ranges are left alone.
+ * Memory that a program may not use at the moment, for debugging. A range is what one parameter, or its gradient, has
+ * in one unit. Ranges open and close. Pages without an open range are closed: pages of parameters to all use, pages of
+ * gradients to writing. Pages that also hold other data stay open.
  *
- * A handler of SIGSEGV and SIGBUS says in one line what was used that was closed. Then it does what the program has
- * asked for: it calls the handler that was there before, or lets the fault happen again and end the process. It takes
- * no lock and calls nothing but write(). Objects are in a list that it may read at any time: who takes one out waits
- * until no handler reads. The first object installs the handler. After the last it goes, unless the program has
- * replaced it. */
+ * A handler of SIGSEGV and SIGBUS prints one line that names the closed range. Then it calls the handler that was there
+ * before, or lets the fault happen again and end the process. It takes no lock and calls only write(). It may read the
+ * list of objects at any time, so removing an object waits until no handler reads. The first object installs the
+ * handler. The last one removes it, unless the program has replaced it. */
 #ifndef DTRAIN__GUARD
 #define DTRAIN__GUARD
 
 typedef struct dtrain__guard_range {
     uintptr_t begin, end;
-    uintptr_t cover; /* up to there is nothing of anybody else's */
+    uintptr_t cover; /* up to there, pages hold nothing else */
     const char *name;
     int unit, grad, open;
-    size_t region; /* SIZE_MAX: none, it has no page to itself */
+    size_t region; /* SIZE_MAX: none, because it has no page to itself */
 } dtrain__guard_range;
 
-/* Whole pages of ranges of one kind that lie side by side. */
+/* The whole pages of adjacent ranges of one kind. */
 typedef struct dtrain__guard_region {
     uintptr_t begin, end;
-    int grad, shared; /* shared: another object has it, too: it stays open */
-    uint16_t *open;   /* of a page: ranges on it that are open */
+    int grad, shared; /* shared: another object has it too, so it stays open */
+    uint16_t *open;   /* a page's: open ranges on it */
 } dtrain__guard_region;
 
 typedef struct dtrain__guard {
     struct dtrain__guard *next;
     dtrain_allocator memory;
-    dtrain__guard_range *ranges; /* these two lie behind it */
+    dtrain__guard_range *ranges; /* these two lie behind this struct */
     dtrain__guard_region *regions;
     size_t range_count, region_count, page, pages;
     uint16_t *open;
-    int rank, off; /* off: the system does not close pages */
+    int rank, off; /* off: all pages are open for good */
 } dtrain__guard;
 
 static dtrain__guard *dtrain__guard_first;
 static uint32_t dtrain__guard_readers; /* handlers that read the list */
-static uint32_t dtrain__guard_owner;   /* the process that changes the list; 0: none. A forked child may inherit it */
+static uint32_t dtrain__guard_owner;   /* the process that is changing the list; 0: none. A child may inherit it */
 static const int dtrain__guard_signals[2] = {SIGSEGV, SIGBUS};
 static struct sigaction dtrain__guard_before[2];
 static int dtrain__guard_installed[2];
@@ -36264,7 +36266,7 @@ static void dtrain__guard_put_number(dtrain__guard_line *line, int number)
     dtrain__guard_put(line, digits + at);
 }
 
-/* The closed range that an address is in; NULL: it is in none. */
+/* Returns the closed range that an address is in; NULL: none. */
 static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard, uintptr_t address)
 {
     for (size_t i = 0; i < guard->range_count; i++) {
@@ -36279,7 +36281,7 @@ static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard,
     return NULL;
 }
 
-/* Puts what was done together: writes: 1: it was a write, 0: a read, -1: one of them. */
+/* Puts the line together. writes: 1: the access was a write, 0: a read, -1: unknown. */
 static void dtrain__guard_describe(dtrain__guard_line *line, const dtrain__guard *guard,
                                    const dtrain__guard_range *range, int writes)
 {
@@ -36322,12 +36324,12 @@ static void dtrain__guard_report(uintptr_t address, int writes)
     }
 }
 
-/* Does with a signal what would be done with it without this handler. */
+/* Treats a signal as it would be treated without this handler. */
 static void dtrain__guard_pass_on(int number, siginfo_t *info, void *context)
 {
     const struct sigaction *before = &dtrain__guard_before[number == dtrain__guard_signals[1]];
     struct sigaction normal;
-    int sent = info->si_code <= 0; /* by kill(), not by a fault, which happens again */
+    int sent = info->si_code <= 0; /* by kill(). A fault would happen again */
     int none = !(before->sa_flags & SA_SIGINFO) && (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN);
     if (none && sent && before->sa_handler == SIG_IGN)
         return;
@@ -36359,7 +36361,7 @@ static void dtrain__guard_lock(void)
 {
     uint32_t mine = (uint32_t)getpid(), owner = 0;
     while (!__atomic_compare_exchange_n(&dtrain__guard_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        if (owner == mine) { /* another process: it was changing the list when it forked this one */
+        if (owner == mine) { /* else the parent was changing the list when it forked this process */
             sched_yield();
             owner = 0;
         }
@@ -36371,8 +36373,8 @@ static void dtrain__guard_unlock(void)
     __atomic_store_n(&dtrain__guard_owner, 0u, __ATOMIC_SEQ_CST);
 }
 
-/* Installs the handler. Where the program has replaced an earlier one, it may call that, so another would call itself
- * through it. */
+/* Installs the handler once. If the program has replaced it, the program's handler may call it. A second one would then
+ * call itself through that. */
 static void dtrain__guard_install(int index)
 {
     const int as_before = (int)SA_ONSTACK | (int)SA_RESTART | (int)SA_NODEFER;
@@ -36397,7 +36399,7 @@ static void dtrain__guard_uninstall(int index)
     dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &dtrain__guard_before[index], NULL) != 0;
 }
 
-/* Leaves out regions that another object guards: one of them would close what the other uses. */
+/* Leaves out regions that another object guards. Else one object would close memory that the other uses. */
 static void dtrain__guard_skip_shared(dtrain__guard *guard)
 {
     for (size_t i = 0; i < guard->region_count; i++) {
@@ -36409,7 +36411,7 @@ static void dtrain__guard_skip_shared(dtrain__guard *guard)
     }
 }
 
-/* Opens for good what is guarded of memory that an object which is being made is to have, too. */
+/* Opens guarded regions for good that a new object will use too. */
 static void dtrain__guard_share(uintptr_t begin, uintptr_t end)
 {
     if (__atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST) == NULL)
@@ -36449,7 +36451,7 @@ static void dtrain__guard_remove(dtrain__guard *guard)
     for (int i = 0; i < 2 && dtrain__guard_first == NULL; i++)
         dtrain__guard_uninstall(i);
     dtrain__guard_unlock();
-    /* a handler on its way was forked away, or is short */
+    /* a handler takes little time; or it ran in the parent, and its count will never fall */
     int64_t until_ns = dtrain__os_now_ns() + 1000000000;
     while (__atomic_load_n(&dtrain__guard_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
         sched_yield();
@@ -36457,7 +36459,7 @@ static void dtrain__guard_remove(dtrain__guard *guard)
 
 /* ---- ranges ---- */
 
-/* Opens all, for good. */
+/* Opens all regions for good. */
 static void dtrain__guard_off(dtrain__guard *guard)
 {
     for (size_t i = 0; i < guard->region_count && !guard->off; i++)
@@ -36466,7 +36468,7 @@ static void dtrain__guard_off(dtrain__guard *guard)
     guard->off = 1;
 }
 
-/* Frees it, and opens all that it guards. */
+/* Opens all that a guard has closed, and frees it. */
 static void dtrain__guard_destroy(dtrain__guard *guard)
 {
     if (guard == NULL)
@@ -36478,10 +36480,10 @@ static void dtrain__guard_destroy(dtrain__guard *guard)
     dtrain__free(&last, guard);
 }
 
-/* Makes one that guards nothing yet; NULL: there is no memory. Ranges are filled in, then it is started. */
+/* Makes a guard; NULL: no memory. The caller fills in the ranges, then starts it. */
 static dtrain__guard *dtrain__guard_create(size_t ranges, int rank, const dtrain_allocator *memory)
 {
-    dtrain_allocator own = {memory->resize, memory->user, 0, 0}; /* what it takes is not what an object was said to */
+    dtrain_allocator own = {memory->resize, memory->user, 0, 0}; /* not counted: it is not in an object's plan */
     size_t bytes = ranges * (sizeof(dtrain__guard_range) + sizeof(dtrain__guard_region));
     dtrain__guard *guard = (dtrain__guard *)dtrain__alloc(&own, sizeof *guard + bytes);
     if (guard == NULL)
@@ -36503,7 +36505,7 @@ static int dtrain__guard_compare(const void *a, const void *b)
     return x->begin < y->begin ? -1 : x->begin > y->begin;
 }
 
-/* Finds the regions of ranges in order. */
+/* Finds the regions of ranges, which `order` gives by kind and address. */
 static void dtrain__guard_find_regions(dtrain__guard *guard, dtrain__guard_range *const *order)
 {
     for (size_t i = 0, end; i < guard->range_count; i = end) {
@@ -36529,8 +36531,8 @@ static void dtrain__guard_find_regions(dtrain__guard *guard, dtrain__guard_range
     }
 }
 
-/* Closes, or opens, pages of a region. What cannot be closed is not guarded; what cannot be opened, where the system
- * is out of mappings, is with all the rest. */
+/* Closes or opens pages of a region. If the system refuses, as when it is out of mappings, all regions are opened for
+ * good. */
 static void dtrain__guard_protect(dtrain__guard *guard, const dtrain__guard_region *region, size_t first, size_t end,
                                   int open)
 {
@@ -36546,7 +36548,7 @@ static void dtrain__guard_protect(dtrain__guard *guard, const dtrain__guard_regi
                 strerror(error));
 }
 
-/* Counts addresses [begin, end) of a region as open, or no more. */
+/* Counts one more or one fewer open range at addresses [begin, end), and opens or closes their pages. */
 static void dtrain__guard_count(dtrain__guard *guard, size_t index, uintptr_t begin, uintptr_t end, int open)
 {
     const dtrain__guard_region *region = &guard->regions[index];
@@ -36566,7 +36568,7 @@ static void dtrain__guard_count(dtrain__guard *guard, size_t index, uintptr_t be
     dtrain__guard_protect(guard, region, run, last + 1, open);
 }
 
-/* Opens or closes a range; it may be so already. */
+/* Opens or closes a range. It may be open or closed already. */
 static void dtrain__guard_set(dtrain__guard *guard, size_t index, int open)
 {
     dtrain__guard_range *range = &guard->ranges[index];
@@ -36576,7 +36578,7 @@ static void dtrain__guard_set(dtrain__guard *guard, size_t index, int open)
     dtrain__guard_count(guard, range->region, range->begin, range->end, open);
 }
 
-/* Begins to guard: all ranges are closed from now on. Returns 0 where there is no memory. */
+/* Starts to guard, with all ranges closed. Returns 0 if there is no memory. */
 static int dtrain__guard_start(dtrain__guard *guard)
 {
     size_t at = 0;
@@ -36610,12 +36612,14 @@ static int dtrain__guard_start(dtrain__guard *guard)
 #endif
 
 /* ---- >>fsdp-debug ----
- * What an object does besides when its caller is being debugged (DTRAIN_DEBUG=1, or desc.debug). FSDP guards memory: a
- * unit's parameters are open from its gather to its release, its gradients until they have been taken over, and again
- * from its next gather on. Where the library itself has to get at them it opens them for as long. Units are not
- * gathered ahead, as one that is on its way cannot be closed. DDP has no gathers: it compares.
+ * Checks of the caller's order of calls, with DTRAIN_DEBUG=1 or desc.debug.
  *
- * Nothing is guarded on a device, nor parameters that are kept in full: there they can be read at any time. */
+ * FSDP guards memory. A unit's parameters are open from its gather to its release. Its gradients are open until they
+ * are taken over, and again from its next gather. The library opens them while it uses them itself. Units are not
+ * gathered ahead, because a unit under way cannot be closed. Parameters that are kept in full may be read at any time,
+ * and stay open. Nothing is guarded on a device.
+ *
+ * DDP has no gathers. It compares gradients with a hash from their last reduce. */
 #ifndef DTRAIN__FSDP_DEBUG
 #define DTRAIN__FSDP_DEBUG
 
@@ -36668,7 +36672,7 @@ static void dtrain__fsdp_debug_range(const dtrain_fsdp *fsdp, size_t index, int 
     range->end = range->cover = range->begin + cut->count * sizeof(float);
     if (!(fsdp->reserved[cut->param] & (1 << grad)) || cut->element + cut->count < dtrain_param_elements(param))
         return;
-    /* what lies between two reserved parameters, and behind the last, is nobody's */
+    /* addresses between two reserved parameters, and behind the last, are unused */
     const dtrain__pages *pages = &fsdp->pages[grad];
     size_t next = cut->param + 1 < layout->table_count ? layout->offsets[cut->param + 1] : pages->bytes;
     range->cover = (uintptr_t)pages->base + next;
@@ -36698,7 +36702,7 @@ static int dtrain__fsdp_debug_start(dtrain_fsdp *fsdp)
     return 1;
 }
 
-/* Memory that an object has may be guarded for another, which a program destroys after it has made this one. */
+/* Opens memory that this object gets and that is guarded for an older one, which the program will destroy later. */
 static void dtrain__fsdp_debug_share(const dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count && fsdp->device.queue == NULL; i++) {
@@ -36721,7 +36725,7 @@ static void dtrain__fsdp_debug_destroy(dtrain_fsdp *fsdp)
     fsdp->left = NULL;
 }
 
-/* Makes what an object needs for it. Without it training goes on as well. */
+/* Makes what an object needs for these checks. Without memory for them, training continues unchecked. */
 static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp)
 {
     dtrain_allocator memory = {fsdp->memory.resize, fsdp->memory.user, 0, 0};
@@ -36747,7 +36751,7 @@ static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp)
 
 /* ---- DDP: gradients that are compared ---- */
 
-/* A hash of a range's gradients, never 0. */
+/* Returns a hash of a range's gradients, never 0. */
 static uint64_t dtrain__fsdp_debug_hash(const dtrain__layout_cut *cut)
 {
     const unsigned char *at = (const unsigned char *)cut->grads;
@@ -36755,12 +36759,12 @@ static uint64_t dtrain__fsdp_debug_hash(const dtrain__layout_cut *cut)
     for (size_t i = 0; i < cut->count; i++) {
         uint32_t word;
         memcpy(&word, at + i * sizeof word, sizeof word);
-        hash = (hash ^ word) * 0x100000001b3u; /* by an odd number: one word that differs gives another hash */
+        hash = (hash ^ word) * 0x100000001b3u; /* an odd factor: if one word differs, the hash does */
     }
     return hash != 0 ? hash : 1;
 }
 
-/* Fails the step where a unit's gradients are not as their reduce has left them. */
+/* Fails the step if a unit's gradients have changed since their last reduce. */
 static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
 {
     char why[160];
@@ -36774,7 +36778,7 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
     }
 }
 
-/* Notes how a unit's last reduce of a step has left its gradients. */
+/* Notes a unit's gradients after its last reduce of a step. */
 static void dtrain__fsdp_debug_note(const dtrain_fsdp *fsdp, int number)
 {
     for (size_t i = fsdp->layout.units[number].first; fsdp->left != NULL && i < fsdp->layout.units[number].end; i++)
@@ -36782,7 +36786,7 @@ static void dtrain__fsdp_debug_note(const dtrain_fsdp *fsdp, int number)
             fsdp->left[i] = dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]);
 }
 
-/* Compares all units where a step ends. */
+/* Compares all units at the end of a step. */
 static void dtrain__fsdp_debug_compare_all(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)
@@ -36794,19 +36798,19 @@ static void dtrain__fsdp_debug_compare_all(dtrain_fsdp *fsdp)
 #endif
 
 /* ---- >>fsdp-device ----
- * An object over memory of a device. The caller's queue does all arithmetic, in the order of the calls; units are
- * gathered, scattered and added over copies by groups of devices, each on a queue of its own, which events order with
- * the caller's. Nothing here waits for a device, but where the CPU is told a number.
+ * An object over memory of a device. The caller's queue does all arithmetic, in the order of the calls. Device groups
+ * gather units, scatter them, and add them over copies. Each group has a queue of its own, which events order with the
+ * caller's. Nothing here waits for a device, except where the CPU is told a number.
  *
- * A unit is one piece on a device: its ranges lie one after another, in table order, so that each rank's slice is one
- * piece, too, and one operation gathers or scatters all of it. Ranges that lie in the caller's memory are copied to a
- * stage that is so, and back. Units of even numbers share one place, those of odd numbers another. */
+ * A unit is one piece on a device: its ranges lie one after another, in table order. So each rank's slice is one piece
+ * too, and one operation gathers or scatters all of it. Ranges in the caller's memory are copied to a stage that is one
+ * piece, and back. Even units share one place, odd units another. */
 #ifndef DTRAIN__FSDP_DEVICE
 #define DTRAIN__FSDP_DEVICE
 
 /* ---- memory and arithmetic, wherever the parameters are ---- */
 
-/* Returns zeros, which count as the object's memory; NULL where there is none. */
+/* Allocates zeros, and counts them as the object's memory; NULL: no memory. */
 static void *dtrain__fsdp_alloc(dtrain_fsdp *fsdp, size_t bytes)
 {
     dtrain_device *queue = fsdp->device.queue;
@@ -36870,7 +36874,7 @@ static void dtrain__fsdp_divide_by(dtrain_fsdp *fsdp, float *x, double divisor, 
         dtrain__fsdp_queued(fsdp, queue->ops->reduce(queue, DTRAIN_F32, DTRAIN_MEAN, divisor, in, 1, out, 1, 0, count));
 }
 
-/* Rounds count numbers to a dtype of 16 bits: on a device by way of a stage in which nothing may be under way. */
+/* Rounds count numbers to a dtype of 16 bits. On a device it overwrites a stage, which must not be in use. */
 static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage)
 {
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
@@ -36884,7 +36888,7 @@ static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *x, size_t count, dtrain
     }
 }
 
-/* What is added between copies of a unit's sum: the sum, or where it waits as numbers of 16 bits. */
+/* Returns what travels between copies of a unit's sum: the sum, or its numbers of 16 bits. */
 static void *dtrain__fsdp_part(const dtrain_fsdp *fsdp, int number, float *sum)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -36894,7 +36898,7 @@ static void *dtrain__fsdp_part(const dtrain_fsdp *fsdp, int number, float *sum)
                                       : (void *)dtrain__fsdp_half(sum, unit->grad_count);
 }
 
-/* Narrows a unit's sum to that, or widens it again. */
+/* Narrows a unit's sum to these numbers of 16 bits, or widens it again. */
 static void dtrain__fsdp_convert_sum(dtrain_fsdp *fsdp, int number, float *sum, int widens)
 {
     size_t count = fsdp->layout.units[number].grad_count;
@@ -36916,10 +36920,10 @@ static size_t dtrain__fsdp_place_half_bytes(const dtrain__layout *layout, const 
     return narrow ? layout->grads * sizeof(uint16_t) : 0;
 }
 
-/* Two sums, and the norm between them. */
+/* Two exact sums, and the norm between them. */
 #define DTRAIN__FSDP_PLACE_SUM_BYTES (2 * DTRAIN__NORM_LIMBS * sizeof(int64_t) + sizeof(double))
 
-/* What hears of a part of the weights; a device that has no such memory or event has no check. */
+/* Makes what >>fsdp-drift needs. A device without pinned memory or events has no check. */
 static dtrain_status dtrain__fsdp_make_drift(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
@@ -36960,7 +36964,7 @@ static dtrain_status dtrain__fsdp_device_reserve(dtrain_fsdp *fsdp)
     return dtrain__fsdp_make_drift(fsdp);
 }
 
-/* Groups of devices over the groups of the object, each with ranks, a queue and a thread of its own. */
+/* Makes a device group over each group of the object, with a comm, a queue and a thread of its own. */
 static dtrain_status dtrain__fsdp_make_device_groups(dtrain_fsdp *fsdp)
 {
     dtrain_comm *comms[DTRAIN__FSDP_WAYS];
@@ -36994,7 +36998,7 @@ static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
 
 /* ---- operations ---- */
 
-/* Has the caller's queue wait for an operation, and counts as dtrain__fsdp_wait does. */
+/* Makes the caller's queue wait for an operation, and counts as dtrain__fsdp_wait does. */
 static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lowest, int unit)
 {
     dtrain_device_work **work = &fsdp->device.works[way][lowest], *waited = *work;
@@ -37011,7 +37015,8 @@ static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lo
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, gathers ? "gathering" : "reducing", unit);
 }
 
-/* Gives every rank rank 0's values; on a device first those that have its part of other copies, then each copy's. */
+/* Gives every rank the values of rank 0. On a device they go to the same shard of each copy first, then within each
+ * copy. */
 static dtrain_status dtrain__fsdp_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
 {
     dtrain_status status = DTRAIN_OK;
@@ -37026,8 +37031,8 @@ static dtrain_status dtrain__fsdp_broadcast(dtrain_fsdp *fsdp, void *data, size_
 
 /* ---- the norm ---- */
 
-/* Queues the sum of squares of all gradients of a copy, each element once, but for parameters that another rank of the
- * model counts; limbs: where the parameters are. */
+/* Queues the sum of squares of all gradients of a copy. Each element counts once; parameters that another rank of the
+ * model counts are left out. limbs: memory where the parameters are. */
 static dtrain_status dtrain__fsdp_queue_squares(dtrain_fsdp *fsdp, int64_t *limbs)
 {
     dtrain_device *queue = fsdp->device.queue;
@@ -37046,7 +37051,7 @@ static dtrain_status dtrain__fsdp_queue_squares(dtrain_fsdp *fsdp, int64_t *limb
                          : dtrain_all_reduce(fsdp->reduces, limbs, limbs, DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM);
 }
 
-/* The same into fsdp->sum, unless it is there: the CPU waits for a device's. */
+/* Puts that sum into fsdp->sum, if it is not there. The CPU waits for a device. */
 static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 {
     int64_t *limbs = fsdp->device.queue != NULL ? fsdp->device.limbs : fsdp->sum.limbs;
@@ -37069,22 +37074,22 @@ static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 #if !defined(DTRAIN_NO_SHARD) && !defined(DTRAIN_NO_COMPRESS)
 
 /* ---- >>fsdp-quantise ----
- * Parameters and gradients of sharded units as int8 with a scale a block: a rank packs its part of a range for all that
- * gather it, and every other rank's part of its gradients for their owners, who add them as float32 in the tree order.
- * Small ranges, which travel together, stay as they are. Packed ranges wait in stages, beside the full memory: of two
- * units that are gathered at once, of one that is reduced.
+ * Parameters and gradients of sharded units as int8, with a scale for each block. A rank packs its part of a range for
+ * all ranks that gather it. It packs each part of its gradients for the part's owner, who adds them as float32 in tree
+ * order. Small ranges, which travel together, are not quantised. Packed ranges wait in stages beside the full memory:
+ * for two units that are gathered, and for one that is reduced.
  *
  *   source   Wang and others, ZeRO++, arXiv:2306.10209, 2023, but for its quantised reduction in two steps */
 #ifndef DTRAIN__FSDP_QUANTISE
 #define DTRAIN__FSDP_QUANTISE
 
-/* Elements of a part that are unpacked at once: whole blocks. */
+/* Returns the elements that are unpacked at once: whole blocks. */
 static size_t dtrain__fsdp_code_tile(size_t block)
 {
     return block < DTRAIN__FSDP_CHUNK ? DTRAIN__FSDP_CHUNK / block * block : block;
 }
 
-/* Bytes of what packing needs besides stages: a tile of every rank's, and of its code. */
+/* Returns the bytes that packing needs besides stages: a tile of every rank's numbers, and of packed ones. */
 static size_t dtrain__fsdp_code_scratch(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
     size_t tile = desc->quantise_reduce > 0 ? dtrain__fsdp_code_tile(desc->quantise_reduce) : 0;
@@ -37098,14 +37103,19 @@ static size_t dtrain__fsdp_code_memory(const dtrain__layout *layout, const dtrai
                (size_t)layout->shards * sizeof(size_t);
 }
 
-/* Every rank's bytes of a range, of its parameters or its gradients; begin of the table of five. */
+/* Returns a range's five tables of bytes, with an entry for each rank: see dtrain__fsdp_code_create. */
 static size_t *dtrain__fsdp_code_counts(const dtrain_fsdp *fsdp, size_t index)
 {
     return fsdp->code_counts + 5 * index * (size_t)fsdp->layout.shards;
 }
 
-/* Parts what it has of memory, and fills in what each rank sends of each range: bytes of parameters; of gradients,
- * where they begin, what comes in return and where. */
+/* Divides up the memory, and fills in five tables for each range:
+ *
+ *   0   bytes that a rank sends of its parameters
+ *   1   bytes of gradients that go to a rank
+ *   2   where these begin
+ *   3   bytes of gradients that come from a rank
+ *   4   where these begin */
 static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -37131,7 +37141,7 @@ static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
     return DTRAIN_OK;
 }
 
-/* Starts to gather a range: this rank's part, packed, for every rank. */
+/* Starts to gather a range: packs this rank's part for every rank. */
 static dtrain_status dtrain__fsdp_code_gather(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
@@ -37146,7 +37156,7 @@ static dtrain_status dtrain__fsdp_code_gather(dtrain_fsdp *fsdp, size_t index)
     return dtrain__all_gather_v(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->gathering[index]);
 }
 
-/* Unpacks all ranks' parts of a range, this one's included: all have the same bits. */
+/* Unpacks the parts of all ranks, this one's included, so that all ranks have the same bits. */
 static void dtrain__fsdp_code_gathered(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
@@ -37171,7 +37181,7 @@ static unsigned char *dtrain__fsdp_code_in(const dtrain_fsdp *fsdp, const dtrain
     return fsdp->code_stages + 2 * fsdp->layout.code_stage + fsdp->layout.code_out + cut->code_in;
 }
 
-/* Starts to reduce a range: each rank's part of its gradients, packed, to that rank. */
+/* Starts to reduce a range: packs each rank's part of the gradients for that rank. */
 static dtrain_status dtrain__fsdp_code_reduce(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
@@ -37220,14 +37230,14 @@ static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *su
 #endif
 
 /* ---- >>reducer ----
- * Gradients that travel compressed between copies, bucket by bucket, while backward still runs. Buckets are taken in
- * the order in which they are posted, which is that of the units on every rank, by one thread that has the group to
- * itself, so that bits do not depend on who is ready when. Where there can be no thread (no_overlap,
- * DTRAIN_PROGRESS_POLL, a world of one, a transport that has no groups) whoever waits for a bucket sends it and those
- * before it. After the first that fails none is sent.
+ * Gradients that travel compressed between copies, bucket by bucket, while backward still runs. One thread, which has
+ * the group to itself, sends buckets in the order in which they are posted. That order is the same on every rank, so
+ * bits do not depend on who is ready when. With no_overlap, DTRAIN_PROGRESS_POLL, a world of one, or a transport
+ * without groups there is no thread. Then the call that waits for a bucket sends it, and those before it. After the
+ * first failure no bucket is sent.
  *
- * Sums on a device are sent by a queue of the thread's own; events order each bucket after what the caller's queue
- * holds when it is posted, and what that queue is given once it has been waited for after the bucket. */
+ * A queue of the thread's own sends sums on a device. Events put each bucket after the work that the caller's queue
+ * holds when the bucket is posted. Work that the caller queues after waiting for a bucket comes after that bucket. */
 #ifndef DTRAIN__REDUCER
 #define DTRAIN__REDUCER
 
@@ -37247,12 +37257,12 @@ struct dtrain__reducer {
     dtrain_allocator *memory;
     const dtrain__layout *layout;
     dtrain__compression_set set;
-    dtrain_device *caller, *queue; /* of a device: the caller's, and the thread's; NULL: none */
-    dtrain_device_event **events;  /* two a job: before and after it; NULL where there is no such queue */
-    int adam;                      /* 1-bit Adam's form: the step is the job's, not what the states have counted */
-    size_t *ends;                  /* of a unit: the parts of its bucket, and of those sent before it, end there */
-    dtrain__reducer_job *jobs;     /* of a bucket's lowest unit */
-    dtrain__error error;           /* of the first that failed; written before its job is done */
+    dtrain_device *caller, *queue; /* queues of a device: the caller's, and the thread's; NULL: none */
+    dtrain_device_event **events;  /* two a job: before and after it; NULL without a queue of the thread's */
+    int adam;                      /* 1-bit Adam: the step number is the job's, not what the states have counted */
+    size_t *ends;                  /* a unit's: one past the last part of its bucket */
+    dtrain__reducer_job *jobs;     /* by a bucket's lowest unit */
+    dtrain__error error;           /* of the first failure; written before its job is done */
     dtrain__worker worker;
 };
 
@@ -37280,13 +37290,13 @@ static void dtrain__reducer_perform(void *owner, dtrain__worker_job *posted)
     job->begin_ns = dtrain__os_now_ns();
     if (job->status == DTRAIN_OK) {
         job->status = dtrain__reducer_run(reducer, job);
-        if (job->status != DTRAIN_OK) /* the others hear of it when this rank's caller does, and breaks its groups */
+        if (job->status != DTRAIN_OK) /* the other ranks learn it when the waiting call breaks the groups */
             reducer->error = dtrain__thread_error;
     }
     job->end_ns = dtrain__os_now_ns();
 }
 
-/* Waits until a job has ended, or until then. Returns 0 while it is under way. */
+/* Waits until a job has ended, or until until_ns. Returns 0 if it is still under way. */
 static int dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64_t until_ns)
 {
     int64_t began = dtrain__os_now_ns();
@@ -37296,7 +37306,7 @@ static int dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64
     return ended;
 }
 
-/* Ends the thread, and frees all: what is under way is given until then to end, and is broken off after that. */
+/* Ends the thread, and frees the reducer. Jobs under way have until until_ns to end, then they are aborted. */
 static void dtrain__reducer_destroy(dtrain__reducer *reducer, int64_t until_ns)
 {
     if (reducer == NULL)
@@ -37319,14 +37329,14 @@ static void dtrain__reducer_destroy(dtrain__reducer *reducer, int64_t until_ns)
     dtrain__free(memory, reducer);
 }
 
-/* What travels together of a bucket. */
+/* A part of a bucket that travels as one vector. */
 typedef struct dtrain__reducer_part {
     size_t at, count, rows;
     int dense;
 } dtrain__reducer_part;
 
-/* Finds the part that begins with a cut of a bucket, whose cuts end at `end`: of PowerSGD a matrix, of others all cuts
- * up to a dense one, or of those up to one that is not. Returns the cut after it. */
+/* Finds the part that begins with cut i of a bucket, whose cuts end at `end`. Under PowerSGD it is one matrix. Else it
+ * is all cuts up to the next whose `dense` differs. Returns the cut after it. */
 static size_t dtrain__reducer_next_part(const dtrain__layout *layout, const dtrain_compress_desc *desc, size_t i,
                                         size_t end, dtrain__reducer_part *part)
 {
@@ -37382,7 +37392,7 @@ static dtrain_status dtrain__reducer_fill(dtrain__reducer *reducer, const dtrain
     return status == DTRAIN_OK ? dtrain__compression_end(&reducer->set, desc) : status;
 }
 
-/* Makes the thread's queue and the events; where a device has one queue only, whoever waits for a bucket sends it. */
+/* Makes the thread's queue and the events. If the device has only one queue, there is no thread. */
 static dtrain_status dtrain__reducer_make_queue(dtrain__reducer *reducer, int *threaded)
 {
     size_t events = 2 * (size_t)reducer->layout->unit_count;
@@ -37398,7 +37408,7 @@ static dtrain_status dtrain__reducer_make_queue(dtrain__reducer *reducer, int *t
     return status;
 }
 
-/* Makes a reducer over `comm`; threaded: which it has to itself, and buckets travel before they are waited for. */
+/* Makes a reducer over `comm`. threaded: it has comm to itself, and its thread sends buckets as they are posted. */
 static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm *comm, int threaded,
                                             const dtrain__layout *layout, const dtrain_compress_desc *desc,
                                             size_t bucket_bytes, dtrain_allocator *memory)
@@ -37429,8 +37439,8 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     return status;
 }
 
-/* Takes over the units of a bucket, whose sums stay where they are until dtrain__reducer_finish. In 1-bit Adam's form
- * so do the momenta that are folded into them before they travel. */
+/* Takes over the units of a bucket. The sums, and under 1-bit Adam the momenta that are folded into them, must stay in
+ * place until dtrain__reducer_finish. */
 static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int highest, float *sums)
 {
     dtrain__reducer *reducer = fsdp->reducer;
@@ -37487,8 +37497,8 @@ static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
         dtrain__compression_step_over(&reducer->set, dropped);
 }
 
-/* Lists what compression keeps: a row for each rank of `rank`'s group, or where some shards have larger buckets than
- * others rows for each shard. */
+/* Lists what compression keeps: a row for each rank. If buckets differ in size between shards, each shard has rows of
+ * its own. */
 static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__layout *layout, int rank,
                                  dtrain__lister *lister)
 {
@@ -37512,7 +37522,7 @@ static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__l
 
 /* ---- what it will send ---- */
 
-/* What a selection takes at most: the header and, for each element, its index and its value. */
+/* Returns the most bytes of a selection: the header and, for each element, its index and its value. */
 static uint64_t dtrain__reducer_selection_bytes(const dtrain_topk_desc *topk, size_t chosen, size_t count)
 {
     uint64_t width = topk->values == DTRAIN_BF16 || topk->values == DTRAIN_F16 ? 2 : 4;
@@ -37522,7 +37532,7 @@ static uint64_t dtrain__reducer_selection_bytes(const dtrain_topk_desc *topk, si
     return DTRAIN__SPARSE_HEADER + bytes;
 }
 
-/* Top-k after its warm-up, at most; lengths travel before the selections. */
+/* Returns the most bytes that top-k sends after its warm-up. Lengths travel before the selections. */
 static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t count, int ranks)
 {
     double ratio = topk->threshold > 0.0f ? 1.0 : topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
@@ -37532,7 +37542,7 @@ static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t 
     if (topk->exchange == DTRAIN_EXCHANGE_GATHER || (topk->exchange == DTRAIN_EXCHANGE_AUTO && ranks <= 8)) {
         if (one * (uint64_t)ranks <= most)
             return others * (8 + one);
-        one = one < most ? one : most; /* together selections are no longer than that, or vectors are sent */
+        one = one < most ? one : most; /* if all selections are longer than that, vectors are sent instead */
         return 8 * others + (others * one > dense ? others * one : dense);
     }
     picked = chosen > part / (size_t)ranks ? part : chosen * (size_t)ranks;
@@ -37542,7 +37552,7 @@ static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t 
            dtrain__reducer_selection_bytes(topk, chosen, SIZE_MAX / 8);
 }
 
-/* What a compressor that packs sends: each other rank its part, and all of them this one's sum. */
+/* Returns the bytes that a packing compressor sends: to each other rank its part, and to all others this rank's sum. */
 static uint64_t dtrain__reducer_pack_bytes(const dtrain_compressor *q, size_t count, int ranks, int rank)
 {
     uint64_t bytes = 0;
@@ -37551,7 +37561,7 @@ static uint64_t dtrain__reducer_pack_bytes(const dtrain_compressor *q, size_t co
     return bytes;
 }
 
-/* What one part of a bucket sends between copies; *plain: how many elements travel as they are, with others. */
+/* Returns the bytes that one part of a bucket sends compressed. Adds elements that travel uncompressed to *plain. */
 static uint64_t dtrain__reducer_part_bytes(const dtrain_compress_desc *desc, const dtrain__reducer_part *part,
                                            int ranks, int rank, size_t *plain)
 {
@@ -37572,11 +37582,11 @@ static uint64_t dtrain__reducer_part_bytes(const dtrain_compress_desc *desc, con
     default: break;
     }
     if (dtrain__compression_make(desc, 1, 1, NULL, &q) != DTRAIN_OK || q.reduce != NULL)
-        return dtrain__plan_sent_bytes(count, ranks); /* nobody knows */
+        return dtrain__plan_sent_bytes(count, ranks); /* its length is not known before */
     return dtrain__reducer_pack_bytes(&q, count, ranks, rank);
 }
 
-/* What a bucket of units sends between copies; *plain: how many elements travel as they are, together. */
+/* Returns the bytes that a bucket sends compressed. Sets *plain to the elements that travel uncompressed. */
 static uint64_t dtrain__reducer_bytes(const dtrain__layout *layout, const dtrain_compress_desc *desc, int lowest,
                                       int highest, int copy, size_t *plain)
 {
@@ -37597,8 +37607,8 @@ static uint64_t dtrain__reducer_bytes(const dtrain__layout *layout, const dtrain
 #if !defined(DTRAIN_NO_SHARD) && defined(DTRAIN_NO_COMPRESS)
 
 /* ---- >>no-compress ----
- * What stands in for >>fsdp-quantise and >>reducer in a program that defines DTRAIN_NO_COMPRESS: a desc that asks for
- * either is refused when the object is made, so that nothing else is called with one. */
+ * Replaces >>fsdp-quantise and >>reducer in a program that defines DTRAIN_NO_COMPRESS. Creating an object fails if the
+ * desc asks for either, so the other functions are never called with one. */
 #ifndef DTRAIN__NO_COMPRESS
 #define DTRAIN__NO_COMPRESS
 
@@ -38690,12 +38700,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit)
 #endif
 
 /* ---- >>fsdp-pass ----
- * Passes of a caller that names only the unit it comes to: what it leaves is released on the way forward, reduced on
- * the way backward. And the ends of micro-batches that are left out, joined or failed. */
+ * Passes of a caller that names only the unit it comes to: forward_to releases the unit that it leaves, backward_to
+ * reduces it. Also the calls that end or join a micro-batch, and those of modules and pipelines. */
 #ifndef DTRAIN__FSDP_PASS
 #define DTRAIN__FSDP_PASS
 
-/* Leaves the unit that the pass is at, if it is at one that the caller has not left by itself. */
+/* Leaves the unit that the pass is at, if the caller has not left it already. */
 static dtrain_status dtrain__fsdp_arrive(dtrain_fsdp *fsdp, const char *call)
 {
     int unit = fsdp->at;
@@ -38710,10 +38720,10 @@ static dtrain_status dtrain__fsdp_go_to(dtrain_fsdp *fsdp, int unit, int backwar
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
     if (status != DTRAIN_OK)
         return status;
-    int turns = backward && !fsdp->at_backward && fsdp->at == unit; /* at the top, whose parameters stay */
+    int turns = backward && !fsdp->at_backward && fsdp->at == unit; /* at the top: its parameters stay */
     if (!turns)
         status = dtrain__fsdp_arrive(fsdp, call);
-    if (status == DTRAIN_OK) /* which way is said: going to a unit twice is no turn */
+    if (status == DTRAIN_OK) /* with the direction given, going to a unit twice is no turn */
         status = dtrain__fsdp_gather_now(fsdp, unit, backward ? -1 : 1);
     if (status == DTRAIN_OK) {
         fsdp->at = unit;
@@ -38754,7 +38764,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
     return dtrain__fsdp_next(fsdp, "dtrain_fsdp_next");
 }
 
-/* Where gradients are kept until the step, one reduction stands for all micro-batches: adds: this one counts. */
+/* Joins a micro-batch. adds: 1 also takes part in its reductions; with keep_full_grads these come once a step. */
 static dtrain_status dtrain__fsdp_join_now(dtrain_fsdp *fsdp, int adds)
 {
     dtrain_status status = DTRAIN_OK;
@@ -38800,8 +38810,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
 
 /* ---- for modules and pipelines, which order the passes ---- */
 
-/* Makes the unit of a tied parameter readable, beside those that rotate: it was gathered by an earlier layer, so that
- * nothing is on its way here in most passes, and the direction of the pass is not disturbed. */
+/* Makes the unit of a tied parameter readable, without a change to the direction of the pass. An earlier layer has
+ * gathered it in most passes, so nothing is sent. adds: 1 also opens its gradients. */
 static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
 {
     dtrain_status status = dtrain__fsdp_advance(fsdp, unit);
@@ -38810,7 +38820,7 @@ static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
     return status == DTRAIN_OK ? dtrain__fsdp_gather_whole(fsdp, unit) : status;
 }
 
-/* Leaves a unit in backward whose gradients come later: it is not one that was left out. */
+/* Leaves a unit in backward whose gradients come later. It does not count as left out. */
 static dtrain_status dtrain__fsdp_put_off(dtrain_fsdp *fsdp, int unit)
 {
     fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
@@ -38818,13 +38828,13 @@ static dtrain_status dtrain__fsdp_put_off(dtrain_fsdp *fsdp, int unit)
     return dtrain_fsdp_release(fsdp, unit);
 }
 
-/* Reports what broke the object, if anything did; NULL is whole. */
+/* Reports the failure that broke the object, if any; NULL is not broken. */
 static dtrain_status dtrain__fsdp_broken(const dtrain_fsdp *fsdp)
 {
     return fsdp != NULL && fsdp->broken.status != DTRAIN_OK ? dtrain__report(&fsdp->broken) : DTRAIN_OK;
 }
 
-/* Breaks the object, if it is whole, for what has broken its pipeline. */
+/* Breaks the object with the failure of its pipeline, unless it is broken already. */
 static void dtrain__fsdp_break_with(dtrain_fsdp *fsdp, const char *call, const dtrain__error *cause)
 {
     if (fsdp == NULL || fsdp->broken.status != DTRAIN_OK)
@@ -38837,19 +38847,19 @@ static void dtrain__fsdp_break_with(dtrain_fsdp *fsdp, const char *call, const d
 #endif
 
 /* ---- >>fsdp-drift ----
- * Replicas that drift apart. With what ranks tell each other at the end of every step goes a hash of a part of their
- * weights, the same part everywhere, another one each step: see check_every. Where two hashes differ, all ranks have
- * heard so, and look together for the first parameter.
+ * Replicas that drift apart. The note that ranks send at the end of every step holds a hash of a part of their weights.
+ * The part is the same on all ranks and another one each step: see check_every. If two hashes differ, all ranks know
+ * it, and together look for the first parameter that differs.
  *
- * On a device the sum of the part's squares, which is exact, stands for the hash. The CPU does not wait for it: it goes
- * with the first step at whose end every rank has heard its own, and the next part is taken then. */
+ * On a device the exact sum of the part's squares stands for the hash. The CPU does not wait for it. Ranks compare it
+ * at the end of the first step when every rank has its own sum. Then the next part begins. */
 #ifndef DTRAIN__FSDP_DRIFT
 #define DTRAIN__FSDP_DRIFT
 
-#define DTRAIN__FSDP_DRIFT_LEAST 1024 /* elements a step, where there are so many */
+#define DTRAIN__FSDP_DRIFT_LEAST 1024 /* elements a step, at least, if there are as many */
 #define DTRAIN__FSDP_DRIFT_ROUND 1000
 
-/* 0 is no hash. */
+/* Returns a hash that is never 0, which means none. */
 static uint64_t dtrain__fsdp_drift_finish(const dtrain__xxh64 *hash)
 {
     uint64_t end = dtrain__xxh64_end(hash);
@@ -38868,13 +38878,13 @@ static dtrain_status dtrain__fsdp_drift_add(dtrain_fsdp *fsdp, dtrain__xxh64 *ha
     return status;
 }
 
-/* Walks this step's part of the weights that are trained, of which this rank has as many as of gradients. */
+/* Walks this step's part of this rank's trained weights, which are as many as its gradients. */
 static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *hash)
 {
     size_t all = fsdp->layout.grads, most = (all + DTRAIN__FSDP_DRIFT_LEAST - 1) / DTRAIN__FSDP_DRIFT_LEAST, begin;
     size_t parts = fsdp->desc.check_every > 0 ? (size_t)fsdp->desc.check_every : DTRAIN__FSDP_DRIFT_ROUND;
     dtrain_status status = DTRAIN_OK;
-    if (all == 0) /* other ranks of this copy have all that is trained */
+    if (all == 0) /* other ranks of this copy have all trained weights */
         return DTRAIN_OK;
     parts = parts < most ? parts : most;
     size_t part = dtrain__split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
@@ -38892,8 +38902,7 @@ static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *h
 
 /* ---- on a device ---- */
 
-/* Begins to take the next part; the CPU takes it when it is asked. A table of functions that cannot sum squares has no
- * check. */
+/* Queues the sum of the next part; the CPU reads it later. A device that cannot sum squares has no check. */
 static void dtrain__fsdp_drift_queue(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
@@ -38912,7 +38921,7 @@ static void dtrain__fsdp_drift_queue(dtrain_fsdp *fsdp)
     d->drift_queued = status == DTRAIN_OK ? 1 : -1;
 }
 
-/* The hash of this step's part; on a device of that which was queued, 0 while it is not here. */
+/* Returns the hash of this step's part. On a device it is that of the queued part, or 0 while the sum is under way. */
 static uint64_t dtrain__fsdp_drift_hash(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
@@ -38937,7 +38946,7 @@ static uint64_t dtrain__fsdp_drift_hash(dtrain_fsdp *fsdp)
 
 /* ---- the check ---- */
 
-/* The hash of what this rank has of a parameter; 0 beyond the last. */
+/* Returns the hash of this rank's part of a parameter; 0 beyond the last parameter. */
 static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)(uintptr_t)given;
@@ -38953,8 +38962,8 @@ static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)
     return dtrain__fsdp_drift_finish(&hash);
 }
 
-/* Says which ranks have other weights than most that hold the same part; of two halves those without the first rank.
- * Returns the first rank that has what most have. */
+/* Finds the ranks whose weights differ from most ranks with the same part. Of two halves, the one without the lowest
+ * rank differs. Returns a rank that has what most have. */
 static int dtrain__fsdp_drift_outliers(dtrain_fsdp *fsdp, dtrain__alike_ranks *others)
 {
     dtrain__fsdp_note *notes = fsdp->notes;
@@ -38967,7 +38976,7 @@ static int dtrain__fsdp_drift_outliers(dtrain_fsdp *fsdp, dtrain__alike_ranks *o
                 count += notes[other].weights == notes[rank].weights;
             if (count > best) {
                 best = count;
-                notes[slot].rounds = notes[rank].weights; /* those of the step have been heard */
+                notes[slot].rounds = notes[rank].weights; /* reused: the step has no further need of rounds */
             }
         }
     }
@@ -38984,7 +38993,7 @@ static int dtrain__fsdp_drift_outliers(dtrain_fsdp *fsdp, dtrain__alike_ranks *o
     return like;
 }
 
-/* Finds the first parameter that differs, with all ranks. None does any more: all is well. */
+/* Finds the first parameter that differs, together with all ranks. If none does by then, the step is good. */
 static dtrain_status dtrain__fsdp_drift_find(dtrain_fsdp *fsdp)
 {
     dtrain__alike_ranks others;
@@ -39009,7 +39018,7 @@ static dtrain_status dtrain__fsdp_drift_find(dtrain_fsdp *fsdp)
                         like);
 }
 
-/* Compares what ranks have said; the same verdict on every rank. */
+/* Compares the hashes of all ranks. The result is the same on every rank. */
 static dtrain_status dtrain__fsdp_drift_verdict(dtrain_fsdp *fsdp)
 {
     int differ = 0, shards = fsdp->layout.shards;
@@ -39569,7 +39578,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
 #endif
 
 /* ---- >>fsdp-access ----
- * Parameters by name: addresses, full values in and out, all of them at once; and the trace file. */
+ * Parameters by name: addresses, full values in and out, and unsharding; and the trace file. */
 #ifndef DTRAIN__FSDP_ACCESS
 #define DTRAIN__FSDP_ACCESS
 
@@ -39583,8 +39592,8 @@ static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
     return i;
 }
 
-/* Where a parameter or its gradient lies in a unit; -1: all of it, which on a device has no address where its layers do
- * not lie side by side. */
+/* Returns the address of a parameter or its gradient in a unit; with unit -1 of all of it. On a device a stacked
+ * parameter has no such address if its layers do not lie side by side. */
 static float *dtrain__fsdp_address(const dtrain_fsdp *fsdp, const char *name, int unit, int grad)
 {
     size_t param = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
@@ -39637,12 +39646,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
         status = dtrain__fsdp_gather_stage(fsdp, unit);
     for (size_t i = layout->units[unit].first; status == DTRAIN_OK && i < layout->units[unit].end; i++)
         dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, fsdp->desc.gather_dtype, unit % 2);
-    fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
+    fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather rounds by blocks */
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-/* Keeps elements [at, at + count) of a parameter, whose values all ranks have: in this rank's slice, and rounded as a
- * gather would bring them in full parameters that stay. */
+/* Stores elements [at, at + count) of a parameter, whose values all ranks have. They go to this rank's slice, and to
+ * full parameters that stay, rounded as a gather would round them. */
 static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const float *values, size_t count)
 {
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
@@ -39662,7 +39671,7 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
     }
 }
 
-/* Forgets what was gathered before one of its parameters was set. */
+/* Drops gathered units that hold older values of a parameter. A held unit is dropped when it is released. */
 static dtrain_status dtrain__fsdp_forget(dtrain_fsdp *fsdp, size_t param)
 {
     dtrain_status status = DTRAIN_OK;
@@ -39677,8 +39686,8 @@ static dtrain_status dtrain__fsdp_forget(dtrain_fsdp *fsdp, size_t param)
     return status;
 }
 
-/* Gives a parameter's values, in memory of `device`, to those who keep them, by way of a stage of `most` elements:
- * those of rank `root`, or each rank's own (-1). */
+/* Stores a parameter's values, which are in memory of `device`, on the ranks that keep them. They are those of rank
+ * `root`, or with root -1 each rank's own. They go by way of a stage of `most` elements. */
 static dtrain_status dtrain__fsdp_distribute(dtrain_fsdp *fsdp, size_t param, const float *values,
                                              dtrain_device *device, float *stage, size_t most, int root)
 {
@@ -39697,7 +39706,7 @@ static dtrain_status dtrain__fsdp_distribute(dtrain_fsdp *fsdp, size_t param, co
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
 }
 
-/* Finds a parameter for a call that takes its name and a rank. */
+/* Begins a public call that takes a parameter's name and a rank: checks both, and finds the parameter. */
 static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, const char *name, int root, int lowest,
                                         size_t *param)
 {
@@ -39741,7 +39750,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-/* A range's full value on `root` of this rank's copy, or with root -1 on all. */
+/* Gives rank `root` a range's full value, or with root -1 all ranks. Only ranks of root's copy take part. */
 static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
@@ -39868,12 +39877,14 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
 #endif
 
 /* ---- >>fsdp-plan ----
- * What an object will need, from its layout alone, before anything of it is allocated. */
+ * What an object will need, computed from its layout before anything is allocated. */
 #ifndef DTRAIN__FSDP_PLAN
 #define DTRAIN__FSDP_PLAN
 
-/* Bytes of the pages that the reserved ranges of some units cover: units from `first` to `end`, tied ones only where
- * `tied`; staying: those parts of them alone that are never dropped. */
+/* Returns the bytes of the pages that the reserved ranges of units `first` to `end` cover.
+ *
+ *   tied      1: only tied units
+ *   staying   1: only the parts that are never dropped */
 static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads,
                                       int staying, dtrain__params_span *spans)
 {
@@ -39898,7 +39909,7 @@ static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, i
     return pages * page;
 }
 
-/* Of them what is not always there. */
+/* Returns the bytes of those pages that come and go. */
 static size_t dtrain__fsdp_plan_transient(const dtrain__layout *layout, int first, int end, int tied, int grads,
                                           dtrain__params_span *spans)
 {
@@ -39906,9 +39917,8 @@ static size_t dtrain__fsdp_plan_transient(const dtrain__layout *layout, int firs
            dtrain__fsdp_plan_units(layout, first, end, tied, grads, 1, spans);
 }
 
-/* The most bytes in pages at once: those that are always there, and of others those of all units, or of those that are
- * tied and the two largest others. Any two may meet, as the last and the first where a pass ends and the next begins.
- */
+/* Returns the most bytes in pages at once: those that stay, those of tied units, and those of the two largest other
+ * units; `all`: of all units. Any two units may meet, as the last and the first do between two passes. */
 static size_t dtrain__fsdp_plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__params_span *spans)
 {
     int units = layout->unit_count;
@@ -39929,7 +39939,7 @@ static size_t dtrain__fsdp_plan_state_floats(const dtrain_optimizer_desc *optimi
     return optimizer->kind == DTRAIN_ADAMW ? 2 : optimizer->kind == DTRAIN_SGD && optimizer->momentum != 0.0f;
 }
 
-/* Bytes of stages; on the CPU sums of gradients that travel in 16 bits have one of their own. */
+/* Returns the bytes of stages. On the CPU, sums of gradients that travel in 16 bits have one more. */
 static size_t dtrain__fsdp_plan_stages(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
     size_t stages = DTRAIN__FSDP_STAGES;
@@ -39938,7 +39948,7 @@ static size_t dtrain__fsdp_plan_stages(const dtrain__layout *layout, const dtrai
     return stages * layout->stage * sizeof(float);
 }
 
-/* Takes the tables of an object from a block of zeros, and returns how long it is; NULL: it says only that. */
+/* Takes the tables of an object from a block of zeros, and returns the block's bytes. NULL: it only counts them. */
 static size_t dtrain__fsdp_plan_tables(dtrain_fsdp *fsdp, const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
                                        int ranks, unsigned char *block)
 {
@@ -39976,7 +39986,7 @@ static size_t dtrain__fsdp_plan_bookkeeping(const dtrain__layout *layout, const 
            (layout->device == NULL ? dtrain__fsdp_plan_stages(layout, desc) : 0);
 }
 
-/* Bytes of what compression keeps from step to step, at most. */
+/* Returns the most bytes that compression keeps from step to step. */
 static size_t dtrain__fsdp_plan_compression(const dtrain__layout *layout, const dtrain_compress_desc *desc)
 {
     size_t floats = 0;
@@ -39988,7 +39998,7 @@ static size_t dtrain__fsdp_plan_compression(const dtrain__layout *layout, const 
     return floats * layout->grads * sizeof(float);
 }
 
-/* What all buckets send between copies. */
+/* Returns the bytes that all buckets send between copies. */
 static uint64_t dtrain__fsdp_plan_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
 {
     const dtrain__layout_unit *units = layout->units;
@@ -40009,8 +40019,9 @@ static uint64_t dtrain__fsdp_plan_copies(const dtrain__layout *layout, const dtr
     return bytes;
 }
 
-/* What other ranks are sent in a step, as the counters of a run then show it, or for selections, whose lengths nobody
- * knows before, at most. Each unit is gathered in both passes, but for the two that are still there. */
+/* Computes what a rank sends in a step, as the counters of a run show it. For top-k this is the most, because nobody
+ * knows the lengths of selections before. Each unit is gathered in both passes, except the last two, which are still
+ * there. */
 static void dtrain__fsdp_plan_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int rank,
                                       dtrain_fsdp_plan_result *plan)
 {
@@ -40081,8 +40092,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t coun
 #endif
 
 /* ---- >>fsdp-create ----
- * Makes and frees an object: its groups, its memory, the first values. Here the two tables are that do what differs
- * between memory of the CPU and of a device; >>fsdp-core says what is in them. */
+ * Makes and frees an object: its groups, its memory, its first values, and its list of pieces for checkpoints. */
 #ifndef DTRAIN__FSDP_CREATE
 #define DTRAIN__FSDP_CREATE
 
@@ -40141,7 +40151,7 @@ enum {
     DTRAIN__FSDP_GROUP_FIELDS = sizeof dtrain__fsdp_group_fields / sizeof dtrain__fsdp_group_fields[0]
 };
 
-/* What must be the same on every rank: the table, the desc, its compression, its groups. */
+/* Describes what must be the same on every rank: the table, the desc, its compression, its groups. */
 static int dtrain__fsdp_line(const void *pointer, size_t index, dtrain__alike_line *line)
 {
     const dtrain__params_given *given = (const dtrain__params_given *)pointer;
@@ -40158,7 +40168,7 @@ static int dtrain__fsdp_line(const void *pointer, size_t index, dtrain__alike_li
                                     &desc->groups[group]);
 }
 
-/* Compares tables and descs on all ranks; a rank whose own is bad takes part, so that the others learn it. */
+/* Compares tables and descs on all ranks. A rank with bad arguments takes part, so that the others learn it. */
 static dtrain_status dtrain__fsdp_compare(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count,
                                           dtrain_status mine)
 {
@@ -40168,7 +40178,7 @@ static dtrain_status dtrain__fsdp_compare(dtrain_fsdp *fsdp, const dtrain_param 
     return dtrain__alike_meet(fsdp->comm, &alike, mine);
 }
 
-/* Makes what sends compressed, where something does: between copies, or to nobody in a world of one. */
+/* Makes the reducer, if sums travel compressed: between copies, or to nobody in a world of one. */
 static dtrain_status dtrain__fsdp_make_sender(dtrain_fsdp *fsdp)
 {
     int alone = dtrain_comm_size(fsdp->comm) == 1;
@@ -40180,7 +40190,7 @@ static dtrain_status dtrain__fsdp_make_sender(dtrain_fsdp *fsdp)
                                   fsdp->desc.compress, fsdp->desc.bucket_bytes, &fsdp->memory);
 }
 
-/* Makes the groups; where a transport has none, and all ranks are one group, the caller's serves for all. */
+/* Makes the groups. If the transport has none, and all ranks are one group, the caller's serves for all. */
 static dtrain_status dtrain__fsdp_groups(dtrain_fsdp *fsdp)
 {
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards, copies = fsdp->layout.copies;
@@ -40246,7 +40256,7 @@ static void dtrain__fsdp_group_params(dtrain_fsdp *fsdp)
     }
 }
 
-/* Fills in what a cut's slice says, once the memory is there. */
+/* Fills in a cut's slice, after the memory is reserved. */
 static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
@@ -40353,7 +40363,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     return dtrain__fsdp_reserve(fsdp);
 }
 
-/* Gives every rank the first values of parameters that have memory of the caller's. */
+/* Gives every rank the first values of parameters in the caller's memory. */
 static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
 {
     dtrain__layout *layout = &fsdp->layout;
@@ -40395,7 +40405,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
         status = dtrain__fsdp_make_device_groups(fsdp);
     if (status != DTRAIN_OK)
         return status;
-    /* a debugger compares gradients with what they were */
+    /* with debug, gradients are compared with their earlier values */
     fsdp->in_place = fsdp->ddp && !fsdp->desc.debug && fsdp->desc.compress == NULL && fsdp->device.queue == NULL;
     status = dtrain__fsdp_allocate(fsdp);
     if (status == DTRAIN_OK)
@@ -40425,11 +40435,14 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     return dtrain__fsdp_break(fsdp, status, "giving every rank the first values", -1);
 }
 
-/* How an object is made: over the table as it is; with memory of its own for all that is F32; for a dtrain_ddp, which
- * takes a parameter without a gradient for a frozen one. */
+/* How an object is made:
+ *
+ *   CREATED   over the table as it is
+ *   ADOPTED   with the library's memory for all F32 parameters
+ *   OF_DDP    for a dtrain_ddp, where a parameter without a gradient is frozen */
 enum { DTRAIN__FSDP_CREATED, DTRAIN__FSDP_ADOPTED, DTRAIN__FSDP_OF_DDP };
 
-/* Copies a table as an object sees it that is made so; NULL: there is no memory. */
+/* Copies a table as the object that is made sees it; NULL: no memory. */
 static dtrain_param *dtrain__fsdp_see_table(dtrain_allocator *memory, const dtrain_param *table, size_t count, int how)
 {
     dtrain_param *seen = NULL;
@@ -40446,7 +40459,7 @@ static dtrain_param *dtrain__fsdp_see_table(dtrain_allocator *memory, const dtra
     return seen;
 }
 
-/* checked: what the caller, which makes it in `call`, found wrong, which the other ranks are to learn. */
+/* Makes an object in the public function `call`. checked: a failure that the caller has found, for the other ranks. */
 static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table, size_t count,
                                        const dtrain_fsdp_desc *desc, int how, const char *call, dtrain_status checked)
 {
@@ -40456,7 +40469,7 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     dtrain_allocator *given = dtrain_comm_allocator(comm), memory = {given->resize, given->user, 0, 0};
     dtrain_param *seen = NULL;
     dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made), none;
-    if (made == NULL) { /* the others hear of it where they compare */
+    if (made == NULL) { /* the others learn it when they compare */
         memset(&none, 0, sizeof none);
         none.comm = comm;
         none.call = call;
@@ -40497,7 +40510,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *com
 
 #define DTRAIN__FSDP_ADOPTS ((size_t)1 << 18) /* elements that are broadcast at once: 1 MiB */
 
-/* Takes the values of a table over, on all ranks or on none. given: of each parameter, whether it has any. */
+/* Takes the values of a table over, on all ranks or on none. given: for each parameter, 1 if it has values. */
 static dtrain_status dtrain__fsdp_adopt_values(dtrain_fsdp *fsdp, const dtrain_param *table, unsigned char *given,
                                                float *stage)
 {
@@ -40554,7 +40567,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm
     return DTRAIN_OK;
 }
 
-/* Gives what is under way until then to end; after that, where groups are the object's own, breaks them off. */
+/* Waits for an operation until until_ns. After that it breaks the groups, if they are the object's own. */
 static void dtrain__fsdp_cancel(dtrain_fsdp *fsdp, dtrain_work **work, int64_t until_ns)
 {
     dtrain_comm *groups[] = {fsdp->gathers, fsdp->reduces, fsdp->copies, fsdp->world};
@@ -40607,7 +40620,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
 {
     if (fsdp == NULL)
         return;
-    dtrain__error kept = dtrain__thread_error; /* why it is destroyed, perhaps: what was under way has its own */
+    dtrain__error kept = dtrain__thread_error; /* maybe the reason for destroy; operations under way set others */
     dtrain__fsdp_quiesce(fsdp);
     dtrain__thread_error = kept;
     dtrain__fsdp_debug_destroy(fsdp);
@@ -40626,7 +40639,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
 
 /* ---- its state, for checkpoints ---- */
 
-/* Weights, or with which 0 or 1 the state, of an FSDP's slices. */
+/* Lists the weights of an FSDP's slices; with which = 0 or 1 their optimizer state. */
 static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__lister *lister)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -40641,7 +40654,7 @@ static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__l
         piece.count = slice->count;
         dtrain__state_copies(&piece, param, layout->copies, dtrain__fsdp_rank(fsdp) / layout->shards);
         if (layout->shards > 1 && piece.copies > layout->copies) {
-            /* Slices of a unit depend on the sizes of all its ranges, which differ between these copies. */
+            /* These copies have other sizes in other ranges of the unit, so their slices differ. */
             piece.copies = layout->copies;
             piece.copy = dtrain__fsdp_rank(fsdp) / layout->shards;
             piece.unsaved = param->part->copy > 0;
@@ -40675,7 +40688,7 @@ static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__
     return DTRAIN_OK;
 }
 
-/* Publishes new weights, which drops gradients, and sets counters. */
+/* Ends a load: publishes the weights, which drops gradients, and sets the counters. */
 static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
@@ -40709,13 +40722,13 @@ DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp)
 #endif
 
 /* ---- >>ddp ----
- * Data-parallel training for a program with an optimizer of its own: an object of >>fsdp with strategy DDP, whose sums
- * go back to the table. A rank's micro-batches are folded in full and communicated once, compressed where the desc says
- * so: see >>reducer. */
+ * Data-parallel training for a program with an optimizer of its own. It is an object of >>fsdp with strategy DDP, whose
+ * sums go back to the table. Each rank folds its micro-batches in full and communicates once a step; >>reducer sends
+ * compressed sums. */
 #ifndef DTRAIN__DDP
 #define DTRAIN__DDP
 
-/* A dtrain_ddp is one of these. */
+/* A dtrain_ddp is a dtrain_fsdp. */
 static dtrain_fsdp *dtrain__ddp_fsdp(const dtrain_ddp *ddp)
 {
     return (dtrain_fsdp *)(uintptr_t)ddp;
@@ -40740,7 +40753,7 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
     dtrain_status status = dtrain__ddp_enter(fsdp, "dtrain_ddp_reduce", unit);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->units[unit].fresh = 1; /* it always lies there in full */
+    fsdp->units[unit].fresh = 1; /* DDP's parameters are always there */
     int last = fsdp->ended + 1 >= fsdp->announced;
     status = dtrain__fsdp_reduce_now(fsdp, unit, "dtrain_ddp_reduce");
     if (status == DTRAIN_OK && last)
@@ -40778,7 +40791,7 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
     }
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
-    fsdp->announced = -1; /* whatever has become of it, the step is closed */
+    fsdp->announced = -1; /* the step is closed, also after an error */
     return dtrain__fsdp_leave(fsdp, status);
 }
 

@@ -1,14 +1,14 @@
 /* ---- >>ddp ----
- * Data-parallel training for a program with an optimizer of its own: an object of >>fsdp with strategy DDP, whose sums
- * go back to the table. A rank's micro-batches are folded in full and communicated once, compressed where the desc says
- * so: see >>reducer. */
+ * Data-parallel training for a program with an optimizer of its own. It is an object of >>fsdp with strategy DDP, whose
+ * sums go back to the table. Each rank folds its micro-batches in full and communicates once a step; >>reducer sends
+ * compressed sums. */
 #ifndef DTRAIN__DDP
 #define DTRAIN__DDP
 #include "ddp.h"
 #include "fsdp_create.c"
 #include "../tensor/pieces.c"
 
-/* A dtrain_ddp is one of these. */
+/* A dtrain_ddp is a dtrain_fsdp. */
 static dtrain_fsdp *dtrain__ddp_fsdp(const dtrain_ddp *ddp)
 {
     return (dtrain_fsdp *)(uintptr_t)ddp;
@@ -33,7 +33,7 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
     dtrain_status status = dtrain__ddp_enter(fsdp, "dtrain_ddp_reduce", unit);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->units[unit].fresh = 1; /* it always lies there in full */
+    fsdp->units[unit].fresh = 1; /* DDP's parameters are always there */
     int last = fsdp->ended + 1 >= fsdp->announced;
     status = dtrain__fsdp_reduce_now(fsdp, unit, "dtrain_ddp_reduce");
     if (status == DTRAIN_OK && last)
@@ -71,7 +71,7 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
     }
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
-    fsdp->announced = -1; /* whatever has become of it, the step is closed */
+    fsdp->announced = -1; /* the step is closed, also after an error */
     return dtrain__fsdp_leave(fsdp, status);
 }
 

@@ -1,5 +1,5 @@
 /* ---- >>fsdp-access ----
- * Parameters by name: addresses, full values in and out, all of them at once; and the trace file. */
+ * Parameters by name: addresses, full values in and out, and unsharding; and the trace file. */
 #ifndef DTRAIN__FSDP_ACCESS
 #define DTRAIN__FSDP_ACCESS
 #include "fsdp_step.c"
@@ -14,8 +14,8 @@ static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
     return i;
 }
 
-/* Where a parameter or its gradient lies in a unit; -1: all of it, which on a device has no address where its layers do
- * not lie side by side. */
+/* Returns the address of a parameter or its gradient in a unit; with unit -1 of all of it. On a device a stacked
+ * parameter has no such address if its layers do not lie side by side. */
 static float *dtrain__fsdp_address(const dtrain_fsdp *fsdp, const char *name, int unit, int grad)
 {
     size_t param = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
@@ -68,12 +68,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
         status = dtrain__fsdp_gather_stage(fsdp, unit);
     for (size_t i = layout->units[unit].first; status == DTRAIN_OK && i < layout->units[unit].end; i++)
         dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, fsdp->desc.gather_dtype, unit % 2);
-    fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
+    fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather rounds by blocks */
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-/* Keeps elements [at, at + count) of a parameter, whose values all ranks have: in this rank's slice, and rounded as a
- * gather would bring them in full parameters that stay. */
+/* Stores elements [at, at + count) of a parameter, whose values all ranks have. They go to this rank's slice, and to
+ * full parameters that stay, rounded as a gather would round them. */
 static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const float *values, size_t count)
 {
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
@@ -93,7 +93,7 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
     }
 }
 
-/* Forgets what was gathered before one of its parameters was set. */
+/* Drops gathered units that hold older values of a parameter. A held unit is dropped when it is released. */
 static dtrain_status dtrain__fsdp_forget(dtrain_fsdp *fsdp, size_t param)
 {
     dtrain_status status = DTRAIN_OK;
@@ -108,8 +108,8 @@ static dtrain_status dtrain__fsdp_forget(dtrain_fsdp *fsdp, size_t param)
     return status;
 }
 
-/* Gives a parameter's values, in memory of `device`, to those who keep them, by way of a stage of `most` elements:
- * those of rank `root`, or each rank's own (-1). */
+/* Stores a parameter's values, which are in memory of `device`, on the ranks that keep them. They are those of rank
+ * `root`, or with root -1 each rank's own. They go by way of a stage of `most` elements. */
 static dtrain_status dtrain__fsdp_distribute(dtrain_fsdp *fsdp, size_t param, const float *values,
                                              dtrain_device *device, float *stage, size_t most, int root)
 {
@@ -128,7 +128,7 @@ static dtrain_status dtrain__fsdp_distribute(dtrain_fsdp *fsdp, size_t param, co
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
 }
 
-/* Finds a parameter for a call that takes its name and a rank. */
+/* Begins a public call that takes a parameter's name and a rank: checks both, and finds the parameter. */
 static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, const char *name, int root, int lowest,
                                         size_t *param)
 {
@@ -172,7 +172,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-/* A range's full value on `root` of this rank's copy, or with root -1 on all. */
+/* Gives rank `root` a range's full value, or with root -1 all ranks. Only ranks of root's copy take part. */
 static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];

@@ -1,6 +1,5 @@
 /* ---- >>fsdp-create ----
- * Makes and frees an object: its groups, its memory, the first values. Here the two tables are that do what differs
- * between memory of the CPU and of a device; >>fsdp-core says what is in them. */
+ * Makes and frees an object: its groups, its memory, its first values, and its list of pieces for checkpoints. */
 #ifndef DTRAIN__FSDP_CREATE
 #define DTRAIN__FSDP_CREATE
 #include "fsdp_plan.c"
@@ -63,7 +62,7 @@ enum {
     DTRAIN__FSDP_GROUP_FIELDS = sizeof dtrain__fsdp_group_fields / sizeof dtrain__fsdp_group_fields[0]
 };
 
-/* What must be the same on every rank: the table, the desc, its compression, its groups. */
+/* Describes what must be the same on every rank: the table, the desc, its compression, its groups. */
 static int dtrain__fsdp_line(const void *pointer, size_t index, dtrain__alike_line *line)
 {
     const dtrain__params_given *given = (const dtrain__params_given *)pointer;
@@ -80,7 +79,7 @@ static int dtrain__fsdp_line(const void *pointer, size_t index, dtrain__alike_li
                                     &desc->groups[group]);
 }
 
-/* Compares tables and descs on all ranks; a rank whose own is bad takes part, so that the others learn it. */
+/* Compares tables and descs on all ranks. A rank with bad arguments takes part, so that the others learn it. */
 static dtrain_status dtrain__fsdp_compare(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count,
                                           dtrain_status mine)
 {
@@ -90,7 +89,7 @@ static dtrain_status dtrain__fsdp_compare(dtrain_fsdp *fsdp, const dtrain_param 
     return dtrain__alike_meet(fsdp->comm, &alike, mine);
 }
 
-/* Makes what sends compressed, where something does: between copies, or to nobody in a world of one. */
+/* Makes the reducer, if sums travel compressed: between copies, or to nobody in a world of one. */
 static dtrain_status dtrain__fsdp_make_sender(dtrain_fsdp *fsdp)
 {
     int alone = dtrain_comm_size(fsdp->comm) == 1;
@@ -102,7 +101,7 @@ static dtrain_status dtrain__fsdp_make_sender(dtrain_fsdp *fsdp)
                                   fsdp->desc.compress, fsdp->desc.bucket_bytes, &fsdp->memory);
 }
 
-/* Makes the groups; where a transport has none, and all ranks are one group, the caller's serves for all. */
+/* Makes the groups. If the transport has none, and all ranks are one group, the caller's serves for all. */
 static dtrain_status dtrain__fsdp_groups(dtrain_fsdp *fsdp)
 {
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards, copies = fsdp->layout.copies;
@@ -168,7 +167,7 @@ static void dtrain__fsdp_group_params(dtrain_fsdp *fsdp)
     }
 }
 
-/* Fills in what a cut's slice says, once the memory is there. */
+/* Fills in a cut's slice, after the memory is reserved. */
 static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
@@ -275,7 +274,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     return dtrain__fsdp_reserve(fsdp);
 }
 
-/* Gives every rank the first values of parameters that have memory of the caller's. */
+/* Gives every rank the first values of parameters in the caller's memory. */
 static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
 {
     dtrain__layout *layout = &fsdp->layout;
@@ -317,7 +316,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
         status = dtrain__fsdp_make_device_groups(fsdp);
     if (status != DTRAIN_OK)
         return status;
-    /* a debugger compares gradients with what they were */
+    /* with debug, gradients are compared with their earlier values */
     fsdp->in_place = fsdp->ddp && !fsdp->desc.debug && fsdp->desc.compress == NULL && fsdp->device.queue == NULL;
     status = dtrain__fsdp_allocate(fsdp);
     if (status == DTRAIN_OK)
@@ -347,11 +346,14 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     return dtrain__fsdp_break(fsdp, status, "giving every rank the first values", -1);
 }
 
-/* How an object is made: over the table as it is; with memory of its own for all that is F32; for a dtrain_ddp, which
- * takes a parameter without a gradient for a frozen one. */
+/* How an object is made:
+ *
+ *   CREATED   over the table as it is
+ *   ADOPTED   with the library's memory for all F32 parameters
+ *   OF_DDP    for a dtrain_ddp, where a parameter without a gradient is frozen */
 enum { DTRAIN__FSDP_CREATED, DTRAIN__FSDP_ADOPTED, DTRAIN__FSDP_OF_DDP };
 
-/* Copies a table as an object sees it that is made so; NULL: there is no memory. */
+/* Copies a table as the object that is made sees it; NULL: no memory. */
 static dtrain_param *dtrain__fsdp_see_table(dtrain_allocator *memory, const dtrain_param *table, size_t count, int how)
 {
     dtrain_param *seen = NULL;
@@ -368,7 +370,7 @@ static dtrain_param *dtrain__fsdp_see_table(dtrain_allocator *memory, const dtra
     return seen;
 }
 
-/* checked: what the caller, which makes it in `call`, found wrong, which the other ranks are to learn. */
+/* Makes an object in the public function `call`. checked: a failure that the caller has found, for the other ranks. */
 static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table, size_t count,
                                        const dtrain_fsdp_desc *desc, int how, const char *call, dtrain_status checked)
 {
@@ -378,7 +380,7 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     dtrain_allocator *given = dtrain_comm_allocator(comm), memory = {given->resize, given->user, 0, 0};
     dtrain_param *seen = NULL;
     dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made), none;
-    if (made == NULL) { /* the others hear of it where they compare */
+    if (made == NULL) { /* the others learn it when they compare */
         memset(&none, 0, sizeof none);
         none.comm = comm;
         none.call = call;
@@ -419,7 +421,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *com
 
 #define DTRAIN__FSDP_ADOPTS ((size_t)1 << 18) /* elements that are broadcast at once: 1 MiB */
 
-/* Takes the values of a table over, on all ranks or on none. given: of each parameter, whether it has any. */
+/* Takes the values of a table over, on all ranks or on none. given: for each parameter, 1 if it has values. */
 static dtrain_status dtrain__fsdp_adopt_values(dtrain_fsdp *fsdp, const dtrain_param *table, unsigned char *given,
                                                float *stage)
 {
@@ -476,7 +478,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm
     return DTRAIN_OK;
 }
 
-/* Gives what is under way until then to end; after that, where groups are the object's own, breaks them off. */
+/* Waits for an operation until until_ns. After that it breaks the groups, if they are the object's own. */
 static void dtrain__fsdp_cancel(dtrain_fsdp *fsdp, dtrain_work **work, int64_t until_ns)
 {
     dtrain_comm *groups[] = {fsdp->gathers, fsdp->reduces, fsdp->copies, fsdp->world};
@@ -529,7 +531,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
 {
     if (fsdp == NULL)
         return;
-    dtrain__error kept = dtrain__thread_error; /* why it is destroyed, perhaps: what was under way has its own */
+    dtrain__error kept = dtrain__thread_error; /* maybe the reason for destroy; operations under way set others */
     dtrain__fsdp_quiesce(fsdp);
     dtrain__thread_error = kept;
     dtrain__fsdp_debug_destroy(fsdp);
@@ -548,7 +550,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
 
 /* ---- its state, for checkpoints ---- */
 
-/* Weights, or with which 0 or 1 the state, of an FSDP's slices. */
+/* Lists the weights of an FSDP's slices; with which = 0 or 1 their optimizer state. */
 static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__lister *lister)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -563,7 +565,7 @@ static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__l
         piece.count = slice->count;
         dtrain__state_copies(&piece, param, layout->copies, dtrain__fsdp_rank(fsdp) / layout->shards);
         if (layout->shards > 1 && piece.copies > layout->copies) {
-            /* Slices of a unit depend on the sizes of all its ranges, which differ between these copies. */
+            /* These copies have other sizes in other ranges of the unit, so their slices differ. */
             piece.copies = layout->copies;
             piece.copy = dtrain__fsdp_rank(fsdp) / layout->shards;
             piece.unsaved = param->part->copy > 0;
@@ -597,7 +599,7 @@ static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__
     return DTRAIN_OK;
 }
 
-/* Publishes new weights, which drops gradients, and sets counters. */
+/* Ends a load: publishes the weights, which drops gradients, and sets the counters. */
 static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;

@@ -1,10 +1,12 @@
 /* ---- >>fsdp-debug ----
- * What an object does besides when its caller is being debugged (DTRAIN_DEBUG=1, or desc.debug). FSDP guards memory: a
- * unit's parameters are open from its gather to its release, its gradients until they have been taken over, and again
- * from its next gather on. Where the library itself has to get at them it opens them for as long. Units are not
- * gathered ahead, as one that is on its way cannot be closed. DDP has no gathers: it compares.
+ * Checks of the caller's order of calls, with DTRAIN_DEBUG=1 or desc.debug.
  *
- * Nothing is guarded on a device, nor parameters that are kept in full: there they can be read at any time. */
+ * FSDP guards memory. A unit's parameters are open from its gather to its release. Its gradients are open until they
+ * are taken over, and again from its next gather. The library opens them while it uses them itself. Units are not
+ * gathered ahead, because a unit under way cannot be closed. Parameters that are kept in full may be read at any time,
+ * and stay open. Nothing is guarded on a device.
+ *
+ * DDP has no gathers. It compares gradients with a hash from their last reduce. */
 #ifndef DTRAIN__FSDP_DEBUG
 #define DTRAIN__FSDP_DEBUG
 #include "fsdp.c"
@@ -59,7 +61,7 @@ static void dtrain__fsdp_debug_range(const dtrain_fsdp *fsdp, size_t index, int 
     range->end = range->cover = range->begin + cut->count * sizeof(float);
     if (!(fsdp->reserved[cut->param] & (1 << grad)) || cut->element + cut->count < dtrain_param_elements(param))
         return;
-    /* what lies between two reserved parameters, and behind the last, is nobody's */
+    /* addresses between two reserved parameters, and behind the last, are unused */
     const dtrain__pages *pages = &fsdp->pages[grad];
     size_t next = cut->param + 1 < layout->table_count ? layout->offsets[cut->param + 1] : pages->bytes;
     range->cover = (uintptr_t)pages->base + next;
@@ -89,7 +91,7 @@ static int dtrain__fsdp_debug_start(dtrain_fsdp *fsdp)
     return 1;
 }
 
-/* Memory that an object has may be guarded for another, which a program destroys after it has made this one. */
+/* Opens memory that this object gets and that is guarded for an older one, which the program will destroy later. */
 static void dtrain__fsdp_debug_share(const dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count && fsdp->device.queue == NULL; i++) {
@@ -112,7 +114,7 @@ static void dtrain__fsdp_debug_destroy(dtrain_fsdp *fsdp)
     fsdp->left = NULL;
 }
 
-/* Makes what an object needs for it. Without it training goes on as well. */
+/* Makes what an object needs for these checks. Without memory for them, training continues unchecked. */
 static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp)
 {
     dtrain_allocator memory = {fsdp->memory.resize, fsdp->memory.user, 0, 0};
@@ -138,7 +140,7 @@ static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp)
 
 /* ---- DDP: gradients that are compared ---- */
 
-/* A hash of a range's gradients, never 0. */
+/* Returns a hash of a range's gradients, never 0. */
 static uint64_t dtrain__fsdp_debug_hash(const dtrain__layout_cut *cut)
 {
     const unsigned char *at = (const unsigned char *)cut->grads;
@@ -146,12 +148,12 @@ static uint64_t dtrain__fsdp_debug_hash(const dtrain__layout_cut *cut)
     for (size_t i = 0; i < cut->count; i++) {
         uint32_t word;
         memcpy(&word, at + i * sizeof word, sizeof word);
-        hash = (hash ^ word) * 0x100000001b3u; /* by an odd number: one word that differs gives another hash */
+        hash = (hash ^ word) * 0x100000001b3u; /* an odd factor: if one word differs, the hash does */
     }
     return hash != 0 ? hash : 1;
 }
 
-/* Fails the step where a unit's gradients are not as their reduce has left them. */
+/* Fails the step if a unit's gradients have changed since their last reduce. */
 static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
 {
     char why[160];
@@ -165,7 +167,7 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
     }
 }
 
-/* Notes how a unit's last reduce of a step has left its gradients. */
+/* Notes a unit's gradients after its last reduce of a step. */
 static void dtrain__fsdp_debug_note(const dtrain_fsdp *fsdp, int number)
 {
     for (size_t i = fsdp->layout.units[number].first; fsdp->left != NULL && i < fsdp->layout.units[number].end; i++)
@@ -173,7 +175,7 @@ static void dtrain__fsdp_debug_note(const dtrain_fsdp *fsdp, int number)
             fsdp->left[i] = dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]);
 }
 
-/* Compares all units where a step ends. */
+/* Compares all units at the end of a step. */
 static void dtrain__fsdp_debug_compare_all(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)

@@ -1,18 +1,18 @@
 /* ---- >>fsdp-device ----
- * An object over memory of a device. The caller's queue does all arithmetic, in the order of the calls; units are
- * gathered, scattered and added over copies by groups of devices, each on a queue of its own, which events order with
- * the caller's. Nothing here waits for a device, but where the CPU is told a number.
+ * An object over memory of a device. The caller's queue does all arithmetic, in the order of the calls. Device groups
+ * gather units, scatter them, and add them over copies. Each group has a queue of its own, which events order with the
+ * caller's. Nothing here waits for a device, except where the CPU is told a number.
  *
- * A unit is one piece on a device: its ranges lie one after another, in table order, so that each rank's slice is one
- * piece, too, and one operation gathers or scatters all of it. Ranges that lie in the caller's memory are copied to a
- * stage that is so, and back. Units of even numbers share one place, those of odd numbers another. */
+ * A unit is one piece on a device: its ranges lie one after another, in table order. So each rank's slice is one piece
+ * too, and one operation gathers or scatters all of it. Ranges in the caller's memory are copied to a stage that is one
+ * piece, and back. Even units share one place, odd units another. */
 #ifndef DTRAIN__FSDP_DEVICE
 #define DTRAIN__FSDP_DEVICE
 #include "fsdp.c"
 
 /* ---- memory and arithmetic, wherever the parameters are ---- */
 
-/* Returns zeros, which count as the object's memory; NULL where there is none. */
+/* Allocates zeros, and counts them as the object's memory; NULL: no memory. */
 static void *dtrain__fsdp_alloc(dtrain_fsdp *fsdp, size_t bytes)
 {
     dtrain_device *queue = fsdp->device.queue;
@@ -76,7 +76,7 @@ static void dtrain__fsdp_divide_by(dtrain_fsdp *fsdp, float *x, double divisor, 
         dtrain__fsdp_queued(fsdp, queue->ops->reduce(queue, DTRAIN_F32, DTRAIN_MEAN, divisor, in, 1, out, 1, 0, count));
 }
 
-/* Rounds count numbers to a dtype of 16 bits: on a device by way of a stage in which nothing may be under way. */
+/* Rounds count numbers to a dtype of 16 bits. On a device it overwrites a stage, which must not be in use. */
 static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage)
 {
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
@@ -90,7 +90,7 @@ static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *x, size_t count, dtrain
     }
 }
 
-/* What is added between copies of a unit's sum: the sum, or where it waits as numbers of 16 bits. */
+/* Returns what travels between copies of a unit's sum: the sum, or its numbers of 16 bits. */
 static void *dtrain__fsdp_part(const dtrain_fsdp *fsdp, int number, float *sum)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -100,7 +100,7 @@ static void *dtrain__fsdp_part(const dtrain_fsdp *fsdp, int number, float *sum)
                                       : (void *)dtrain__fsdp_half(sum, unit->grad_count);
 }
 
-/* Narrows a unit's sum to that, or widens it again. */
+/* Narrows a unit's sum to these numbers of 16 bits, or widens it again. */
 static void dtrain__fsdp_convert_sum(dtrain_fsdp *fsdp, int number, float *sum, int widens)
 {
     size_t count = fsdp->layout.units[number].grad_count;
@@ -122,10 +122,10 @@ static size_t dtrain__fsdp_place_half_bytes(const dtrain__layout *layout, const 
     return narrow ? layout->grads * sizeof(uint16_t) : 0;
 }
 
-/* Two sums, and the norm between them. */
+/* Two exact sums, and the norm between them. */
 #define DTRAIN__FSDP_PLACE_SUM_BYTES (2 * DTRAIN__NORM_LIMBS * sizeof(int64_t) + sizeof(double))
 
-/* What hears of a part of the weights; a device that has no such memory or event has no check. */
+/* Makes what >>fsdp-drift needs. A device without pinned memory or events has no check. */
 static dtrain_status dtrain__fsdp_make_drift(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
@@ -166,7 +166,7 @@ static dtrain_status dtrain__fsdp_device_reserve(dtrain_fsdp *fsdp)
     return dtrain__fsdp_make_drift(fsdp);
 }
 
-/* Groups of devices over the groups of the object, each with ranks, a queue and a thread of its own. */
+/* Makes a device group over each group of the object, with a comm, a queue and a thread of its own. */
 static dtrain_status dtrain__fsdp_make_device_groups(dtrain_fsdp *fsdp)
 {
     dtrain_comm *comms[DTRAIN__FSDP_WAYS];
@@ -200,7 +200,7 @@ static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
 
 /* ---- operations ---- */
 
-/* Has the caller's queue wait for an operation, and counts as dtrain__fsdp_wait does. */
+/* Makes the caller's queue wait for an operation, and counts as dtrain__fsdp_wait does. */
 static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lowest, int unit)
 {
     dtrain_device_work **work = &fsdp->device.works[way][lowest], *waited = *work;
@@ -217,7 +217,8 @@ static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lo
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, gathers ? "gathering" : "reducing", unit);
 }
 
-/* Gives every rank rank 0's values; on a device first those that have its part of other copies, then each copy's. */
+/* Gives every rank the values of rank 0. On a device they go to the same shard of each copy first, then within each
+ * copy. */
 static dtrain_status dtrain__fsdp_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
 {
     dtrain_status status = DTRAIN_OK;
@@ -232,8 +233,8 @@ static dtrain_status dtrain__fsdp_broadcast(dtrain_fsdp *fsdp, void *data, size_
 
 /* ---- the norm ---- */
 
-/* Queues the sum of squares of all gradients of a copy, each element once, but for parameters that another rank of the
- * model counts; limbs: where the parameters are. */
+/* Queues the sum of squares of all gradients of a copy. Each element counts once; parameters that another rank of the
+ * model counts are left out. limbs: memory where the parameters are. */
 static dtrain_status dtrain__fsdp_queue_squares(dtrain_fsdp *fsdp, int64_t *limbs)
 {
     dtrain_device *queue = fsdp->device.queue;
@@ -252,7 +253,7 @@ static dtrain_status dtrain__fsdp_queue_squares(dtrain_fsdp *fsdp, int64_t *limb
                          : dtrain_all_reduce(fsdp->reduces, limbs, limbs, DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM);
 }
 
-/* The same into fsdp->sum, unless it is there: the CPU waits for a device's. */
+/* Puts that sum into fsdp->sum, if it is not there. The CPU waits for a device. */
 static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 {
     int64_t *limbs = fsdp->device.queue != NULL ? fsdp->device.limbs : fsdp->sum.limbs;

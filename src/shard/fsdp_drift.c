@@ -1,20 +1,20 @@
 /* ---- >>fsdp-drift ----
- * Replicas that drift apart. With what ranks tell each other at the end of every step goes a hash of a part of their
- * weights, the same part everywhere, another one each step: see check_every. Where two hashes differ, all ranks have
- * heard so, and look together for the first parameter.
+ * Replicas that drift apart. The note that ranks send at the end of every step holds a hash of a part of their weights.
+ * The part is the same on all ranks and another one each step: see check_every. If two hashes differ, all ranks know
+ * it, and together look for the first parameter that differs.
  *
- * On a device the sum of the part's squares, which is exact, stands for the hash. The CPU does not wait for it: it goes
- * with the first step at whose end every rank has heard its own, and the next part is taken then. */
+ * On a device the exact sum of the part's squares stands for the hash. The CPU does not wait for it. Ranks compare it
+ * at the end of the first step when every rank has its own sum. Then the next part begins. */
 #ifndef DTRAIN__FSDP_DRIFT
 #define DTRAIN__FSDP_DRIFT
 #include "fsdp_reduce.c"
 #include "../base/xxh64.c"
 #include "../comm/alike.c"
 
-#define DTRAIN__FSDP_DRIFT_LEAST 1024 /* elements a step, where there are so many */
+#define DTRAIN__FSDP_DRIFT_LEAST 1024 /* elements a step, at least, if there are as many */
 #define DTRAIN__FSDP_DRIFT_ROUND 1000
 
-/* 0 is no hash. */
+/* Returns a hash that is never 0, which means none. */
 static uint64_t dtrain__fsdp_drift_finish(const dtrain__xxh64 *hash)
 {
     uint64_t end = dtrain__xxh64_end(hash);
@@ -33,13 +33,13 @@ static dtrain_status dtrain__fsdp_drift_add(dtrain_fsdp *fsdp, dtrain__xxh64 *ha
     return status;
 }
 
-/* Walks this step's part of the weights that are trained, of which this rank has as many as of gradients. */
+/* Walks this step's part of this rank's trained weights, which are as many as its gradients. */
 static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *hash)
 {
     size_t all = fsdp->layout.grads, most = (all + DTRAIN__FSDP_DRIFT_LEAST - 1) / DTRAIN__FSDP_DRIFT_LEAST, begin;
     size_t parts = fsdp->desc.check_every > 0 ? (size_t)fsdp->desc.check_every : DTRAIN__FSDP_DRIFT_ROUND;
     dtrain_status status = DTRAIN_OK;
-    if (all == 0) /* other ranks of this copy have all that is trained */
+    if (all == 0) /* other ranks of this copy have all trained weights */
         return DTRAIN_OK;
     parts = parts < most ? parts : most;
     size_t part = dtrain__split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
@@ -57,8 +57,7 @@ static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *h
 
 /* ---- on a device ---- */
 
-/* Begins to take the next part; the CPU takes it when it is asked. A table of functions that cannot sum squares has no
- * check. */
+/* Queues the sum of the next part; the CPU reads it later. A device that cannot sum squares has no check. */
 static void dtrain__fsdp_drift_queue(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
@@ -77,7 +76,7 @@ static void dtrain__fsdp_drift_queue(dtrain_fsdp *fsdp)
     d->drift_queued = status == DTRAIN_OK ? 1 : -1;
 }
 
-/* The hash of this step's part; on a device of that which was queued, 0 while it is not here. */
+/* Returns the hash of this step's part. On a device it is that of the queued part, or 0 while the sum is under way. */
 static uint64_t dtrain__fsdp_drift_hash(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
@@ -102,7 +101,7 @@ static uint64_t dtrain__fsdp_drift_hash(dtrain_fsdp *fsdp)
 
 /* ---- the check ---- */
 
-/* The hash of what this rank has of a parameter; 0 beyond the last. */
+/* Returns the hash of this rank's part of a parameter; 0 beyond the last parameter. */
 static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)(uintptr_t)given;
@@ -118,8 +117,8 @@ static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)
     return dtrain__fsdp_drift_finish(&hash);
 }
 
-/* Says which ranks have other weights than most that hold the same part; of two halves those without the first rank.
- * Returns the first rank that has what most have. */
+/* Finds the ranks whose weights differ from most ranks with the same part. Of two halves, the one without the lowest
+ * rank differs. Returns a rank that has what most have. */
 static int dtrain__fsdp_drift_outliers(dtrain_fsdp *fsdp, dtrain__alike_ranks *others)
 {
     dtrain__fsdp_note *notes = fsdp->notes;
@@ -132,7 +131,7 @@ static int dtrain__fsdp_drift_outliers(dtrain_fsdp *fsdp, dtrain__alike_ranks *o
                 count += notes[other].weights == notes[rank].weights;
             if (count > best) {
                 best = count;
-                notes[slot].rounds = notes[rank].weights; /* those of the step have been heard */
+                notes[slot].rounds = notes[rank].weights; /* reused: the step has no further need of rounds */
             }
         }
     }
@@ -149,7 +148,7 @@ static int dtrain__fsdp_drift_outliers(dtrain_fsdp *fsdp, dtrain__alike_ranks *o
     return like;
 }
 
-/* Finds the first parameter that differs, with all ranks. None does any more: all is well. */
+/* Finds the first parameter that differs, together with all ranks. If none does by then, the step is good. */
 static dtrain_status dtrain__fsdp_drift_find(dtrain_fsdp *fsdp)
 {
     dtrain__alike_ranks others;
@@ -174,7 +173,7 @@ static dtrain_status dtrain__fsdp_drift_find(dtrain_fsdp *fsdp)
                         like);
 }
 
-/* Compares what ranks have said; the same verdict on every rank. */
+/* Compares the hashes of all ranks. The result is the same on every rank. */
 static dtrain_status dtrain__fsdp_drift_verdict(dtrain_fsdp *fsdp)
 {
     int differ = 0, shards = fsdp->layout.shards;

@@ -1,11 +1,11 @@
 /* ---- >>fsdp-pass ----
- * Passes of a caller that names only the unit it comes to: what it leaves is released on the way forward, reduced on
- * the way backward. And the ends of micro-batches that are left out, joined or failed. */
+ * Passes of a caller that names only the unit it comes to: forward_to releases the unit that it leaves, backward_to
+ * reduces it. Also the calls that end or join a micro-batch, and those of modules and pipelines. */
 #ifndef DTRAIN__FSDP_PASS
 #define DTRAIN__FSDP_PASS
 #include "fsdp_reduce.c"
 
-/* Leaves the unit that the pass is at, if it is at one that the caller has not left by itself. */
+/* Leaves the unit that the pass is at, if the caller has not left it already. */
 static dtrain_status dtrain__fsdp_arrive(dtrain_fsdp *fsdp, const char *call)
 {
     int unit = fsdp->at;
@@ -20,10 +20,10 @@ static dtrain_status dtrain__fsdp_go_to(dtrain_fsdp *fsdp, int unit, int backwar
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
     if (status != DTRAIN_OK)
         return status;
-    int turns = backward && !fsdp->at_backward && fsdp->at == unit; /* at the top, whose parameters stay */
+    int turns = backward && !fsdp->at_backward && fsdp->at == unit; /* at the top: its parameters stay */
     if (!turns)
         status = dtrain__fsdp_arrive(fsdp, call);
-    if (status == DTRAIN_OK) /* which way is said: going to a unit twice is no turn */
+    if (status == DTRAIN_OK) /* with the direction given, going to a unit twice is no turn */
         status = dtrain__fsdp_gather_now(fsdp, unit, backward ? -1 : 1);
     if (status == DTRAIN_OK) {
         fsdp->at = unit;
@@ -64,7 +64,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
     return dtrain__fsdp_next(fsdp, "dtrain_fsdp_next");
 }
 
-/* Where gradients are kept until the step, one reduction stands for all micro-batches: adds: this one counts. */
+/* Joins a micro-batch. adds: 1 also takes part in its reductions; with keep_full_grads these come once a step. */
 static dtrain_status dtrain__fsdp_join_now(dtrain_fsdp *fsdp, int adds)
 {
     dtrain_status status = DTRAIN_OK;
@@ -110,8 +110,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
 
 /* ---- for modules and pipelines, which order the passes ---- */
 
-/* Makes the unit of a tied parameter readable, beside those that rotate: it was gathered by an earlier layer, so that
- * nothing is on its way here in most passes, and the direction of the pass is not disturbed. */
+/* Makes the unit of a tied parameter readable, without a change to the direction of the pass. An earlier layer has
+ * gathered it in most passes, so nothing is sent. adds: 1 also opens its gradients. */
 static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
 {
     dtrain_status status = dtrain__fsdp_advance(fsdp, unit);
@@ -120,7 +120,7 @@ static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
     return status == DTRAIN_OK ? dtrain__fsdp_gather_whole(fsdp, unit) : status;
 }
 
-/* Leaves a unit in backward whose gradients come later: it is not one that was left out. */
+/* Leaves a unit in backward whose gradients come later. It does not count as left out. */
 static dtrain_status dtrain__fsdp_put_off(dtrain_fsdp *fsdp, int unit)
 {
     fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
@@ -128,13 +128,13 @@ static dtrain_status dtrain__fsdp_put_off(dtrain_fsdp *fsdp, int unit)
     return dtrain_fsdp_release(fsdp, unit);
 }
 
-/* Reports what broke the object, if anything did; NULL is whole. */
+/* Reports the failure that broke the object, if any; NULL is not broken. */
 static dtrain_status dtrain__fsdp_broken(const dtrain_fsdp *fsdp)
 {
     return fsdp != NULL && fsdp->broken.status != DTRAIN_OK ? dtrain__report(&fsdp->broken) : DTRAIN_OK;
 }
 
-/* Breaks the object, if it is whole, for what has broken its pipeline. */
+/* Breaks the object with the failure of its pipeline, unless it is broken already. */
 static void dtrain__fsdp_break_with(dtrain_fsdp *fsdp, const char *call, const dtrain__error *cause)
 {
     if (fsdp == NULL || fsdp->broken.status != DTRAIN_OK)

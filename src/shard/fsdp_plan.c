@@ -1,13 +1,15 @@
 /* ---- >>fsdp-plan ----
- * What an object will need, from its layout alone, before anything of it is allocated. */
+ * What an object will need, computed from its layout before anything is allocated. */
 #ifndef DTRAIN__FSDP_PLAN
 #define DTRAIN__FSDP_PLAN
 #include "fsdp_device.c"
 #include "fsdp_quantise.c"
 #include "reducer.c"
 
-/* Bytes of the pages that the reserved ranges of some units cover: units from `first` to `end`, tied ones only where
- * `tied`; staying: those parts of them alone that are never dropped. */
+/* Returns the bytes of the pages that the reserved ranges of units `first` to `end` cover.
+ *
+ *   tied      1: only tied units
+ *   staying   1: only the parts that are never dropped */
 static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads,
                                       int staying, dtrain__params_span *spans)
 {
@@ -32,7 +34,7 @@ static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, i
     return pages * page;
 }
 
-/* Of them what is not always there. */
+/* Returns the bytes of those pages that come and go. */
 static size_t dtrain__fsdp_plan_transient(const dtrain__layout *layout, int first, int end, int tied, int grads,
                                           dtrain__params_span *spans)
 {
@@ -40,9 +42,8 @@ static size_t dtrain__fsdp_plan_transient(const dtrain__layout *layout, int firs
            dtrain__fsdp_plan_units(layout, first, end, tied, grads, 1, spans);
 }
 
-/* The most bytes in pages at once: those that are always there, and of others those of all units, or of those that are
- * tied and the two largest others. Any two may meet, as the last and the first where a pass ends and the next begins.
- */
+/* Returns the most bytes in pages at once: those that stay, those of tied units, and those of the two largest other
+ * units; `all`: of all units. Any two units may meet, as the last and the first do between two passes. */
 static size_t dtrain__fsdp_plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__params_span *spans)
 {
     int units = layout->unit_count;
@@ -63,7 +64,7 @@ static size_t dtrain__fsdp_plan_state_floats(const dtrain_optimizer_desc *optimi
     return optimizer->kind == DTRAIN_ADAMW ? 2 : optimizer->kind == DTRAIN_SGD && optimizer->momentum != 0.0f;
 }
 
-/* Bytes of stages; on the CPU sums of gradients that travel in 16 bits have one of their own. */
+/* Returns the bytes of stages. On the CPU, sums of gradients that travel in 16 bits have one more. */
 static size_t dtrain__fsdp_plan_stages(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
     size_t stages = DTRAIN__FSDP_STAGES;
@@ -72,7 +73,7 @@ static size_t dtrain__fsdp_plan_stages(const dtrain__layout *layout, const dtrai
     return stages * layout->stage * sizeof(float);
 }
 
-/* Takes the tables of an object from a block of zeros, and returns how long it is; NULL: it says only that. */
+/* Takes the tables of an object from a block of zeros, and returns the block's bytes. NULL: it only counts them. */
 static size_t dtrain__fsdp_plan_tables(dtrain_fsdp *fsdp, const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
                                        int ranks, unsigned char *block)
 {
@@ -110,7 +111,7 @@ static size_t dtrain__fsdp_plan_bookkeeping(const dtrain__layout *layout, const 
            (layout->device == NULL ? dtrain__fsdp_plan_stages(layout, desc) : 0);
 }
 
-/* Bytes of what compression keeps from step to step, at most. */
+/* Returns the most bytes that compression keeps from step to step. */
 static size_t dtrain__fsdp_plan_compression(const dtrain__layout *layout, const dtrain_compress_desc *desc)
 {
     size_t floats = 0;
@@ -122,7 +123,7 @@ static size_t dtrain__fsdp_plan_compression(const dtrain__layout *layout, const 
     return floats * layout->grads * sizeof(float);
 }
 
-/* What all buckets send between copies. */
+/* Returns the bytes that all buckets send between copies. */
 static uint64_t dtrain__fsdp_plan_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
 {
     const dtrain__layout_unit *units = layout->units;
@@ -143,8 +144,9 @@ static uint64_t dtrain__fsdp_plan_copies(const dtrain__layout *layout, const dtr
     return bytes;
 }
 
-/* What other ranks are sent in a step, as the counters of a run then show it, or for selections, whose lengths nobody
- * knows before, at most. Each unit is gathered in both passes, but for the two that are still there. */
+/* Computes what a rank sends in a step, as the counters of a run show it. For top-k this is the most, because nobody
+ * knows the lengths of selections before. Each unit is gathered in both passes, except the last two, which are still
+ * there. */
 static void dtrain__fsdp_plan_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int rank,
                                       dtrain_fsdp_plan_result *plan)
 {

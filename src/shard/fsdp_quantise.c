@@ -1,8 +1,8 @@
 /* ---- >>fsdp-quantise ----
- * Parameters and gradients of sharded units as int8 with a scale a block: a rank packs its part of a range for all that
- * gather it, and every other rank's part of its gradients for their owners, who add them as float32 in the tree order.
- * Small ranges, which travel together, stay as they are. Packed ranges wait in stages, beside the full memory: of two
- * units that are gathered at once, of one that is reduced.
+ * Parameters and gradients of sharded units as int8, with a scale for each block. A rank packs its part of a range for
+ * all ranks that gather it. It packs each part of its gradients for the part's owner, who adds them as float32 in tree
+ * order. Small ranges, which travel together, are not quantised. Packed ranges wait in stages beside the full memory:
+ * for two units that are gathered, and for one that is reduced.
  *
  *   source   Wang and others, ZeRO++, arXiv:2306.10209, 2023, but for its quantised reduction in two steps */
 #ifndef DTRAIN__FSDP_QUANTISE
@@ -10,13 +10,13 @@
 #include "fsdp.c"
 #include "../compress/quantise.c"
 
-/* Elements of a part that are unpacked at once: whole blocks. */
+/* Returns the elements that are unpacked at once: whole blocks. */
 static size_t dtrain__fsdp_code_tile(size_t block)
 {
     return block < DTRAIN__FSDP_CHUNK ? DTRAIN__FSDP_CHUNK / block * block : block;
 }
 
-/* Bytes of what packing needs besides stages: a tile of every rank's, and of its code. */
+/* Returns the bytes that packing needs besides stages: a tile of every rank's numbers, and of packed ones. */
 static size_t dtrain__fsdp_code_scratch(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
     size_t tile = desc->quantise_reduce > 0 ? dtrain__fsdp_code_tile(desc->quantise_reduce) : 0;
@@ -30,14 +30,19 @@ static size_t dtrain__fsdp_code_memory(const dtrain__layout *layout, const dtrai
                (size_t)layout->shards * sizeof(size_t);
 }
 
-/* Every rank's bytes of a range, of its parameters or its gradients; begin of the table of five. */
+/* Returns a range's five tables of bytes, with an entry for each rank: see dtrain__fsdp_code_create. */
 static size_t *dtrain__fsdp_code_counts(const dtrain_fsdp *fsdp, size_t index)
 {
     return fsdp->code_counts + 5 * index * (size_t)fsdp->layout.shards;
 }
 
-/* Parts what it has of memory, and fills in what each rank sends of each range: bytes of parameters; of gradients,
- * where they begin, what comes in return and where. */
+/* Divides up the memory, and fills in five tables for each range:
+ *
+ *   0   bytes that a rank sends of its parameters
+ *   1   bytes of gradients that go to a rank
+ *   2   where these begin
+ *   3   bytes of gradients that come from a rank
+ *   4   where these begin */
 static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -63,7 +68,7 @@ static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
     return DTRAIN_OK;
 }
 
-/* Starts to gather a range: this rank's part, packed, for every rank. */
+/* Starts to gather a range: packs this rank's part for every rank. */
 static dtrain_status dtrain__fsdp_code_gather(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
@@ -78,7 +83,7 @@ static dtrain_status dtrain__fsdp_code_gather(dtrain_fsdp *fsdp, size_t index)
     return dtrain__all_gather_v(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->gathering[index]);
 }
 
-/* Unpacks all ranks' parts of a range, this one's included: all have the same bits. */
+/* Unpacks the parts of all ranks, this one's included, so that all ranks have the same bits. */
 static void dtrain__fsdp_code_gathered(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
@@ -103,7 +108,7 @@ static unsigned char *dtrain__fsdp_code_in(const dtrain_fsdp *fsdp, const dtrain
     return fsdp->code_stages + 2 * fsdp->layout.code_stage + fsdp->layout.code_out + cut->code_in;
 }
 
-/* Starts to reduce a range: each rank's part of its gradients, packed, to that rank. */
+/* Starts to reduce a range: packs each rank's part of the gradients for that rank. */
 static dtrain_status dtrain__fsdp_code_reduce(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];

@@ -1,45 +1,44 @@
 /* ---- >>guard ----
- * Memory that may not be used now, for a program that is being debugged. Ranges are what one parameter, or its
- * gradient, has in one unit; they open and close. Pages on which nothing is open are closed: those of parameters to all
- * use, those of gradients to writing. Pages that hold anything but ranges are left alone.
+ * Memory that a program may not use at the moment, for debugging. A range is what one parameter, or its gradient, has
+ * in one unit. Ranges open and close. Pages without an open range are closed: pages of parameters to all use, pages of
+ * gradients to writing. Pages that also hold other data stay open.
  *
- * A handler of SIGSEGV and SIGBUS says in one line what was used that was closed. Then it does what the program has
- * asked for: it calls the handler that was there before, or lets the fault happen again and end the process. It takes
- * no lock and calls nothing but write(). Objects are in a list that it may read at any time: who takes one out waits
- * until no handler reads. The first object installs the handler. After the last it goes, unless the program has
- * replaced it. */
+ * A handler of SIGSEGV and SIGBUS prints one line that names the closed range. Then it calls the handler that was there
+ * before, or lets the fault happen again and end the process. It takes no lock and calls only write(). It may read the
+ * list of objects at any time, so removing an object waits until no handler reads. The first object installs the
+ * handler. The last one removes it, unless the program has replaced it. */
 #ifndef DTRAIN__GUARD
 #define DTRAIN__GUARD
 #include "../base/memory.c"
 
 typedef struct dtrain__guard_range {
     uintptr_t begin, end;
-    uintptr_t cover; /* up to there is nothing of anybody else's */
+    uintptr_t cover; /* up to there, pages hold nothing else */
     const char *name;
     int unit, grad, open;
-    size_t region; /* SIZE_MAX: none, it has no page to itself */
+    size_t region; /* SIZE_MAX: none, because it has no page to itself */
 } dtrain__guard_range;
 
-/* Whole pages of ranges of one kind that lie side by side. */
+/* The whole pages of adjacent ranges of one kind. */
 typedef struct dtrain__guard_region {
     uintptr_t begin, end;
-    int grad, shared; /* shared: another object has it, too: it stays open */
-    uint16_t *open;   /* of a page: ranges on it that are open */
+    int grad, shared; /* shared: another object has it too, so it stays open */
+    uint16_t *open;   /* a page's: open ranges on it */
 } dtrain__guard_region;
 
 typedef struct dtrain__guard {
     struct dtrain__guard *next;
     dtrain_allocator memory;
-    dtrain__guard_range *ranges; /* these two lie behind it */
+    dtrain__guard_range *ranges; /* these two lie behind this struct */
     dtrain__guard_region *regions;
     size_t range_count, region_count, page, pages;
     uint16_t *open;
-    int rank, off; /* off: the system does not close pages */
+    int rank, off; /* off: all pages are open for good */
 } dtrain__guard;
 
 static dtrain__guard *dtrain__guard_first;
 static uint32_t dtrain__guard_readers; /* handlers that read the list */
-static uint32_t dtrain__guard_owner;   /* the process that changes the list; 0: none. A forked child may inherit it */
+static uint32_t dtrain__guard_owner;   /* the process that is changing the list; 0: none. A child may inherit it */
 static const int dtrain__guard_signals[2] = {SIGSEGV, SIGBUS};
 static struct sigaction dtrain__guard_before[2];
 static int dtrain__guard_installed[2];
@@ -68,7 +67,7 @@ static void dtrain__guard_put_number(dtrain__guard_line *line, int number)
     dtrain__guard_put(line, digits + at);
 }
 
-/* The closed range that an address is in; NULL: it is in none. */
+/* Returns the closed range that an address is in; NULL: none. */
 static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard, uintptr_t address)
 {
     for (size_t i = 0; i < guard->range_count; i++) {
@@ -83,7 +82,7 @@ static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard,
     return NULL;
 }
 
-/* Puts what was done together: writes: 1: it was a write, 0: a read, -1: one of them. */
+/* Puts the line together. writes: 1: the access was a write, 0: a read, -1: unknown. */
 static void dtrain__guard_describe(dtrain__guard_line *line, const dtrain__guard *guard,
                                    const dtrain__guard_range *range, int writes)
 {
@@ -126,12 +125,12 @@ static void dtrain__guard_report(uintptr_t address, int writes)
     }
 }
 
-/* Does with a signal what would be done with it without this handler. */
+/* Treats a signal as it would be treated without this handler. */
 static void dtrain__guard_pass_on(int number, siginfo_t *info, void *context)
 {
     const struct sigaction *before = &dtrain__guard_before[number == dtrain__guard_signals[1]];
     struct sigaction normal;
-    int sent = info->si_code <= 0; /* by kill(), not by a fault, which happens again */
+    int sent = info->si_code <= 0; /* by kill(). A fault would happen again */
     int none = !(before->sa_flags & SA_SIGINFO) && (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN);
     if (none && sent && before->sa_handler == SIG_IGN)
         return;
@@ -163,7 +162,7 @@ static void dtrain__guard_lock(void)
 {
     uint32_t mine = (uint32_t)getpid(), owner = 0;
     while (!__atomic_compare_exchange_n(&dtrain__guard_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        if (owner == mine) { /* another process: it was changing the list when it forked this one */
+        if (owner == mine) { /* else the parent was changing the list when it forked this process */
             sched_yield();
             owner = 0;
         }
@@ -175,8 +174,8 @@ static void dtrain__guard_unlock(void)
     __atomic_store_n(&dtrain__guard_owner, 0u, __ATOMIC_SEQ_CST);
 }
 
-/* Installs the handler. Where the program has replaced an earlier one, it may call that, so another would call itself
- * through it. */
+/* Installs the handler once. If the program has replaced it, the program's handler may call it. A second one would then
+ * call itself through that. */
 static void dtrain__guard_install(int index)
 {
     const int as_before = (int)SA_ONSTACK | (int)SA_RESTART | (int)SA_NODEFER;
@@ -201,7 +200,7 @@ static void dtrain__guard_uninstall(int index)
     dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &dtrain__guard_before[index], NULL) != 0;
 }
 
-/* Leaves out regions that another object guards: one of them would close what the other uses. */
+/* Leaves out regions that another object guards. Else one object would close memory that the other uses. */
 static void dtrain__guard_skip_shared(dtrain__guard *guard)
 {
     for (size_t i = 0; i < guard->region_count; i++) {
@@ -213,7 +212,7 @@ static void dtrain__guard_skip_shared(dtrain__guard *guard)
     }
 }
 
-/* Opens for good what is guarded of memory that an object which is being made is to have, too. */
+/* Opens guarded regions for good that a new object will use too. */
 static void dtrain__guard_share(uintptr_t begin, uintptr_t end)
 {
     if (__atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST) == NULL)
@@ -253,7 +252,7 @@ static void dtrain__guard_remove(dtrain__guard *guard)
     for (int i = 0; i < 2 && dtrain__guard_first == NULL; i++)
         dtrain__guard_uninstall(i);
     dtrain__guard_unlock();
-    /* a handler on its way was forked away, or is short */
+    /* a handler takes little time; or it ran in the parent, and its count will never fall */
     int64_t until_ns = dtrain__os_now_ns() + 1000000000;
     while (__atomic_load_n(&dtrain__guard_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
         sched_yield();
@@ -261,7 +260,7 @@ static void dtrain__guard_remove(dtrain__guard *guard)
 
 /* ---- ranges ---- */
 
-/* Opens all, for good. */
+/* Opens all regions for good. */
 static void dtrain__guard_off(dtrain__guard *guard)
 {
     for (size_t i = 0; i < guard->region_count && !guard->off; i++)
@@ -270,7 +269,7 @@ static void dtrain__guard_off(dtrain__guard *guard)
     guard->off = 1;
 }
 
-/* Frees it, and opens all that it guards. */
+/* Opens all that a guard has closed, and frees it. */
 static void dtrain__guard_destroy(dtrain__guard *guard)
 {
     if (guard == NULL)
@@ -282,10 +281,10 @@ static void dtrain__guard_destroy(dtrain__guard *guard)
     dtrain__free(&last, guard);
 }
 
-/* Makes one that guards nothing yet; NULL: there is no memory. Ranges are filled in, then it is started. */
+/* Makes a guard; NULL: no memory. The caller fills in the ranges, then starts it. */
 static dtrain__guard *dtrain__guard_create(size_t ranges, int rank, const dtrain_allocator *memory)
 {
-    dtrain_allocator own = {memory->resize, memory->user, 0, 0}; /* what it takes is not what an object was said to */
+    dtrain_allocator own = {memory->resize, memory->user, 0, 0}; /* not counted: it is not in an object's plan */
     size_t bytes = ranges * (sizeof(dtrain__guard_range) + sizeof(dtrain__guard_region));
     dtrain__guard *guard = (dtrain__guard *)dtrain__alloc(&own, sizeof *guard + bytes);
     if (guard == NULL)
@@ -307,7 +306,7 @@ static int dtrain__guard_compare(const void *a, const void *b)
     return x->begin < y->begin ? -1 : x->begin > y->begin;
 }
 
-/* Finds the regions of ranges in order. */
+/* Finds the regions of ranges, which `order` gives by kind and address. */
 static void dtrain__guard_find_regions(dtrain__guard *guard, dtrain__guard_range *const *order)
 {
     for (size_t i = 0, end; i < guard->range_count; i = end) {
@@ -333,8 +332,8 @@ static void dtrain__guard_find_regions(dtrain__guard *guard, dtrain__guard_range
     }
 }
 
-/* Closes, or opens, pages of a region. What cannot be closed is not guarded; what cannot be opened, where the system
- * is out of mappings, is with all the rest. */
+/* Closes or opens pages of a region. If the system refuses, as when it is out of mappings, all regions are opened for
+ * good. */
 static void dtrain__guard_protect(dtrain__guard *guard, const dtrain__guard_region *region, size_t first, size_t end,
                                   int open)
 {
@@ -350,7 +349,7 @@ static void dtrain__guard_protect(dtrain__guard *guard, const dtrain__guard_regi
                 strerror(error));
 }
 
-/* Counts addresses [begin, end) of a region as open, or no more. */
+/* Counts one more or one fewer open range at addresses [begin, end), and opens or closes their pages. */
 static void dtrain__guard_count(dtrain__guard *guard, size_t index, uintptr_t begin, uintptr_t end, int open)
 {
     const dtrain__guard_region *region = &guard->regions[index];
@@ -370,7 +369,7 @@ static void dtrain__guard_count(dtrain__guard *guard, size_t index, uintptr_t be
     dtrain__guard_protect(guard, region, run, last + 1, open);
 }
 
-/* Opens or closes a range; it may be so already. */
+/* Opens or closes a range. It may be open or closed already. */
 static void dtrain__guard_set(dtrain__guard *guard, size_t index, int open)
 {
     dtrain__guard_range *range = &guard->ranges[index];
@@ -380,7 +379,7 @@ static void dtrain__guard_set(dtrain__guard *guard, size_t index, int open)
     dtrain__guard_count(guard, range->region, range->begin, range->end, open);
 }
 
-/* Begins to guard: all ranges are closed from now on. Returns 0 where there is no memory. */
+/* Starts to guard, with all ranges closed. Returns 0 if there is no memory. */
 static int dtrain__guard_start(dtrain__guard *guard)
 {
     size_t at = 0;

@@ -1,22 +1,21 @@
 /* ---- >>layout ----
- * How a parameter table is cut over ranks: ranges of units, this rank's part of each, and where all of it lies.
- * A range is what one parameter has in one unit. Parts are contiguous slices of a unit's concatenation, so that a rank
- * may have nothing of a range. Arithmetic alone: the plan of >>fsdp and the object itself agree because both ask here.
- */
+ * How a parameter table is cut over ranks: the ranges of units, this rank's part of each, and where they lie. A range
+ * is what one parameter has in one unit. Parts are contiguous slices of a unit's concatenation, so a rank may have
+ * nothing of a range. All of it is arithmetic. The plan of >>fsdp and the object agree because both ask here. */
 #ifndef DTRAIN__LAYOUT
 #define DTRAIN__LAYOUT
 #include "fsdp.h"
 #include "../train/params.c"
 #include "../train/train_kernels.c"
 
-#define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
-#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
+#define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of a small range, at most */
+#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10) /* elements of a unit's small ranges that travel together, at most */
 #define DTRAIN__LAYOUT_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
-/* Elements, cuts and events that may be: a few hundred bytes of each are counted without an overflow. */
+/* The most elements, cuts or events. A few hundred bytes of each can be counted without an overflow. */
 #define DTRAIN__LAYOUT_MOST (SIZE_MAX >> 12)
-#define DTRAIN__LAYOUT_LINE 64     /* floats, at whose multiples a unit begins on a device */
-#define DTRAIN__LAYOUT_LITTLE 32   /* part of two units that all small ranges of a table may be */
-/* Elements of a part that is worth whole pages of its own. */
+#define DTRAIN__LAYOUT_LINE 64   /* floats; on a device a unit begins at a multiple */
+#define DTRAIN__LAYOUT_LITTLE 32 /* small ranges stay in memory if they are at most this fraction of two units */
+/* The least elements of a part that gets whole pages of its own. */
 #define DTRAIN__LAYOUT_HOME DTRAIN__TUNED(layout_home, (size_t)64 << 10)
 
 typedef struct dtrain__layout_cut {
@@ -24,37 +23,37 @@ typedef struct dtrain__layout_cut {
     int layer;    /* of a stacked parameter; else -1 */
     int unit, trained;
     int packed;                     /* travels with the other small ranges of its unit, on a device with all */
-    size_t stage, grad_stage;       /* where it is among these, and among those that are trained; on a device among all
-                                     * of its unit */
-    size_t element, count;          /* of the parameter */
-    float *data, *grads;            /* the range in full, and its gradient; NULL: there is none */
+    size_t stage, grad_stage;       /* where it is among these, and among the trained ones of these; on a device among
+                                     * all of its unit */
+    size_t element, count;          /* first element in the parameter, and how many */
+    float *data, *grads;            /* the range in full, and its gradient; NULL: none */
     size_t begin;                   /* in the unit's concatenation */
     size_t own, own_count;          /* this rank's part of the range */
-    int home;                       /* that part stays at its addresses in full; others are kept apart */
-    size_t weight;                  /* where it is among this rank's weights that are kept apart */
+    int home;                       /* 1: that part stays at its addresses in full; 0: it is kept apart */
+    size_t weight;                  /* where the part is among this rank's weights that are kept apart */
     int stays;                      /* small: its pages, and its gradient's, are never dropped */
-    size_t grad;                    /* and in its gradients and optimizer state; trained ranges alone are there */
-    size_t full_grad;               /* where the range is among all that are trained */
+    size_t grad;                    /* where the part is in this rank's gradients and optimizer state, if trained */
+    size_t full_grad;               /* where the range is among all trained ranges */
     int codes, codes_grad;          /* parameters, gradients travel quantised */
-    size_t code, code_out, code_in; /* bytes: where they are in the unit's stages, gradients that go out and come in */
+    size_t code, code_out, code_in; /* bytes into the unit's stages: parameters, gradients sent, gradients received */
 } dtrain__layout_cut;
 
 typedef struct dtrain__layout_unit {
     size_t first, end;           /* its cuts */
     size_t count;                /* elements */
-    size_t trained;              /* of them, with a gradient */
+    size_t trained;              /* those of them with a gradient */
     size_t grad, grad_count;     /* this rank's gradients */
     size_t small;                /* elements of small gradients of units before it: see DTRAIN__LAYOUT_ALONE */
-    size_t packed, packed_grads; /* elements of small ranges, and of those trained; on a device of all */
+    size_t packed, packed_grads; /* elements of small ranges, and of trained ones; on a device of all ranges */
     int tied;
-    /* on a device, of its weights and of its gradients: */
-    size_t place[2], floats[2]; /* where those lie that have no memory of the caller's, in how much; 0: all have */
-    int shares[2];              /* with all units of even, or of odd numbers */
-    int whole[2];               /* no range has memory of the caller's */
+    /* on a device, for its weights and for its gradients: */
+    size_t place[2], floats[2]; /* begin and size of its place; size 0: all ranges are in the caller's memory */
+    int shares[2];              /* its place is that of all even units, or of all odd units */
+    int whole[2];               /* no range is in the caller's memory */
 } dtrain__layout_unit;
 
 typedef struct dtrain__layout {
-    dtrain_param *table; /* a copy, with names and parts of its own; all tables are in its block */
+    dtrain_param *table; /* a copy with names and parts of its own; the other tables are in the same block */
     size_t table_count, bytes;
     dtrain__layout_cut *cuts;
     size_t cut_count;
@@ -63,17 +62,17 @@ typedef struct dtrain__layout {
     dtrain_device *device;                 /* of all parameters; NULL: the CPU */
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
-    size_t stage;                          /* the most elements that one unit's small ranges have; on a device what a
-                                            * stage has, if anything travels by way of one */
+    size_t stage;                          /* elements of a stage: the most that one unit's small ranges have; on a
+                                            * device 0 if nothing travels by way of one */
     size_t place_floats[2];                /* of all places: see dtrain__layout_unit */
-    size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
-    size_t small;                   /* elements of gradients that are small */
+    size_t weights, grads, trained; /* elements: this rank's parts kept apart, its trained parts, all trained ranges */
+    size_t small;                   /* elements of small gradients */
     size_t code_stage, code_out, code_in; /* bytes: the most that one unit's quantised ranges have */
-    size_t *offsets;                      /* bytes at which a parameter begins in reserved addresses, a parameter */
+    size_t *offsets;                      /* a parameter's: bytes from the begin of the reserved addresses */
     size_t reserved;
 } dtrain__layout;
 
-/* A desc, which may be NULL, with its defaults filled in. */
+/* Returns a desc, which may be NULL, with its defaults filled in. */
 static dtrain_fsdp_desc dtrain__layout_desc(const dtrain_fsdp_desc *given)
 {
     dtrain_fsdp_desc desc;
@@ -93,7 +92,7 @@ static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
     return dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
 }
 
-/* Says whether 1-bit Adam's form can be had. */
+/* Checks that 1-bit Adam is possible. */
 static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, const dtrain_device *device)
 {
     const dtrain_compress_desc *compress = desc->compress;
@@ -116,7 +115,7 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
     return DTRAIN_OK;
 }
 
-/* Says whether sums can travel compressed: from whole sums to whole sums, in the same units step after step. */
+/* Checks that sums can travel compressed. They must be whole, and in the same scale step after step. */
 static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc, const dtrain_device *device)
 {
     dtrain_strategy strategy = desc->strategy;
@@ -140,7 +139,7 @@ static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc,
     return DTRAIN_OK;
 }
 
-/* Says whether parameters and gradients can travel quantised. */
+/* Checks that parameters and gradients can travel quantised. */
 static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
 {
     dtrain_strategy strategy = desc->strategy;
@@ -239,8 +238,7 @@ static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *all
     memset(layout, 0, sizeof *layout);
 }
 
-/* Takes a table of so many elements from a block of zeros, of which *used bytes are taken; NULL: it counts them only.
- */
+/* Takes a table of count elements from a block of zeros, and adds its bytes to *used. NULL: it only counts them. */
 static DTRAIN__NOINLINE void *dtrain__layout_take(unsigned char *block, size_t *used, size_t count, size_t bytes)
 {
     void *taken = block != NULL ? block + *used : NULL;
@@ -248,7 +246,7 @@ static DTRAIN__NOINLINE void *dtrain__layout_take(unsigned char *block, size_t *
     return taken;
 }
 
-/* Copies the table, with the names and parts that it points to, and makes room for what is cut of it. */
+/* Copies the table, with the names and parts that it points to, and makes room for its cuts. */
 static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                          dtrain_allocator *allocator)
 {
@@ -324,8 +322,10 @@ static size_t dtrain__layout_line(size_t floats)
     return (floats + DTRAIN__LAYOUT_LINE - 1) / DTRAIN__LAYOUT_LINE * DTRAIN__LAYOUT_LINE;
 }
 
-/* Finds the places of units on a device: first the two that units share, then those of units that have their own.
- * grads: of their gradients; stays: none shares. */
+/* Finds the places of units on a device: first the two shared ones, then those of units with their own.
+ *
+ *   grads   1: of gradients; 0: of weights
+ *   stays   1: no unit shares a place */
 static void dtrain__layout_place(dtrain__layout *layout, int grads, int stays)
 {
     size_t shared[2] = {0, 0}, own;
@@ -355,7 +355,7 @@ static void dtrain__layout_place(dtrain__layout *layout, int grads, int stays)
     layout->place_floats[grads] = own;
 }
 
-/* The same for both, and whether there are stages: not where nothing travels by way of one. */
+/* Does the same for weights and gradients, and finds the size of a stage: 0 if nothing travels by way of one. */
 static void dtrain__layout_place_all(dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
     int gathers = layout->apart || layout->shards > 1, scatters = layout->shards > 1;
@@ -368,8 +368,8 @@ static void dtrain__layout_place_all(dtrain__layout *layout, const dtrain_fsdp_d
     layout->stage = needed ? dtrain__layout_line(layout->stage) : 0;
 }
 
-/* Says which ranges of a unit travel together: small ones, where there are several; on a device all. What a rank has of
- * them is in one piece among them, as its slice is in the unit. */
+/* Says which ranges of a unit travel together: small ones, if there are several; on a device all. A rank's part of
+ * these is one piece, as its slice of the unit is. */
 static void dtrain__layout_pack(dtrain__layout *layout, int number)
 {
     dtrain__layout_unit *unit = &layout->units[number];
@@ -393,7 +393,7 @@ static void dtrain__layout_pack(dtrain__layout *layout, int number)
     layout->stage = unit->packed > layout->stage ? unit->packed : layout->stage;
 }
 
-/* How many elements two stretches have in common; *low: where these begin, or the first stretch does. */
+/* Returns how many elements two stretches have in common. Sets *low to where these begin; if there are none, to a. */
 static size_t dtrain__layout_overlap(size_t a, size_t a_count, size_t b, size_t b_count, size_t *low)
 {
     size_t begin = a > b ? a : b, end = a + a_count < b + b_count ? a + a_count : b + b_count;
@@ -401,7 +401,7 @@ static size_t dtrain__layout_overlap(size_t a, size_t a_count, size_t b, size_t 
     return begin < end ? end - begin : 0;
 }
 
-/* The part of a range that a rank of the copy has; *own is where it begins in the range. */
+/* Returns how many elements of a range a rank of the copy has; *own is where they begin in the range. */
 static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__layout_cut *cut, int shard, size_t *own)
 {
     size_t begin, all = dtrain__split(layout->units[cut->unit].count, layout->shards, shard, &begin);
@@ -410,7 +410,7 @@ static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__la
     return count;
 }
 
-/* Bytes of so many numbers, quantised. */
+/* Returns the bytes of count numbers when quantised. */
 static DTRAIN__NOINLINE size_t dtrain__layout_code_bytes(size_t count, size_t block)
 {
     return block == 0 || count == 0 ? 0 : 4 * ((count - 1) / block + 1) + count;
@@ -421,7 +421,7 @@ static size_t dtrain__layout_round(size_t bytes)
     return (bytes + 15) / 16 * 16;
 }
 
-/* Says which ranges of a unit travel quantised, and where: those that do not travel with others. */
+/* Says which ranges of a unit travel quantised, and where they lie in its stages. Packed ranges never do. */
 static void dtrain__layout_code(dtrain__layout *layout, int number, const dtrain_fsdp_desc *desc)
 {
     dtrain__layout_unit *unit = &layout->units[number];
@@ -450,8 +450,8 @@ static void dtrain__layout_code(dtrain__layout *layout, int number, const dtrain
     layout->code_in = in > layout->code_in ? in : layout->code_in;
 }
 
-/* Bytes that a rank sends of a unit in a gather, or grads: of its gradients on their way to their owners, which on a
- * device are rounded but travel as float32. */
+/* Returns the bytes that a rank sends of a unit in a gather; grads: of its gradients to their owners. On a device,
+ * gradients are rounded but travel as float32. */
 static uint64_t dtrain__layout_sends(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
 {
     size_t block = grads ? desc->quantise_reduce : desc->quantise_gather, own;
@@ -469,8 +469,8 @@ static uint64_t dtrain__layout_sends(const dtrain__layout *layout, const dtrain_
     return bytes;
 }
 
-/* Says whose pages are never dropped: the system takes longer for the pages of a small range than it is worth, as long
- * as all of them are little beside the units that come and go. */
+/* Says which ranges keep their pages. To drop the pages of a small range costs more time than it saves memory. So small
+ * ranges stay, if all of them together are little beside the two largest units. */
 static void dtrain__layout_stay(dtrain__layout *layout)
 {
     size_t small = 0, two[2] = {0, 0};
@@ -485,14 +485,14 @@ static void dtrain__layout_stay(dtrain__layout *layout)
         layout->cuts[i].stays = layout->cuts[i].count > 0 && layout->cuts[i].count <= DTRAIN__LAYOUT_SMALL;
 }
 
-/* The part of a range that is in memory for good, or of its gradient: *at is where it begins. */
+/* Returns how many elements of a range, or of its gradient, are in memory for good; *at is where they begin. */
 static size_t dtrain__layout_staying(const dtrain__layout_cut *cut, int grads, size_t *at)
 {
     *at = cut->stays || grads ? 0 : cut->own;
     return cut->stays ? cut->count : cut->home && !grads ? cut->own_count : 0;
 }
 
-/* Cuts a table for rank `rank` of `world`. The table and desc are checked first. */
+/* Cuts a table for rank `rank` of `world`, after checking the table and the desc. */
 static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                            const dtrain_fsdp_desc *desc, int world, int rank,
                                            dtrain_allocator *allocator)
@@ -546,8 +546,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Says whether a bucket that begins with unit `highest` is sent when `unit` has joined it: it is large enough, or
- * nothing comes after. */
+/* Says whether a bucket that begins with unit `highest` is sent when `unit` has joined it: it is large enough, or no
+ * trained unit follows. */
 static int dtrain__layout_ends_bucket(const dtrain__layout *layout, int unit, int highest, size_t bucket_bytes)
 {
     const dtrain__layout_unit *units = layout->units;
@@ -558,7 +558,7 @@ static int dtrain__layout_ends_bucket(const dtrain__layout *layout, int unit, in
            (units[highest].grad + units[highest].grad_count - units[unit].grad) * sizeof(float) >= bucket_bytes;
 }
 
-/* Levels of the counter that folds this many micro-batches. */
+/* Returns the levels of the counter that folds this many micro-batches. */
 static int dtrain__layout_levels(int micro_batches)
 {
     int levels = 1;

@@ -1,6 +1,6 @@
 /* ---- >>no-compress ----
- * What stands in for >>fsdp-quantise and >>reducer in a program that defines DTRAIN_NO_COMPRESS: a desc that asks for
- * either is refused when the object is made, so that nothing else is called with one. */
+ * Replaces >>fsdp-quantise and >>reducer in a program that defines DTRAIN_NO_COMPRESS. Creating an object fails if the
+ * desc asks for either, so the other functions are never called with one. */
 #ifndef DTRAIN__NO_COMPRESS
 #define DTRAIN__NO_COMPRESS
 #include "fsdp.c"

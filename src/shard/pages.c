@@ -1,14 +1,17 @@
 /* ---- >>pages ----
- * A reserved range of addresses whose pages come when they are taken and go when nobody uses them. Users take and drop
- * stretches of bytes; stretches may share a page, which stays while any of them is in use.
+ * A reserved range of addresses whose pages come when they are taken, and go when nobody uses them. Users take and drop
+ * stretches of bytes. Stretches may share a page, which stays while any of them is in use.
  *
- * To bring a page costs the system more than to copy what it will hold. So pages that go are parked where they are, and
- * moved under the next stretch that is taken; parked pages and those in use are never more than `most`. Where stretches
- * are to be zeros, parked pages are, and their owner says from when on a user may write to a stretch before it takes
- * it: then they are put away, at the same place in a second range of as many addresses. One move takes only pages that
- * came by one, so seams between moves are marked, and few pages are not worth a move. Nothing is lost by moving under a
- * stretch: the contents of one that has no user are nobody's, and where users may write before they take, the system is
- * asked whether anything is there. */
+ * A new page costs the system more time than copying its contents. So unused pages are parked in place, and moved under
+ * the next stretch that is taken. Pages stay parked only while they and the pages in use are at most `most`.
+ *
+ * One move takes only pages that came by one move. So seams between moves are marked, and a few pages are not worth a
+ * move.
+ *
+ * Stretches may have to be zeros when they are taken; then parked pages are zeros. The owner of such a range calls
+ * dtrain__pages_put_away when users may write to stretches that they have not taken. Parked pages then move away, to
+ * the same place in a second range of the same size. A move under a stretch loses nothing: a stretch without users has
+ * no contents, and if users may have written to it, the system is asked whether they did. */
 #ifndef DTRAIN__PAGES
 #define DTRAIN__PAGES
 #include "../base/memory.c"
@@ -26,16 +29,16 @@ typedef struct dtrain__pages {
     unsigned char *base; /* NULL: nothing was reserved */
     size_t bytes, reserved, page;
     size_t most, held; /* pages */
-    int moves;         /* the system moves pages */
-    int zeros;         /* a stretch is zeros when it is taken, but for what users have written */
-    size_t few;        /* fewer are not parked */
+    int moves;         /* the system can move pages */
+    int zeros;         /* a stretch is zeros when it is taken, except for what users have written */
+    size_t few;        /* fewer pages are not parked */
     dtrain__pages_parked_run parked[DTRAIN__PAGES_PARKED];
     int parked_count;
     uint16_t *users; /* of each page */
     dtrain_allocator *allocator;
 } dtrain__pages;
 
-/* most: bytes that are held at once where parking is what holds them. */
+/* Reserves addresses; most: bytes beyond which no pages are parked. */
 static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, size_t most, int zeros,
                                           dtrain_allocator *allocator)
 {
@@ -59,7 +62,7 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
     return DTRAIN_OK;
 }
 
-/* Pages come (a number that wraps around: they go). */
+/* Counts pages that come; a number that wraps around counts pages that go. */
 static DTRAIN__NOINLINE void dtrain__pages_hold(dtrain__pages *pages, size_t more)
 {
     pages->held += more;
@@ -71,7 +74,7 @@ static unsigned char *dtrain__pages_at(const dtrain__pages *pages, size_t first,
     return pages->base + (away ? pages->bytes : 0) + first * pages->page;
 }
 
-/* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
+/* Frees whole pages. If the system refuses, as for locked pages, they are set to zero. */
 static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t count, int away)
 {
     unsigned char *begin = dtrain__pages_at(pages, first, away);
@@ -80,7 +83,7 @@ static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t cou
     dtrain__pages_hold(pages, (size_t)0 - count);
 }
 
-/* Takes pages off what is parked in one place; too few that are left are discarded. */
+/* Takes pages from a parked run. What is left at its ends stays parked, or is discarded if it is too short. */
 static void dtrain__pages_unpark(dtrain__pages *pages, int index, size_t first, size_t count)
 {
     dtrain__pages_parked_run whole = pages->parked[index];
@@ -95,7 +98,7 @@ static void dtrain__pages_unpark(dtrain__pages *pages, int index, size_t first, 
     }
 }
 
-/* Discards what is parked in one place. */
+/* Discards a parked run. */
 static void dtrain__pages_unpark_all(dtrain__pages *pages, int index)
 {
     dtrain__pages_parked_run whole = pages->parked[index];
@@ -103,7 +106,7 @@ static void dtrain__pages_unpark_all(dtrain__pages *pages, int index)
     dtrain__pages_discard(pages, whole.first, whole.count, whole.away);
 }
 
-/* Marks that pages have been moved. */
+/* Marks the seams at the ends of pages that have been moved. */
 static void dtrain__pages_seams(dtrain__pages *pages, size_t first, size_t count)
 {
     for (size_t at = first + 1; at < first + count; at++)
@@ -113,7 +116,7 @@ static void dtrain__pages_seams(dtrain__pages *pages, size_t first, size_t count
         pages->users[first + count] |= DTRAIN__PAGES_SEAM;
 }
 
-/* Moves parked pages, from `from` on, under a stretch; 0: they have not moved. */
+/* Moves parked pages, from `from` on, under a stretch. Returns 0 if they could not be moved. */
 static int dtrain__pages_move(dtrain__pages *pages, int index, size_t from, size_t to, size_t count)
 {
     size_t bytes = count * pages->page;
@@ -129,7 +132,7 @@ static int dtrain__pages_move(dtrain__pages *pages, int index, size_t from, size
     return 1;
 }
 
-/* What is parked at the place of page `at`, or -1; *end: where such places end that have something, or have nothing. */
+/* Returns the parked run at page `at`, or -1. Lowers *end to where that run ends, or where the next one begins. */
 static int dtrain__pages_parked_at(const dtrain__pages *pages, size_t at, size_t *end)
 {
     for (int i = 0; i < pages->parked_count; i++) {
@@ -144,7 +147,7 @@ static int dtrain__pages_parked_at(const dtrain__pages *pages, size_t at, size_t
     return -1;
 }
 
-/* The parked stretch that fits a number of pages best; -1: none. */
+/* Returns the parked run that fits a number of pages best; -1: none. */
 static int dtrain__pages_fitting(const dtrain__pages *pages, size_t count)
 {
     int best = -1;
@@ -174,8 +177,8 @@ static void dtrain__pages_bring(dtrain__pages *pages, size_t first, size_t count
         dtrain__os_populate(pages->base + first * pages->page, count * pages->page);
 }
 
-/* Pages [first, end) get their first user. What is parked at their own place goes back there, so that the place is free
- * when they are parked again. */
+/* Fills pages [first, end), which get their first user. Pages that are parked at the same place go back there, so that
+ * the place is free for the next parking. */
 static void dtrain__pages_fill(dtrain__pages *pages, size_t first, size_t end)
 {
     while (first < end) {
@@ -205,8 +208,8 @@ static void dtrain__pages_take(dtrain__pages *pages, size_t begin, size_t bytes)
     dtrain__pages_fill(pages, fresh, end);
 }
 
-/* Pages [first, end) have lost their last user: parks them, seam by seam, or lets them go. What is to be zeros is set
- * to zero now, while the caches still have it. */
+/* Parks or frees pages [first, end), which have lost their last user, seam by seam. Pages that must be zeros are set to
+ * zero now, while they are still in the caches. */
 static void dtrain__pages_leave(dtrain__pages *pages, size_t first, size_t end)
 {
     while (first < end) {
@@ -226,7 +229,7 @@ static void dtrain__pages_leave(dtrain__pages *pages, size_t first, size_t end)
     }
 }
 
-/* From now on users may write to stretches that they have not taken: puts what is parked there away. */
+/* Moves parked pages to the second range, because users may now write to stretches that they have not taken. */
 static void dtrain__pages_put_away(dtrain__pages *pages)
 {
     for (int i = pages->parked_count - 1; i >= 0; i--) {
@@ -245,8 +248,8 @@ static int dtrain__pages_are_zero(const unsigned char *at, size_t bytes)
     return bytes == 0 || (*at == 0 && memcmp(at, at + 1, bytes - 1) == 0);
 }
 
-/* Ends a use: pages without users go; what lies in others is set to zero where they are to be zeros. Then a page at
- * either end stays, too, while a neighbour has written there without being noted as its user. */
+/* Ends a use. Pages without users go. With `zeros`, the stretch is set to zero in pages that stay. Then a page at
+ * either end also stays if a neighbour has written there without taking it. */
 static void dtrain__pages_drop(dtrain__pages *pages, size_t begin, size_t bytes)
 {
     size_t page = pages->page, at = begin / page, gone = at;

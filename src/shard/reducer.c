@@ -1,12 +1,12 @@
 /* ---- >>reducer ----
- * Gradients that travel compressed between copies, bucket by bucket, while backward still runs. Buckets are taken in
- * the order in which they are posted, which is that of the units on every rank, by one thread that has the group to
- * itself, so that bits do not depend on who is ready when. Where there can be no thread (no_overlap,
- * DTRAIN_PROGRESS_POLL, a world of one, a transport that has no groups) whoever waits for a bucket sends it and those
- * before it. After the first that fails none is sent.
+ * Gradients that travel compressed between copies, bucket by bucket, while backward still runs. One thread, which has
+ * the group to itself, sends buckets in the order in which they are posted. That order is the same on every rank, so
+ * bits do not depend on who is ready when. With no_overlap, DTRAIN_PROGRESS_POLL, a world of one, or a transport
+ * without groups there is no thread. Then the call that waits for a bucket sends it, and those before it. After the
+ * first failure no bucket is sent.
  *
- * Sums on a device are sent by a queue of the thread's own; events order each bucket after what the caller's queue
- * holds when it is posted, and what that queue is given once it has been waited for after the bucket. */
+ * A queue of the thread's own sends sums on a device. Events put each bucket after the work that the caller's queue
+ * holds when the bucket is posted. Work that the caller queues after waiting for a bucket comes after that bucket. */
 #ifndef DTRAIN__REDUCER
 #define DTRAIN__REDUCER
 #include "fsdp.c"
@@ -29,12 +29,12 @@ struct dtrain__reducer {
     dtrain_allocator *memory;
     const dtrain__layout *layout;
     dtrain__compression_set set;
-    dtrain_device *caller, *queue; /* of a device: the caller's, and the thread's; NULL: none */
-    dtrain_device_event **events;  /* two a job: before and after it; NULL where there is no such queue */
-    int adam;                      /* 1-bit Adam's form: the step is the job's, not what the states have counted */
-    size_t *ends;                  /* of a unit: the parts of its bucket, and of those sent before it, end there */
-    dtrain__reducer_job *jobs;     /* of a bucket's lowest unit */
-    dtrain__error error;           /* of the first that failed; written before its job is done */
+    dtrain_device *caller, *queue; /* queues of a device: the caller's, and the thread's; NULL: none */
+    dtrain_device_event **events;  /* two a job: before and after it; NULL without a queue of the thread's */
+    int adam;                      /* 1-bit Adam: the step number is the job's, not what the states have counted */
+    size_t *ends;                  /* a unit's: one past the last part of its bucket */
+    dtrain__reducer_job *jobs;     /* by a bucket's lowest unit */
+    dtrain__error error;           /* of the first failure; written before its job is done */
     dtrain__worker worker;
 };
 
@@ -62,13 +62,13 @@ static void dtrain__reducer_perform(void *owner, dtrain__worker_job *posted)
     job->begin_ns = dtrain__os_now_ns();
     if (job->status == DTRAIN_OK) {
         job->status = dtrain__reducer_run(reducer, job);
-        if (job->status != DTRAIN_OK) /* the others hear of it when this rank's caller does, and breaks its groups */
+        if (job->status != DTRAIN_OK) /* the other ranks learn it when the waiting call breaks the groups */
             reducer->error = dtrain__thread_error;
     }
     job->end_ns = dtrain__os_now_ns();
 }
 
-/* Waits until a job has ended, or until then. Returns 0 while it is under way. */
+/* Waits until a job has ended, or until until_ns. Returns 0 if it is still under way. */
 static int dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64_t until_ns)
 {
     int64_t began = dtrain__os_now_ns();
@@ -78,7 +78,7 @@ static int dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64
     return ended;
 }
 
-/* Ends the thread, and frees all: what is under way is given until then to end, and is broken off after that. */
+/* Ends the thread, and frees the reducer. Jobs under way have until until_ns to end, then they are aborted. */
 static void dtrain__reducer_destroy(dtrain__reducer *reducer, int64_t until_ns)
 {
     if (reducer == NULL)
@@ -101,14 +101,14 @@ static void dtrain__reducer_destroy(dtrain__reducer *reducer, int64_t until_ns)
     dtrain__free(memory, reducer);
 }
 
-/* What travels together of a bucket. */
+/* A part of a bucket that travels as one vector. */
 typedef struct dtrain__reducer_part {
     size_t at, count, rows;
     int dense;
 } dtrain__reducer_part;
 
-/* Finds the part that begins with a cut of a bucket, whose cuts end at `end`: of PowerSGD a matrix, of others all cuts
- * up to a dense one, or of those up to one that is not. Returns the cut after it. */
+/* Finds the part that begins with cut i of a bucket, whose cuts end at `end`. Under PowerSGD it is one matrix. Else it
+ * is all cuts up to the next whose `dense` differs. Returns the cut after it. */
 static size_t dtrain__reducer_next_part(const dtrain__layout *layout, const dtrain_compress_desc *desc, size_t i,
                                         size_t end, dtrain__reducer_part *part)
 {
@@ -164,7 +164,7 @@ static dtrain_status dtrain__reducer_fill(dtrain__reducer *reducer, const dtrain
     return status == DTRAIN_OK ? dtrain__compression_end(&reducer->set, desc) : status;
 }
 
-/* Makes the thread's queue and the events; where a device has one queue only, whoever waits for a bucket sends it. */
+/* Makes the thread's queue and the events. If the device has only one queue, there is no thread. */
 static dtrain_status dtrain__reducer_make_queue(dtrain__reducer *reducer, int *threaded)
 {
     size_t events = 2 * (size_t)reducer->layout->unit_count;
@@ -180,7 +180,7 @@ static dtrain_status dtrain__reducer_make_queue(dtrain__reducer *reducer, int *t
     return status;
 }
 
-/* Makes a reducer over `comm`; threaded: which it has to itself, and buckets travel before they are waited for. */
+/* Makes a reducer over `comm`. threaded: it has comm to itself, and its thread sends buckets as they are posted. */
 static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm *comm, int threaded,
                                             const dtrain__layout *layout, const dtrain_compress_desc *desc,
                                             size_t bucket_bytes, dtrain_allocator *memory)
@@ -211,8 +211,8 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     return status;
 }
 
-/* Takes over the units of a bucket, whose sums stay where they are until dtrain__reducer_finish. In 1-bit Adam's form
- * so do the momenta that are folded into them before they travel. */
+/* Takes over the units of a bucket. The sums, and under 1-bit Adam the momenta that are folded into them, must stay in
+ * place until dtrain__reducer_finish. */
 static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int highest, float *sums)
 {
     dtrain__reducer *reducer = fsdp->reducer;
@@ -269,8 +269,8 @@ static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
         dtrain__compression_step_over(&reducer->set, dropped);
 }
 
-/* Lists what compression keeps: a row for each rank of `rank`'s group, or where some shards have larger buckets than
- * others rows for each shard. */
+/* Lists what compression keeps: a row for each rank. If buckets differ in size between shards, each shard has rows of
+ * its own. */
 static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__layout *layout, int rank,
                                  dtrain__lister *lister)
 {
@@ -294,7 +294,7 @@ static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__l
 
 /* ---- what it will send ---- */
 
-/* What a selection takes at most: the header and, for each element, its index and its value. */
+/* Returns the most bytes of a selection: the header and, for each element, its index and its value. */
 static uint64_t dtrain__reducer_selection_bytes(const dtrain_topk_desc *topk, size_t chosen, size_t count)
 {
     uint64_t width = topk->values == DTRAIN_BF16 || topk->values == DTRAIN_F16 ? 2 : 4;
@@ -304,7 +304,7 @@ static uint64_t dtrain__reducer_selection_bytes(const dtrain_topk_desc *topk, si
     return DTRAIN__SPARSE_HEADER + bytes;
 }
 
-/* Top-k after its warm-up, at most; lengths travel before the selections. */
+/* Returns the most bytes that top-k sends after its warm-up. Lengths travel before the selections. */
 static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t count, int ranks)
 {
     double ratio = topk->threshold > 0.0f ? 1.0 : topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
@@ -314,7 +314,7 @@ static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t 
     if (topk->exchange == DTRAIN_EXCHANGE_GATHER || (topk->exchange == DTRAIN_EXCHANGE_AUTO && ranks <= 8)) {
         if (one * (uint64_t)ranks <= most)
             return others * (8 + one);
-        one = one < most ? one : most; /* together selections are no longer than that, or vectors are sent */
+        one = one < most ? one : most; /* if all selections are longer than that, vectors are sent instead */
         return 8 * others + (others * one > dense ? others * one : dense);
     }
     picked = chosen > part / (size_t)ranks ? part : chosen * (size_t)ranks;
@@ -324,7 +324,7 @@ static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t 
            dtrain__reducer_selection_bytes(topk, chosen, SIZE_MAX / 8);
 }
 
-/* What a compressor that packs sends: each other rank its part, and all of them this one's sum. */
+/* Returns the bytes that a packing compressor sends: to each other rank its part, and to all others this rank's sum. */
 static uint64_t dtrain__reducer_pack_bytes(const dtrain_compressor *q, size_t count, int ranks, int rank)
 {
     uint64_t bytes = 0;
@@ -333,7 +333,7 @@ static uint64_t dtrain__reducer_pack_bytes(const dtrain_compressor *q, size_t co
     return bytes;
 }
 
-/* What one part of a bucket sends between copies; *plain: how many elements travel as they are, with others. */
+/* Returns the bytes that one part of a bucket sends compressed. Adds elements that travel uncompressed to *plain. */
 static uint64_t dtrain__reducer_part_bytes(const dtrain_compress_desc *desc, const dtrain__reducer_part *part,
                                            int ranks, int rank, size_t *plain)
 {
@@ -354,11 +354,11 @@ static uint64_t dtrain__reducer_part_bytes(const dtrain_compress_desc *desc, con
     default: break;
     }
     if (dtrain__compression_make(desc, 1, 1, NULL, &q) != DTRAIN_OK || q.reduce != NULL)
-        return dtrain__plan_sent_bytes(count, ranks); /* nobody knows */
+        return dtrain__plan_sent_bytes(count, ranks); /* its length is not known before */
     return dtrain__reducer_pack_bytes(&q, count, ranks, rank);
 }
 
-/* What a bucket of units sends between copies; *plain: how many elements travel as they are, together. */
+/* Returns the bytes that a bucket sends compressed. Sets *plain to the elements that travel uncompressed. */
 static uint64_t dtrain__reducer_bytes(const dtrain__layout *layout, const dtrain_compress_desc *desc, int lowest,
                                       int highest, int copy, size_t *plain)
 {
