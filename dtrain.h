@@ -32565,25 +32565,27 @@ DTRAIN__FAST_END
 #ifndef DTRAIN_NO_TRAIN
 
 /* ---- >>gemm ----
- * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
- * set multiplies a few rows of op(a), read where they lie unless a is transposed, by a packed panel in
- * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum
- * over k in ascending order, a block of 256 at a time, so the bits depend on the shape, and on whether a term is
- * rounded once (AVX2, AVX-512, NEON) or twice. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de
- * Geijn, ACM TOMS 41(3), 2015. */
+ * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack. A kernel for each instruction set
+ * multiplies a few rows of op(a) by a packed panel in registers. The rows are read in place unless a is transposed. The
+ * stack in use stays below 280 KiB, for threads that have half a megabyte.
+ *
+ * Each element of c is a sum over k in ascending order, a block of 256 at a time. So the bits depend on the shape, and
+ * on whether a term is rounded once (AVX2, AVX-512, NEON) or twice.
+ *
+ *   source   Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015 */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__GEMM_KC 256
 #define DTRAIN__GEMM_NC 256
-#define DTRAIN__GEMM_MC 16 /* rows of a transposed a packed together: those of one cache line */
+#define DTRAIN__GEMM_MC 16 /* rows of a transposed a that are packed together: one cache line of each column */
 
-/* c[rows][columns] (+)= a[rows][k] x panel[k][width]: rows and columns up to the kernel's own tile. */
+/* Computes c[rows][columns] (+)= a[rows][k] x panel[k][width], with rows and columns up to the kernel's tile. */
 typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
                                     float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
 
-/* A kernel and the tile of c that it makes; width divides DTRAIN__GEMM_NC, rows are at most DTRAIN__GEMM_MC. */
+/* A kernel and the tile of c that it makes. width divides DTRAIN__GEMM_NC; rows are at most DTRAIN__GEMM_MC. */
 typedef struct dtrain__gemm_shape {
     dtrain__gemm_kernel kernel;
     size_t rows, width;
@@ -32601,8 +32603,8 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
             c[i * ldc + j] = accumulate ? c[i * ldc + j] + tile[i * width + j] : tile[i * width + j];
 }
 
-/* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
- * and the padding of the panel give is not stored. */
+/* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
+ * and those of the panel's padding, are not stored. */
 #define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op) \
     attributes static void name(DTRAIN__GEMM_PARAMETERS) \
     { \
@@ -32662,7 +32664,7 @@ DTRAIN__INLINE dtrain__x4 dtrain__x4_fmadd_ps(dtrain__x4 a, dtrain__x4 b, dtrain
 #endif
 }
 
-/* 8 accumulators and their operands fill the 16 registers of SSE2, 16 half the 32 of NEON. */
+/* 8 accumulators and their operands fill the 16 registers of SSE2. 16 accumulators fill half the 32 of NEON. */
 #if defined(__aarch64__)
 #define DTRAIN__GEMM_BASE_ROWS 8
 #else
@@ -32694,8 +32696,8 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
     }
 }
 
-/* Packs op(a)[0 .. rows)[0 .. k) of a transposed a, whose rows lie a page or so apart: row i of column p to
- * pack[p * DTRAIN__GEMM_MC + i]. */
+/* Packs op(a)[0 .. rows)[0 .. k) of a transposed a: row i of column p to pack[p * DTRAIN__GEMM_MC + i]. The columns lie
+ * a page or so apart in memory. */
 static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t k, float *pack)
 {
     if (rows == DTRAIN__GEMM_MC) /* a constant size is two or four moves, not a call */
@@ -32706,12 +32708,12 @@ static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t 
             memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, rows * sizeof(float));
 }
 
-/* c (+)= op(a) x the packed nc columns of op(b). */
+/* Computes c (+)= op(a) x the packed nc columns of op(b). */
 static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, size_t lda, int transpose_a, size_t m,
                                size_t nc, size_t kc, const float *pack, float *c, size_t ldc, int accumulate)
 {
     float pack_a[DTRAIN__GEMM_KC * DTRAIN__GEMM_MC] __attribute__((aligned(64)));
-    int packs = transpose_a && nc > 2 * shape->width; /* fewer panels than that read a too seldom to repay it */
+    int packs = transpose_a && nc > 2 * shape->width; /* with fewer panels, a is read too seldom to repay packing */
     size_t group = packs ? DTRAIN__GEMM_MC / shape->rows * shape->rows : m;
     size_t a_row = transpose_a ? 1 : lda, a_column = packs ? DTRAIN__GEMM_MC : transpose_a ? lda : 1;
     for (size_t low = 0; low < m; low += group) {
@@ -32791,19 +32793,23 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>train-kernels ----
- * The steps of AdamW and SGD over float32, once for each instruction set. Every operation is rounded by itself and no
- * order is left open, so that all of them give the same bits. Nothing here allocates, and any alignment will do. */
+ * The steps of AdamW and SGD over float32, once for each instruction set. Every operation is rounded by itself in a
+ * fixed order, so all instruction sets give the same bits. Nothing here allocates. Any alignment will do. */
 #ifndef DTRAIN__TRAIN_KERNELS
 #define DTRAIN__TRAIN_KERNELS
 
-/* A step over x[0], the gradients, which are only read; x[1], the parameters; and AdamW's m and v, or SGD's velocity,
- * NULL without momentum. A kernel makes whole blocks. The numbers of a step are those of its struct for devices. */
+/* A kernel makes a step over whole blocks. The constants of the step are in its struct for devices.
+ *
+ *   x[0]   gradients, only read
+ *   x[1]   parameters
+ *   x[2]   AdamW's m, or SGD's velocity: NULL without momentum
+ *   x[3]   AdamW's v */
 typedef void (*dtrain__train_kernel)(float *const x[4], size_t count, const void *step);
 
 DTRAIN__EXACT_BEGIN
 
-/* A compiler's back end may contract a product with the sum that follows, or approximate a root, whatever the
- * pragmas say. It does not look into these: the first is no instruction, the second is the one it should be. */
+/* A compiler's back end may ignore the pragmas: it may contract a product with the sum that follows, or approximate a
+ * root. It does not look into these macros. ROUNDED emits no instruction, ROOT emits the exact square root. */
 #if defined(DTRAIN__X86)
 #define DTRAIN__TRAIN_ROUNDED_base(x) __asm__("" : "+x"(x))
 #define DTRAIN__TRAIN_ROUNDED_avx2(x) __asm__("" : "+x"(x))
@@ -32907,7 +32913,7 @@ DTRAIN__DISPATCH(dtrain__train_sgd_blocks, (float *const x[4], size_t count, con
 
 DTRAIN__EXACT_END
 
-/* Runs a kernel, and then once more over what is left of a block, padded with zeros. */
+/* Runs a kernel over whole blocks, then once over the rest, padded with zeros. */
 static void dtrain__train_run(dtrain__train_kernel kernel, float *const x[4], size_t count, const void *step)
 {
     float end[4][DTRAIN__ISA_BLOCK] = {{0}}, *padded[4];
@@ -32927,7 +32933,7 @@ static void dtrain__train_run(dtrain__train_kernel kernel, float *const x[4], si
     dtrain__fpmode_restore(mode);
 }
 
-/* What a device's table does, in the CPU's memory. */
+/* These do what a device's table does, in the CPU's memory. */
 static dtrain_status dtrain__train_adamw(const dtrain_device_adamw_step *step)
 {
     float *const x[4] = {(float *)(uintptr_t)step->grads, step->params, step->m, step->v};
@@ -32944,7 +32950,7 @@ static dtrain_status dtrain__train_sgd(const dtrain_device_sgd_step *step)
                               : DTRAIN_OK;
 }
 
-/* Numbers are judged by their bits: under -Ofast a compiler takes every number for finite. */
+/* Says whether a number is finite, by its bits: under -Ofast a compiler takes every number for finite. */
 static int dtrain__train_finite(double value)
 {
     uint64_t bits;
@@ -32955,9 +32961,9 @@ static int dtrain__train_finite(double value)
 #endif
 
 /* ---- >>params ----
- * The parameter table: its checks, and its cut into ranges. A range is what one parameter has in one unit: all of
- * it, or one layer of a stacked tensor. Ranges are ordered by unit and, inside a unit, by their place in the table.
- * Every object of this floor that keeps a table keeps it as ranges. */
+ * The parameter table: its checks, its comparison between ranks, and its cut into ranges. A range is what one parameter
+ * has in one unit: all of it, or one layer of a stacked tensor. Ranges are in order of units, and within a unit in
+ * table order. */
 #ifndef DTRAIN__PARAMS
 #define DTRAIN__PARAMS
 
@@ -32975,13 +32981,13 @@ typedef struct dtrain__params {
     int units;
 } dtrain__params;
 
-/* Something that must not overlap another of its kind: bytes in memory, or unit numbers. */
+/* A span that must not overlap another of its kind: bytes in memory, or unit numbers. */
 typedef struct dtrain__params_span {
     uintptr_t begin, end, place; /* place: the device */
     const dtrain_param *param;
 } dtrain__params_span;
 
-/* Says whether there is a gradient to reduce and to apply. */
+/* Says whether a parameter has a gradient to reduce and to apply. */
 static DTRAIN__NOINLINE int dtrain__params_trained(const dtrain_param *param)
 {
     return param->grad != NULL && !param->frozen;
@@ -32995,7 +33001,7 @@ static DTRAIN__NOINLINE int dtrain__params_ndim(const dtrain_param *param)
     return ndim;
 }
 
-/* Sets *count and *bytes; returns 0 when they overflow. */
+/* Sets *count and *bytes; returns 0 if they overflow. */
 static int dtrain__params_size(const dtrain_param *param, size_t *count, size_t *bytes)
 {
     int ndim = dtrain__params_ndim(param), fits = 1;
@@ -33011,7 +33017,7 @@ DTRAIN_API DTRAIN__NOINLINE size_t dtrain_param_elements(const dtrain_param *par
     return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
 }
 
-/* The elements of its gradient; 0 where there is none. */
+/* Returns the elements of a parameter's gradient; 0 if it has none. */
 static size_t dtrain__params_gradients(const dtrain_param *param)
 {
     return dtrain__params_trained(param) ? dtrain_param_elements(param) : 0;
@@ -33032,7 +33038,7 @@ DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count)
     return units <= INT_MAX ? (int)units : 0;
 }
 
-/* The dimension that a part is cut along; -1: of a stacked one none. */
+/* Returns the dimension that a part is cut along; -1 for a stacked one whose layers are whole. */
 static int dtrain__params_cut_dim(const dtrain_param *param)
 {
     return param->stacked && param->part->dim == 0 ? -1 : param->part->dim;
@@ -33043,7 +33049,7 @@ static size_t dtrain__params_blocks(const dtrain_param *param)
     return param->part->blocks > 0 ? param->part->blocks : 1;
 }
 
-/* Says what is wrong with the place of a part's blocks, or NULL. */
+/* Returns what is wrong with the place of a part's blocks, or NULL. */
 static const char *dtrain__params_bad_blocks(const dtrain_param *param)
 {
     size_t blocks = dtrain__params_blocks(param), begin = param->part->begin;
@@ -33058,7 +33064,7 @@ static const char *dtrain__params_bad_blocks(const dtrain_param *param)
     return NULL;
 }
 
-/* Says what is wrong with where a parameter lies in the tensor of the whole model, or NULL. */
+/* Returns what is wrong with a parameter's part, or NULL. */
 static const char *dtrain__params_bad_part(const dtrain_param *param)
 {
     const dtrain_param_part *part = param->part;
@@ -33139,7 +33145,7 @@ static dtrain_status dtrain__params_check_names(const dtrain_param *table, size_
     return DTRAIN_OK;
 }
 
-/* The spans have a parameter each. */
+/* Checks that units have no gaps. Each span has its parameter already. */
 static dtrain_status dtrain__params_check_units(dtrain__params_span *spans, size_t count)
 {
     uintptr_t covered = 0;
@@ -33182,7 +33188,7 @@ static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size
     return DTRAIN_OK;
 }
 
-/* Checks a table; reserves = 1: data and grad may be NULL, the library reserves them. */
+/* Checks a table; reserves: 1 allows data and grad of NULL, which the library reserves. */
 static dtrain_status dtrain__params_check_for(const dtrain_param *table, size_t count, int reserves)
 {
     dtrain_allocator allocator = {NULL, NULL, 0, 0};
@@ -33219,7 +33225,7 @@ static const char *dtrain__params_compression(int kind)
     return index >= 0 && index < 8 ? names[index] : NULL;
 }
 
-/* Refuses the form of 1-bit Adam where there is no AdamW of the library's own. */
+/* Refuses 1-bit Adam for a call that has no AdamW of the library's. */
 static dtrain_status dtrain__params_no_adam(const dtrain_compress_desc *desc, const char *call)
 {
     if (!desc->adam)
@@ -33255,7 +33261,8 @@ static const dtrain__alike_field dtrain__params_compress_fields[] = {
 
 enum { DTRAIN__PARAMS_COMPRESS = sizeof dtrain__params_compress_fields / sizeof dtrain__params_compress_fields[0] };
 
-/* What of a parameter is the same on all ranks, besides its name and its shape; the last two where places are. */
+/* The fields of a parameter that are the same on all ranks, besides its name and its shape. The last two are compared
+ * only with `places`: see dtrain__params_line. */
 static const dtrain__alike_field dtrain__params_fields[] = {
     DTRAIN__ALIKE_CONSTANT(dtrain_param, dtype, dtrain__alike_dtype),
     DTRAIN__ALIKE_FIELD(dtrain_param, stacked, FLAG),
@@ -33273,7 +33280,7 @@ static const dtrain__alike_field dtrain__params_part_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_param_part, blocks, NUMBER),      DTRAIN__ALIKE_FIELD(dtrain_param_part, begin, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_param_part, copies, NUMBER),      DTRAIN__ALIKE_FIELD(dtrain_param_part, copy, NUMBER)};
 
-/* Lines of a parameter. */
+/* The lines of a parameter in a comparison between ranks. */
 enum {
     DTRAIN__PARAMS_NAME,
     DTRAIN__PARAMS_SHAPE,
@@ -33299,8 +33306,8 @@ static size_t dtrain__params_lines(size_t count)
     return 1 + count * DTRAIN__PARAMS_LINES;
 }
 
-/* Says one thing of a good table that is the same on all ranks, which is all but addresses; places: also whether there
- * is memory for data, and on which kind of device. Returns 0 beyond the last. */
+/* Writes one line of a good table that must be the same on all ranks, which is everything except addresses. Returns 0
+ * beyond the last line. places: 1 also compares whether there is data, and whether it is on a device. */
 static int dtrain__params_line(const dtrain_param *table, size_t count, int places, size_t index,
                                dtrain__alike_line *line)
 {
@@ -33331,7 +33338,7 @@ static int dtrain__params_line(const dtrain_param *table, size_t count, int plac
     return dtrain__alike_field_line(line, prefix, &dtrain__params_part_fields[field - DTRAIN__PARAMS_PART], &part);
 }
 
-/* What a create call was given that is the same on all ranks: a table, a desc, and how that compresses. */
+/* The arguments of a create call that must be the same on all ranks: a table, a desc, and its compression. */
 typedef struct dtrain__params_given {
     const dtrain_param *table;
     size_t count;
@@ -33339,7 +33346,7 @@ typedef struct dtrain__params_given {
     const void *desc;
     const dtrain__alike_field *fields; /* of desc */
     size_t field_count;
-    const dtrain_compress_desc *compress; /* NULL: not at all */
+    const dtrain_compress_desc *compress; /* NULL: no compression */
 } dtrain__params_given;
 
 static int dtrain__params_given_line(const void *pointer, size_t index, dtrain__alike_line *line)
@@ -33356,7 +33363,7 @@ static int dtrain__params_given_line(const void *pointer, size_t index, dtrain__
            dtrain__alike_field_line(line, "desc.compress.", &dtrain__params_compress_fields[index], given->compress);
 }
 
-/* Checks that there is a table, and that what has a gradient is F32. */
+/* Checks that there is a table, and that parameters with a gradient are F32. */
 static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
 {
     if (table == NULL && count > 0)
@@ -33372,7 +33379,7 @@ static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t 
     return DTRAIN_OK;
 }
 
-/* The same, and refuses parameters that are not in the CPU's memory, for what has no other way to them. */
+/* Does the same, and refuses parameters on a device, for calls that work only in the CPU's memory. */
 static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t count, const char *call)
 {
     dtrain_status status = dtrain__params_check_f32(table, count);
@@ -33388,7 +33395,7 @@ static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t cou
     return DTRAIN_OK;
 }
 
-/* Finds the one device of all parameters with a gradient; NULL for the CPU, and for a table that has none. */
+/* Finds the device of all parameters with a gradient. It is NULL for the CPU, and for a table without gradients. */
 static dtrain_status dtrain__params_device(const dtrain_param *table, size_t count, const char *call,
                                            dtrain_device **device)
 {
@@ -33410,7 +33417,7 @@ static dtrain_status dtrain__params_device(const dtrain_param *table, size_t cou
     return DTRAIN_OK;
 }
 
-/* Cuts a table, which is checked first, into ranges; params->ranges is the caller's to free, also on an error. */
+/* Checks a table and cuts it into ranges. The caller frees params->ranges, also after an error. */
 static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
                                            dtrain_allocator *allocator)
 {
@@ -33446,8 +33453,8 @@ static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_
 #endif
 
 /* ---- >>parts ----
- * Making parameters of ranks from those of the whole model: layers of a stage, rows and columns of a tensor-parallel
- * rank, copies; and where their elements lie in the whole. What a part says is checked with its table, in >>params. */
+ * Cutting a rank's parameters out of the whole model's: layers of a stage, rows and columns of a tensor-parallel rank.
+ * Also copies, and where elements lie in the whole. >>params checks a part together with its table. */
 #ifndef DTRAIN__PARTS
 #define DTRAIN__PARTS
 
@@ -33456,7 +33463,7 @@ static const char *dtrain__parts_name(const dtrain_param *param)
     return param->name != NULL ? param->name : "without name";
 }
 
-/* Makes param a part, of all of itself where it was none. */
+/* Makes param a part; a whole parameter becomes a part that is all of itself. */
 static void dtrain__parts_begin(dtrain_param *param, dtrain_param_part *part)
 {
     if (param->part == NULL) {
@@ -33543,7 +33550,7 @@ DTRAIN_API void dtrain_param_copies(dtrain_param *param, dtrain_param_part *part
     part->copy = copy;
 }
 
-/* The index in the whole tensor of an index of one dimension. */
+/* Returns the index in the whole tensor of an index of dimension d. */
 static size_t dtrain__parts_index(const dtrain_param *param, int d, size_t index)
 {
     const dtrain_param_part *part = param->part;
@@ -33569,13 +33576,13 @@ DTRAIN_API size_t dtrain_param_whole_index(const dtrain_param *param, size_t ele
 #endif
 
 /* ---- >>sampler ----
- * Which examples a micro-batch has. Everything is computed from seed, step and index when it is asked for: there is
- * no state to keep, to share between ranks, or to save. An epoch is shuffled by a permutation of a rectangle just
- * larger than it; what lands outside is permuted again until it lands inside. */
+ * The examples of a micro-batch, computed from seed, step and index. There is no state to keep, to share between ranks,
+ * or to save. A permutation of a rectangle just larger than the epoch shuffles it. A position that lands outside the
+ * epoch is permuted again until it lands inside. */
 #ifndef DTRAIN__SAMPLER
 #define DTRAIN__SAMPLER
 
-/* Fewer leave the orders of short epochs uneven. */
+/* With fewer rounds, some orders of short epochs are more likely than others. */
 #define DTRAIN__SAMPLER_ROUNDS 8
 
 static uint64_t dtrain__sampler_root(uint64_t square)
@@ -33624,7 +33631,8 @@ DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler)
     return (sampler->desc.count + each - 1) / each;
 }
 
-/* Each round adds to one coordinate what depends on the other alone, so that it can be undone. */
+/* Permutes a position. Each round adds to one coordinate a number that depends only on the other, so the round can be
+ * undone. */
 static uint64_t dtrain__sampler_permute(const dtrain_sampler *sampler, uint64_t key, uint64_t value)
 {
     uint64_t row = value / sampler->columns, column = value % sampler->columns;
@@ -33635,7 +33643,7 @@ static uint64_t dtrain__sampler_permute(const dtrain_sampler *sampler, uint64_t 
     return row * sampler->columns + column;
 }
 
-/* The example at a position of an epoch's shuffle, which depends on seed, epoch and position alone. */
+/* Returns the example at a position of an epoch's shuffle. */
 static uint64_t dtrain__sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position)
 {
     if (sampler->desc.no_shuffle || position >= sampler->desc.count)
@@ -33647,7 +33655,7 @@ static uint64_t dtrain__sampler_index(const dtrain_sampler *sampler, uint64_t ep
     return position;
 }
 
-/* The examples that a step of an epoch has: all its micro-batches can hold, or what is left for the last. */
+/* Returns how many examples a step of an epoch has: full micro-batches, or what is left for the last step. */
 static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t step_of_epoch)
 {
     uint64_t each = dtrain__sampler_per_step(sampler);
@@ -33661,7 +33669,7 @@ DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step
     size_t share = dtrain__split(micro_batches, ranks, rank, &begin), stride = 1;
     uint64_t filled = dtrain__sampler_left(sampler, step % dtrain_sampler_steps(sampler));
     if (sampler->desc.strided && ranks > 0 && rank >= 0 && rank < ranks) {
-        begin = (size_t)rank; /* the share is the same: earlier ranks have one more here too */
+        begin = (size_t)rank; /* the share is the same, because earlier ranks have one more here too */
         stride = (size_t)ranks;
     }
     if (first != NULL)
@@ -33686,9 +33694,9 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
 #endif
 
 /* ---- >>optimizer ----
- * AdamW and SGD: one pass over memory, whose loops are in >>train-kernels; and schedules of learning rates. The
- * constants of a step depend on the desc, the learning rate and the number of the step alone, so that a slice, a whole
- * table, and a resumed run agree. */
+ * AdamW and SGD in one pass over memory, whose loops are in >>train-kernels; and schedules of learning rates. The
+ * constants of a step depend only on the desc, the learning rate and the step's number. So a slice, a whole table and a
+ * resumed run agree. */
 #ifndef DTRAIN__OPTIMIZER
 #define DTRAIN__OPTIMIZER
 
@@ -33697,7 +33705,7 @@ struct dtrain_optimizer {
     dtrain_allocator *allocator;
     dtrain__params params;
     dtrain_optimizer_desc desc;
-    dtrain_device *device; /* of the ranges and the state; NULL: the CPU */
+    dtrain_device *device; /* that has the ranges and the state; NULL: the CPU */
     float *state;          /* m of all ranges, then v of all; or the velocity */
     size_t state_count, count;
     uint64_t step;
@@ -33718,7 +33726,7 @@ static dtrain_optimizer_desc dtrain__optimizer_defaults(const dtrain_optimizer_d
 
 DTRAIN__EXACT_BEGIN
 
-/* By squaring, from the lowest bit of the exponent up. */
+/* Computes a power by squaring, from the lowest bit of the exponent up. */
 static double dtrain__optimizer_power(double base, uint64_t exponent)
 {
     double power = 1.0;
@@ -33775,7 +33783,7 @@ DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float 
     DTRAIN_IGNORE(dtrain__train_adamw(&s)); /* without a copy nothing can fail */
 }
 
-/* The step of 1-bit Adam: grads are the momenta, which m becomes, and v is as it was after step `frozen`. */
+/* Makes a step of 1-bit Adam: m becomes grads, which hold the momenta, and v stays as after step `frozen`. */
 static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, float *m, float *v, size_t count,
                                            const dtrain_optimizer_desc *desc, float lr, uint64_t step, uint64_t frozen)
 {
@@ -33802,7 +33810,7 @@ static dtrain_status dtrain__optimizer_check(const dtrain_optimizer_desc *desc, 
     return DTRAIN_OK;
 }
 
-/* Checks a step on a device, count elements or none. */
+/* Checks the arguments of a step; count may be 0. */
 static dtrain_status dtrain__optimizer_check_step(const dtrain_device *device, const char *call, size_t count,
                                                   const dtrain_optimizer_desc *desc, float lr,
                                                   const dtrain__device_argument *pointers)
@@ -33933,7 +33941,7 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     return status;
 }
 
-/* The state of a parameter, or of a layer of a stacked one, which begins at data; NULL: there is none. */
+/* Returns the state of the parameter, or layer of a stacked one, that begins at data; NULL: none. */
 static float *dtrain__optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
 {
     size_t done = 0;
@@ -33961,12 +33969,12 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 }
 
 /* ---- learning rates ----
- * Basic operations of float64, each rounded, and one rounding to float32: the same bits on every machine, since the
- * C library's cosine is not. */
+ * They use basic operations of float64, each rounded, and one rounding to float32, so the bits are the same on every
+ * machine. The C library's cosine differs between machines. */
 
 DTRAIN__EXACT_BEGIN
 
-/* cos(pi t) for 0 <= t <= 1/2: Taylor's series, whose first term left out is below 2^-55. */
+/* Computes cos(pi t) for 0 <= t <= 1/2 by Taylor's series. The first term that it leaves out is below 2^-55. */
 static double dtrain__optimizer_cos_quarter(double t)
 {
     static const double factorials[] = {2.0,   12.0,  30.0,  56.0,  90.0,
@@ -34016,7 +34024,7 @@ DTRAIN__EXACT_END
 #endif
 
 /* ---- >>state ----
- * Lists of what this floor keeps: a table of parameters with its optimizer, a sampler, a schedule. Parameters that are
+ * Lists of pieces for checkpoints: a table of parameters with its optimizer, a sampler, a schedule. Parameters that are
  * parts give pieces of the whole model's tensors. */
 #ifndef DTRAIN__STATE
 #define DTRAIN__STATE
@@ -34026,8 +34034,8 @@ static const char *dtrain__state_suffix(const dtrain_optimizer_desc *optimizer, 
     return dtrain__pieces_suffix(optimizer->kind == DTRAIN_ADAMW ? which : 2);
 }
 
-/* Layer `layer` of a parameter, or with -1 all of it, as a box of the tensor of the whole model: of a part of several
- * blocks the box of all of them, which the caller cuts. */
+/* Returns layer `layer` of a parameter, or with -1 all of it, as a box of the whole model's tensor. A part of several
+ * blocks gives the box of all of them, which the caller cuts. */
 static dtrain_piece dtrain__state_of(const dtrain_param *param, dtrain_dtype dtype, int layer)
 {
     const dtrain_param_part *part = param->part;
@@ -34056,7 +34064,7 @@ static dtrain_piece dtrain__state_of(const dtrain_param *param, dtrain_dtype dty
     return piece;
 }
 
-/* Copies that are made of a piece, times those of the parameter's part. */
+/* Sets the copies of a piece: those given, times those of the parameter's part. */
 static void dtrain__state_copies(dtrain_piece *piece, const dtrain_param *param, int copies, int copy)
 {
     int parts = param->part != NULL && param->part->copies > 0 ? param->part->copies : 1;
@@ -34064,8 +34072,8 @@ static void dtrain__state_copies(dtrain_piece *piece, const dtrain_param *param,
     piece->copy = copy * parts + (param->part != NULL ? param->part->copy : 0);
 }
 
-/* Cuts a piece whose box holds several blocks: in the order of elements a row of the dimensions before the cut one has
- * its share of each block, one after the other. */
+/* Cuts a piece whose box holds several blocks into runs. In the order of elements, each index of the dimensions before
+ * the cut one has its share of block 0, then of block 1, and so on. */
 static void dtrain__state_put_blocks(dtrain__lister *lister, const dtrain_param *param, const dtrain_piece *all)
 {
     int cut = dtrain__params_cut_dim(param);
@@ -34090,7 +34098,7 @@ static void dtrain__state_put_blocks(dtrain__lister *lister, const dtrain_param 
     }
 }
 
-/* Puts a range of a parameter's box into the list. One of no elements says that the rank knows the tensor. */
+/* Puts a range of a parameter's box into the list. An empty one says that the rank knows the tensor. */
 static void dtrain__state_put_range(dtrain__lister *lister, const dtrain_param *param, dtrain_piece *piece)
 {
     int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
@@ -34106,7 +34114,7 @@ static void dtrain__state_put_range(dtrain__lister *lister, const dtrain_param *
     dtrain__pieces_put(lister, piece);
 }
 
-/* Tells an optimizer's settings and steps. */
+/* Lists an optimizer's settings and number of steps. */
 static void dtrain__state_tell(dtrain__lister *lister, const dtrain_optimizer_desc *o, uint64_t step)
 {
     dtrain__pieces_tell(lister, "optimizer.kind",
@@ -34124,7 +34132,8 @@ static void dtrain__state_tell(dtrain__lister *lister, const dtrain_optimizer_de
     dtrain__pieces_tell_u64(lister, "optimizer.decoupled_decay", o->decoupled_decay != 0, 0);
 }
 
-/* The state of one parameter's ranges. Returns 0 where the optimizer does not know the parameter, there. */
+/* Lists the optimizer state of one parameter's ranges. Returns 0 if the optimizer does not have this parameter at this
+ * address. */
 static int dtrain__state_put_moments(const dtrain_param *param, const dtrain_optimizer *optimizer, int copies, int copy,
                                      int which, dtrain__lister *lister)
 {
@@ -34233,12 +34242,13 @@ DTRAIN_API dtrain_pieces dtrain_schedule_pieces(const dtrain_schedule *schedule)
 #endif
 
 /* ---- >>aggregator ----
- * One training step in three parts: compute, aggregate, apply; and the two aggregators that come with the library.
- * For programs that want the order of a step kept for them; those with a loop of their own use >>ddp. */
+ * Gradient clipping; one training step in three parts: compute, aggregate, apply; and the aggregators that work alone
+ * or all-reduce. A program with a loop of its own uses >>ddp instead. */
 #ifndef DTRAIN__AGGREGATOR
 #define DTRAIN__AGGREGATOR
 
-/* The limbs of the sum and the norm are memory where the gradients are; there each parameter finds the same factor. */
+/* Clips gradients. `memory` is where the gradients are, and holds the limbs of the sum and the norm. Each parameter
+ * finds the same factor there. */
 static dtrain_status dtrain__aggregator_clip(dtrain_device *device, const dtrain_param *table, size_t count,
                                              float max_norm, void *memory, double *norm)
 {
@@ -34253,10 +34263,10 @@ static dtrain_status dtrain__aggregator_clip(dtrain_device *device, const dtrain
         size_t elements = dtrain__params_gradients(&table[i]);
         if (elements > 0)
             status = dtrain_device_clip(device, limbs, max_norm, length, (float *)table[i].grad, elements);
-        if (elements > 0 && max_norm == 0.0f) /* measured is measured */
+        if (elements > 0 && max_norm == 0.0f) /* the first call has measured all of them */
             break;
     }
-    double found = 0.0; /* norm may be pinned, and then nobody would wait for it */
+    double found = 0.0; /* a copy to norm itself would not wait if norm is pinned */
     if (status == DTRAIN_OK && norm != NULL)
         status = dtrain_device_copy(device, &found, length, sizeof found);
     if (status == DTRAIN_OK && norm != NULL)
@@ -34301,7 +34311,7 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     return dtrain__params_on_cpu(table, count, "aggregate");
 }
 
-/* The same of an aggregator that was made for a table of `made` parameters, with so many trained elements each. */
+/* Does the same for an aggregator that was made for `made` parameters, with `elements` trained elements each. */
 static dtrain_status dtrain__aggregator_check_made(const dtrain_param *table, size_t count, double weight, size_t made,
                                                    const size_t *elements)
 {
@@ -34430,10 +34440,12 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
 #if !defined(DTRAIN_NO_TRAIN) && !defined(DTRAIN_NO_COMPRESS)
 
 /* ---- >>compression ----
- * A flat vector of gradients whose parts travel compressed, each with a state of its own, and the aggregator that sends
- * all gradients of a table so. Selecting compressors choose among as much as there is: one part, as by parameters the
- * few that matter would share what is sent with many that do not. Sums travel, not means, so that what is left for the
- * next step is in the units of the next step's gradients; they are divided once by the weight of all ranks. */
+ * A flat vector of gradients whose parts travel compressed, each with a state of its own; and the aggregator that sends
+ * all gradients of a table in this way.
+ *
+ * A compressor that selects works on one large part. With a part for each parameter, the few elements that matter would
+ * share the sent ones with many that do not. Sums travel, not means, so that the unsent rest has the scale of the next
+ * step's gradients. They are divided once, by the weight of all ranks. */
 #ifndef DTRAIN__COMPRESSION
 #define DTRAIN__COMPRESSION
 
@@ -34442,10 +34454,10 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
 /* A part of the vector that travels by itself. */
 typedef struct dtrain__compression_part {
     size_t at, count;
-    int dense;                /* of parameters that the table makes so */
-    dtrain_compressed *state; /* NULL: it is all-reduced as it is */
-    float *before;            /* 1-bit Adam's form: the residual before the step that is under way; NULL: none */
-    int folded;               /* that is one in which momenta travel */
+    int dense;                /* the table marks its parameters dense */
+    dtrain_compressed *state; /* NULL: it is all-reduced uncompressed */
+    float *before;            /* 1-bit Adam: the residual before the current step; NULL: none */
+    int folded;               /* momenta travel in the current step */
 } dtrain__compression_part;
 
 typedef struct dtrain__compression_set {
@@ -34454,19 +34466,19 @@ typedef struct dtrain__compression_set {
     dtrain_device *device; /* where the vector is; NULL: the CPU */
     dtrain__compression_part *parts;
     size_t part_count, plain_count;
-    float *plain;              /* where what is sent as it is lies side by side, of a device's vector pinned */
-    float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
+    float *plain;              /* uncompressed parts side by side; for a vector on a device in pinned memory */
+    float momentum, *velocity; /* velocity of the sums of uncompressed parts, plain_count floats; NULL: none */
 } dtrain__compression_set;
 
 typedef struct dtrain__compression {
     dtrain__compression_set set;
-    size_t count, *elements; /* of a parameter; they follow this */
+    size_t count, *elements; /* of each parameter; the array follows this struct */
     size_t total;
     float *flat; /* all gradients */
     dtrain_compressed_stats stats;
 } dtrain__compression;
 
-/* A compressor for one part. */
+/* Makes a compressor for one part. */
 static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, size_t rows, size_t columns,
                                               dtrain_allocator *allocator, dtrain_compressor *made)
 {
@@ -34483,7 +34495,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     }
     if (desc->kind == DTRAIN_COMPRESS_POWERSGD)
         return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
-    *made = dtrain_compressor_of(desc->kind, desc->block); /* of another kind it has no functions */
+    *made = dtrain_compressor_of(desc->kind, desc->block); /* for another kind it has no functions */
     if (made->bytes != NULL)
         return DTRAIN_OK;
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
@@ -34495,7 +34507,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     return DTRAIN_OK;
 }
 
-/* A desc whose vectors are packed, in full: with what 0 stands for, and without what its kind does not read. */
+/* Returns a desc for compressors that pack: with defaults filled in, and fields that its kind does not read at zero. */
 static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_desc *given)
 {
     dtrain_compress_desc desc = *given;
@@ -34514,8 +34526,7 @@ static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_d
     return desc;
 }
 
-/* Compares tables and descs on all ranks, compression with what 0 stands for. mine: a rank that cannot go on says so.
- */
+/* Compares tables and descs on all ranks, with the defaults of compression filled in. mine: this rank's failure. */
 static dtrain_status dtrain__compression_meet(dtrain_comm *comm, const char *call, const char *advice,
                                               dtrain__params_given given, dtrain_status mine)
 {
@@ -34543,8 +34554,8 @@ static void dtrain__compression_close(dtrain__compression_set *set)
     memset(set, 0, sizeof *set);
 }
 
-/* Begins a set of at most `capacity` parts; what fails from here on is the caller's to close. The device's queue is
- * used by whoever sends, and by nobody else meanwhile. */
+/* Begins a set of at most `capacity` parts. The caller closes it, also after a failure. While a thread sends, it alone
+ * uses the device's queue. */
 static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtrain_comm *comm, dtrain_device *device,
                                                dtrain_allocator *allocator, size_t capacity)
 {
@@ -34558,14 +34569,14 @@ static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtr
                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu parts", capacity);
 }
 
-/* Says whether so many numbers, in rows, travel as they are. */
+/* Says whether a part of this size travels uncompressed. */
 static int dtrain__compression_is_plain(const dtrain_compress_desc *desc, size_t count, size_t rows)
 {
     size_t least = desc->least_count > 0 ? desc->least_count : DTRAIN__COMPRESSION_LEAST;
     return count < least || (desc->kind == DTRAIN_COMPRESS_POWERSGD && count / rows < 2);
 }
 
-/* Adds the part that comes next. dense: it travels as it is. */
+/* Adds the next part. dense: it travels uncompressed. */
 static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const dtrain_compress_desc *desc, size_t at,
                                              size_t count, size_t rows, int dense)
 {
@@ -34594,7 +34605,7 @@ static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const
                                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu numbers", count);
 }
 
-/* Ends a set: all parts have been added. */
+/* Ends a set after all parts have been added. */
 static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const dtrain_compress_desc *desc)
 {
     size_t bytes = set->plain_count * sizeof(float);
@@ -34615,7 +34626,7 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
     return DTRAIN_OK;
 }
 
-/* Lists the states of all parts, and last the velocity of what travels as it is. */
+/* Lists the states of all parts, and last the velocity of uncompressed parts. */
 static void dtrain__compression_list(const dtrain__compression_set *set, dtrain__pieces_row row, dtrain__lister *lister)
 {
     for (size_t i = 0; i < set->part_count; i++)
@@ -34627,8 +34638,8 @@ static void dtrain__compression_list(const dtrain__compression_set *set, dtrain_
         dtrain__pieces_put_row(lister, &row, "plain_velocity", DTRAIN_F32, set->velocity, set->plain_count, NULL);
 }
 
-/* Copies the parts from first to end that travel as they are from the vector to where they lie side by side, or back;
- * the CPU may use those when this returns. */
+/* Copies the uncompressed parts from first to end out of the vector, side by side, or back. When it returns, the CPU
+ * may use the copies. */
 static dtrain_status dtrain__compression_copy_plain(dtrain__compression_set *set, float *plain, float *vector,
                                                     size_t first, size_t end, int back)
 {
@@ -34647,11 +34658,11 @@ static dtrain_status dtrain__compression_copy_plain(dtrain__compression_set *set
     return set->device != NULL ? dtrain__device_vector_broken(set->comm, set->device, status) : status;
 }
 
-/* All-reduces the parts from first to end that travel as they are, as one. */
+/* All-reduces the uncompressed parts from first to end as one. */
 static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set, float *vector, size_t first,
                                                     size_t end, dtrain_compressed_stats *stats)
 {
-    size_t before = 0, count = 0; /* numbers of the parts before first, and of these */
+    size_t before = 0, count = 0; /* elements of uncompressed parts before first, and from there to end */
     for (size_t i = 0; i < end; i++)
         if (set->parts[i].state == NULL)
             *(i < first ? &before : &count) += set->parts[i].count;
@@ -34665,7 +34676,7 @@ static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(set->comm, sum, sum, count, DTRAIN_F32, DTRAIN_SUM);
     if (status == DTRAIN_OK &&
-        set->velocity != NULL) { /* an optimizer that leaves its momentum to compression has none */
+        set->velocity != NULL) { /* with feedback.momentum the optimizer has none */
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__feedback_velocity(set->velocity + before, sum, set->momentum, 1.0f, count);
         dtrain__fpmode_restore(mode);
@@ -34674,14 +34685,14 @@ static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set
     return status == DTRAIN_OK ? dtrain__compression_copy_plain(set, sum, vector, first, end, 1) : status;
 }
 
-/* AdamW's momenta, at the places of their gradients, and what a rank makes of them in 1-bit Adam's form. */
+/* AdamW's momenta, at the places of their gradients, and the factors of 1-bit Adam. */
 typedef struct dtrain__compression_momenta {
     const float *m;      /* NULL: gradients travel */
     float rest1, factor; /* 1 - beta1, and beta1 times this rank's weight */
 } dtrain__compression_momenta;
 
-/* Turns this rank's gradients of the parts from first to end into its share of the next momenta: the shares of all
- * ranks, over the sum of their weights, are beta1 m + (1 - beta1) times the mean gradient. */
+/* Turns this rank's gradients of the parts from first to end into its share of the next momenta. The sum of all shares,
+ * divided by the weight of all ranks, is beta1 m + (1 - beta1) times the mean gradient. */
 static void dtrain__compression_fold(dtrain__compression_set *set, float *vector, size_t first, size_t end,
                                      const dtrain__compression_momenta *momenta)
 {
@@ -34698,8 +34709,7 @@ static void dtrain__compression_fold(dtrain__compression_set *set, float *vector
     dtrain__fpmode_restore(mode);
 }
 
-/* A step is over. dropped: it is not applied, so m stays as it is, and what was not sent of m and the gradients is no
- * part of the next step. */
+/* Ends a step. dropped: it was not applied, so m stays as it is, and the residual goes back to that before the step. */
 static void dtrain__compression_step_over(dtrain__compression_set *set, int dropped)
 {
     for (size_t i = 0; i < set->part_count; i++) {
@@ -34710,8 +34720,8 @@ static void dtrain__compression_step_over(dtrain__compression_set *set, int drop
     }
 }
 
-/* Sums the parts from first to end over all ranks, and adds what was sent to stats. On a device, sums are whole in the
- * order of its queue. */
+/* Sums the parts from first to end over all ranks, and adds the bytes sent to stats. On a device, the sums are complete
+ * in the order of its queue. */
 static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
                                               dtrain_compressed_stats *stats)
 {
@@ -34729,8 +34739,8 @@ static dtrain_status dtrain__compression_send(dtrain__compression_set *set, floa
     return status;
 }
 
-/* Notes what each parameter has, and sets up the parts: all gradients between two dense parameters together, of
- * PowerSGD each matrix. */
+/* Notes the elements of each parameter, and sets up the parts: under PowerSGD each matrix, else all gradients between
+ * two dense parameters. */
 static dtrain_status dtrain__compression_fill(dtrain__compression *all, const dtrain_param *table, size_t count,
                                               const dtrain_compress_desc *desc)
 {
@@ -34852,7 +34862,7 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 #if !defined(DTRAIN_NO_TRAIN) && defined(DTRAIN_NO_COMPRESS)
 
 /* ---- >>no-compression ----
- * What stands in for >>compression in a program that defines DTRAIN_NO_COMPRESS. */
+ * Replaces >>compression in a program that defines DTRAIN_NO_COMPRESS. */
 #ifndef DTRAIN__NO_COMPRESSION
 #define DTRAIN__NO_COMPRESSION
 

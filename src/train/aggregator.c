@@ -1,6 +1,6 @@
 /* ---- >>aggregator ----
- * One training step in three parts: compute, aggregate, apply; and the two aggregators that come with the library.
- * For programs that want the order of a step kept for them; those with a loop of their own use >>ddp. */
+ * Gradient clipping; one training step in three parts: compute, aggregate, apply; and the aggregators that work alone
+ * or all-reduce. A program with a loop of its own uses >>ddp instead. */
 #ifndef DTRAIN__AGGREGATOR
 #define DTRAIN__AGGREGATOR
 #include "train.h"
@@ -8,7 +8,8 @@
 #include "params.c"
 #include "../tensor/norm.c"
 
-/* The limbs of the sum and the norm are memory where the gradients are; there each parameter finds the same factor. */
+/* Clips gradients. `memory` is where the gradients are, and holds the limbs of the sum and the norm. Each parameter
+ * finds the same factor there. */
 static dtrain_status dtrain__aggregator_clip(dtrain_device *device, const dtrain_param *table, size_t count,
                                              float max_norm, void *memory, double *norm)
 {
@@ -23,10 +24,10 @@ static dtrain_status dtrain__aggregator_clip(dtrain_device *device, const dtrain
         size_t elements = dtrain__params_gradients(&table[i]);
         if (elements > 0)
             status = dtrain_device_clip(device, limbs, max_norm, length, (float *)table[i].grad, elements);
-        if (elements > 0 && max_norm == 0.0f) /* measured is measured */
+        if (elements > 0 && max_norm == 0.0f) /* the first call has measured all of them */
             break;
     }
-    double found = 0.0; /* norm may be pinned, and then nobody would wait for it */
+    double found = 0.0; /* a copy to norm itself would not wait if norm is pinned */
     if (status == DTRAIN_OK && norm != NULL)
         status = dtrain_device_copy(device, &found, length, sizeof found);
     if (status == DTRAIN_OK && norm != NULL)
@@ -71,7 +72,7 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     return dtrain__params_on_cpu(table, count, "aggregate");
 }
 
-/* The same of an aggregator that was made for a table of `made` parameters, with so many trained elements each. */
+/* Does the same for an aggregator that was made for `made` parameters, with `elements` trained elements each. */
 static dtrain_status dtrain__aggregator_check_made(const dtrain_param *table, size_t count, double weight, size_t made,
                                                    const size_t *elements)
 {

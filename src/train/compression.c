@@ -1,8 +1,10 @@
 /* ---- >>compression ----
- * A flat vector of gradients whose parts travel compressed, each with a state of its own, and the aggregator that sends
- * all gradients of a table so. Selecting compressors choose among as much as there is: one part, as by parameters the
- * few that matter would share what is sent with many that do not. Sums travel, not means, so that what is left for the
- * next step is in the units of the next step's gradients; they are divided once by the weight of all ranks. */
+ * A flat vector of gradients whose parts travel compressed, each with a state of its own; and the aggregator that sends
+ * all gradients of a table in this way.
+ *
+ * A compressor that selects works on one large part. With a part for each parameter, the few elements that matter would
+ * share the sent ones with many that do not. Sums travel, not means, so that the unsent rest has the scale of the next
+ * step's gradients. They are divided once, by the weight of all ranks. */
 #ifndef DTRAIN__COMPRESSION
 #define DTRAIN__COMPRESSION
 #include "train.h"
@@ -16,10 +18,10 @@
 /* A part of the vector that travels by itself. */
 typedef struct dtrain__compression_part {
     size_t at, count;
-    int dense;                /* of parameters that the table makes so */
-    dtrain_compressed *state; /* NULL: it is all-reduced as it is */
-    float *before;            /* 1-bit Adam's form: the residual before the step that is under way; NULL: none */
-    int folded;               /* that is one in which momenta travel */
+    int dense;                /* the table marks its parameters dense */
+    dtrain_compressed *state; /* NULL: it is all-reduced uncompressed */
+    float *before;            /* 1-bit Adam: the residual before the current step; NULL: none */
+    int folded;               /* momenta travel in the current step */
 } dtrain__compression_part;
 
 typedef struct dtrain__compression_set {
@@ -28,19 +30,19 @@ typedef struct dtrain__compression_set {
     dtrain_device *device; /* where the vector is; NULL: the CPU */
     dtrain__compression_part *parts;
     size_t part_count, plain_count;
-    float *plain;              /* where what is sent as it is lies side by side, of a device's vector pinned */
-    float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
+    float *plain;              /* uncompressed parts side by side; for a vector on a device in pinned memory */
+    float momentum, *velocity; /* velocity of the sums of uncompressed parts, plain_count floats; NULL: none */
 } dtrain__compression_set;
 
 typedef struct dtrain__compression {
     dtrain__compression_set set;
-    size_t count, *elements; /* of a parameter; they follow this */
+    size_t count, *elements; /* of each parameter; the array follows this struct */
     size_t total;
     float *flat; /* all gradients */
     dtrain_compressed_stats stats;
 } dtrain__compression;
 
-/* A compressor for one part. */
+/* Makes a compressor for one part. */
 static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, size_t rows, size_t columns,
                                               dtrain_allocator *allocator, dtrain_compressor *made)
 {
@@ -57,7 +59,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     }
     if (desc->kind == DTRAIN_COMPRESS_POWERSGD)
         return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
-    *made = dtrain_compressor_of(desc->kind, desc->block); /* of another kind it has no functions */
+    *made = dtrain_compressor_of(desc->kind, desc->block); /* for another kind it has no functions */
     if (made->bytes != NULL)
         return DTRAIN_OK;
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
@@ -69,7 +71,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     return DTRAIN_OK;
 }
 
-/* A desc whose vectors are packed, in full: with what 0 stands for, and without what its kind does not read. */
+/* Returns a desc for compressors that pack: with defaults filled in, and fields that its kind does not read at zero. */
 static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_desc *given)
 {
     dtrain_compress_desc desc = *given;
@@ -88,8 +90,7 @@ static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_d
     return desc;
 }
 
-/* Compares tables and descs on all ranks, compression with what 0 stands for. mine: a rank that cannot go on says so.
- */
+/* Compares tables and descs on all ranks, with the defaults of compression filled in. mine: this rank's failure. */
 static dtrain_status dtrain__compression_meet(dtrain_comm *comm, const char *call, const char *advice,
                                               dtrain__params_given given, dtrain_status mine)
 {
@@ -117,8 +118,8 @@ static void dtrain__compression_close(dtrain__compression_set *set)
     memset(set, 0, sizeof *set);
 }
 
-/* Begins a set of at most `capacity` parts; what fails from here on is the caller's to close. The device's queue is
- * used by whoever sends, and by nobody else meanwhile. */
+/* Begins a set of at most `capacity` parts. The caller closes it, also after a failure. While a thread sends, it alone
+ * uses the device's queue. */
 static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtrain_comm *comm, dtrain_device *device,
                                                dtrain_allocator *allocator, size_t capacity)
 {
@@ -132,14 +133,14 @@ static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtr
                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu parts", capacity);
 }
 
-/* Says whether so many numbers, in rows, travel as they are. */
+/* Says whether a part of this size travels uncompressed. */
 static int dtrain__compression_is_plain(const dtrain_compress_desc *desc, size_t count, size_t rows)
 {
     size_t least = desc->least_count > 0 ? desc->least_count : DTRAIN__COMPRESSION_LEAST;
     return count < least || (desc->kind == DTRAIN_COMPRESS_POWERSGD && count / rows < 2);
 }
 
-/* Adds the part that comes next. dense: it travels as it is. */
+/* Adds the next part. dense: it travels uncompressed. */
 static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const dtrain_compress_desc *desc, size_t at,
                                              size_t count, size_t rows, int dense)
 {
@@ -168,7 +169,7 @@ static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const
                                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu numbers", count);
 }
 
-/* Ends a set: all parts have been added. */
+/* Ends a set after all parts have been added. */
 static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const dtrain_compress_desc *desc)
 {
     size_t bytes = set->plain_count * sizeof(float);
@@ -189,7 +190,7 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
     return DTRAIN_OK;
 }
 
-/* Lists the states of all parts, and last the velocity of what travels as it is. */
+/* Lists the states of all parts, and last the velocity of uncompressed parts. */
 static void dtrain__compression_list(const dtrain__compression_set *set, dtrain__pieces_row row, dtrain__lister *lister)
 {
     for (size_t i = 0; i < set->part_count; i++)
@@ -201,8 +202,8 @@ static void dtrain__compression_list(const dtrain__compression_set *set, dtrain_
         dtrain__pieces_put_row(lister, &row, "plain_velocity", DTRAIN_F32, set->velocity, set->plain_count, NULL);
 }
 
-/* Copies the parts from first to end that travel as they are from the vector to where they lie side by side, or back;
- * the CPU may use those when this returns. */
+/* Copies the uncompressed parts from first to end out of the vector, side by side, or back. When it returns, the CPU
+ * may use the copies. */
 static dtrain_status dtrain__compression_copy_plain(dtrain__compression_set *set, float *plain, float *vector,
                                                     size_t first, size_t end, int back)
 {
@@ -221,11 +222,11 @@ static dtrain_status dtrain__compression_copy_plain(dtrain__compression_set *set
     return set->device != NULL ? dtrain__device_vector_broken(set->comm, set->device, status) : status;
 }
 
-/* All-reduces the parts from first to end that travel as they are, as one. */
+/* All-reduces the uncompressed parts from first to end as one. */
 static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set, float *vector, size_t first,
                                                     size_t end, dtrain_compressed_stats *stats)
 {
-    size_t before = 0, count = 0; /* numbers of the parts before first, and of these */
+    size_t before = 0, count = 0; /* elements of uncompressed parts before first, and from there to end */
     for (size_t i = 0; i < end; i++)
         if (set->parts[i].state == NULL)
             *(i < first ? &before : &count) += set->parts[i].count;
@@ -239,7 +240,7 @@ static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(set->comm, sum, sum, count, DTRAIN_F32, DTRAIN_SUM);
     if (status == DTRAIN_OK &&
-        set->velocity != NULL) { /* an optimizer that leaves its momentum to compression has none */
+        set->velocity != NULL) { /* with feedback.momentum the optimizer has none */
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__feedback_velocity(set->velocity + before, sum, set->momentum, 1.0f, count);
         dtrain__fpmode_restore(mode);
@@ -248,14 +249,14 @@ static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set
     return status == DTRAIN_OK ? dtrain__compression_copy_plain(set, sum, vector, first, end, 1) : status;
 }
 
-/* AdamW's momenta, at the places of their gradients, and what a rank makes of them in 1-bit Adam's form. */
+/* AdamW's momenta, at the places of their gradients, and the factors of 1-bit Adam. */
 typedef struct dtrain__compression_momenta {
     const float *m;      /* NULL: gradients travel */
     float rest1, factor; /* 1 - beta1, and beta1 times this rank's weight */
 } dtrain__compression_momenta;
 
-/* Turns this rank's gradients of the parts from first to end into its share of the next momenta: the shares of all
- * ranks, over the sum of their weights, are beta1 m + (1 - beta1) times the mean gradient. */
+/* Turns this rank's gradients of the parts from first to end into its share of the next momenta. The sum of all shares,
+ * divided by the weight of all ranks, is beta1 m + (1 - beta1) times the mean gradient. */
 static void dtrain__compression_fold(dtrain__compression_set *set, float *vector, size_t first, size_t end,
                                      const dtrain__compression_momenta *momenta)
 {
@@ -272,8 +273,7 @@ static void dtrain__compression_fold(dtrain__compression_set *set, float *vector
     dtrain__fpmode_restore(mode);
 }
 
-/* A step is over. dropped: it is not applied, so m stays as it is, and what was not sent of m and the gradients is no
- * part of the next step. */
+/* Ends a step. dropped: it was not applied, so m stays as it is, and the residual goes back to that before the step. */
 static void dtrain__compression_step_over(dtrain__compression_set *set, int dropped)
 {
     for (size_t i = 0; i < set->part_count; i++) {
@@ -284,8 +284,8 @@ static void dtrain__compression_step_over(dtrain__compression_set *set, int drop
     }
 }
 
-/* Sums the parts from first to end over all ranks, and adds what was sent to stats. On a device, sums are whole in the
- * order of its queue. */
+/* Sums the parts from first to end over all ranks, and adds the bytes sent to stats. On a device, the sums are complete
+ * in the order of its queue. */
 static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
                                               dtrain_compressed_stats *stats)
 {
@@ -303,8 +303,8 @@ static dtrain_status dtrain__compression_send(dtrain__compression_set *set, floa
     return status;
 }
 
-/* Notes what each parameter has, and sets up the parts: all gradients between two dense parameters together, of
- * PowerSGD each matrix. */
+/* Notes the elements of each parameter, and sets up the parts: under PowerSGD each matrix, else all gradients between
+ * two dense parameters. */
 static dtrain_status dtrain__compression_fill(dtrain__compression *all, const dtrain_param *table, size_t count,
                                               const dtrain_compress_desc *desc)
 {

@@ -1,10 +1,12 @@
 /* ---- >>gemm ----
- * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
- * set multiplies a few rows of op(a), read where they lie unless a is transposed, by a packed panel in
- * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum
- * over k in ascending order, a block of 256 at a time, so the bits depend on the shape, and on whether a term is
- * rounded once (AVX2, AVX-512, NEON) or twice. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de
- * Geijn, ACM TOMS 41(3), 2015. */
+ * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack. A kernel for each instruction set
+ * multiplies a few rows of op(a) by a packed panel in registers. The rows are read in place unless a is transposed. The
+ * stack in use stays below 280 KiB, for threads that have half a megabyte.
+ *
+ * Each element of c is a sum over k in ascending order, a block of 256 at a time. So the bits depend on the shape, and
+ * on whether a term is rounded once (AVX2, AVX-512, NEON) or twice.
+ *
+ *   source   Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015 */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
 #include "train.h"
@@ -14,13 +16,13 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__GEMM_KC 256
 #define DTRAIN__GEMM_NC 256
-#define DTRAIN__GEMM_MC 16 /* rows of a transposed a packed together: those of one cache line */
+#define DTRAIN__GEMM_MC 16 /* rows of a transposed a that are packed together: one cache line of each column */
 
-/* c[rows][columns] (+)= a[rows][k] x panel[k][width]: rows and columns up to the kernel's own tile. */
+/* Computes c[rows][columns] (+)= a[rows][k] x panel[k][width], with rows and columns up to the kernel's tile. */
 typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
                                     float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
 
-/* A kernel and the tile of c that it makes; width divides DTRAIN__GEMM_NC, rows are at most DTRAIN__GEMM_MC. */
+/* A kernel and the tile of c that it makes. width divides DTRAIN__GEMM_NC; rows are at most DTRAIN__GEMM_MC. */
 typedef struct dtrain__gemm_shape {
     dtrain__gemm_kernel kernel;
     size_t rows, width;
@@ -38,8 +40,8 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
             c[i * ldc + j] = accumulate ? c[i * ldc + j] + tile[i * width + j] : tile[i * width + j];
 }
 
-/* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
- * and the padding of the panel give is not stored. */
+/* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
+ * and those of the panel's padding, are not stored. */
 #define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op) \
     attributes static void name(DTRAIN__GEMM_PARAMETERS) \
     { \
@@ -99,7 +101,7 @@ DTRAIN__INLINE dtrain__x4 dtrain__x4_fmadd_ps(dtrain__x4 a, dtrain__x4 b, dtrain
 #endif
 }
 
-/* 8 accumulators and their operands fill the 16 registers of SSE2, 16 half the 32 of NEON. */
+/* 8 accumulators and their operands fill the 16 registers of SSE2. 16 accumulators fill half the 32 of NEON. */
 #if defined(__aarch64__)
 #define DTRAIN__GEMM_BASE_ROWS 8
 #else
@@ -131,8 +133,8 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
     }
 }
 
-/* Packs op(a)[0 .. rows)[0 .. k) of a transposed a, whose rows lie a page or so apart: row i of column p to
- * pack[p * DTRAIN__GEMM_MC + i]. */
+/* Packs op(a)[0 .. rows)[0 .. k) of a transposed a: row i of column p to pack[p * DTRAIN__GEMM_MC + i]. The columns lie
+ * a page or so apart in memory. */
 static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t k, float *pack)
 {
     if (rows == DTRAIN__GEMM_MC) /* a constant size is two or four moves, not a call */
@@ -143,12 +145,12 @@ static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t 
             memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, rows * sizeof(float));
 }
 
-/* c (+)= op(a) x the packed nc columns of op(b). */
+/* Computes c (+)= op(a) x the packed nc columns of op(b). */
 static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, size_t lda, int transpose_a, size_t m,
                                size_t nc, size_t kc, const float *pack, float *c, size_t ldc, int accumulate)
 {
     float pack_a[DTRAIN__GEMM_KC * DTRAIN__GEMM_MC] __attribute__((aligned(64)));
-    int packs = transpose_a && nc > 2 * shape->width; /* fewer panels than that read a too seldom to repay it */
+    int packs = transpose_a && nc > 2 * shape->width; /* with fewer panels, a is read too seldom to repay packing */
     size_t group = packs ? DTRAIN__GEMM_MC / shape->rows * shape->rows : m;
     size_t a_row = transpose_a ? 1 : lda, a_column = packs ? DTRAIN__GEMM_MC : transpose_a ? lda : 1;
     for (size_t low = 0; low < m; low += group) {

@@ -1,5 +1,5 @@
 /* ---- >>no-compression ----
- * What stands in for >>compression in a program that defines DTRAIN_NO_COMPRESS. */
+ * Replaces >>compression in a program that defines DTRAIN_NO_COMPRESS. */
 #ifndef DTRAIN__NO_COMPRESSION
 #define DTRAIN__NO_COMPRESSION
 #include "train.h"

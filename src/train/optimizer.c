@@ -1,7 +1,7 @@
 /* ---- >>optimizer ----
- * AdamW and SGD: one pass over memory, whose loops are in >>train-kernels; and schedules of learning rates. The
- * constants of a step depend on the desc, the learning rate and the number of the step alone, so that a slice, a whole
- * table, and a resumed run agree. */
+ * AdamW and SGD in one pass over memory, whose loops are in >>train-kernels; and schedules of learning rates. The
+ * constants of a step depend only on the desc, the learning rate and the step's number. So a slice, a whole table and a
+ * resumed run agree. */
 #ifndef DTRAIN__OPTIMIZER
 #define DTRAIN__OPTIMIZER
 #include "train.h"
@@ -14,7 +14,7 @@ struct dtrain_optimizer {
     dtrain_allocator *allocator;
     dtrain__params params;
     dtrain_optimizer_desc desc;
-    dtrain_device *device; /* of the ranges and the state; NULL: the CPU */
+    dtrain_device *device; /* that has the ranges and the state; NULL: the CPU */
     float *state;          /* m of all ranges, then v of all; or the velocity */
     size_t state_count, count;
     uint64_t step;
@@ -35,7 +35,7 @@ static dtrain_optimizer_desc dtrain__optimizer_defaults(const dtrain_optimizer_d
 
 DTRAIN__EXACT_BEGIN
 
-/* By squaring, from the lowest bit of the exponent up. */
+/* Computes a power by squaring, from the lowest bit of the exponent up. */
 static double dtrain__optimizer_power(double base, uint64_t exponent)
 {
     double power = 1.0;
@@ -92,7 +92,7 @@ DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float 
     DTRAIN_IGNORE(dtrain__train_adamw(&s)); /* without a copy nothing can fail */
 }
 
-/* The step of 1-bit Adam: grads are the momenta, which m becomes, and v is as it was after step `frozen`. */
+/* Makes a step of 1-bit Adam: m becomes grads, which hold the momenta, and v stays as after step `frozen`. */
 static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, float *m, float *v, size_t count,
                                            const dtrain_optimizer_desc *desc, float lr, uint64_t step, uint64_t frozen)
 {
@@ -119,7 +119,7 @@ static dtrain_status dtrain__optimizer_check(const dtrain_optimizer_desc *desc, 
     return DTRAIN_OK;
 }
 
-/* Checks a step on a device, count elements or none. */
+/* Checks the arguments of a step; count may be 0. */
 static dtrain_status dtrain__optimizer_check_step(const dtrain_device *device, const char *call, size_t count,
                                                   const dtrain_optimizer_desc *desc, float lr,
                                                   const dtrain__device_argument *pointers)
@@ -250,7 +250,7 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     return status;
 }
 
-/* The state of a parameter, or of a layer of a stacked one, which begins at data; NULL: there is none. */
+/* Returns the state of the parameter, or layer of a stacked one, that begins at data; NULL: none. */
 static float *dtrain__optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
 {
     size_t done = 0;
@@ -278,12 +278,12 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 }
 
 /* ---- learning rates ----
- * Basic operations of float64, each rounded, and one rounding to float32: the same bits on every machine, since the
- * C library's cosine is not. */
+ * They use basic operations of float64, each rounded, and one rounding to float32, so the bits are the same on every
+ * machine. The C library's cosine differs between machines. */
 
 DTRAIN__EXACT_BEGIN
 
-/* cos(pi t) for 0 <= t <= 1/2: Taylor's series, whose first term left out is below 2^-55. */
+/* Computes cos(pi t) for 0 <= t <= 1/2 by Taylor's series. The first term that it leaves out is below 2^-55. */
 static double dtrain__optimizer_cos_quarter(double t)
 {
     static const double factorials[] = {2.0,   12.0,  30.0,  56.0,  90.0,

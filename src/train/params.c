@@ -1,7 +1,7 @@
 /* ---- >>params ----
- * The parameter table: its checks, and its cut into ranges. A range is what one parameter has in one unit: all of
- * it, or one layer of a stacked tensor. Ranges are ordered by unit and, inside a unit, by their place in the table.
- * Every object of this floor that keeps a table keeps it as ranges. */
+ * The parameter table: its checks, its comparison between ranks, and its cut into ranges. A range is what one parameter
+ * has in one unit: all of it, or one layer of a stacked tensor. Ranges are in order of units, and within a unit in
+ * table order. */
 #ifndef DTRAIN__PARAMS
 #define DTRAIN__PARAMS
 #include "train.h"
@@ -23,13 +23,13 @@ typedef struct dtrain__params {
     int units;
 } dtrain__params;
 
-/* Something that must not overlap another of its kind: bytes in memory, or unit numbers. */
+/* A span that must not overlap another of its kind: bytes in memory, or unit numbers. */
 typedef struct dtrain__params_span {
     uintptr_t begin, end, place; /* place: the device */
     const dtrain_param *param;
 } dtrain__params_span;
 
-/* Says whether there is a gradient to reduce and to apply. */
+/* Says whether a parameter has a gradient to reduce and to apply. */
 static DTRAIN__NOINLINE int dtrain__params_trained(const dtrain_param *param)
 {
     return param->grad != NULL && !param->frozen;
@@ -43,7 +43,7 @@ static DTRAIN__NOINLINE int dtrain__params_ndim(const dtrain_param *param)
     return ndim;
 }
 
-/* Sets *count and *bytes; returns 0 when they overflow. */
+/* Sets *count and *bytes; returns 0 if they overflow. */
 static int dtrain__params_size(const dtrain_param *param, size_t *count, size_t *bytes)
 {
     int ndim = dtrain__params_ndim(param), fits = 1;
@@ -59,7 +59,7 @@ DTRAIN_API DTRAIN__NOINLINE size_t dtrain_param_elements(const dtrain_param *par
     return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
 }
 
-/* The elements of its gradient; 0 where there is none. */
+/* Returns the elements of a parameter's gradient; 0 if it has none. */
 static size_t dtrain__params_gradients(const dtrain_param *param)
 {
     return dtrain__params_trained(param) ? dtrain_param_elements(param) : 0;
@@ -80,7 +80,7 @@ DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count)
     return units <= INT_MAX ? (int)units : 0;
 }
 
-/* The dimension that a part is cut along; -1: of a stacked one none. */
+/* Returns the dimension that a part is cut along; -1 for a stacked one whose layers are whole. */
 static int dtrain__params_cut_dim(const dtrain_param *param)
 {
     return param->stacked && param->part->dim == 0 ? -1 : param->part->dim;
@@ -91,7 +91,7 @@ static size_t dtrain__params_blocks(const dtrain_param *param)
     return param->part->blocks > 0 ? param->part->blocks : 1;
 }
 
-/* Says what is wrong with the place of a part's blocks, or NULL. */
+/* Returns what is wrong with the place of a part's blocks, or NULL. */
 static const char *dtrain__params_bad_blocks(const dtrain_param *param)
 {
     size_t blocks = dtrain__params_blocks(param), begin = param->part->begin;
@@ -106,7 +106,7 @@ static const char *dtrain__params_bad_blocks(const dtrain_param *param)
     return NULL;
 }
 
-/* Says what is wrong with where a parameter lies in the tensor of the whole model, or NULL. */
+/* Returns what is wrong with a parameter's part, or NULL. */
 static const char *dtrain__params_bad_part(const dtrain_param *param)
 {
     const dtrain_param_part *part = param->part;
@@ -187,7 +187,7 @@ static dtrain_status dtrain__params_check_names(const dtrain_param *table, size_
     return DTRAIN_OK;
 }
 
-/* The spans have a parameter each. */
+/* Checks that units have no gaps. Each span has its parameter already. */
 static dtrain_status dtrain__params_check_units(dtrain__params_span *spans, size_t count)
 {
     uintptr_t covered = 0;
@@ -230,7 +230,7 @@ static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size
     return DTRAIN_OK;
 }
 
-/* Checks a table; reserves = 1: data and grad may be NULL, the library reserves them. */
+/* Checks a table; reserves: 1 allows data and grad of NULL, which the library reserves. */
 static dtrain_status dtrain__params_check_for(const dtrain_param *table, size_t count, int reserves)
 {
     dtrain_allocator allocator = {NULL, NULL, 0, 0};
@@ -267,7 +267,7 @@ static const char *dtrain__params_compression(int kind)
     return index >= 0 && index < 8 ? names[index] : NULL;
 }
 
-/* Refuses the form of 1-bit Adam where there is no AdamW of the library's own. */
+/* Refuses 1-bit Adam for a call that has no AdamW of the library's. */
 static dtrain_status dtrain__params_no_adam(const dtrain_compress_desc *desc, const char *call)
 {
     if (!desc->adam)
@@ -303,7 +303,8 @@ static const dtrain__alike_field dtrain__params_compress_fields[] = {
 
 enum { DTRAIN__PARAMS_COMPRESS = sizeof dtrain__params_compress_fields / sizeof dtrain__params_compress_fields[0] };
 
-/* What of a parameter is the same on all ranks, besides its name and its shape; the last two where places are. */
+/* The fields of a parameter that are the same on all ranks, besides its name and its shape. The last two are compared
+ * only with `places`: see dtrain__params_line. */
 static const dtrain__alike_field dtrain__params_fields[] = {
     DTRAIN__ALIKE_CONSTANT(dtrain_param, dtype, dtrain__alike_dtype),
     DTRAIN__ALIKE_FIELD(dtrain_param, stacked, FLAG),
@@ -321,7 +322,7 @@ static const dtrain__alike_field dtrain__params_part_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_param_part, blocks, NUMBER),      DTRAIN__ALIKE_FIELD(dtrain_param_part, begin, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_param_part, copies, NUMBER),      DTRAIN__ALIKE_FIELD(dtrain_param_part, copy, NUMBER)};
 
-/* Lines of a parameter. */
+/* The lines of a parameter in a comparison between ranks. */
 enum {
     DTRAIN__PARAMS_NAME,
     DTRAIN__PARAMS_SHAPE,
@@ -347,8 +348,8 @@ static size_t dtrain__params_lines(size_t count)
     return 1 + count * DTRAIN__PARAMS_LINES;
 }
 
-/* Says one thing of a good table that is the same on all ranks, which is all but addresses; places: also whether there
- * is memory for data, and on which kind of device. Returns 0 beyond the last. */
+/* Writes one line of a good table that must be the same on all ranks, which is everything except addresses. Returns 0
+ * beyond the last line. places: 1 also compares whether there is data, and whether it is on a device. */
 static int dtrain__params_line(const dtrain_param *table, size_t count, int places, size_t index,
                                dtrain__alike_line *line)
 {
@@ -379,7 +380,7 @@ static int dtrain__params_line(const dtrain_param *table, size_t count, int plac
     return dtrain__alike_field_line(line, prefix, &dtrain__params_part_fields[field - DTRAIN__PARAMS_PART], &part);
 }
 
-/* What a create call was given that is the same on all ranks: a table, a desc, and how that compresses. */
+/* The arguments of a create call that must be the same on all ranks: a table, a desc, and its compression. */
 typedef struct dtrain__params_given {
     const dtrain_param *table;
     size_t count;
@@ -387,7 +388,7 @@ typedef struct dtrain__params_given {
     const void *desc;
     const dtrain__alike_field *fields; /* of desc */
     size_t field_count;
-    const dtrain_compress_desc *compress; /* NULL: not at all */
+    const dtrain_compress_desc *compress; /* NULL: no compression */
 } dtrain__params_given;
 
 static int dtrain__params_given_line(const void *pointer, size_t index, dtrain__alike_line *line)
@@ -404,7 +405,7 @@ static int dtrain__params_given_line(const void *pointer, size_t index, dtrain__
            dtrain__alike_field_line(line, "desc.compress.", &dtrain__params_compress_fields[index], given->compress);
 }
 
-/* Checks that there is a table, and that what has a gradient is F32. */
+/* Checks that there is a table, and that parameters with a gradient are F32. */
 static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
 {
     if (table == NULL && count > 0)
@@ -420,7 +421,7 @@ static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t 
     return DTRAIN_OK;
 }
 
-/* The same, and refuses parameters that are not in the CPU's memory, for what has no other way to them. */
+/* Does the same, and refuses parameters on a device, for calls that work only in the CPU's memory. */
 static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t count, const char *call)
 {
     dtrain_status status = dtrain__params_check_f32(table, count);
@@ -436,7 +437,7 @@ static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t cou
     return DTRAIN_OK;
 }
 
-/* Finds the one device of all parameters with a gradient; NULL for the CPU, and for a table that has none. */
+/* Finds the device of all parameters with a gradient. It is NULL for the CPU, and for a table without gradients. */
 static dtrain_status dtrain__params_device(const dtrain_param *table, size_t count, const char *call,
                                            dtrain_device **device)
 {
@@ -458,7 +459,7 @@ static dtrain_status dtrain__params_device(const dtrain_param *table, size_t cou
     return DTRAIN_OK;
 }
 
-/* Cuts a table, which is checked first, into ranges; params->ranges is the caller's to free, also on an error. */
+/* Checks a table and cuts it into ranges. The caller frees params->ranges, also after an error. */
 static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
                                            dtrain_allocator *allocator)
 {

@@ -1,6 +1,6 @@
 /* ---- >>parts ----
- * Making parameters of ranks from those of the whole model: layers of a stage, rows and columns of a tensor-parallel
- * rank, copies; and where their elements lie in the whole. What a part says is checked with its table, in >>params. */
+ * Cutting a rank's parameters out of the whole model's: layers of a stage, rows and columns of a tensor-parallel rank.
+ * Also copies, and where elements lie in the whole. >>params checks a part together with its table. */
 #ifndef DTRAIN__PARTS
 #define DTRAIN__PARTS
 #include "params.c"
@@ -10,7 +10,7 @@ static const char *dtrain__parts_name(const dtrain_param *param)
     return param->name != NULL ? param->name : "without name";
 }
 
-/* Makes param a part, of all of itself where it was none. */
+/* Makes param a part; a whole parameter becomes a part that is all of itself. */
 static void dtrain__parts_begin(dtrain_param *param, dtrain_param_part *part)
 {
     if (param->part == NULL) {
@@ -97,7 +97,7 @@ DTRAIN_API void dtrain_param_copies(dtrain_param *param, dtrain_param_part *part
     part->copy = copy;
 }
 
-/* The index in the whole tensor of an index of one dimension. */
+/* Returns the index in the whole tensor of an index of dimension d. */
 static size_t dtrain__parts_index(const dtrain_param *param, int d, size_t index)
 {
     const dtrain_param_part *part = param->part;

@@ -1,14 +1,14 @@
 /* ---- >>sampler ----
- * Which examples a micro-batch has. Everything is computed from seed, step and index when it is asked for: there is
- * no state to keep, to share between ranks, or to save. An epoch is shuffled by a permutation of a rectangle just
- * larger than it; what lands outside is permuted again until it lands inside. */
+ * The examples of a micro-batch, computed from seed, step and index. There is no state to keep, to share between ranks,
+ * or to save. A permutation of a rectangle just larger than the epoch shuffles it. A position that lands outside the
+ * epoch is permuted again until it lands inside. */
 #ifndef DTRAIN__SAMPLER
 #define DTRAIN__SAMPLER
 #include "train.h"
 #include "../base/memory.c"
 #include "../tensor/dtype.c"
 
-/* Fewer leave the orders of short epochs uneven. */
+/* With fewer rounds, some orders of short epochs are more likely than others. */
 #define DTRAIN__SAMPLER_ROUNDS 8
 
 static uint64_t dtrain__sampler_root(uint64_t square)
@@ -57,7 +57,8 @@ DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler)
     return (sampler->desc.count + each - 1) / each;
 }
 
-/* Each round adds to one coordinate what depends on the other alone, so that it can be undone. */
+/* Permutes a position. Each round adds to one coordinate a number that depends only on the other, so the round can be
+ * undone. */
 static uint64_t dtrain__sampler_permute(const dtrain_sampler *sampler, uint64_t key, uint64_t value)
 {
     uint64_t row = value / sampler->columns, column = value % sampler->columns;
@@ -68,7 +69,7 @@ static uint64_t dtrain__sampler_permute(const dtrain_sampler *sampler, uint64_t 
     return row * sampler->columns + column;
 }
 
-/* The example at a position of an epoch's shuffle, which depends on seed, epoch and position alone. */
+/* Returns the example at a position of an epoch's shuffle. */
 static uint64_t dtrain__sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position)
 {
     if (sampler->desc.no_shuffle || position >= sampler->desc.count)
@@ -80,7 +81,7 @@ static uint64_t dtrain__sampler_index(const dtrain_sampler *sampler, uint64_t ep
     return position;
 }
 
-/* The examples that a step of an epoch has: all its micro-batches can hold, or what is left for the last. */
+/* Returns how many examples a step of an epoch has: full micro-batches, or what is left for the last step. */
 static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t step_of_epoch)
 {
     uint64_t each = dtrain__sampler_per_step(sampler);
@@ -94,7 +95,7 @@ DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step
     size_t share = dtrain__split(micro_batches, ranks, rank, &begin), stride = 1;
     uint64_t filled = dtrain__sampler_left(sampler, step % dtrain_sampler_steps(sampler));
     if (sampler->desc.strided && ranks > 0 && rank >= 0 && rank < ranks) {
-        begin = (size_t)rank; /* the share is the same: earlier ranks have one more here too */
+        begin = (size_t)rank; /* the share is the same, because earlier ranks have one more here too */
         stride = (size_t)ranks;
     }
     if (first != NULL)

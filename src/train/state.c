@@ -1,5 +1,5 @@
 /* ---- >>state ----
- * Lists of what this floor keeps: a table of parameters with its optimizer, a sampler, a schedule. Parameters that are
+ * Lists of pieces for checkpoints: a table of parameters with its optimizer, a sampler, a schedule. Parameters that are
  * parts give pieces of the whole model's tensors. */
 #ifndef DTRAIN__STATE
 #define DTRAIN__STATE
@@ -12,8 +12,8 @@ static const char *dtrain__state_suffix(const dtrain_optimizer_desc *optimizer, 
     return dtrain__pieces_suffix(optimizer->kind == DTRAIN_ADAMW ? which : 2);
 }
 
-/* Layer `layer` of a parameter, or with -1 all of it, as a box of the tensor of the whole model: of a part of several
- * blocks the box of all of them, which the caller cuts. */
+/* Returns layer `layer` of a parameter, or with -1 all of it, as a box of the whole model's tensor. A part of several
+ * blocks gives the box of all of them, which the caller cuts. */
 static dtrain_piece dtrain__state_of(const dtrain_param *param, dtrain_dtype dtype, int layer)
 {
     const dtrain_param_part *part = param->part;
@@ -42,7 +42,7 @@ static dtrain_piece dtrain__state_of(const dtrain_param *param, dtrain_dtype dty
     return piece;
 }
 
-/* Copies that are made of a piece, times those of the parameter's part. */
+/* Sets the copies of a piece: those given, times those of the parameter's part. */
 static void dtrain__state_copies(dtrain_piece *piece, const dtrain_param *param, int copies, int copy)
 {
     int parts = param->part != NULL && param->part->copies > 0 ? param->part->copies : 1;
@@ -50,8 +50,8 @@ static void dtrain__state_copies(dtrain_piece *piece, const dtrain_param *param,
     piece->copy = copy * parts + (param->part != NULL ? param->part->copy : 0);
 }
 
-/* Cuts a piece whose box holds several blocks: in the order of elements a row of the dimensions before the cut one has
- * its share of each block, one after the other. */
+/* Cuts a piece whose box holds several blocks into runs. In the order of elements, each index of the dimensions before
+ * the cut one has its share of block 0, then of block 1, and so on. */
 static void dtrain__state_put_blocks(dtrain__lister *lister, const dtrain_param *param, const dtrain_piece *all)
 {
     int cut = dtrain__params_cut_dim(param);
@@ -76,7 +76,7 @@ static void dtrain__state_put_blocks(dtrain__lister *lister, const dtrain_param 
     }
 }
 
-/* Puts a range of a parameter's box into the list. One of no elements says that the rank knows the tensor. */
+/* Puts a range of a parameter's box into the list. An empty one says that the rank knows the tensor. */
 static void dtrain__state_put_range(dtrain__lister *lister, const dtrain_param *param, dtrain_piece *piece)
 {
     int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
@@ -92,7 +92,7 @@ static void dtrain__state_put_range(dtrain__lister *lister, const dtrain_param *
     dtrain__pieces_put(lister, piece);
 }
 
-/* Tells an optimizer's settings and steps. */
+/* Lists an optimizer's settings and number of steps. */
 static void dtrain__state_tell(dtrain__lister *lister, const dtrain_optimizer_desc *o, uint64_t step)
 {
     dtrain__pieces_tell(lister, "optimizer.kind",
@@ -110,7 +110,8 @@ static void dtrain__state_tell(dtrain__lister *lister, const dtrain_optimizer_de
     dtrain__pieces_tell_u64(lister, "optimizer.decoupled_decay", o->decoupled_decay != 0, 0);
 }
 
-/* The state of one parameter's ranges. Returns 0 where the optimizer does not know the parameter, there. */
+/* Lists the optimizer state of one parameter's ranges. Returns 0 if the optimizer does not have this parameter at this
+ * address. */
 static int dtrain__state_put_moments(const dtrain_param *param, const dtrain_optimizer *optimizer, int copies, int copy,
                                      int which, dtrain__lister *lister)
 {

@@ -1,6 +1,6 @@
 /* ---- >>train-kernels ----
- * The steps of AdamW and SGD over float32, once for each instruction set. Every operation is rounded by itself and no
- * order is left open, so that all of them give the same bits. Nothing here allocates, and any alignment will do. */
+ * The steps of AdamW and SGD over float32, once for each instruction set. Every operation is rounded by itself in a
+ * fixed order, so all instruction sets give the same bits. Nothing here allocates. Any alignment will do. */
 #ifndef DTRAIN__TRAIN_KERNELS
 #define DTRAIN__TRAIN_KERNELS
 #include "train.h"
@@ -8,14 +8,18 @@
 #include "../tensor/isa.c"
 #include "../tensor/vector.c"
 
-/* A step over x[0], the gradients, which are only read; x[1], the parameters; and AdamW's m and v, or SGD's velocity,
- * NULL without momentum. A kernel makes whole blocks. The numbers of a step are those of its struct for devices. */
+/* A kernel makes a step over whole blocks. The constants of the step are in its struct for devices.
+ *
+ *   x[0]   gradients, only read
+ *   x[1]   parameters
+ *   x[2]   AdamW's m, or SGD's velocity: NULL without momentum
+ *   x[3]   AdamW's v */
 typedef void (*dtrain__train_kernel)(float *const x[4], size_t count, const void *step);
 
 DTRAIN__EXACT_BEGIN
 
-/* A compiler's back end may contract a product with the sum that follows, or approximate a root, whatever the
- * pragmas say. It does not look into these: the first is no instruction, the second is the one it should be. */
+/* A compiler's back end may ignore the pragmas: it may contract a product with the sum that follows, or approximate a
+ * root. It does not look into these macros. ROUNDED emits no instruction, ROOT emits the exact square root. */
 #if defined(DTRAIN__X86)
 #define DTRAIN__TRAIN_ROUNDED_base(x) __asm__("" : "+x"(x))
 #define DTRAIN__TRAIN_ROUNDED_avx2(x) __asm__("" : "+x"(x))
@@ -119,7 +123,7 @@ DTRAIN__DISPATCH(dtrain__train_sgd_blocks, (float *const x[4], size_t count, con
 
 DTRAIN__EXACT_END
 
-/* Runs a kernel, and then once more over what is left of a block, padded with zeros. */
+/* Runs a kernel over whole blocks, then once over the rest, padded with zeros. */
 static void dtrain__train_run(dtrain__train_kernel kernel, float *const x[4], size_t count, const void *step)
 {
     float end[4][DTRAIN__ISA_BLOCK] = {{0}}, *padded[4];
@@ -139,7 +143,7 @@ static void dtrain__train_run(dtrain__train_kernel kernel, float *const x[4], si
     dtrain__fpmode_restore(mode);
 }
 
-/* What a device's table does, in the CPU's memory. */
+/* These do what a device's table does, in the CPU's memory. */
 static dtrain_status dtrain__train_adamw(const dtrain_device_adamw_step *step)
 {
     float *const x[4] = {(float *)(uintptr_t)step->grads, step->params, step->m, step->v};
@@ -156,7 +160,7 @@ static dtrain_status dtrain__train_sgd(const dtrain_device_sgd_step *step)
                               : DTRAIN_OK;
 }
 
-/* Numbers are judged by their bits: under -Ofast a compiler takes every number for finite. */
+/* Says whether a number is finite, by its bits: under -Ofast a compiler takes every number for finite. */
 static int dtrain__train_finite(double value)
 {
     uint64_t bits;
