@@ -5353,35 +5353,37 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #ifdef DTRAIN_IMPLEMENTATION
 
 /* ---- >>status ----
- * What opens the implementation: every system header, so that none follows a DTRAIN__EXACT_BEGIN; then status names,
- * error texts and the log. A program that makes the API static uses some of it: what it leaves unused is no reason to
- * warn, up to >>end. dtrain__fail is the only maker of error texts: it formats one line into the object's own error and
- * into the calling thread's last error, and returns the status, so that a failing function is one
- * `return dtrain__fail(...)`. Errors and log lines hold printable UTF-8, whatever peers and files they quote. */
+ * The start of the implementation: all system headers, so that none follows a DTRAIN__EXACT_BEGIN; then status names,
+ * error texts and the log. A program whose API is static uses only some of it. So gcc's warning of unused functions is
+ * off up to >>end.
+ *
+ * dtrain__fail alone makes error texts. It formats one line into the object's error and into the calling thread's last
+ * error, and returns the status: a failing function is one `return dtrain__fail(...)`. Errors and log lines are
+ * printable UTF-8, whatever they quote of peers and files. */
 #ifndef DTRAIN__STATUS
 #define DTRAIN__STATUS
 
 /* Terms of the implementation that the field has no common name for:
  *
- *   bell      a word that threads sleep on; whoever changes what others may wait for rings it (an eventcount)
+ *   bell      a word that threads sleep on; a thread that changes what others may wait for rings it (an eventcount)
  *   end       one rank's share of a group
- *   plane     the table of what a group's transport knows beside moving bytes: its control plane
- *   origin    what the groups that come of one world share in this process, such as their service thread
- *   slot      where a rank posts the call that it is in, for peers that read its buffers in place; see >>threads
- *   work      a call in the queue of its group, whose caller may hold a handle of it
- *   hub       the control plane of one process of several; one rank's hub, the leader's, relays for the others
- *   channel   a group's share of a hub; it has a peer for each member, and lanes, the connections to that
- *   mux       what shares a transport of the user's own between groups; a group's share of it is a lane; see >>mux
- *   council   what keeps the store of a world and counts votes, in each process or for all threads; see >>council
+ *   plane     a table of a transport's functions beside moving bytes: its control plane
+ *   origin    what all groups of one world share in this process, such as their service thread
+ *   slot      where a rank posts its current call, for peers that read its buffers in place; see >>threads
+ *   work      a call in the queue of its group; its caller may hold a handle of it
+ *   hub       one process's control plane, if there are several; the leader's hub relays for the others
+ *   channel   a group's share of a hub: a peer for each member, with lanes, which are the connections to it
+ *   mux       shares a user's own transport between groups; a group's share of it is also called a lane; see >>mux
+ *   council   keeps the store of a world and counts votes, in each process or for all threads; see >>council
  *   seat      a rank's end of one group at its council
- *   consent   a vote of the ranks of a group that are left, and what was decided */
+ *   consent   a vote of the remaining ranks of a group, and its decision */
 
 #if defined(__GNUC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #endif
 
-/* Those of vector instructions stand in >>isa. */
+/* >>isa includes the headers of vector instructions. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -5413,7 +5415,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #endif
 
 #define DTRAIN__ERROR_BYTES 640
-#define DTRAIN__STATUS_CAUSE_BYTES 400 /* of which a quoted cause takes so many */
+#define DTRAIN__STATUS_CAUSE_BYTES 400 /* of those, for a quoted cause */
 
 typedef struct dtrain__error {
     dtrain_status status;
@@ -5425,7 +5427,7 @@ static void dtrain__status_log_stderr(void *user, dtrain_log_level level, const 
 static dtrain_log_fn dtrain__status_log = dtrain__status_log_stderr;
 static void *dtrain__status_log_user;
 
-/* Returns the bytes of the well-formed UTF-8 sequence that starts text, or 0. Unicode 15, table 3-7. */
+/* Returns the length of the well-formed UTF-8 sequence that starts text, or 0. Source: Unicode 15, table 3-7. */
 static size_t dtrain__utf8(const unsigned char *text, size_t length)
 {
     int lead = length > 0 ? text[0] : 0xff, low = 0x80, high = 0xbf;
@@ -5449,8 +5451,8 @@ static size_t dtrain__utf8(const unsigned char *text, size_t length)
     return bytes;
 }
 
-/* Puts '?' in place of what is not UTF-8 and of control characters: a quoted name writes neither to a terminal nor a
- * line of its own. */
+/* Replaces control characters and bytes that are not UTF-8 by '?', so that a quoted name can neither control a terminal
+ * nor start a line. */
 static void dtrain__status_clean(char *text)
 {
     unsigned char *at = (unsigned char *)text;
@@ -5488,8 +5490,8 @@ __attribute__((format(printf, 2, 3))) static void dtrain__log(dtrain_log_level l
     dtrain__status_log(dtrain__status_log_user, level, text);
 }
 
-/* Takes out what a text says twice: of "a on rank 1: a: why", as a cause is quoted by a call of the same name, and of
- * "a: a: why", the second a. */
+/* Removes a repeated part: the second a of "a: a: why", and of "a on rank 1: a: why". Texts repeat a call's name when
+ * they quote a cause from the same call. */
 static void dtrain__status_once(char *text)
 {
     for (char *part = text, *next; (next = strstr(part, ": ")) != NULL; part = next + 2) {
@@ -5505,7 +5507,7 @@ static void dtrain__status_once(char *text)
     }
 }
 
-/* Formats into object (NULL: none) and into the thread's last error. The arguments may quote either text. */
+/* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
 __attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
                                                                         const char *format, ...)
 {
@@ -5523,7 +5525,7 @@ __attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__
     return status;
 }
 
-/* Makes an error kept elsewhere the calling thread's own. */
+/* Copies an error that is kept elsewhere to the calling thread's last error. */
 static DTRAIN__NOINLINE dtrain_status dtrain__report(const dtrain__error *error)
 {
     if (error->status != DTRAIN_OK)
@@ -5531,20 +5533,20 @@ static DTRAIN__NOINLINE dtrain_status dtrain__report(const dtrain__error *error)
     return error->status;
 }
 
-/* Whether a number that another rank has told is a status. */
+/* Returns whether a number from another rank is a status. */
 static int dtrain__status_known(uint64_t told)
 {
     return told == DTRAIN_OK || (told >= DTRAIN_ERR_INVALID && told <= DTRAIN_ERR_ABORTED);
 }
 
-/* The status of another rank that is not DTRAIN_OK, as it has told it; a number that is none counts as CORRUPT. */
+/* Returns the error status that another rank has sent; DTRAIN_ERR_CORRUPT if the number is not one. */
 static dtrain_status dtrain__status_told(uint64_t told)
 {
     return told != DTRAIN_OK && dtrain__status_known(told) ? (dtrain_status)told : DTRAIN_ERR_CORRUPT;
 }
 
-/* An error's text, to be quoted by who passes it on. Of a text that has been passed on too often to be quoted whole
- * it is the last part, as that is the cause. */
+/* Returns the part of an error's text to quote in another: the whole, or the last parts of a text that is too long.
+ * The cause stands last. */
 static const char *dtrain__status_cause(const dtrain__error *error)
 {
     const char *text = error->text, *next;
@@ -5580,26 +5582,28 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 #endif
 
 /* ---- >>os ----
- * The one place for what differs between systems: clock, threads, waiting on a word, processors, pages, files that are
- * replaced. Everything above asks here and never the system. What not every machine has is found out by trying, and
- * has a way around it; the environment variable DTRAIN_WITHOUT names what is not to be tried, so that tests go those
- * ways on any machine. Waiting is on a 32-bit word (a futex on Linux, a timed sleep elsewhere); a wake-up may be
- * spurious, so callers re-check what they wait for. Threads started here block all signals but those of a fault, so
- * that handlers run on the program's own. */
+ * The differences between systems: clock, threads, waiting on a word, processors, pages, replaced files.
+ *
+ * Some features are not on every machine. The library tries them and has another way without each. The environment
+ * variable DTRAIN_WITHOUT names features not to try, so tests can take the other ways on any machine.
+ *
+ * Waiting is on a 32-bit word: with a futex on Linux, with a timed sleep elsewhere. A wake-up may be spurious, so
+ * callers check again. Threads that start here block all signals except those of a fault, so the program's handlers
+ * run on the program's own threads. */
 #ifndef DTRAIN__OS
 #define DTRAIN__OS
 
 #define DTRAIN__CACHE_LINE 64
 
 #ifndef DTRAIN__TUNED
-#define DTRAIN__TUNED(name, value) (value) /* a size or a time that a test may choose by its name */
+#define DTRAIN__TUNED(name, value) (value) /* a size or time that tests may set by its name */
 #endif
 
-/* ---- what not every machine has ---- */
+/* ---- features that not every machine has ---- */
 
-#define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been looked at */
+#define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
-static uint32_t dtrain__os_without_mask; /* by place in this table */
+static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
 static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2", "populate", "mremap",
                                                        "pagemap", "memfd",  "unix", "ipv6",     "mprotect"};
 
@@ -5649,7 +5653,7 @@ static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Milliseconds that a caller chose, as nanoseconds that can be added to any time. */
+/* Converts a caller's milliseconds to nanoseconds, limited so that adding them to any time cannot overflow. */
 static int64_t dtrain__os_ms_to_ns(int64_t ms)
 {
     return ms < INT64_MAX / 4 / 1000000 ? ms * 1000000 : INT64_MAX / 4;
@@ -5666,7 +5670,7 @@ static struct timespec dtrain__os_timespec(int64_t ns)
 static int dtrain__os_processors(void)
 {
 #if defined(__linux__) && defined(__NR_sched_getaffinity)
-    /* The affinity mask, not the machine: containers and taskset give a process fewer. */
+    /* the affinity mask: containers and taskset give a process fewer processors than the machine has */
     unsigned long mask[1024 / (8 * sizeof(unsigned long))];
     long bytes = syscall(__NR_sched_getaffinity, 0, sizeof mask, mask);
     int count = 0;
@@ -5688,7 +5692,7 @@ static void dtrain__os_pause(void)
 #endif
 }
 
-/* Sleeps while *word == value, for at most ns; returns early at any time. */
+/* Sleeps while *word == value, for at most ns. It may return early. */
 static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
 {
 #ifdef __linux__
@@ -5723,11 +5727,11 @@ static void *dtrain__os_thread_main(void *pointer)
     return NULL;
 }
 
-/* Starts body(argument); the struct stays in place until the join. Returns 0 or an errno. */
+/* Starts body(argument). The struct must stay in place until the join. Returns 0 or an errno. */
 static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument, size_t stack_bytes)
 {
     pthread_attr_t attributes;
-    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* one that is blocked ends the process without a handler */
+    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* if blocked, they end the process without a handler */
     sigset_t all, before;
     int error = pthread_attr_init(&attributes);
     if (error != 0)
@@ -5753,15 +5757,15 @@ static void dtrain__os_thread_join(dtrain__os_thread *thread)
     pthread_join(thread->id, NULL);
 }
 
-/* Bytes of a page, the unit in which memory comes and goes. */
+/* Returns the size of a memory page. */
 static DTRAIN__NOINLINE size_t dtrain__os_page_bytes(void)
 {
     long bytes = sysconf(_SC_PAGESIZE);
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* Reserves a range of addresses, in whole pages, which read as zeros and take memory page by page as they are written.
- * Returns NULL when the system refuses. */
+/* Reserves a range of addresses in whole pages. They read as zeros, and a page takes memory when it is first written.
+ * Returns NULL if the system refuses. */
 static void *dtrain__os_reserve(size_t bytes)
 {
     int flags = MAP_PRIVATE | MAP_ANON;
@@ -5777,33 +5781,34 @@ static void dtrain__os_unreserve(void *range, size_t bytes)
     munmap(range, bytes);
 }
 
-/* Gives the memory of whole pages back; they read as zeros again. Returns 0 or an errno. */
+/* Returns the memory of whole pages to the system; they read as zeros again. Returns 0 or an errno. */
 static int dtrain__os_discard(void *pages, size_t bytes)
 {
 #ifdef __linux__
     return madvise(pages, bytes, MADV_DONTNEED) == 0 ? 0 : errno;
 #else
-    /* elsewhere that advice promises no zeros: new pages take their place */
+    /* elsewhere this advice does not promise zeros, so new pages replace them */
     void *range = mmap(pages, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_FIXED, -1, 0);
     return range != MAP_FAILED ? 0 : errno;
 #endif
 }
 
-/* Brings the memory of whole pages at once, which is cheaper than page by page as they are written; where the system
- * has no such call they come so. */
+/* Gets the memory of whole pages at once, which is cheaper than at each page's first write. Without such a call of the
+ * system, the pages come at their first write. */
 static void dtrain__os_populate(void *pages, size_t bytes)
 {
 #ifdef __linux__
     if (!dtrain__without("populate"))
-        madvise(pages, bytes, 23); /* MADV_POPULATE_WRITE, since Linux 5.14; a refusal leaves them to be written */
+        madvise(pages, bytes, 23); /* MADV_POPULATE_WRITE, since Linux 5.14; a refusal changes nothing */
 #else
     (void)pages;
     (void)bytes;
 #endif
 }
 
-/* Moves whole pages of a reserved range, contents and all, to others, whose own are gone then; what they leave reads
- * as zeros. Both must have been mapped or moved there by one call. Returns 0 or an errno, with nothing moved. */
+/* Moves whole pages of a reserved range, with their contents, to the place of others. The others' contents are lost,
+ * and the pages that are left read as zeros. All pages of a range must have come from one mapping or move. Returns 0,
+ * or an errno and moves nothing. */
 static int dtrain__os_move(void *from, void *to, size_t bytes)
 {
 #if defined(__linux__) && defined(__NR_mremap)
@@ -5813,8 +5818,8 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
     if (syscall(__NR_mremap, from, bytes, bytes, flags, to) != -1)
         return 0;
     int error = errno;
-    /* it may have taken the target away before it failed; 0x100000, MAP_FIXED_NOREPLACE: only then is it mapped, but
-     * Linux before 4.17 takes that for a wish and maps elsewhere */
+    /* The failed call may have unmapped the target. 0x100000, MAP_FIXED_NOREPLACE, maps it again only if it has. Linux
+     * before 4.17 does not know the flag and may map elsewhere. */
     void *back = mmap(to, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE | 0x100000, -1, 0);
     if (back != MAP_FAILED && back != to)
         munmap(back, bytes);
@@ -5827,8 +5832,8 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
 #endif
 }
 
-/* Says whether pages can be moved, and be given back at both places. An emulator of a processor may move pages and no
- * longer know those that they left. */
+/* Returns whether the system can move pages, and discard them at both places. An emulator of a processor may move pages
+ * and then lose the ones that they left. */
 static int dtrain__os_moves(void)
 {
     size_t page = dtrain__os_page_bytes();
@@ -5845,8 +5850,8 @@ static int dtrain__os_moves(void)
     return moves;
 }
 
-/* Says whether whole pages were neither read nor written since they were mapped or discarded; 0 where the system does
- * not tell. */
+/* Returns whether whole pages were neither read nor written since they were mapped or discarded; 0 if the system does
+ * not say. */
 static int dtrain__os_untouched(const void *pages, size_t bytes)
 {
     int untouched = 0;
@@ -5871,7 +5876,7 @@ static int dtrain__os_untouched(const void *pages, size_t bytes)
     return untouched;
 }
 
-/* Closes whole pages to all use, or to writing (access 1), or opens them (access 2). Returns 0 or an errno. */
+/* Sets the access to whole pages: 0 none, 1 reading, 2 reading and writing. Returns 0 or an errno. */
 static int dtrain__os_protect(void *pages, size_t bytes, int access)
 {
     int kinds[] = {PROT_NONE, PROT_READ, PROT_READ | PROT_WRITE};
@@ -5880,11 +5885,11 @@ static int dtrain__os_protect(void *pages, size_t bytes, int access)
     return mprotect(pages, bytes, kinds[access]) == 0 ? 0 : errno;
 }
 
-/* Says of a fault, from what a signal's handler is given, whether it was a write: 1, a read: 0, or -1: nobody knows. */
+/* Returns whether a fault was a write (1) or a read (0), from the context of its signal handler; -1 if unknown. */
 static int dtrain__os_fault_writes(const void *context)
 {
 #if defined(__linux__) && defined(__x86_64__) && defined(__LP64__)
-    int64_t code; /* the 20th register that the kernel saves, behind 40 bytes: bit 1 of the processor's error code */
+    int64_t code; /* the processor's error code, whose bit 1 says so: the 20th saved register, after 40 bytes */
     memcpy(&code, (const char *)context + 40 + 19 * sizeof code, sizeof code);
     return (int)(code >> 1 & 1);
 #else
@@ -5893,7 +5898,7 @@ static int dtrain__os_fault_writes(const void *context)
 #endif
 }
 
-/* Fills out with at most 256 bytes that nobody can guess; so many come whole. Returns 0 or an errno. */
+/* Fills out with up to 256 bytes that nobody can guess; systems return so many in one call. Returns 0 or an errno. */
 static int dtrain__os_random(void *out, size_t bytes)
 {
     ssize_t n = -1;
@@ -5917,7 +5922,7 @@ static int dtrain__os_random(void *out, size_t bytes)
     return error;
 }
 
-/* Reads the start of a file of the system's as a text. Returns its bytes, or -errno and an empty text. */
+/* Reads the start of a system file as text. Returns its length, or -errno and an empty text. */
 static int dtrain__os_read_text(const char *path, char *text, size_t room)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -5929,7 +5934,7 @@ static int dtrain__os_read_text(const char *path, char *text, size_t room)
     return n >= 0 ? (int)n : -error;
 }
 
-/* This process's program, as in " (train)"; "" where the system does not say. */
+/* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
 static void dtrain__os_program(char *out, size_t room)
 {
 #if defined(__APPLE__) || defined(__FreeBSD__) || defined(__NetBSD__) || defined(__OpenBSD__)
@@ -5942,7 +5947,7 @@ static void dtrain__os_program(char *out, size_t room)
     snprintf(out, room, name[0] != 0 ? " (%.20s)" : "%s", name);
 }
 
-/* What tells this host, since its last start, from others: processes of one host get the same. */
+/* Fills id with bytes that identify this host since its last start. All processes of the host get the same. */
 static void dtrain__os_host_id(unsigned char id[128])
 {
     memset(id, 0, 128);
@@ -5950,8 +5955,8 @@ static void dtrain__os_host_id(unsigned char id[128])
     dtrain__os_read_text("/proc/sys/kernel/random/boot_id", (char *)id + 64, 64); /* only on Linux */
 }
 
-/* Memory that other processes of the host can map: a file without a name, which ends with the last mapping of it,
- * however its processes end. NULL: there is none. The descriptor is what the others find it by, until it is closed. */
+/* Makes memory that other processes of the host can map; NULL if that is not possible. It is a file without a name,
+ * which ends with its last mapping, however the processes end. Others find it by the descriptor while that is open. */
 static void *dtrain__os_share(size_t bytes, int *fd)
 {
     void *memory = MAP_FAILED;
@@ -5966,10 +5971,10 @@ static void *dtrain__os_share(size_t bytes, int *fd)
         *fd = fcntl(fileno(file), F_DUPFD_CLOEXEC, 0);
         fclose(file);
     }
-    if (*fd >= 0 && posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* no write may find the disk full */
+    if (*fd >= 0 && posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* so that no later write finds the disk full */
         memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
     if (memory != MAP_FAILED) {
-        fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: who shortened it would end all that map it by a signal */
+        fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: shortening it would kill all processes that map it */
     } else if (*fd >= 0) {
         close(*fd);
         *fd = -1;
@@ -5978,7 +5983,7 @@ static void *dtrain__os_share(size_t bytes, int *fd)
     return memory != MAP_FAILED ? memory : NULL;
 }
 
-/* Maps what a process shares. Whatever else its descriptor may be by now is left alone. */
+/* Maps the memory that a process shares. Returns NULL if its descriptor now belongs to something else. */
 static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
 {
     char path[64];
@@ -5996,14 +6001,16 @@ static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
     return memory != MAP_FAILED ? memory : NULL;
 }
 
-/* When a process began, in the system's count: two of one number differ in it. *known: 0 where nobody can tell; else a
- * result of 0 says that it has ended, and that all it held has been taken down. */
+/* Returns when a process began, in the system's count. Two processes with the same id differ in it.
+ *
+ *   known     out: 0 if the system does not say
+ *   returns   if known: 0 means that the process has ended and the system has released all that it held */
 static uint64_t dtrain__os_process_began(pid_t process, int *known)
 {
     char path[40], text[512];
     snprintf(path, sizeof path, "/proc/%ld/stat", (long)process);
     int length = dtrain__os_read_text(path, text, sizeof text);
-    /* after the program's name a letter, and numbers: the 17th threads, the 19th the time */
+    /* after the program's name come a letter and numbers: the 17th counts threads, the 19th is the time */
     char *at = strrchr(text, ')');
     int told = at != NULL && strlen(at) >= 4;
     *known = told || length == -ENOENT || length == -ESRCH;
@@ -6014,14 +6021,14 @@ static uint64_t dtrain__os_process_began(pid_t process, int *known)
     at += 3;
     for (int i = 1; i < 20 && *at != 0; i++)
         numbers[i] = (uint64_t)strtoull(at, &at, 10);
-    /* a process is no more than its name once the last of its threads has ended */
+    /* once its last thread has ended, nothing but the name of a process remains */
     return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
 }
 
 /* ---- files that are replaced ---- */
 
-/* Gives the path of a file beside `path` that nobody else uses: hidden, ending in .tmp, with a number that nobody can
- * guess. Takes at most 22 bytes more than path has. Returns 0 when there is no room. */
+/* Makes a path beside `path` that nobody else uses: hidden, with a random number, ending in .tmp. It is at most 22
+ * bytes longer than path. Returns 0 if there is no room. */
 static int dtrain__os_name_beside(char *beside, size_t room, const char *path)
 {
     const char *slash = strrchr(path, '/'), *last = slash != NULL ? slash + 1 : path;
@@ -6030,15 +6037,15 @@ static int dtrain__os_name_beside(char *beside, size_t room, const char *path)
     if (dtrain__os_random(&number, sizeof number) != 0)
         number = (uint64_t)dtrain__os_now_ns() * 1000003u + (uint64_t)getpid();
     for (keep = keep < 200 ? keep : 200; keep > 0 && ((unsigned char)last[keep] & 0xc0) == 0x80; keep--)
-        continue; /* not inside a character: some file systems refuse what is no UTF-8 */
+        continue; /* do not cut inside a character: some file systems refuse names that are not UTF-8 */
     int bytes = snprintf(beside, room, "%.*s.%.*s.%016llx.tmp", (int)(last - path), path, (int)keep, last,
                          (unsigned long long)number);
     return bytes > 0 && (size_t)bytes < room;
 }
 
-/* Makes an empty file beside `path`, which is to be replaced by it. Whoever else can write to the directory cannot have
- * put a link in its way: the name is not known before, and what has it is neither followed nor opened. Returns its
- * descriptor, or -1 with errno. */
+/* Makes an empty file beside `path`, to replace it later. Others who can write to the directory cannot put a link in
+ * its way: they cannot know the name, and an existing file is neither followed nor opened. Returns the descriptor, or
+ * -1 with errno. */
 static int dtrain__os_open_beside(int directory, const char *path, char *beside, size_t room)
 {
     for (int attempt = 0; attempt < 100; attempt++) {
@@ -6053,11 +6060,13 @@ static int dtrain__os_open_beside(int directory, const char *path, char *beside,
     return -1;
 }
 
-/* Brings such a file to the disk and puts it in its place; where `error` says that it is not whole, or on an error, it
- * is removed. Closes fd. Returns 0 or an errno: then the old one is as it was. */
+/* Syncs such a file, closes it and moves it into its place. Returns 0 or an errno: then it removes the new file, and
+ * the old one is unchanged.
+ *
+ *   error   an errno from writing it; 0: it is whole */
 static int dtrain__os_put_in_place(int fd, const char *beside, const char *path, int error)
 {
-    if (error == 0 && fsync(fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
+    if (error == 0 && fsync(fd) != 0 && errno != EINVAL) /* EINVAL: it cannot be synced */
         error = errno;
     if (close(fd) != 0 && error == 0)
         error = errno;
@@ -6068,14 +6077,14 @@ static int dtrain__os_put_in_place(int fd, const char *beside, const char *path,
     return error;
 }
 
-/* Replaces a file by what write puts into another beside it. Returns 0 or an errno: then the old one is as it was. */
+/* Replaces a file by what `write` writes. Returns 0 or an errno: then the old file is unchanged. */
 static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, const void *user), const void *user)
 {
     char beside[1100];
     int fd = dtrain__os_open_beside(AT_FDCWD, path, beside, sizeof beside);
     if (fd < 0)
         return errno;
-    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0); /* the stream's own, which it closes */
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0); /* for the stream, which closes it */
     FILE *file = copy >= 0 ? fdopen(copy, "w") : NULL;
     int error = file == NULL ? errno : 0;
     if (file != NULL) {
@@ -6092,9 +6101,9 @@ static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, c
 #endif
 
 /* ---- >>memory ----
- * The allocator behind every object, its counters, arithmetic on sizes that notices overflow, numbers as bytes and
- * the comparison of secrets. Blocks are aligned to a cache line; the line before a block holds its size.
- * Counters are kept with atomics: one allocator may serve several objects and threads. */
+ * The allocator behind every object and its counters; checked arithmetic on sizes; numbers as bytes; comparing secrets.
+ * Blocks are aligned to a cache line, and the line before a block holds its size. The counters are atomic, so one
+ * allocator may serve several objects and threads. */
 #ifndef DTRAIN__MEMORY
 #define DTRAIN__MEMORY
 
@@ -6118,7 +6127,7 @@ static DTRAIN__NOINLINE uint64_t dtrain__get_le(const unsigned char *in, int byt
     return value;
 }
 
-/* The number in eight bytes, little-endian, at any address. */
+/* Reads eight little-endian bytes at any address. */
 static uint64_t dtrain__load_le64(const unsigned char *from)
 {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
@@ -6130,7 +6139,7 @@ static uint64_t dtrain__load_le64(const unsigned char *from)
 #endif
 }
 
-/* Compares in a time that does not depend on where the two differ. */
+/* Compares in a time that does not depend on the bytes. */
 static int dtrain__memory_equal_secret(const void *a, const void *b, size_t bytes)
 {
     const volatile unsigned char *x = (const volatile unsigned char *)a, *y = (const volatile unsigned char *)b;
@@ -6158,7 +6167,7 @@ static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_b
     dtrain__memory_resize(pointer, old_bytes, new_bytes, align)
 #endif
 
-/* Adds to the bytes in use; less is a number that wraps around. */
+/* Adds to the bytes in use. To subtract, pass a number that wraps around. */
 static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
 {
     size_t in_use = __atomic_add_fetch(&allocator->bytes, more, __ATOMIC_RELAXED);
@@ -6168,15 +6177,15 @@ static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
         continue;
 }
 
-#define DTRAIN__MEMORY_WORDS (DTRAIN__CACHE_LINE / sizeof(size_t)) /* of the line before a block */
+#define DTRAIN__MEMORY_WORDS (DTRAIN__CACHE_LINE / sizeof(size_t)) /* in the line before a block */
 
-/* How many bytes a block has; 0 for NULL. */
+/* Returns the size of a block; 0 for NULL. */
 static size_t dtrain__memory_bytes(const void *pointer)
 {
     return pointer != NULL ? *((const size_t *)pointer - DTRAIN__MEMORY_WORDS) : 0;
 }
 
-/* Bytes of 0 free the block, in which the allocator may lie, and the result is NULL. */
+/* Resizes a block. With bytes 0 it frees the block and returns NULL; the allocator itself may lie in that block. */
 static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t bytes)
 {
     size_t line = DTRAIN__CACHE_LINE, old = dtrain__memory_bytes(pointer);
@@ -6195,7 +6204,7 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t b
     return (size_t *)block + DTRAIN__MEMORY_WORDS;
 }
 
-/* Returns zeroed memory, or NULL; bytes of 0 gives one byte's worth, so that NULL always means failure. */
+/* Returns zeroed memory, or NULL if there is none. bytes 0 allocates one byte, so NULL always means failure. */
 static DTRAIN__NOINLINE void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
 {
     void *block = dtrain__resize(allocator, NULL, bytes > 0 ? bytes : 1);
@@ -6210,7 +6219,7 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
         dtrain__resize(allocator, pointer, 0);
 }
 
-/* Allocates an object that has an allocator of its own at `own`, for where none is given; *used: which it has. */
+/* Allocates an object with an allocator of its own at offset `own`, for use if none is given. *used: the one to use. */
 static void *dtrain__memory_owner(dtrain_allocator *given, size_t bytes, size_t own, dtrain_allocator **used)
 {
     dtrain_allocator first = {NULL, NULL, 0, 0};
@@ -6222,8 +6231,8 @@ static void *dtrain__memory_owner(dtrain_allocator *given, size_t bytes, size_t 
     return made;
 }
 
-/* Returns the block, if it has so many bytes, or a new one in its place, zeroed, without what the old one held. NULL:
- * there is no memory, and the old one stays. */
+/* Returns the block if it has so many bytes; else frees it and returns a new one, zeroed, without its contents. If
+ * there is no memory, returns NULL and keeps the old block. */
 static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, void *block, size_t bytes)
 {
     if (block != NULL && dtrain__memory_bytes(block) >= bytes)
@@ -6234,7 +6243,7 @@ static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, v
     return larger;
 }
 
-/* Makes room for `more` elements of `size` bytes after `count`; returns the array, which doubles, or NULL. */
+/* Makes room for `more` elements of `size` bytes after `count`. Returns the array, which grows by doubling, or NULL. */
 static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count,
                                                   size_t more)
 {
@@ -6257,23 +6266,25 @@ static DTRAIN__NOINLINE void dtrain__put_le(unsigned char *out, uint64_t value, 
 #endif
 
 /* ---- >>worker ----
- * Waiting for another thread, and a thread that works for one owner. It performs jobs in the order in which they are
- * posted, or takes turns in which the owner looks for work itself, and sleeps in between. One thread at a time posts.
- * A worker without a thread performs jobs when they are waited for. A zeroed worker has no thread.
- * Its end waits for the job or turn under way, and for nothing else: jobs that are still posted stay undone.
- * A forked child has no such thread, and the end returns at once there. */
+ * The bell, on which threads wait for each other, and the worker, a thread that works for one owner. A worker performs
+ * jobs in the order of their posts. Or it takes turns, in which the owner looks for work itself. It sleeps in between.
+ * One thread at a time posts. A zeroed worker has no thread: it performs its jobs when somebody waits for them.
+ *
+ * Ending a worker waits for the current job or turn only; other posted jobs stay undone. A forked child does not have
+ * the thread, so there the end returns at once. */
 #ifndef DTRAIN__WORKER
 #define DTRAIN__WORKER
 
 #define DTRAIN__BELL_YIELDS 200u
 
-/* Rung by whoever changes something that others may wait for; costs one load while nobody sleeps. A waiting thread
- * spins briefly, yields, then sleeps: it registers, looks once more, and sleeps only if the bell has not rung since. */
+/* A thread that changes what others may wait for rings the bell. That costs one load while nobody sleeps. A waiting
+ * thread spins briefly, yields, then sleeps. Before it sleeps it registers and looks once more; it sleeps only if the
+ * bell has not rung since. */
 typedef struct dtrain__bell {
-    uint32_t rings; /* counts while somebody sleeps */
+    uint32_t rings; /* counted only while somebody sleeps */
     uint32_t sleepers;
-    uint32_t spins;            /* busy looks before yielding: none where threads outnumber processors */
-    struct dtrain__bell *also; /* rung with it: of one who listens to many; NULL: none */
+    uint32_t spins;            /* busy looks before yielding; 0 if threads outnumber processors */
+    struct dtrain__bell *also; /* rings with this one, for a thread that listens to many; NULL: none */
 } dtrain__bell;
 
 static void dtrain__bell_ring(dtrain__bell *bell)
@@ -6285,7 +6296,7 @@ static void dtrain__bell_ring(dtrain__bell *bell)
         }
 }
 
-/* One turn of waiting, the turn'th since something last moved; sleeps for at most a tenth of a second. */
+/* Waits once: spins, yields or sleeps for at most 0.1 s. turn: how many waits came before, since something moved. */
 static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadline_ns, int (*ready)(void *),
                               void *context)
 {
@@ -6310,22 +6321,22 @@ static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadlin
 
 /* ---- the thread ---- */
 
-/* The first member of what the owner keeps of a job. */
+/* The first member of the owner's struct for a job. */
 typedef struct dtrain__worker_job {
     struct dtrain__worker_job *next;
-    uint64_t number; /* among those posted, from 1 */
+    uint64_t number; /* posted jobs are counted from 1 */
 } dtrain__worker_job;
 
 typedef struct dtrain__worker {
     void *owner;
     void (*perform)(void *owner, dtrain__worker_job *job);
-    int64_t (*turn)(void *owner); /* in place of jobs; returns until when it may sleep unless called, 0: not at all */
-    dtrain__worker_job *inbox;    /* posted, the last first */
-    dtrain__worker_job *first;    /* the thread's own, in order */
-    uint64_t posted, done;        /* jobs so far; posted: or calls */
+    int64_t (*turn)(void *owner); /* instead of jobs; returns until when it may sleep unless called; 0: not at all */
+    dtrain__worker_job *inbox;    /* posted jobs, the last one first */
+    dtrain__worker_job *first;    /* jobs that the thread has taken, in order */
+    uint64_t posted, done;        /* numbers of jobs; posted also counts calls */
     dtrain__bell bell;
     dtrain__os_thread thread;
-    pid_t process; /* that has the thread */
+    pid_t process; /* the process of the thread */
     int threaded;
     uint32_t stop;
 } dtrain__worker;
@@ -6335,7 +6346,7 @@ static int dtrain__worker_stopping(const dtrain__worker *worker)
     return __atomic_load_n(&worker->stop, __ATOMIC_SEQ_CST) != 0;
 }
 
-/* Performs the next job. Returns 0 when there is none. */
+/* Performs the next job. Returns 0 if there is none. */
 static int dtrain__worker_next(dtrain__worker *worker)
 {
     dtrain__worker_job *job = worker->first, *none = NULL, *last = NULL;
@@ -6357,7 +6368,7 @@ static int dtrain__worker_next(dtrain__worker *worker)
     return 1;
 }
 
-/* What a thread waits for: the worker until it is called again, the owner until a job is done. */
+/* What a thread waits for: the worker waits for a call, the owner for a job. */
 typedef struct dtrain__worker_goal {
     const dtrain__worker *worker;
     uint64_t number;
@@ -6389,14 +6400,14 @@ static void dtrain__worker_body(void *argument)
             until = worker->turn(worker->owner);
         else if (dtrain__worker_next(worker))
             continue;
-        /* a worker that looks again by itself has no need to yield first */
+        /* a worker that wakes by itself need not yield first */
         for (unsigned turn = until != INT64_MAX ? DTRAIN__BELL_YIELDS : 0;
              !dtrain__worker_called(&called) && dtrain__os_now_ns() < until; turn++)
             dtrain__bell_wait(&worker->bell, turn, until, dtrain__worker_called, &called);
     }
 }
 
-/* Starts the thread of a worker whose owner and work are set. Returns 0 or an errno. */
+/* Starts the thread of a worker with an owner, and perform or turn. Returns 0 or an errno. */
 static int dtrain__worker_start(dtrain__worker *worker)
 {
     worker->process = getpid();
@@ -6406,20 +6417,20 @@ static int dtrain__worker_start(dtrain__worker *worker)
     return error;
 }
 
-/* Whether this process has the thread. */
+/* Returns whether this process has the thread. */
 static int dtrain__worker_runs(const dtrain__worker *worker)
 {
     return worker->threaded && worker->process == getpid();
 }
 
-/* Has a sleeping worker take a turn. */
+/* Wakes a sleeping worker for a turn. */
 static void dtrain__worker_call(dtrain__worker *worker)
 {
     __atomic_add_fetch(&worker->posted, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(&worker->bell);
 }
 
-/* Hands over a job, which stays in place until it is done. */
+/* Posts a job. It must stay in place until it is done. */
 static void dtrain__worker_post(dtrain__worker *worker, dtrain__worker_job *job)
 {
     job->number = worker->posted + 1;
@@ -6435,7 +6446,7 @@ static int dtrain__worker_is_done(const dtrain__worker *worker, uint64_t number)
     return dtrain__worker_reached(&goal);
 }
 
-/* Waits until so many jobs are done, or until then. Returns whether they are. */
+/* Waits until `number` jobs are done, or until until_ns. Returns whether they are done. */
 static int dtrain__worker_wait(dtrain__worker *worker, uint64_t number, int64_t until_ns)
 {
     dtrain__worker_goal goal = {worker, number};
@@ -6456,7 +6467,7 @@ static void dtrain__worker_stop(dtrain__worker *worker)
     dtrain__bell_ring(&worker->bell);
 }
 
-/* Ends the thread, where there is one. */
+/* Ends the thread, if there is one. */
 static void dtrain__worker_end(dtrain__worker *worker)
 {
     if (!dtrain__worker_runs(worker))
@@ -6469,9 +6480,9 @@ static void dtrain__worker_end(dtrain__worker *worker)
 #endif
 
 /* ---- >>random ----
- * Counter-based random numbers: value number `index` of stream `seed` is a function of the two and nothing
- * else, so any rank or thread computes any part. The normal draw is integer arithmetic up to its last step,
- * an exact scaling: no compiler flag, rounding mode or libm can change a bit of it. */
+ * Counter-based random numbers. Value `index` of stream `seed` is a function of these two alone. The normal draw is
+ * integer arithmetic up to its last step, which is an exact scaling. So no compiler flag, rounding mode or libm can
+ * change a bit of it. */
 #ifndef DTRAIN__RANDOM
 #define DTRAIN__RANDOM
 
@@ -6498,7 +6509,7 @@ static void dtrain__random_philox(const uint32_t counter[4], const uint32_t key[
     out[3] = c3;
 }
 
-/* Fills out with the four 32-bit words number `index` of the stream `seed`. */
+/* Fills out with the four 32-bit words at `index` of stream `seed`. */
 static void dtrain__random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4])
 {
     uint32_t counter[4] = {(uint32_t)index, (uint32_t)(index >> 32), 0, 0};
@@ -6522,8 +6533,10 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index)
 
 /* Returns -ln(v / 2^64) for v > 0, as a multiple of 2^-57, within 2^-50.
  *
- *   source   multiply by factors 1 + 2^-k until 2 is nearly reached, adding up their logarithms: Knuth, The Art
- *            of Computer Programming 1, exercise 1.2.2-28; what remains, d < 2^-20, by -ln(1-d) = d + d^2/2 */
+ * It multiplies by factors 1 + 2^-k up to almost 2 and adds up their logarithms. The rest, d < 2^-20, contributes
+ * -ln(1-d) = d + d^2/2.
+ *
+ *   source   Knuth, The Art of Computer Programming 1, exercise 1.2.2-28 */
 static uint64_t dtrain__random_minus_log(uint64_t v)
 {
     static const uint64_t log_factor[20] = {
@@ -6547,7 +6560,7 @@ static uint64_t dtrain__random_minus_log(uint64_t v)
     return sum + (d >> 6) + (high * high >> 46);
 }
 
-/* Returns the square root of n, 2^62 <= n < 2^64, within 1: Newton's steps from the chord, 3% off. */
+/* Returns the square root of n, 2^62 <= n < 2^64, within 1: Newton's method from the chord, which is within 3%. */
 static uint64_t dtrain__random_sqrt(uint64_t n)
 {
     uint64_t root = n / 3 / ((uint64_t)1 << 31) + 0x5c000000u;
@@ -6566,7 +6579,7 @@ static uint64_t dtrain__random_sine(uint32_t w)
     return (sum >> 2) * (2 * (uint64_t)w + 1) >> 31;
 }
 
-/* Returns sign * product * 2^-scale, rounded here to 24 bits so that the conversion and the scaling are exact. */
+/* Returns sign * product * 2^-scale. Rounds the product to 24 bits first, so the conversion and scaling are exact. */
 static float dtrain__random_float(uint64_t product, int scale, int negative)
 {
     if (product == 0)
@@ -6583,14 +6596,14 @@ static float dtrain__random_float(uint64_t product, int scale, int negative)
     return (negative ? -magnitude : magnitude) * power;
 }
 
-/* Radius from words 0 and 1, direction from words 2 and 3: sqrt(-2 ln u) sin(angle), up to 9.4 deviations out.
+/* sqrt(-2 ln u) sin(angle): u from words 0 and 1, the angle from words 2 and 3. Results reach 9.4 deviations.
  *
  *   source   Box, Muller, Annals of Mathematical Statistics 29(2), 1958 */
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index)
 {
     uint32_t word[4];
     dtrain__random_u32x4(seed, index, word);
-    uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1;       /* 0 stands for 2^64, whose logarithm is none */
+    uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1;       /* 0 stands for 2^64: u is 1 */
     uint64_t square = v != 0 ? dtrain__random_minus_log(v) : 0; /* of the radius, times 2^56 */
     if (square == 0)
         return 0.0f;
@@ -6602,8 +6615,8 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index)
 #endif
 
 /* ---- >>sha256 ----
- * SHA-256, in one piece or streamed: start, add as often as needed, finish. Lengths count bytes; the
- * standard's limit of 2^64 - 1 bits is beyond any file. Not constant-time in its lengths, only in its data. */
+ * SHA-256, in one piece or streamed: start, add as often as needed, finish. Lengths are in bytes. The standard's
+ * limit of 2^64 - 1 bits is beyond any file. The time depends on lengths, but not on data. */
 #ifndef DTRAIN__SHA256
 #define DTRAIN__SHA256
 
@@ -6636,7 +6649,7 @@ static void dtrain__sha256_schedule(uint32_t w[64], const unsigned char *block)
     }
 }
 
-/* Round t, step 3: instead of moving a ... h down by one, their places in v turn by t. */
+/* Round t, step 3. The variables a ... h do not move down by one; their places in v rotate by t instead. */
 static inline void dtrain__sha256_round(uint32_t v[8], int t, uint32_t addend)
 {
     uint32_t a = v[(8 - t) & 7], b = v[(9 - t) & 7], c = v[(10 - t) & 7];
@@ -6697,7 +6710,7 @@ static void dtrain__sha256_add(dtrain__sha256 *sha, const void *data, size_t byt
     }
 }
 
-/* Pads with 0x80, zeros and the length in bits; sha must be started anew after it. */
+/* Pads with 0x80, zeros and the length in bits. Start sha again before its next use. */
 static void dtrain__sha256_finish(dtrain__sha256 *sha, unsigned char digest[32])
 {
     unsigned char pad[DTRAIN__SHA256_BLOCK + 8] = {0x80};
@@ -6759,8 +6772,8 @@ static void dtrain__sha256_hmac_finish(dtrain__sha256_hmac *hmac, unsigned char 
 #endif
 
 /* ---- >>xxh64 ----
- * A hash of 64 bits at the speed of memory, which finds what disks and networks do to bytes. Whoever wants to deceive
- * it can: it is no signature. Bytes may come in any pieces.
+ * A 64-bit hash as fast as memory, which detects damage by disks and networks. It is not a signature: anybody can forge
+ * it. Bytes may come in any pieces.
  *
  *   source   XXH64: Collet, xxHash fast digest algorithm, version 0.1.1, 2018 */
 #ifndef DTRAIN__XXH64
@@ -6774,7 +6787,7 @@ static void dtrain__sha256_hmac_finish(dtrain__sha256_hmac *hmac, unsigned char 
 
 typedef struct dtrain__xxh64 {
     uint64_t lanes[4], seed, bytes;
-    unsigned char rest[32]; /* the bytes that are no whole stripe, bytes % 32 of them */
+    unsigned char rest[32]; /* the last bytes % 32 bytes, which are not a whole stripe */
 } dtrain__xxh64;
 
 static uint64_t dtrain__xxh64_rotate(uint64_t x, int by)
@@ -6831,7 +6844,7 @@ static void dtrain__xxh64_add(dtrain__xxh64 *hash, const void *data, size_t byte
         memcpy(hash->rest, from + bytes / 32 * 32, bytes % 32);
 }
 
-/* The bytes after the last whole stripe, then the avalanche. */
+/* Adds the bytes after the last whole stripe, then does the avalanche. */
 static uint64_t dtrain__xxh64_finish(uint64_t sum, const unsigned char *from, size_t bytes)
 {
     for (; bytes >= 8; bytes -= 8, from += 8)
@@ -6850,7 +6863,7 @@ static uint64_t dtrain__xxh64_finish(uint64_t sum, const unsigned char *from, si
     return sum ^ sum >> 32;
 }
 
-/* The hash of what was added so far; more may follow. */
+/* Returns the hash of all bytes so far; more may follow. */
 static uint64_t dtrain__xxh64_end(const dtrain__xxh64 *hash)
 {
     const uint64_t *lanes = hash->lanes;
@@ -6875,9 +6888,10 @@ static uint64_t dtrain__xxh64_of(const void *data, size_t bytes, uint64_t seed)
 #endif
 
 /* ---- >>json-writer ----
- * Writes JSON (RFC 8259) into a bounded buffer, without allocating. A call out of place (a value without its key, an
- * end without its begin, more than 32 levels), a text that is not UTF-8 or a number that is not finite breaks the
- * writer for good. */
+ * Writes JSON (RFC 8259) into a bounded buffer, without allocating. These mistakes break the writer for good:
+ *
+ *   - a call in a wrong place: a value without its key, an end without its begin, more than 32 levels
+ *   - a text that is not UTF-8, or a number that is not finite */
 #ifndef DTRAIN__JSON_WRITER
 #define DTRAIN__JSON_WRITER
 
@@ -6889,14 +6903,14 @@ static inline int dtrain__json_in(int byte, int low, int high)
 }
 
 typedef struct dtrain__json_writer {
-    unsigned char *out; /* may be NULL when capacity is 0: then it counts */
+    unsigned char *out; /* may be NULL if capacity is 0: then the writer only counts */
     size_t capacity;
-    size_t bytes; /* what the text has or would need; what is beyond capacity is not written */
+    size_t bytes; /* of the whole text; those beyond capacity are not written */
     int broken;
     int depth;
-    uint32_t objects, filled; /* bit i: the level i + 1 is an object; holds something already */
+    uint32_t objects, filled; /* bit i: level i + 1 is an object; is not empty */
     int after_key, complete;
-    int indent; /* spaces a level, each item on a line of its own; 0: compact */
+    int indent; /* spaces per level, with each item on its own line; 0: compact */
 } dtrain__json_writer;
 
 static void dtrain__json_write_start(dtrain__json_writer *writer, void *out, size_t capacity)
@@ -6906,7 +6920,7 @@ static void dtrain__json_write_start(dtrain__json_writer *writer, void *out, siz
     writer->capacity = capacity;
 }
 
-/* Returns whether the text is one whole value and fits; its length is writer->bytes, without a terminator. */
+/* Returns whether the text is one whole value and fits. It has writer->bytes bytes, without a terminator. */
 static int dtrain__json_write_finish(const dtrain__json_writer *writer)
 {
     return !writer->broken && writer->complete && writer->bytes <= writer->capacity;
@@ -6922,7 +6936,7 @@ static DTRAIN__NOINLINE void dtrain__json_put(dtrain__json_writer *writer, const
     writer->bytes = bytes <= SIZE_MAX - writer->bytes ? writer->bytes + bytes : SIZE_MAX;
 }
 
-/* Begins a line, where the text is not compact. */
+/* Starts a new line, unless the text is compact. */
 static void dtrain__json_line(dtrain__json_writer *writer)
 {
     if (writer->indent > 0)
@@ -6931,7 +6945,7 @@ static void dtrain__json_line(dtrain__json_writer *writer)
         dtrain__json_put(writer, " ", 1);
 }
 
-/* Puts the comma that a key, a value or nothing needs here, and checks that it may stand here. */
+/* Writes what goes before a key or value: a comma, a line. Returns 0 if it may not stand here. */
 static int dtrain__json_place(dtrain__json_writer *writer, int is_key)
 {
     uint32_t bit = writer->depth > 0 ? (uint32_t)1 << (writer->depth - 1) : 0;
@@ -6977,7 +6991,7 @@ static void dtrain__json_end(dtrain__json_writer *writer)
     writer->complete = writer->depth == 0;
 }
 
-/* Escapes only " \ and what is below 0x20, as the safetensors writer does. */
+/* Escapes only " and \ and characters below 0x20, as the reference implementation of safetensors does. */
 static void dtrain__json_put_quoted(dtrain__json_writer *writer, const void *text, size_t length)
 {
     static const char letters[] = "btn?fr", digits[] = "0123456789abcdef";
@@ -7032,8 +7046,8 @@ static void dtrain__json_write_u64(dtrain__json_writer *writer, uint64_t value)
     dtrain__json_write_word(writer, text);
 }
 
-/* Writes the fewest digits that read back as the same bits. The locale's decimal point, one byte or more, becomes
- * a full stop; that a value is finite is asked of its bits, since fast-math takes it for granted. */
+/* Writes the fewest digits that read back as the same bits. The locale's decimal point, which may be several bytes,
+ * becomes a full stop. Fast-math assumes that values are finite, so the bits are checked. */
 static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
 {
     char text[48];
@@ -7070,7 +7084,7 @@ static void dtrain__json_write_sizes(dtrain__json_writer *writer, const size_t *
     dtrain__json_end(writer);
 }
 
-/* ---- members of an object, whose keys and texts end with a zero byte ---- */
+/* ---- members of an object: keys and texts end with a zero byte ---- */
 
 static DTRAIN__NOINLINE void dtrain__json_member(dtrain__json_writer *writer, const char *key)
 {
@@ -8826,23 +8840,23 @@ DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t c
 #ifndef DTRAIN_NO_SAFETENSORS
 
 /* ---- >>json ----
- * A strict RFC 8259 reader that pulls one token at a time out of bytes that may be hostile. It neither allocates nor
- * recurses, never looks past its length and stays at its first error. Strings are checked whole (UTF-8, escapes,
- * surrogate pairs) when they are read, wanted or not; texts carry lengths, because \u0000 is a legal character.
- * Duplicate keys are the caller's to refuse. */
+ * A strict RFC 8259 reader. It returns one token at a time, and its input may be hostile. It neither allocates nor
+ * recurses, never reads past the end and stops at its first error. It checks every string that it passes (UTF-8,
+ * escapes, surrogate pairs). Texts have lengths, because \u0000 is a legal character. Callers check for duplicate
+ * keys. */
 #ifndef DTRAIN__JSON
 #define DTRAIN__JSON
 DTRAIN__FAST_BEGIN
 
 typedef enum dtrain__json_kind {
     DTRAIN__JSON_ERROR, /* the reader's error and offset say what and where */
-    DTRAIN__JSON_END,   /* the one value is complete and nothing but whitespace follows it */
+    DTRAIN__JSON_END,   /* the value is complete, and only whitespace follows it */
     DTRAIN__JSON_NULL,
     DTRAIN__JSON_FALSE,
     DTRAIN__JSON_TRUE,
     DTRAIN__JSON_NUMBER,
     DTRAIN__JSON_STRING,
-    DTRAIN__JSON_KEY, /* an object's; its value is the next token */
+    DTRAIN__JSON_KEY, /* the next token is its value */
     DTRAIN__JSON_OBJECT,
     DTRAIN__JSON_OBJECT_END,
     DTRAIN__JSON_ARRAY,
@@ -8867,18 +8881,18 @@ typedef enum dtrain__json_fault {
 typedef struct dtrain__json_reader {
     const unsigned char *text;
     size_t length;
-    size_t offset;            /* of the next byte; after an error, of the byte that is wrong */
-    const char *error;        /* what is wrong, a phrase; NULL while nothing is */
-    dtrain__json_fault fault; /* its kind */
+    size_t offset;            /* of the next byte; after an error, of the wrong byte */
+    const char *error;        /* a phrase that says what is wrong; NULL: no error yet */
+    dtrain__json_fault fault; /* the kind of error */
     int depth;
-    uint32_t objects; /* bit i: the level i + 1 is an object */
+    uint32_t objects; /* bit i: level i + 1 is an object */
     dtrain__json_expect expect;
 } dtrain__json_reader;
 
 typedef struct dtrain__json_token {
     dtrain__json_kind kind;
-    int escaped;       /* a string's bytes hold an escape */
-    size_t begin, end; /* its bytes in the text, without the quotes of a string */
+    int escaped;       /* 1: a string that contains an escape */
+    size_t begin, end; /* where it is in the text; strings without their quotes */
 } dtrain__json_token;
 
 static void dtrain__json_open(dtrain__json_reader *reader, const void *text, size_t length)
@@ -8903,13 +8917,13 @@ static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t of
     return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_SYNTAX, offset, error);
 }
 
-/* The byte at offset, or -1 at the end. */
+/* Returns the byte at offset; -1 at the end. */
 static int dtrain__json_peek(const dtrain__json_reader *reader, size_t offset)
 {
     return offset < reader->length ? reader->text[offset] : -1;
 }
 
-/* The value of the four hex digits at offset, or -1. */
+/* Returns the value of the four hex digits at offset; -1 if there are none. */
 static int32_t dtrain__json_hex4(const dtrain__json_reader *reader, size_t offset)
 {
     int32_t value = 0;
@@ -8928,7 +8942,7 @@ static int32_t dtrain__json_hex4(const dtrain__json_reader *reader, size_t offse
     return value;
 }
 
-/* Decodes the escape whose backslash is at offset into code; returns its bytes in the text, or 0. */
+/* Decodes the escape at offset into code. Returns its length in the text; 0 if it is wrong. */
 static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offset, uint32_t *code)
 {
     static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
@@ -8953,8 +8967,8 @@ static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offs
     return 12;
 }
 
-/* The next byte of a string from offset on that is not one plain ASCII character. Of eight bytes at once, those that
- * are not have their high bits set in `other`; a borrow may set some above the lowest too. */
+/* Returns the offset of a string's next byte that is not a plain ASCII character. It looks at eight bytes at once: such
+ * bytes have their high bits set in `other`. A borrow may also set higher bits than the lowest of them. */
 static size_t dtrain__json_plain(const dtrain__json_reader *reader, size_t offset)
 {
     const unsigned char *text = reader->text;
@@ -9066,7 +9080,7 @@ static int dtrain__json_inside_object(const dtrain__json_reader *reader)
     return reader->depth > 0 && (reader->objects >> (reader->depth - 1) & 1) != 0;
 }
 
-/* The next byte from offset on that is no space. */
+/* Returns the offset of the next byte that is not whitespace. */
 static inline size_t dtrain__json_space(const dtrain__json_reader *reader, size_t offset)
 {
     for (; offset < reader->length; offset++) {
@@ -9107,7 +9121,7 @@ static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtra
     return DTRAIN__JSON_KEY;
 }
 
-/* The next token, its position included, with nothing checked but what precedes it. */
+/* Reads the next token and its position. It checks only what must precede the token. */
 static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     int in_object = dtrain__json_inside_object(reader);
@@ -9137,8 +9151,8 @@ static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__
     return dtrain__json_read_value(reader, token, byte);
 }
 
-/* Reads a further whole number of an array that has no space in it, of which there may be many millions. Returns 0,
- * with nothing read, where something else comes. */
+/* A fast path for the next whole number in an array without spaces, which may hold many millions. Returns 0 and reads
+ * nothing if something else comes next. */
 static inline int dtrain__json_further(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     size_t begin = reader->offset + 1;
@@ -9154,7 +9168,7 @@ static inline int dtrain__json_further(dtrain__json_reader *reader, dtrain__json
     return 1;
 }
 
-/* Reads the next token. ERROR and END are given again when asked again. */
+/* Reads the next token. After ERROR or END, further calls return the same. */
 static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     token->begin = token->end = reader->offset;
@@ -9167,7 +9181,7 @@ static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__
     return token->kind;
 }
 
-/* Reads to the end of the value that token begins; returns 0 on an error. */
+/* Reads to the end of the value that starts with token. Returns 0 on an error. */
 static int dtrain__json_skip(dtrain__json_reader *reader, const dtrain__json_token *token)
 {
     dtrain__json_token inner;
@@ -9190,8 +9204,8 @@ static size_t dtrain__json_encode(uint32_t code, unsigned char out[4])
     return bytes;
 }
 
-/* Unescapes a STRING or KEY into out, without a terminator; returns the bytes it has or would need. Nothing is
- * written past capacity; a result above it means that out holds a part. */
+/* Unescapes a STRING or KEY into out, without a terminator. Returns the length of the whole text. It never writes past
+ * capacity; if the result is larger, out holds only a part. */
 static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrain__json_token *token, void *out,
                                   size_t capacity)
 {
@@ -9217,7 +9231,7 @@ static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrai
     return written;
 }
 
-/* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
+/* Returns whether a STRING or KEY, unescaped, equals the text, which has at most 64 bytes. */
 static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
 {
     unsigned char have[64];
@@ -9228,7 +9242,7 @@ static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrai
     return token->end - token->begin == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
 }
 
-/* Gives a NUMBER that is 0 or [1-9][0-9]* up to 2^64 - 1, exactly; returns 0 for any other token. */
+/* Reads a NUMBER that is a whole number below 2^64 without sign or exponent. Returns 0 for any other token. */
 static inline int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
 {
     uint64_t sum = 0;
@@ -9246,7 +9260,7 @@ static inline int dtrain__json_u64(const dtrain__json_reader *reader, const dtra
     return 1;
 }
 
-/* Gives any NUMBER of fewer than 80 bytes; returns 0 for another token. strtod wants the locale's own decimal point. */
+/* Reads any NUMBER of fewer than 80 bytes. Returns 0 for another token. strtod needs the locale's decimal point. */
 static int dtrain__json_double(const dtrain__json_reader *reader, const dtrain__json_token *token, double *value)
 {
     char text[80];

@@ -1,8 +1,8 @@
 /* ---- >>json ----
- * A strict RFC 8259 reader that pulls one token at a time out of bytes that may be hostile. It neither allocates nor
- * recurses, never looks past its length and stays at its first error. Strings are checked whole (UTF-8, escapes,
- * surrogate pairs) when they are read, wanted or not; texts carry lengths, because \u0000 is a legal character.
- * Duplicate keys are the caller's to refuse. */
+ * A strict RFC 8259 reader. It returns one token at a time, and its input may be hostile. It neither allocates nor
+ * recurses, never reads past the end and stops at its first error. It checks every string that it passes (UTF-8,
+ * escapes, surrogate pairs). Texts have lengths, because \u0000 is a legal character. Callers check for duplicate
+ * keys. */
 #ifndef DTRAIN__JSON
 #define DTRAIN__JSON
 #include "json_writer.c"
@@ -10,13 +10,13 @@ DTRAIN__FAST_BEGIN
 
 typedef enum dtrain__json_kind {
     DTRAIN__JSON_ERROR, /* the reader's error and offset say what and where */
-    DTRAIN__JSON_END,   /* the one value is complete and nothing but whitespace follows it */
+    DTRAIN__JSON_END,   /* the value is complete, and only whitespace follows it */
     DTRAIN__JSON_NULL,
     DTRAIN__JSON_FALSE,
     DTRAIN__JSON_TRUE,
     DTRAIN__JSON_NUMBER,
     DTRAIN__JSON_STRING,
-    DTRAIN__JSON_KEY, /* an object's; its value is the next token */
+    DTRAIN__JSON_KEY, /* the next token is its value */
     DTRAIN__JSON_OBJECT,
     DTRAIN__JSON_OBJECT_END,
     DTRAIN__JSON_ARRAY,
@@ -41,18 +41,18 @@ typedef enum dtrain__json_fault {
 typedef struct dtrain__json_reader {
     const unsigned char *text;
     size_t length;
-    size_t offset;            /* of the next byte; after an error, of the byte that is wrong */
-    const char *error;        /* what is wrong, a phrase; NULL while nothing is */
-    dtrain__json_fault fault; /* its kind */
+    size_t offset;            /* of the next byte; after an error, of the wrong byte */
+    const char *error;        /* a phrase that says what is wrong; NULL: no error yet */
+    dtrain__json_fault fault; /* the kind of error */
     int depth;
-    uint32_t objects; /* bit i: the level i + 1 is an object */
+    uint32_t objects; /* bit i: level i + 1 is an object */
     dtrain__json_expect expect;
 } dtrain__json_reader;
 
 typedef struct dtrain__json_token {
     dtrain__json_kind kind;
-    int escaped;       /* a string's bytes hold an escape */
-    size_t begin, end; /* its bytes in the text, without the quotes of a string */
+    int escaped;       /* 1: a string that contains an escape */
+    size_t begin, end; /* where it is in the text; strings without their quotes */
 } dtrain__json_token;
 
 static void dtrain__json_open(dtrain__json_reader *reader, const void *text, size_t length)
@@ -77,13 +77,13 @@ static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t of
     return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_SYNTAX, offset, error);
 }
 
-/* The byte at offset, or -1 at the end. */
+/* Returns the byte at offset; -1 at the end. */
 static int dtrain__json_peek(const dtrain__json_reader *reader, size_t offset)
 {
     return offset < reader->length ? reader->text[offset] : -1;
 }
 
-/* The value of the four hex digits at offset, or -1. */
+/* Returns the value of the four hex digits at offset; -1 if there are none. */
 static int32_t dtrain__json_hex4(const dtrain__json_reader *reader, size_t offset)
 {
     int32_t value = 0;
@@ -102,7 +102,7 @@ static int32_t dtrain__json_hex4(const dtrain__json_reader *reader, size_t offse
     return value;
 }
 
-/* Decodes the escape whose backslash is at offset into code; returns its bytes in the text, or 0. */
+/* Decodes the escape at offset into code. Returns its length in the text; 0 if it is wrong. */
 static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offset, uint32_t *code)
 {
     static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
@@ -127,8 +127,8 @@ static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offs
     return 12;
 }
 
-/* The next byte of a string from offset on that is not one plain ASCII character. Of eight bytes at once, those that
- * are not have their high bits set in `other`; a borrow may set some above the lowest too. */
+/* Returns the offset of a string's next byte that is not a plain ASCII character. It looks at eight bytes at once: such
+ * bytes have their high bits set in `other`. A borrow may also set higher bits than the lowest of them. */
 static size_t dtrain__json_plain(const dtrain__json_reader *reader, size_t offset)
 {
     const unsigned char *text = reader->text;
@@ -240,7 +240,7 @@ static int dtrain__json_inside_object(const dtrain__json_reader *reader)
     return reader->depth > 0 && (reader->objects >> (reader->depth - 1) & 1) != 0;
 }
 
-/* The next byte from offset on that is no space. */
+/* Returns the offset of the next byte that is not whitespace. */
 static inline size_t dtrain__json_space(const dtrain__json_reader *reader, size_t offset)
 {
     for (; offset < reader->length; offset++) {
@@ -281,7 +281,7 @@ static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtra
     return DTRAIN__JSON_KEY;
 }
 
-/* The next token, its position included, with nothing checked but what precedes it. */
+/* Reads the next token and its position. It checks only what must precede the token. */
 static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     int in_object = dtrain__json_inside_object(reader);
@@ -311,8 +311,8 @@ static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__
     return dtrain__json_read_value(reader, token, byte);
 }
 
-/* Reads a further whole number of an array that has no space in it, of which there may be many millions. Returns 0,
- * with nothing read, where something else comes. */
+/* A fast path for the next whole number in an array without spaces, which may hold many millions. Returns 0 and reads
+ * nothing if something else comes next. */
 static inline int dtrain__json_further(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     size_t begin = reader->offset + 1;
@@ -328,7 +328,7 @@ static inline int dtrain__json_further(dtrain__json_reader *reader, dtrain__json
     return 1;
 }
 
-/* Reads the next token. ERROR and END are given again when asked again. */
+/* Reads the next token. After ERROR or END, further calls return the same. */
 static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__json_token *token)
 {
     token->begin = token->end = reader->offset;
@@ -341,7 +341,7 @@ static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__
     return token->kind;
 }
 
-/* Reads to the end of the value that token begins; returns 0 on an error. */
+/* Reads to the end of the value that starts with token. Returns 0 on an error. */
 static int dtrain__json_skip(dtrain__json_reader *reader, const dtrain__json_token *token)
 {
     dtrain__json_token inner;
@@ -364,8 +364,8 @@ static size_t dtrain__json_encode(uint32_t code, unsigned char out[4])
     return bytes;
 }
 
-/* Unescapes a STRING or KEY into out, without a terminator; returns the bytes it has or would need. Nothing is
- * written past capacity; a result above it means that out holds a part. */
+/* Unescapes a STRING or KEY into out, without a terminator. Returns the length of the whole text. It never writes past
+ * capacity; if the result is larger, out holds only a part. */
 static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrain__json_token *token, void *out,
                                   size_t capacity)
 {
@@ -391,7 +391,7 @@ static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrai
     return written;
 }
 
-/* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
+/* Returns whether a STRING or KEY, unescaped, equals the text, which has at most 64 bytes. */
 static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
 {
     unsigned char have[64];
@@ -402,7 +402,7 @@ static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrai
     return token->end - token->begin == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
 }
 
-/* Gives a NUMBER that is 0 or [1-9][0-9]* up to 2^64 - 1, exactly; returns 0 for any other token. */
+/* Reads a NUMBER that is a whole number below 2^64 without sign or exponent. Returns 0 for any other token. */
 static inline int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
 {
     uint64_t sum = 0;
@@ -420,7 +420,7 @@ static inline int dtrain__json_u64(const dtrain__json_reader *reader, const dtra
     return 1;
 }
 
-/* Gives any NUMBER of fewer than 80 bytes; returns 0 for another token. strtod wants the locale's own decimal point. */
+/* Reads any NUMBER of fewer than 80 bytes. Returns 0 for another token. strtod needs the locale's decimal point. */
 static int dtrain__json_double(const dtrain__json_reader *reader, const dtrain__json_token *token, double *value)
 {
     char text[80];

@@ -1,7 +1,8 @@
 /* ---- >>json-writer ----
- * Writes JSON (RFC 8259) into a bounded buffer, without allocating. A call out of place (a value without its key, an
- * end without its begin, more than 32 levels), a text that is not UTF-8 or a number that is not finite breaks the
- * writer for good. */
+ * Writes JSON (RFC 8259) into a bounded buffer, without allocating. These mistakes break the writer for good:
+ *
+ *   - a call in a wrong place: a value without its key, an end without its begin, more than 32 levels
+ *   - a text that is not UTF-8, or a number that is not finite */
 #ifndef DTRAIN__JSON_WRITER
 #define DTRAIN__JSON_WRITER
 #include "memory.c"
@@ -14,14 +15,14 @@ static inline int dtrain__json_in(int byte, int low, int high)
 }
 
 typedef struct dtrain__json_writer {
-    unsigned char *out; /* may be NULL when capacity is 0: then it counts */
+    unsigned char *out; /* may be NULL if capacity is 0: then the writer only counts */
     size_t capacity;
-    size_t bytes; /* what the text has or would need; what is beyond capacity is not written */
+    size_t bytes; /* of the whole text; those beyond capacity are not written */
     int broken;
     int depth;
-    uint32_t objects, filled; /* bit i: the level i + 1 is an object; holds something already */
+    uint32_t objects, filled; /* bit i: level i + 1 is an object; is not empty */
     int after_key, complete;
-    int indent; /* spaces a level, each item on a line of its own; 0: compact */
+    int indent; /* spaces per level, with each item on its own line; 0: compact */
 } dtrain__json_writer;
 
 static void dtrain__json_write_start(dtrain__json_writer *writer, void *out, size_t capacity)
@@ -31,7 +32,7 @@ static void dtrain__json_write_start(dtrain__json_writer *writer, void *out, siz
     writer->capacity = capacity;
 }
 
-/* Returns whether the text is one whole value and fits; its length is writer->bytes, without a terminator. */
+/* Returns whether the text is one whole value and fits. It has writer->bytes bytes, without a terminator. */
 static int dtrain__json_write_finish(const dtrain__json_writer *writer)
 {
     return !writer->broken && writer->complete && writer->bytes <= writer->capacity;
@@ -47,7 +48,7 @@ static DTRAIN__NOINLINE void dtrain__json_put(dtrain__json_writer *writer, const
     writer->bytes = bytes <= SIZE_MAX - writer->bytes ? writer->bytes + bytes : SIZE_MAX;
 }
 
-/* Begins a line, where the text is not compact. */
+/* Starts a new line, unless the text is compact. */
 static void dtrain__json_line(dtrain__json_writer *writer)
 {
     if (writer->indent > 0)
@@ -56,7 +57,7 @@ static void dtrain__json_line(dtrain__json_writer *writer)
         dtrain__json_put(writer, " ", 1);
 }
 
-/* Puts the comma that a key, a value or nothing needs here, and checks that it may stand here. */
+/* Writes what goes before a key or value: a comma, a line. Returns 0 if it may not stand here. */
 static int dtrain__json_place(dtrain__json_writer *writer, int is_key)
 {
     uint32_t bit = writer->depth > 0 ? (uint32_t)1 << (writer->depth - 1) : 0;
@@ -102,7 +103,7 @@ static void dtrain__json_end(dtrain__json_writer *writer)
     writer->complete = writer->depth == 0;
 }
 
-/* Escapes only " \ and what is below 0x20, as the safetensors writer does. */
+/* Escapes only " and \ and characters below 0x20, as the reference implementation of safetensors does. */
 static void dtrain__json_put_quoted(dtrain__json_writer *writer, const void *text, size_t length)
 {
     static const char letters[] = "btn?fr", digits[] = "0123456789abcdef";
@@ -157,8 +158,8 @@ static void dtrain__json_write_u64(dtrain__json_writer *writer, uint64_t value)
     dtrain__json_write_word(writer, text);
 }
 
-/* Writes the fewest digits that read back as the same bits. The locale's decimal point, one byte or more, becomes
- * a full stop; that a value is finite is asked of its bits, since fast-math takes it for granted. */
+/* Writes the fewest digits that read back as the same bits. The locale's decimal point, which may be several bytes,
+ * becomes a full stop. Fast-math assumes that values are finite, so the bits are checked. */
 static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
 {
     char text[48];
@@ -195,7 +196,7 @@ static void dtrain__json_write_sizes(dtrain__json_writer *writer, const size_t *
     dtrain__json_end(writer);
 }
 
-/* ---- members of an object, whose keys and texts end with a zero byte ---- */
+/* ---- members of an object: keys and texts end with a zero byte ---- */
 
 static DTRAIN__NOINLINE void dtrain__json_member(dtrain__json_writer *writer, const char *key)
 {

@@ -1,7 +1,7 @@
 /* ---- >>memory ----
- * The allocator behind every object, its counters, arithmetic on sizes that notices overflow, numbers as bytes and
- * the comparison of secrets. Blocks are aligned to a cache line; the line before a block holds its size.
- * Counters are kept with atomics: one allocator may serve several objects and threads. */
+ * The allocator behind every object and its counters; checked arithmetic on sizes; numbers as bytes; comparing secrets.
+ * Blocks are aligned to a cache line, and the line before a block holds its size. The counters are atomic, so one
+ * allocator may serve several objects and threads. */
 #ifndef DTRAIN__MEMORY
 #define DTRAIN__MEMORY
 #include "base.h"
@@ -28,7 +28,7 @@ static DTRAIN__NOINLINE uint64_t dtrain__get_le(const unsigned char *in, int byt
     return value;
 }
 
-/* The number in eight bytes, little-endian, at any address. */
+/* Reads eight little-endian bytes at any address. */
 static uint64_t dtrain__load_le64(const unsigned char *from)
 {
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
@@ -40,7 +40,7 @@ static uint64_t dtrain__load_le64(const unsigned char *from)
 #endif
 }
 
-/* Compares in a time that does not depend on where the two differ. */
+/* Compares in a time that does not depend on the bytes. */
 static int dtrain__memory_equal_secret(const void *a, const void *b, size_t bytes)
 {
     const volatile unsigned char *x = (const volatile unsigned char *)a, *y = (const volatile unsigned char *)b;
@@ -68,7 +68,7 @@ static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_b
     dtrain__memory_resize(pointer, old_bytes, new_bytes, align)
 #endif
 
-/* Adds to the bytes in use; less is a number that wraps around. */
+/* Adds to the bytes in use. To subtract, pass a number that wraps around. */
 static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
 {
     size_t in_use = __atomic_add_fetch(&allocator->bytes, more, __ATOMIC_RELAXED);
@@ -78,15 +78,15 @@ static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
         continue;
 }
 
-#define DTRAIN__MEMORY_WORDS (DTRAIN__CACHE_LINE / sizeof(size_t)) /* of the line before a block */
+#define DTRAIN__MEMORY_WORDS (DTRAIN__CACHE_LINE / sizeof(size_t)) /* in the line before a block */
 
-/* How many bytes a block has; 0 for NULL. */
+/* Returns the size of a block; 0 for NULL. */
 static size_t dtrain__memory_bytes(const void *pointer)
 {
     return pointer != NULL ? *((const size_t *)pointer - DTRAIN__MEMORY_WORDS) : 0;
 }
 
-/* Bytes of 0 free the block, in which the allocator may lie, and the result is NULL. */
+/* Resizes a block. With bytes 0 it frees the block and returns NULL; the allocator itself may lie in that block. */
 static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t bytes)
 {
     size_t line = DTRAIN__CACHE_LINE, old = dtrain__memory_bytes(pointer);
@@ -105,7 +105,7 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t b
     return (size_t *)block + DTRAIN__MEMORY_WORDS;
 }
 
-/* Returns zeroed memory, or NULL; bytes of 0 gives one byte's worth, so that NULL always means failure. */
+/* Returns zeroed memory, or NULL if there is none. bytes 0 allocates one byte, so NULL always means failure. */
 static DTRAIN__NOINLINE void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
 {
     void *block = dtrain__resize(allocator, NULL, bytes > 0 ? bytes : 1);
@@ -120,7 +120,7 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
         dtrain__resize(allocator, pointer, 0);
 }
 
-/* Allocates an object that has an allocator of its own at `own`, for where none is given; *used: which it has. */
+/* Allocates an object with an allocator of its own at offset `own`, for use if none is given. *used: the one to use. */
 static void *dtrain__memory_owner(dtrain_allocator *given, size_t bytes, size_t own, dtrain_allocator **used)
 {
     dtrain_allocator first = {NULL, NULL, 0, 0};
@@ -132,8 +132,8 @@ static void *dtrain__memory_owner(dtrain_allocator *given, size_t bytes, size_t 
     return made;
 }
 
-/* Returns the block, if it has so many bytes, or a new one in its place, zeroed, without what the old one held. NULL:
- * there is no memory, and the old one stays. */
+/* Returns the block if it has so many bytes; else frees it and returns a new one, zeroed, without its contents. If
+ * there is no memory, returns NULL and keeps the old block. */
 static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, void *block, size_t bytes)
 {
     if (block != NULL && dtrain__memory_bytes(block) >= bytes)
@@ -144,7 +144,7 @@ static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, v
     return larger;
 }
 
-/* Makes room for `more` elements of `size` bytes after `count`; returns the array, which doubles, or NULL. */
+/* Makes room for `more` elements of `size` bytes after `count`. Returns the array, which grows by doubling, or NULL. */
 static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count,
                                                   size_t more)
 {

@@ -1,10 +1,12 @@
 /* ---- >>os ----
- * The one place for what differs between systems: clock, threads, waiting on a word, processors, pages, files that are
- * replaced. Everything above asks here and never the system. What not every machine has is found out by trying, and
- * has a way around it; the environment variable DTRAIN_WITHOUT names what is not to be tried, so that tests go those
- * ways on any machine. Waiting is on a 32-bit word (a futex on Linux, a timed sleep elsewhere); a wake-up may be
- * spurious, so callers re-check what they wait for. Threads started here block all signals but those of a fault, so
- * that handlers run on the program's own. */
+ * The differences between systems: clock, threads, waiting on a word, processors, pages, replaced files.
+ *
+ * Some features are not on every machine. The library tries them and has another way without each. The environment
+ * variable DTRAIN_WITHOUT names features not to try, so tests can take the other ways on any machine.
+ *
+ * Waiting is on a 32-bit word: with a futex on Linux, with a timed sleep elsewhere. A wake-up may be spurious, so
+ * callers check again. Threads that start here block all signals except those of a fault, so the program's handlers
+ * run on the program's own threads. */
 #ifndef DTRAIN__OS
 #define DTRAIN__OS
 #include "base.h"
@@ -13,14 +15,14 @@
 #define DTRAIN__CACHE_LINE 64
 
 #ifndef DTRAIN__TUNED
-#define DTRAIN__TUNED(name, value) (value) /* a size or a time that a test may choose by its name */
+#define DTRAIN__TUNED(name, value) (value) /* a size or time that tests may set by its name */
 #endif
 
-/* ---- what not every machine has ---- */
+/* ---- features that not every machine has ---- */
 
-#define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been looked at */
+#define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
-static uint32_t dtrain__os_without_mask; /* by place in this table */
+static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
 static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2", "populate", "mremap",
                                                        "pagemap", "memfd",  "unix", "ipv6",     "mprotect"};
 
@@ -70,7 +72,7 @@ static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Milliseconds that a caller chose, as nanoseconds that can be added to any time. */
+/* Converts a caller's milliseconds to nanoseconds, limited so that adding them to any time cannot overflow. */
 static int64_t dtrain__os_ms_to_ns(int64_t ms)
 {
     return ms < INT64_MAX / 4 / 1000000 ? ms * 1000000 : INT64_MAX / 4;
@@ -87,7 +89,7 @@ static struct timespec dtrain__os_timespec(int64_t ns)
 static int dtrain__os_processors(void)
 {
 #if defined(__linux__) && defined(__NR_sched_getaffinity)
-    /* The affinity mask, not the machine: containers and taskset give a process fewer. */
+    /* the affinity mask: containers and taskset give a process fewer processors than the machine has */
     unsigned long mask[1024 / (8 * sizeof(unsigned long))];
     long bytes = syscall(__NR_sched_getaffinity, 0, sizeof mask, mask);
     int count = 0;
@@ -109,7 +111,7 @@ static void dtrain__os_pause(void)
 #endif
 }
 
-/* Sleeps while *word == value, for at most ns; returns early at any time. */
+/* Sleeps while *word == value, for at most ns. It may return early. */
 static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
 {
 #ifdef __linux__
@@ -144,11 +146,11 @@ static void *dtrain__os_thread_main(void *pointer)
     return NULL;
 }
 
-/* Starts body(argument); the struct stays in place until the join. Returns 0 or an errno. */
+/* Starts body(argument). The struct must stay in place until the join. Returns 0 or an errno. */
 static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument, size_t stack_bytes)
 {
     pthread_attr_t attributes;
-    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* one that is blocked ends the process without a handler */
+    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* if blocked, they end the process without a handler */
     sigset_t all, before;
     int error = pthread_attr_init(&attributes);
     if (error != 0)
@@ -174,15 +176,15 @@ static void dtrain__os_thread_join(dtrain__os_thread *thread)
     pthread_join(thread->id, NULL);
 }
 
-/* Bytes of a page, the unit in which memory comes and goes. */
+/* Returns the size of a memory page. */
 static DTRAIN__NOINLINE size_t dtrain__os_page_bytes(void)
 {
     long bytes = sysconf(_SC_PAGESIZE);
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
-/* Reserves a range of addresses, in whole pages, which read as zeros and take memory page by page as they are written.
- * Returns NULL when the system refuses. */
+/* Reserves a range of addresses in whole pages. They read as zeros, and a page takes memory when it is first written.
+ * Returns NULL if the system refuses. */
 static void *dtrain__os_reserve(size_t bytes)
 {
     int flags = MAP_PRIVATE | MAP_ANON;
@@ -198,33 +200,34 @@ static void dtrain__os_unreserve(void *range, size_t bytes)
     munmap(range, bytes);
 }
 
-/* Gives the memory of whole pages back; they read as zeros again. Returns 0 or an errno. */
+/* Returns the memory of whole pages to the system; they read as zeros again. Returns 0 or an errno. */
 static int dtrain__os_discard(void *pages, size_t bytes)
 {
 #ifdef __linux__
     return madvise(pages, bytes, MADV_DONTNEED) == 0 ? 0 : errno;
 #else
-    /* elsewhere that advice promises no zeros: new pages take their place */
+    /* elsewhere this advice does not promise zeros, so new pages replace them */
     void *range = mmap(pages, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_FIXED, -1, 0);
     return range != MAP_FAILED ? 0 : errno;
 #endif
 }
 
-/* Brings the memory of whole pages at once, which is cheaper than page by page as they are written; where the system
- * has no such call they come so. */
+/* Gets the memory of whole pages at once, which is cheaper than at each page's first write. Without such a call of the
+ * system, the pages come at their first write. */
 static void dtrain__os_populate(void *pages, size_t bytes)
 {
 #ifdef __linux__
     if (!dtrain__without("populate"))
-        madvise(pages, bytes, 23); /* MADV_POPULATE_WRITE, since Linux 5.14; a refusal leaves them to be written */
+        madvise(pages, bytes, 23); /* MADV_POPULATE_WRITE, since Linux 5.14; a refusal changes nothing */
 #else
     (void)pages;
     (void)bytes;
 #endif
 }
 
-/* Moves whole pages of a reserved range, contents and all, to others, whose own are gone then; what they leave reads
- * as zeros. Both must have been mapped or moved there by one call. Returns 0 or an errno, with nothing moved. */
+/* Moves whole pages of a reserved range, with their contents, to the place of others. The others' contents are lost,
+ * and the pages that are left read as zeros. All pages of a range must have come from one mapping or move. Returns 0,
+ * or an errno and moves nothing. */
 static int dtrain__os_move(void *from, void *to, size_t bytes)
 {
 #if defined(__linux__) && defined(__NR_mremap)
@@ -234,8 +237,8 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
     if (syscall(__NR_mremap, from, bytes, bytes, flags, to) != -1)
         return 0;
     int error = errno;
-    /* it may have taken the target away before it failed; 0x100000, MAP_FIXED_NOREPLACE: only then is it mapped, but
-     * Linux before 4.17 takes that for a wish and maps elsewhere */
+    /* The failed call may have unmapped the target. 0x100000, MAP_FIXED_NOREPLACE, maps it again only if it has. Linux
+     * before 4.17 does not know the flag and may map elsewhere. */
     void *back = mmap(to, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE | 0x100000, -1, 0);
     if (back != MAP_FAILED && back != to)
         munmap(back, bytes);
@@ -248,8 +251,8 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
 #endif
 }
 
-/* Says whether pages can be moved, and be given back at both places. An emulator of a processor may move pages and no
- * longer know those that they left. */
+/* Returns whether the system can move pages, and discard them at both places. An emulator of a processor may move pages
+ * and then lose the ones that they left. */
 static int dtrain__os_moves(void)
 {
     size_t page = dtrain__os_page_bytes();
@@ -266,8 +269,8 @@ static int dtrain__os_moves(void)
     return moves;
 }
 
-/* Says whether whole pages were neither read nor written since they were mapped or discarded; 0 where the system does
- * not tell. */
+/* Returns whether whole pages were neither read nor written since they were mapped or discarded; 0 if the system does
+ * not say. */
 static int dtrain__os_untouched(const void *pages, size_t bytes)
 {
     int untouched = 0;
@@ -292,7 +295,7 @@ static int dtrain__os_untouched(const void *pages, size_t bytes)
     return untouched;
 }
 
-/* Closes whole pages to all use, or to writing (access 1), or opens them (access 2). Returns 0 or an errno. */
+/* Sets the access to whole pages: 0 none, 1 reading, 2 reading and writing. Returns 0 or an errno. */
 static int dtrain__os_protect(void *pages, size_t bytes, int access)
 {
     int kinds[] = {PROT_NONE, PROT_READ, PROT_READ | PROT_WRITE};
@@ -301,11 +304,11 @@ static int dtrain__os_protect(void *pages, size_t bytes, int access)
     return mprotect(pages, bytes, kinds[access]) == 0 ? 0 : errno;
 }
 
-/* Says of a fault, from what a signal's handler is given, whether it was a write: 1, a read: 0, or -1: nobody knows. */
+/* Returns whether a fault was a write (1) or a read (0), from the context of its signal handler; -1 if unknown. */
 static int dtrain__os_fault_writes(const void *context)
 {
 #if defined(__linux__) && defined(__x86_64__) && defined(__LP64__)
-    int64_t code; /* the 20th register that the kernel saves, behind 40 bytes: bit 1 of the processor's error code */
+    int64_t code; /* the processor's error code, whose bit 1 says so: the 20th saved register, after 40 bytes */
     memcpy(&code, (const char *)context + 40 + 19 * sizeof code, sizeof code);
     return (int)(code >> 1 & 1);
 #else
@@ -314,7 +317,7 @@ static int dtrain__os_fault_writes(const void *context)
 #endif
 }
 
-/* Fills out with at most 256 bytes that nobody can guess; so many come whole. Returns 0 or an errno. */
+/* Fills out with up to 256 bytes that nobody can guess; systems return so many in one call. Returns 0 or an errno. */
 static int dtrain__os_random(void *out, size_t bytes)
 {
     ssize_t n = -1;
@@ -338,7 +341,7 @@ static int dtrain__os_random(void *out, size_t bytes)
     return error;
 }
 
-/* Reads the start of a file of the system's as a text. Returns its bytes, or -errno and an empty text. */
+/* Reads the start of a system file as text. Returns its length, or -errno and an empty text. */
 static int dtrain__os_read_text(const char *path, char *text, size_t room)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -350,7 +353,7 @@ static int dtrain__os_read_text(const char *path, char *text, size_t room)
     return n >= 0 ? (int)n : -error;
 }
 
-/* This process's program, as in " (train)"; "" where the system does not say. */
+/* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
 static void dtrain__os_program(char *out, size_t room)
 {
 #if defined(__APPLE__) || defined(__FreeBSD__) || defined(__NetBSD__) || defined(__OpenBSD__)
@@ -363,7 +366,7 @@ static void dtrain__os_program(char *out, size_t room)
     snprintf(out, room, name[0] != 0 ? " (%.20s)" : "%s", name);
 }
 
-/* What tells this host, since its last start, from others: processes of one host get the same. */
+/* Fills id with bytes that identify this host since its last start. All processes of the host get the same. */
 static void dtrain__os_host_id(unsigned char id[128])
 {
     memset(id, 0, 128);
@@ -371,8 +374,8 @@ static void dtrain__os_host_id(unsigned char id[128])
     dtrain__os_read_text("/proc/sys/kernel/random/boot_id", (char *)id + 64, 64); /* only on Linux */
 }
 
-/* Memory that other processes of the host can map: a file without a name, which ends with the last mapping of it,
- * however its processes end. NULL: there is none. The descriptor is what the others find it by, until it is closed. */
+/* Makes memory that other processes of the host can map; NULL if that is not possible. It is a file without a name,
+ * which ends with its last mapping, however the processes end. Others find it by the descriptor while that is open. */
 static void *dtrain__os_share(size_t bytes, int *fd)
 {
     void *memory = MAP_FAILED;
@@ -387,10 +390,10 @@ static void *dtrain__os_share(size_t bytes, int *fd)
         *fd = fcntl(fileno(file), F_DUPFD_CLOEXEC, 0);
         fclose(file);
     }
-    if (*fd >= 0 && posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* no write may find the disk full */
+    if (*fd >= 0 && posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* so that no later write finds the disk full */
         memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
     if (memory != MAP_FAILED) {
-        fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: who shortened it would end all that map it by a signal */
+        fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: shortening it would kill all processes that map it */
     } else if (*fd >= 0) {
         close(*fd);
         *fd = -1;
@@ -399,7 +402,7 @@ static void *dtrain__os_share(size_t bytes, int *fd)
     return memory != MAP_FAILED ? memory : NULL;
 }
 
-/* Maps what a process shares. Whatever else its descriptor may be by now is left alone. */
+/* Maps the memory that a process shares. Returns NULL if its descriptor now belongs to something else. */
 static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
 {
     char path[64];
@@ -417,14 +420,16 @@ static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
     return memory != MAP_FAILED ? memory : NULL;
 }
 
-/* When a process began, in the system's count: two of one number differ in it. *known: 0 where nobody can tell; else a
- * result of 0 says that it has ended, and that all it held has been taken down. */
+/* Returns when a process began, in the system's count. Two processes with the same id differ in it.
+ *
+ *   known     out: 0 if the system does not say
+ *   returns   if known: 0 means that the process has ended and the system has released all that it held */
 static uint64_t dtrain__os_process_began(pid_t process, int *known)
 {
     char path[40], text[512];
     snprintf(path, sizeof path, "/proc/%ld/stat", (long)process);
     int length = dtrain__os_read_text(path, text, sizeof text);
-    /* after the program's name a letter, and numbers: the 17th threads, the 19th the time */
+    /* after the program's name come a letter and numbers: the 17th counts threads, the 19th is the time */
     char *at = strrchr(text, ')');
     int told = at != NULL && strlen(at) >= 4;
     *known = told || length == -ENOENT || length == -ESRCH;
@@ -435,14 +440,14 @@ static uint64_t dtrain__os_process_began(pid_t process, int *known)
     at += 3;
     for (int i = 1; i < 20 && *at != 0; i++)
         numbers[i] = (uint64_t)strtoull(at, &at, 10);
-    /* a process is no more than its name once the last of its threads has ended */
+    /* once its last thread has ended, nothing but the name of a process remains */
     return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
 }
 
 /* ---- files that are replaced ---- */
 
-/* Gives the path of a file beside `path` that nobody else uses: hidden, ending in .tmp, with a number that nobody can
- * guess. Takes at most 22 bytes more than path has. Returns 0 when there is no room. */
+/* Makes a path beside `path` that nobody else uses: hidden, with a random number, ending in .tmp. It is at most 22
+ * bytes longer than path. Returns 0 if there is no room. */
 static int dtrain__os_name_beside(char *beside, size_t room, const char *path)
 {
     const char *slash = strrchr(path, '/'), *last = slash != NULL ? slash + 1 : path;
@@ -451,15 +456,15 @@ static int dtrain__os_name_beside(char *beside, size_t room, const char *path)
     if (dtrain__os_random(&number, sizeof number) != 0)
         number = (uint64_t)dtrain__os_now_ns() * 1000003u + (uint64_t)getpid();
     for (keep = keep < 200 ? keep : 200; keep > 0 && ((unsigned char)last[keep] & 0xc0) == 0x80; keep--)
-        continue; /* not inside a character: some file systems refuse what is no UTF-8 */
+        continue; /* do not cut inside a character: some file systems refuse names that are not UTF-8 */
     int bytes = snprintf(beside, room, "%.*s.%.*s.%016llx.tmp", (int)(last - path), path, (int)keep, last,
                          (unsigned long long)number);
     return bytes > 0 && (size_t)bytes < room;
 }
 
-/* Makes an empty file beside `path`, which is to be replaced by it. Whoever else can write to the directory cannot have
- * put a link in its way: the name is not known before, and what has it is neither followed nor opened. Returns its
- * descriptor, or -1 with errno. */
+/* Makes an empty file beside `path`, to replace it later. Others who can write to the directory cannot put a link in
+ * its way: they cannot know the name, and an existing file is neither followed nor opened. Returns the descriptor, or
+ * -1 with errno. */
 static int dtrain__os_open_beside(int directory, const char *path, char *beside, size_t room)
 {
     for (int attempt = 0; attempt < 100; attempt++) {
@@ -474,11 +479,13 @@ static int dtrain__os_open_beside(int directory, const char *path, char *beside,
     return -1;
 }
 
-/* Brings such a file to the disk and puts it in its place; where `error` says that it is not whole, or on an error, it
- * is removed. Closes fd. Returns 0 or an errno: then the old one is as it was. */
+/* Syncs such a file, closes it and moves it into its place. Returns 0 or an errno: then it removes the new file, and
+ * the old one is unchanged.
+ *
+ *   error   an errno from writing it; 0: it is whole */
 static int dtrain__os_put_in_place(int fd, const char *beside, const char *path, int error)
 {
-    if (error == 0 && fsync(fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
+    if (error == 0 && fsync(fd) != 0 && errno != EINVAL) /* EINVAL: it cannot be synced */
         error = errno;
     if (close(fd) != 0 && error == 0)
         error = errno;
@@ -489,14 +496,14 @@ static int dtrain__os_put_in_place(int fd, const char *beside, const char *path,
     return error;
 }
 
-/* Replaces a file by what write puts into another beside it. Returns 0 or an errno: then the old one is as it was. */
+/* Replaces a file by what `write` writes. Returns 0 or an errno: then the old file is unchanged. */
 static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, const void *user), const void *user)
 {
     char beside[1100];
     int fd = dtrain__os_open_beside(AT_FDCWD, path, beside, sizeof beside);
     if (fd < 0)
         return errno;
-    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0); /* the stream's own, which it closes */
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0); /* for the stream, which closes it */
     FILE *file = copy >= 0 ? fdopen(copy, "w") : NULL;
     int error = file == NULL ? errno : 0;
     if (file != NULL) {

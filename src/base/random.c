@@ -1,7 +1,7 @@
 /* ---- >>random ----
- * Counter-based random numbers: value number `index` of stream `seed` is a function of the two and nothing
- * else, so any rank or thread computes any part. The normal draw is integer arithmetic up to its last step,
- * an exact scaling: no compiler flag, rounding mode or libm can change a bit of it. */
+ * Counter-based random numbers. Value `index` of stream `seed` is a function of these two alone. The normal draw is
+ * integer arithmetic up to its last step, which is an exact scaling. So no compiler flag, rounding mode or libm can
+ * change a bit of it. */
 #ifndef DTRAIN__RANDOM
 #define DTRAIN__RANDOM
 #include "base.h"
@@ -29,7 +29,7 @@ static void dtrain__random_philox(const uint32_t counter[4], const uint32_t key[
     out[3] = c3;
 }
 
-/* Fills out with the four 32-bit words number `index` of the stream `seed`. */
+/* Fills out with the four 32-bit words at `index` of stream `seed`. */
 static void dtrain__random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4])
 {
     uint32_t counter[4] = {(uint32_t)index, (uint32_t)(index >> 32), 0, 0};
@@ -53,8 +53,10 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index)
 
 /* Returns -ln(v / 2^64) for v > 0, as a multiple of 2^-57, within 2^-50.
  *
- *   source   multiply by factors 1 + 2^-k until 2 is nearly reached, adding up their logarithms: Knuth, The Art
- *            of Computer Programming 1, exercise 1.2.2-28; what remains, d < 2^-20, by -ln(1-d) = d + d^2/2 */
+ * It multiplies by factors 1 + 2^-k up to almost 2 and adds up their logarithms. The rest, d < 2^-20, contributes
+ * -ln(1-d) = d + d^2/2.
+ *
+ *   source   Knuth, The Art of Computer Programming 1, exercise 1.2.2-28 */
 static uint64_t dtrain__random_minus_log(uint64_t v)
 {
     static const uint64_t log_factor[20] = {
@@ -78,7 +80,7 @@ static uint64_t dtrain__random_minus_log(uint64_t v)
     return sum + (d >> 6) + (high * high >> 46);
 }
 
-/* Returns the square root of n, 2^62 <= n < 2^64, within 1: Newton's steps from the chord, 3% off. */
+/* Returns the square root of n, 2^62 <= n < 2^64, within 1: Newton's method from the chord, which is within 3%. */
 static uint64_t dtrain__random_sqrt(uint64_t n)
 {
     uint64_t root = n / 3 / ((uint64_t)1 << 31) + 0x5c000000u;
@@ -97,7 +99,7 @@ static uint64_t dtrain__random_sine(uint32_t w)
     return (sum >> 2) * (2 * (uint64_t)w + 1) >> 31;
 }
 
-/* Returns sign * product * 2^-scale, rounded here to 24 bits so that the conversion and the scaling are exact. */
+/* Returns sign * product * 2^-scale. Rounds the product to 24 bits first, so the conversion and scaling are exact. */
 static float dtrain__random_float(uint64_t product, int scale, int negative)
 {
     if (product == 0)
@@ -114,14 +116,14 @@ static float dtrain__random_float(uint64_t product, int scale, int negative)
     return (negative ? -magnitude : magnitude) * power;
 }
 
-/* Radius from words 0 and 1, direction from words 2 and 3: sqrt(-2 ln u) sin(angle), up to 9.4 deviations out.
+/* sqrt(-2 ln u) sin(angle): u from words 0 and 1, the angle from words 2 and 3. Results reach 9.4 deviations.
  *
  *   source   Box, Muller, Annals of Mathematical Statistics 29(2), 1958 */
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index)
 {
     uint32_t word[4];
     dtrain__random_u32x4(seed, index, word);
-    uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1;       /* 0 stands for 2^64, whose logarithm is none */
+    uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1;       /* 0 stands for 2^64: u is 1 */
     uint64_t square = v != 0 ? dtrain__random_minus_log(v) : 0; /* of the radius, times 2^56 */
     if (square == 0)
         return 0.0f;

@@ -1,6 +1,6 @@
 /* ---- >>sha256 ----
- * SHA-256, in one piece or streamed: start, add as often as needed, finish. Lengths count bytes; the
- * standard's limit of 2^64 - 1 bits is beyond any file. Not constant-time in its lengths, only in its data. */
+ * SHA-256, in one piece or streamed: start, add as often as needed, finish. Lengths are in bytes. The standard's
+ * limit of 2^64 - 1 bits is beyond any file. The time depends on lengths, but not on data. */
 #ifndef DTRAIN__SHA256
 #define DTRAIN__SHA256
 #include "base.h"
@@ -34,7 +34,7 @@ static void dtrain__sha256_schedule(uint32_t w[64], const unsigned char *block)
     }
 }
 
-/* Round t, step 3: instead of moving a ... h down by one, their places in v turn by t. */
+/* Round t, step 3. The variables a ... h do not move down by one; their places in v rotate by t instead. */
 static inline void dtrain__sha256_round(uint32_t v[8], int t, uint32_t addend)
 {
     uint32_t a = v[(8 - t) & 7], b = v[(9 - t) & 7], c = v[(10 - t) & 7];
@@ -95,7 +95,7 @@ static void dtrain__sha256_add(dtrain__sha256 *sha, const void *data, size_t byt
     }
 }
 
-/* Pads with 0x80, zeros and the length in bits; sha must be started anew after it. */
+/* Pads with 0x80, zeros and the length in bits. Start sha again before its next use. */
 static void dtrain__sha256_finish(dtrain__sha256 *sha, unsigned char digest[32])
 {
     unsigned char pad[DTRAIN__SHA256_BLOCK + 8] = {0x80};

@@ -1,34 +1,36 @@
 /* ---- >>status ----
- * What opens the implementation: every system header, so that none follows a DTRAIN__EXACT_BEGIN; then status names,
- * error texts and the log. A program that makes the API static uses some of it: what it leaves unused is no reason to
- * warn, up to >>end. dtrain__fail is the only maker of error texts: it formats one line into the object's own error and
- * into the calling thread's last error, and returns the status, so that a failing function is one
- * `return dtrain__fail(...)`. Errors and log lines hold printable UTF-8, whatever peers and files they quote. */
+ * The start of the implementation: all system headers, so that none follows a DTRAIN__EXACT_BEGIN; then status names,
+ * error texts and the log. A program whose API is static uses only some of it. So gcc's warning of unused functions is
+ * off up to >>end.
+ *
+ * dtrain__fail alone makes error texts. It formats one line into the object's error and into the calling thread's last
+ * error, and returns the status: a failing function is one `return dtrain__fail(...)`. Errors and log lines are
+ * printable UTF-8, whatever they quote of peers and files. */
 #ifndef DTRAIN__STATUS
 #define DTRAIN__STATUS
 #include "base.h"
 
 /* Terms of the implementation that the field has no common name for:
  *
- *   bell      a word that threads sleep on; whoever changes what others may wait for rings it (an eventcount)
+ *   bell      a word that threads sleep on; a thread that changes what others may wait for rings it (an eventcount)
  *   end       one rank's share of a group
- *   plane     the table of what a group's transport knows beside moving bytes: its control plane
- *   origin    what the groups that come of one world share in this process, such as their service thread
- *   slot      where a rank posts the call that it is in, for peers that read its buffers in place; see >>threads
- *   work      a call in the queue of its group, whose caller may hold a handle of it
- *   hub       the control plane of one process of several; one rank's hub, the leader's, relays for the others
- *   channel   a group's share of a hub; it has a peer for each member, and lanes, the connections to that
- *   mux       what shares a transport of the user's own between groups; a group's share of it is a lane; see >>mux
- *   council   what keeps the store of a world and counts votes, in each process or for all threads; see >>council
+ *   plane     a table of a transport's functions beside moving bytes: its control plane
+ *   origin    what all groups of one world share in this process, such as their service thread
+ *   slot      where a rank posts its current call, for peers that read its buffers in place; see >>threads
+ *   work      a call in the queue of its group; its caller may hold a handle of it
+ *   hub       one process's control plane, if there are several; the leader's hub relays for the others
+ *   channel   a group's share of a hub: a peer for each member, with lanes, which are the connections to it
+ *   mux       shares a user's own transport between groups; a group's share of it is also called a lane; see >>mux
+ *   council   keeps the store of a world and counts votes, in each process or for all threads; see >>council
  *   seat      a rank's end of one group at its council
- *   consent   a vote of the ranks of a group that are left, and what was decided */
+ *   consent   a vote of the remaining ranks of a group, and its decision */
 
 #if defined(__GNUC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #endif
 
-/* Those of vector instructions stand in >>isa. */
+/* >>isa includes the headers of vector instructions. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -60,7 +62,7 @@
 #endif
 
 #define DTRAIN__ERROR_BYTES 640
-#define DTRAIN__STATUS_CAUSE_BYTES 400 /* of which a quoted cause takes so many */
+#define DTRAIN__STATUS_CAUSE_BYTES 400 /* of those, for a quoted cause */
 
 typedef struct dtrain__error {
     dtrain_status status;
@@ -72,7 +74,7 @@ static void dtrain__status_log_stderr(void *user, dtrain_log_level level, const 
 static dtrain_log_fn dtrain__status_log = dtrain__status_log_stderr;
 static void *dtrain__status_log_user;
 
-/* Returns the bytes of the well-formed UTF-8 sequence that starts text, or 0. Unicode 15, table 3-7. */
+/* Returns the length of the well-formed UTF-8 sequence that starts text, or 0. Source: Unicode 15, table 3-7. */
 static size_t dtrain__utf8(const unsigned char *text, size_t length)
 {
     int lead = length > 0 ? text[0] : 0xff, low = 0x80, high = 0xbf;
@@ -96,8 +98,8 @@ static size_t dtrain__utf8(const unsigned char *text, size_t length)
     return bytes;
 }
 
-/* Puts '?' in place of what is not UTF-8 and of control characters: a quoted name writes neither to a terminal nor a
- * line of its own. */
+/* Replaces control characters and bytes that are not UTF-8 by '?', so that a quoted name can neither control a terminal
+ * nor start a line. */
 static void dtrain__status_clean(char *text)
 {
     unsigned char *at = (unsigned char *)text;
@@ -135,8 +137,8 @@ __attribute__((format(printf, 2, 3))) static void dtrain__log(dtrain_log_level l
     dtrain__status_log(dtrain__status_log_user, level, text);
 }
 
-/* Takes out what a text says twice: of "a on rank 1: a: why", as a cause is quoted by a call of the same name, and of
- * "a: a: why", the second a. */
+/* Removes a repeated part: the second a of "a: a: why", and of "a on rank 1: a: why". Texts repeat a call's name when
+ * they quote a cause from the same call. */
 static void dtrain__status_once(char *text)
 {
     for (char *part = text, *next; (next = strstr(part, ": ")) != NULL; part = next + 2) {
@@ -152,7 +154,7 @@ static void dtrain__status_once(char *text)
     }
 }
 
-/* Formats into object (NULL: none) and into the thread's last error. The arguments may quote either text. */
+/* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
 __attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
                                                                         const char *format, ...)
 {
@@ -170,7 +172,7 @@ __attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__
     return status;
 }
 
-/* Makes an error kept elsewhere the calling thread's own. */
+/* Copies an error that is kept elsewhere to the calling thread's last error. */
 static DTRAIN__NOINLINE dtrain_status dtrain__report(const dtrain__error *error)
 {
     if (error->status != DTRAIN_OK)
@@ -178,20 +180,20 @@ static DTRAIN__NOINLINE dtrain_status dtrain__report(const dtrain__error *error)
     return error->status;
 }
 
-/* Whether a number that another rank has told is a status. */
+/* Returns whether a number from another rank is a status. */
 static int dtrain__status_known(uint64_t told)
 {
     return told == DTRAIN_OK || (told >= DTRAIN_ERR_INVALID && told <= DTRAIN_ERR_ABORTED);
 }
 
-/* The status of another rank that is not DTRAIN_OK, as it has told it; a number that is none counts as CORRUPT. */
+/* Returns the error status that another rank has sent; DTRAIN_ERR_CORRUPT if the number is not one. */
 static dtrain_status dtrain__status_told(uint64_t told)
 {
     return told != DTRAIN_OK && dtrain__status_known(told) ? (dtrain_status)told : DTRAIN_ERR_CORRUPT;
 }
 
-/* An error's text, to be quoted by who passes it on. Of a text that has been passed on too often to be quoted whole
- * it is the last part, as that is the cause. */
+/* Returns the part of an error's text to quote in another: the whole, or the last parts of a text that is too long.
+ * The cause stands last. */
 static const char *dtrain__status_cause(const dtrain__error *error)
 {
     const char *text = error->text, *next;

@@ -1,22 +1,24 @@
 /* ---- >>worker ----
- * Waiting for another thread, and a thread that works for one owner. It performs jobs in the order in which they are
- * posted, or takes turns in which the owner looks for work itself, and sleeps in between. One thread at a time posts.
- * A worker without a thread performs jobs when they are waited for. A zeroed worker has no thread.
- * Its end waits for the job or turn under way, and for nothing else: jobs that are still posted stay undone.
- * A forked child has no such thread, and the end returns at once there. */
+ * The bell, on which threads wait for each other, and the worker, a thread that works for one owner. A worker performs
+ * jobs in the order of their posts. Or it takes turns, in which the owner looks for work itself. It sleeps in between.
+ * One thread at a time posts. A zeroed worker has no thread: it performs its jobs when somebody waits for them.
+ *
+ * Ending a worker waits for the current job or turn only; other posted jobs stay undone. A forked child does not have
+ * the thread, so there the end returns at once. */
 #ifndef DTRAIN__WORKER
 #define DTRAIN__WORKER
 #include "os.c"
 
 #define DTRAIN__BELL_YIELDS 200u
 
-/* Rung by whoever changes something that others may wait for; costs one load while nobody sleeps. A waiting thread
- * spins briefly, yields, then sleeps: it registers, looks once more, and sleeps only if the bell has not rung since. */
+/* A thread that changes what others may wait for rings the bell. That costs one load while nobody sleeps. A waiting
+ * thread spins briefly, yields, then sleeps. Before it sleeps it registers and looks once more; it sleeps only if the
+ * bell has not rung since. */
 typedef struct dtrain__bell {
-    uint32_t rings; /* counts while somebody sleeps */
+    uint32_t rings; /* counted only while somebody sleeps */
     uint32_t sleepers;
-    uint32_t spins;            /* busy looks before yielding: none where threads outnumber processors */
-    struct dtrain__bell *also; /* rung with it: of one who listens to many; NULL: none */
+    uint32_t spins;            /* busy looks before yielding; 0 if threads outnumber processors */
+    struct dtrain__bell *also; /* rings with this one, for a thread that listens to many; NULL: none */
 } dtrain__bell;
 
 static void dtrain__bell_ring(dtrain__bell *bell)
@@ -28,7 +30,7 @@ static void dtrain__bell_ring(dtrain__bell *bell)
         }
 }
 
-/* One turn of waiting, the turn'th since something last moved; sleeps for at most a tenth of a second. */
+/* Waits once: spins, yields or sleeps for at most 0.1 s. turn: how many waits came before, since something moved. */
 static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadline_ns, int (*ready)(void *),
                               void *context)
 {
@@ -53,22 +55,22 @@ static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadlin
 
 /* ---- the thread ---- */
 
-/* The first member of what the owner keeps of a job. */
+/* The first member of the owner's struct for a job. */
 typedef struct dtrain__worker_job {
     struct dtrain__worker_job *next;
-    uint64_t number; /* among those posted, from 1 */
+    uint64_t number; /* posted jobs are counted from 1 */
 } dtrain__worker_job;
 
 typedef struct dtrain__worker {
     void *owner;
     void (*perform)(void *owner, dtrain__worker_job *job);
-    int64_t (*turn)(void *owner); /* in place of jobs; returns until when it may sleep unless called, 0: not at all */
-    dtrain__worker_job *inbox;    /* posted, the last first */
-    dtrain__worker_job *first;    /* the thread's own, in order */
-    uint64_t posted, done;        /* jobs so far; posted: or calls */
+    int64_t (*turn)(void *owner); /* instead of jobs; returns until when it may sleep unless called; 0: not at all */
+    dtrain__worker_job *inbox;    /* posted jobs, the last one first */
+    dtrain__worker_job *first;    /* jobs that the thread has taken, in order */
+    uint64_t posted, done;        /* numbers of jobs; posted also counts calls */
     dtrain__bell bell;
     dtrain__os_thread thread;
-    pid_t process; /* that has the thread */
+    pid_t process; /* the process of the thread */
     int threaded;
     uint32_t stop;
 } dtrain__worker;
@@ -78,7 +80,7 @@ static int dtrain__worker_stopping(const dtrain__worker *worker)
     return __atomic_load_n(&worker->stop, __ATOMIC_SEQ_CST) != 0;
 }
 
-/* Performs the next job. Returns 0 when there is none. */
+/* Performs the next job. Returns 0 if there is none. */
 static int dtrain__worker_next(dtrain__worker *worker)
 {
     dtrain__worker_job *job = worker->first, *none = NULL, *last = NULL;
@@ -100,7 +102,7 @@ static int dtrain__worker_next(dtrain__worker *worker)
     return 1;
 }
 
-/* What a thread waits for: the worker until it is called again, the owner until a job is done. */
+/* What a thread waits for: the worker waits for a call, the owner for a job. */
 typedef struct dtrain__worker_goal {
     const dtrain__worker *worker;
     uint64_t number;
@@ -132,14 +134,14 @@ static void dtrain__worker_body(void *argument)
             until = worker->turn(worker->owner);
         else if (dtrain__worker_next(worker))
             continue;
-        /* a worker that looks again by itself has no need to yield first */
+        /* a worker that wakes by itself need not yield first */
         for (unsigned turn = until != INT64_MAX ? DTRAIN__BELL_YIELDS : 0;
              !dtrain__worker_called(&called) && dtrain__os_now_ns() < until; turn++)
             dtrain__bell_wait(&worker->bell, turn, until, dtrain__worker_called, &called);
     }
 }
 
-/* Starts the thread of a worker whose owner and work are set. Returns 0 or an errno. */
+/* Starts the thread of a worker with an owner, and perform or turn. Returns 0 or an errno. */
 static int dtrain__worker_start(dtrain__worker *worker)
 {
     worker->process = getpid();
@@ -149,20 +151,20 @@ static int dtrain__worker_start(dtrain__worker *worker)
     return error;
 }
 
-/* Whether this process has the thread. */
+/* Returns whether this process has the thread. */
 static int dtrain__worker_runs(const dtrain__worker *worker)
 {
     return worker->threaded && worker->process == getpid();
 }
 
-/* Has a sleeping worker take a turn. */
+/* Wakes a sleeping worker for a turn. */
 static void dtrain__worker_call(dtrain__worker *worker)
 {
     __atomic_add_fetch(&worker->posted, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(&worker->bell);
 }
 
-/* Hands over a job, which stays in place until it is done. */
+/* Posts a job. It must stay in place until it is done. */
 static void dtrain__worker_post(dtrain__worker *worker, dtrain__worker_job *job)
 {
     job->number = worker->posted + 1;
@@ -178,7 +180,7 @@ static int dtrain__worker_is_done(const dtrain__worker *worker, uint64_t number)
     return dtrain__worker_reached(&goal);
 }
 
-/* Waits until so many jobs are done, or until then. Returns whether they are. */
+/* Waits until `number` jobs are done, or until until_ns. Returns whether they are done. */
 static int dtrain__worker_wait(dtrain__worker *worker, uint64_t number, int64_t until_ns)
 {
     dtrain__worker_goal goal = {worker, number};
@@ -199,7 +201,7 @@ static void dtrain__worker_stop(dtrain__worker *worker)
     dtrain__bell_ring(&worker->bell);
 }
 
-/* Ends the thread, where there is one. */
+/* Ends the thread, if there is one. */
 static void dtrain__worker_end(dtrain__worker *worker)
 {
     if (!dtrain__worker_runs(worker))

@@ -1,6 +1,6 @@
 /* ---- >>xxh64 ----
- * A hash of 64 bits at the speed of memory, which finds what disks and networks do to bytes. Whoever wants to deceive
- * it can: it is no signature. Bytes may come in any pieces.
+ * A 64-bit hash as fast as memory, which detects damage by disks and networks. It is not a signature: anybody can forge
+ * it. Bytes may come in any pieces.
  *
  *   source   XXH64: Collet, xxHash fast digest algorithm, version 0.1.1, 2018 */
 #ifndef DTRAIN__XXH64
@@ -15,7 +15,7 @@
 
 typedef struct dtrain__xxh64 {
     uint64_t lanes[4], seed, bytes;
-    unsigned char rest[32]; /* the bytes that are no whole stripe, bytes % 32 of them */
+    unsigned char rest[32]; /* the last bytes % 32 bytes, which are not a whole stripe */
 } dtrain__xxh64;
 
 static uint64_t dtrain__xxh64_rotate(uint64_t x, int by)
@@ -72,7 +72,7 @@ static void dtrain__xxh64_add(dtrain__xxh64 *hash, const void *data, size_t byte
         memcpy(hash->rest, from + bytes / 32 * 32, bytes % 32);
 }
 
-/* The bytes after the last whole stripe, then the avalanche. */
+/* Adds the bytes after the last whole stripe, then does the avalanche. */
 static uint64_t dtrain__xxh64_finish(uint64_t sum, const unsigned char *from, size_t bytes)
 {
     for (; bytes >= 8; bytes -= 8, from += 8)
@@ -91,7 +91,7 @@ static uint64_t dtrain__xxh64_finish(uint64_t sum, const unsigned char *from, si
     return sum ^ sum >> 32;
 }
 
-/* The hash of what was added so far; more may follow. */
+/* Returns the hash of all bytes so far; more may follow. */
 static uint64_t dtrain__xxh64_end(const dtrain__xxh64 *hash)
 {
     const uint64_t *lanes = hash->lanes;
