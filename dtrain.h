@@ -7106,10 +7106,10 @@ static DTRAIN__NOINLINE void dtrain__json_member_text(dtrain__json_writer *write
 #endif
 
 /* ---- >>isa ----
- * The instruction set, chosen once at run time, and the floating-point mode. A kernel is written once as
- * plain loops in an always-inlined body and compiled per instruction set by DTRAIN__KERNEL; its arithmetic is
- * the same operations in the same order in each, so that only its speed differs. Kernels run in the
- * default floating-point mode: round to nearest, subnormals kept. */
+ * The instruction set, which is chosen once at run time, and the floating-point mode. A kernel is written once, as
+ * plain loops in an always-inlined body. DTRAIN__KERNEL compiles it for each instruction set. Each does the same
+ * operations in the same order, so only the speed differs. Kernels run in the default floating-point mode: they round
+ * to nearest and keep subnormals. */
 #ifndef DTRAIN__ISA
 #define DTRAIN__ISA
 
@@ -7127,7 +7127,7 @@ enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_A
 static int dtrain__isa_widest(void)
 {
 #if defined(DTRAIN__X86)
-    __builtin_cpu_init(); /* the first call may come from a program's constructor */
+    __builtin_cpu_init(); /* the first call may come from a constructor of the program */
     if (dtrain__without("avx2") || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
         return DTRAIN__ISA_SSE2;
     if (dtrain__without("avx512") || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
@@ -7168,7 +7168,7 @@ DTRAIN_API const char *dtrain_isa_name(void)
     return dtrain__isa_text(dtrain__isa());
 }
 
-/* Sets the default floating-point mode and returns the caller's, for dtrain__fpmode_restore. */
+/* Sets the default floating-point mode. Returns the caller's mode, for dtrain__fpmode_restore. */
 static DTRAIN__NOINLINE uint64_t dtrain__fpmode_enter(void)
 {
 #if defined(DTRAIN__X86)
@@ -7200,7 +7200,7 @@ static void dtrain__fpmode_restore(uint64_t mode)
 #endif
 }
 
-/* Elements at any address, of any declared type. */
+/* Element types for memory of any alignment and any declared type. */
 #if defined(__GNUC__)
 typedef float dtrain__f32 __attribute__((aligned(1), may_alias));
 typedef double dtrain__f64 __attribute__((aligned(1), may_alias));
@@ -7211,20 +7211,21 @@ typedef int64_t dtrain__i64 __attribute__((aligned(1), may_alias));
 typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 #endif
 
-/* Says that iterations do not depend on each other, though the buffers may be the same. */
+/* Promises that iterations do not depend on each other, even if the buffers are the same. */
 #if defined(__clang__)
-#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 the loops stay scalar, and need no warning each */
+#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 clang would warn of each scalar loop */
 #define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-/* Elements that a kernel may go by: told that a count is a whole number of blocks, compilers write no loops for a rest. */
+/* Elements per block. Kernels get whole blocks, so compilers need not write loops for a rest. */
 #define DTRAIN__ISA_BLOCK 16
 
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 
-/* Defines name(...), which calls name_avx512, name_avx2 or name_base; and from name_body(...) those as well. */
+/* DTRAIN__DISPATCH defines name(...), which calls name_avx512, name_avx2 or name_base. DTRAIN__KERNEL also defines
+ * these three, from name_body(...). */
 #if defined(DTRAIN__X86)
 #define DTRAIN__DISPATCH(name, parameters, arguments) \
     static void name parameters \
@@ -7264,8 +7265,8 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
     }
 #endif
 
-/* Defines name(...), whose parameters have a count: a loop of `statement` over i, whose turns do not depend on each
- * other, after `opening`. Blocks go by the instruction set, and what is left of one follows one by one. */
+/* Defines name(...), one of whose parameters is count. It runs `opening`, then `statement` for each i < count.
+ * Iterations must not depend on each other. Whole blocks use the instruction set; the last elements follow singly. */
 #define DTRAIN__LOOP(name, parameters, arguments, opening, statement) \
     DTRAIN__INLINE void name##_blocks_body parameters \
     { \
@@ -7282,9 +7283,9 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
             statement; \
     }
 
-/* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
- * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:
- * `zero` is 0, read from dtrain__isa_zero once a kernel. */
+/* Prevents the contraction of a product with the sum that follows it. Under -ffp-contract=fast clang's back end
+ * contracts in spite of the pragmas. It does not contract across an operation on bits that it cannot predict: an
+ * exclusive or with `zero`. That is 0, which each kernel reads from dtrain__isa_zero once. */
 static volatile uint32_t dtrain__isa_zero __attribute__((unused));
 
 #if defined(__clang__)
@@ -7308,8 +7309,8 @@ static volatile uint32_t dtrain__isa_zero __attribute__((unused));
 DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f32, float, uint32_t)
 DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f64, double, uint64_t)
 
-/* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. Kernels that are written in
- * vectors take these functions, or those of _mm256 and _mm512, by what their names begin with. */
+/* Four floats in the compiler's own vectors: SSE2, NEON or others. Kernels that are written in vectors take a prefix
+ * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones. */
 typedef float dtrain__x4 __attribute__((vector_size(16)));
 
 DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)
@@ -7333,19 +7334,20 @@ DTRAIN__INLINE void dtrain__x4_storeu_ps(float *to, dtrain__x4 x)
 #endif
 
 /* ---- >>dtype ----
- * Names and widths of element types, conversions, the one rule by which counts are cut into parts, and dtrain_tensor,
- * whose shape is checked once, when it is made, so that arithmetic on it cannot overflow later.
- * Every convertible type is exact in float64, so any pair converts by widening to its bits and rounding
- * once; the pairs that training uses have loops of their own. All of it is integer arithmetic, which no
+ * Names and widths of element types; conversions; the one rule that splits counts into parts; and dtrain_tensor. The
+ * shape of a tensor is checked when it is made, so later arithmetic on it cannot overflow.
+ *
+ * Float64 holds every value of every convertible type. So any pair converts by widening to the bits of float64 and
+ * rounding once. The pairs that training uses have loops of their own. Nearly all of it is integer arithmetic, which no
  * compiler flag or floating-point mode changes. */
 #ifndef DTRAIN__DTYPE
 #define DTRAIN__DTYPE
 
-/* An element type; one that is converted is a binary floating-point format: sign, exponent bits, mantissa bits. finite:
- * E4M3's kind, whose all-ones exponent is ordinary but for the one NaN pattern, and which has no infinity. */
+/* An element type. Convertible ones are binary floating-point formats: a sign, exponent bits and mantissa bits. */
 typedef struct dtrain__dtype_row {
     const char *name;
-    int bits, exponent, mantissa, finite; /* exponent 0: it is not converted */
+    int bits, exponent, mantissa; /* exponent 0: not convertible */
+    int finite;                   /* 1: as E4M3, without infinity; the all-ones exponent has one NaN, else numbers */
 } dtrain__dtype_row;
 
 static const dtrain__dtype_row dtrain__dtype_rows[] = {
@@ -7387,7 +7389,7 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
-/* Cuts count elements into parts, earlier ones one longer: see dtrain_shard. 0 for a bad part. */
+/* Splits count elements into parts; the first ones hold one more: see dtrain_shard. Returns 0 for a bad part. */
 static DTRAIN__NOINLINE size_t dtrain__split(size_t count, int parts, int part, size_t *begin)
 {
     if (begin != NULL)
@@ -7400,13 +7402,13 @@ static DTRAIN__NOINLINE size_t dtrain__split(size_t count, int parts, int part, 
     return each + (p < longer ? 1 : 0);
 }
 
-/* Whether both dtypes can be converted. */
+/* Returns whether both dtypes are convertible. */
 static int dtrain__dtype_converts(dtrain_dtype from, dtrain_dtype to)
 {
     return dtrain__dtype_find(from)->exponent > 0 && dtrain__dtype_find(to)->exponent > 0;
 }
 
-/* The float64 bits of a value of format f. */
+/* Returns the float64 bits of a value of format f. */
 static uint64_t dtrain__dtype_widen(uint64_t bits, dtrain__dtype_row f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
@@ -7441,12 +7443,12 @@ static uint64_t dtrain__dtype_narrow(uint64_t bits, dtrain__dtype_row f)
         return bits;
     if ((bits & 0x7fffffffffffffffu) > 0x7ff0000000000000u)
         return sign | infinity | (f.finite ? ones : mantissa >> shift | (uint64_t)1 << (f.mantissa - 1));
-    mantissa |= (uint64_t)1 << 52; /* a float64 subnormal rounds to zero in every narrower format all the same */
+    mantissa |= (uint64_t)1 << 52; /* wrong for float64 subnormals, but they round to zero in all narrower formats */
     if (exponent < 1)
         shift = 1 - exponent < 54 - shift ? shift + 1 - exponent : 54;
     rounded = (mantissa + ((uint64_t)1 << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
     if (exponent > 0)
-        rounded += (uint64_t)(exponent - 1) << f.mantissa; /* the hidden bit adds the last one; so does a carry */
+        rounded += (uint64_t)(exponent - 1) << f.mantissa; /* the hidden bit adds the missing 1; a carry adds another */
     if (exponent > top || rounded >= (f.finite ? infinity | ones : infinity))
         rounded = f.finite ? infinity | ones : infinity;
     return sign | rounded;
@@ -7504,7 +7506,7 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
 {
     uint32_t sign = (uint32_t)(x & 0x8000u) << 16, size = x & 0x7fffu, exponent = size >> 10;
     uint32_t normal = (size << 13) + 0x38000000u, special = (size << 13) + 0x70000000u;
-    /* A subnormal is a whole number of 2^-24: put it below the leading one of 2^-1 and take that away again. */
+    /* a subnormal is a multiple of 2^-24: put its bits into the mantissa of 0.5, then subtract 0.5 */
     float small, half = 0.5f;
     uint32_t bits = 0x3f000000u | size;
     memcpy(&small, &bits, 4);
@@ -7513,7 +7515,7 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
     return sign | (exponent == 0 ? bits : exponent == 31 ? special | (size > 0x7c00u ? 0x400000u : 0) : normal);
 }
 
-/* to[i] = expression of from[i]; the buffers are apart. */
+/* to[i] = expression of from[i]; the buffers do not overlap. */
 #define DTRAIN__DTYPE_CONVERT(name, input, output, expression) \
     DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count), \
                  const input *from = (const input *)in; \
@@ -7526,7 +7528,7 @@ DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain_
 
 DTRAIN__EXACT_END
 
-/* Converts by way of float64. What is finite or infinite and has larger bits there than `largest` becomes that. */
+/* Converts by way of float64. A magnitude above `largest`, infinity too, becomes that; NaN stays. */
 static void dtrain__dtype_convert_any(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count,
                                       uint64_t largest)
 {
@@ -7540,7 +7542,7 @@ static void dtrain__dtype_convert_any(const void *in, dtrain_dtype from, void *o
     }
 }
 
-/* Converts where the caller has set the floating-point mode and checked the dtypes. */
+/* Converts. The caller has set the floating-point mode and checked the dtypes. */
 static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
 {
     if (count == 0)
@@ -7594,7 +7596,7 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
 
 /* ---- tensors ---- */
 
-/* "F32 [3, 4]" */
+/* A text such as "F32 [3, 4]". */
 typedef struct dtrain__tensor_shape_text {
     char text[256];
 } dtrain__tensor_shape_text;
@@ -7609,7 +7611,7 @@ static dtrain__tensor_shape_text dtrain__tensor_text(const dtrain_tensor *tensor
     return out;
 }
 
-/* Fills everything but data and allocator, or nothing, with zeros on an error. */
+/* Fills all fields but data and allocator. On an error it zeroes the whole tensor. */
 static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape)
 {
     size_t bits = dtrain_dtype_bits(dtype), count = 1;
@@ -7688,10 +7690,10 @@ DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
 #endif
 
 /* ---- >>fold ----
- * The reduction behind every collective: element i of n inputs becomes one value by the tree order (see
- * >>order), stored to m outputs. Inputs at an index are read before any output there is written, so outputs
- * may be inputs. Sums of one, two, four and eight float inputs run in registers; the rest in tiles of 4 KiB,
- * one tile a level of the tree. 16-bit floats are folded as float32 and rounded once. */
+ * The reduction behind every collective. The elements i of n inputs become one value in the tree order (see >>order),
+ * which is written to m outputs. All inputs at an index are read before an output is written there, so outputs may be
+ * inputs. Sums of two, four and eight float inputs run in registers. The rest runs in tiles of 4 KiB, with one tile for
+ * each level of the tree. 16-bit floats are folded as float32 and rounded once. */
 #ifndef DTRAIN__FOLD
 #define DTRAIN__FOLD
 
@@ -7718,7 +7720,7 @@ static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
     }
 }
 
-/* The dtype of partial results. */
+/* Returns the dtype of partial results. */
 static dtrain_dtype dtrain__fold_partial(dtrain_dtype dtype)
 {
     return dtype == DTRAIN_F16 || dtype == DTRAIN_BF16 ? DTRAIN_F32 : dtype;
@@ -7739,7 +7741,7 @@ DTRAIN__EXACT_BEGIN
     DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), \
                  type *a = (type *)left; const type *b = (const type *)right, a[i] = expression)
 
-/* The same for integers, whose loops the base instruction set runs fast enough. */
+/* The same for integers. The base instruction set is fast enough for their loops. */
 #define DTRAIN__FOLD_PAIR_INT(name, type, expression) \
     static void name(void *left, const void *right, size_t count) \
     { \
@@ -7751,7 +7753,7 @@ DTRAIN__EXACT_BEGIN
             a[i] = (type)(expression); \
     }
 
-/* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
+/* Minimum and maximum of floats by the order of their bits: -0 is below +0, and a NaN wins. */
 #define DTRAIN__FOLD_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
 #define DTRAIN__FOLD_PICK(type, top, infinity, relation) \
     ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i] \
@@ -7805,7 +7807,7 @@ DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
 
-/* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
+/* Sums n inputs in registers and writes m copies of the sum. n, m and mean are constants after inlining. */
 #define DTRAIN__FOLD_DIRECT(name, type) \
     DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
                                     double divisor, int mean) \
@@ -7846,7 +7848,7 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
             } \
         } \
     } \
-    /* What is left of a block. */ \
+    /* The elements after the last whole block. */ \
     static void name##_rest(const void *const *in, int n, void *const *out, int m, size_t begin, size_t end, \
                             double divisor, int mean) \
     { \
@@ -7934,8 +7936,8 @@ static void dtrain__fold_divide(dtrain_dtype dtype, dtrain_op op, double divisor
         dtrain__fold_divide_f32(partial, divisor, count);
 }
 
-/* Turns partial results of dtype's partial dtype into results: divides a mean once, rounds once. partial may be
- * written; out may be partial where both have one dtype. */
+/* Turns partial results into results of dtype: divides a mean once, and rounds once. It may overwrite partial. If both
+ * have the same dtype, out may be partial. */
 static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor, void *partial, void *out,
                                 size_t count)
 {
@@ -7947,7 +7949,7 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fpmode_restore(mode);
 }
 
-/* tiles[0] = tree over in[0 .. n-1] at bytes [at, at + count elements); tiles[1 ..] are the levels below. */
+/* tiles[0] = tree over in[0 .. n-1], for count elements from byte `at` on; tiles[1 ..] are for the levels below. */
 static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *const *in, int n, size_t at, size_t count,
                               unsigned char (*tiles)[DTRAIN__FOLD_TILE_BYTES])
 {
@@ -7970,7 +7972,7 @@ static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *cons
     dtrain__fold_pair_kernel(wide, op, tiles[0], tiles[1], count);
 }
 
-/* As dtrain__fold, with results of dtype `to`: dtype, or its partial one. The caller has set the mode. */
+/* Folds as dtrain__fold does, to results of dtype `to`: dtype or its partial dtype. The caller has set the mode. */
 static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
                                dtrain_dtype to, void *const *out, int m, size_t begin, size_t count)
 {
@@ -7992,7 +7994,7 @@ static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor,
     }
 }
 
-/* out[i] = tree of sums over in[0 .. n-1][i], for i below count, as partial results: 16-bit floats are not rounded. */
+/* out[i] = tree of sums over in[0 .. n-1][i], for i below count. Partial results: 16-bit floats are not rounded. */
 static void dtrain__fold_partials(dtrain_dtype dtype, const void *const *in, int n, void *out, size_t count)
 {
     uint64_t mode = dtrain__fpmode_enter();
@@ -8024,8 +8026,8 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
 #endif
 
 /* ---- >>vector ----
- * Elementwise kernels over float32 and float64, and the sum of squares. Products are rounded before they
- * are added to anything. 16-bit tensors go through float32 a tile at a time. */
+ * Elementwise kernels over float32 and float64, and the sum of squares. Products are rounded before they are added.
+ * 16-bit tensors are converted to float32, one tile at a time. */
 #ifndef DTRAIN__VECTOR
 #define DTRAIN__VECTOR
 
@@ -8037,7 +8039,7 @@ DTRAIN__EXACT_BEGIN
                  type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor; \
                  uint32_t zero = dtrain__isa_zero, y[i] = y[i] + rounded(by * x[i], zero))
 
-/* Lane i % 8 takes element i. A float32's square is exact in float64. */
+/* Lane i % 8 sums the squares of elements i. The square of a float32 is exact in float64. */
 DTRAIN__INLINE void dtrain__vector_squares_body(const float *data, size_t count, double lanes[8])
 {
     const dtrain__f32 *x = (const dtrain__f32 *)data;
@@ -8060,14 +8062,14 @@ DTRAIN__VECTOR_AXPY(dtrain__vector_axpy_f64, dtrain__f64, dtrain__isa_rounded_f6
 static double dtrain__vector_sqrt_f64(double square)
 {
 #if defined(DTRAIN__X86)
-    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
+    __m128d both = _mm_set_sd(square); /* one instruction: the C library's function may set errno */
     return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
 #else
     return __builtin_sqrt(square);
 #endif
 }
 
-/* The sum of squares, whose lanes are joined as a tree; the caller has set the mode. */
+/* Returns the sum of squares. It joins the lanes as a tree. The caller has set the mode. */
 static double dtrain__vector_sum_squares(const float *data, size_t count)
 {
     double lanes[8];
@@ -8077,7 +8079,7 @@ static double dtrain__vector_sum_squares(const float *data, size_t count)
 
 DTRAIN__EXACT_END
 
-/* y[i] *= factor, or where x is not NULL y[i] += factor * x[i], on one tile or array of float32 or float64. */
+/* y[i] *= factor if x is NULL, else y[i] += factor * x[i], on a tile or array of float32 or float64. */
 static void dtrain__vector_wide(dtrain_dtype dtype, void *y, double factor, const void *x, size_t count)
 {
     int wide = dtype == DTRAIN_F64;
@@ -8112,34 +8114,35 @@ static void dtrain__vector(dtrain_dtype dtype, void *y, double factor, const voi
 #endif
 
 /* ---- >>norm ----
- * The sum of squares of float32, without an error: any order and any partition of the elements, over calls and over
- * ranks, gives the same integer, which is rounded once at the end. The square of a float32 is an integer of 48 bits
- * times a power of two. Long slices add such integers up by their exponent first, in 64 bits, and these sums go to a
- * fixed-point number of 32-bit limbs that carry late. Everything is integers: flags that relax floating point and
- * modes that flush subnormals change nothing.
+ * An exact sum of squares of float32. It is an integer that does not depend on the order of the elements, or on how
+ * they are divided among calls and ranks. It is rounded once, at the end.
+ *
+ * The square of a float32 is a 48-bit integer times a power of two. Long slices first add the integers of each exponent
+ * in 64 bits. Those sums go to a fixed-point number of 32-bit limbs, whose carries are done later. All arithmetic is
+ * on integers, so neither compiler flags nor floating-point modes change it.
  *
  *   source   Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015 */
 #ifndef DTRAIN__NORM
 #define DTRAIN__NORM
 
-/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32, and the largest square is below 2^256. With 2^58 of
- * them, over all ranks, the sum has 612 bits, of which limbs keep 32 each between calls. */
+/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32. The largest square is below 2^256. The sum of 2^58
+ * squares, over all ranks, has 612 bits. Each limb keeps 32 of them between calls. */
 #define DTRAIN__NORM_DIGITS 20
 #define DTRAIN__NORM_INFINITIES 20 /* the limb that counts them */
 #define DTRAIN__NORM_NANS 21
 #define DTRAIN__NORM_LIMBS 22
 #define DTRAIN__NORM_LOWEST (-298)
 
-#define DTRAIN__NORM_BLOCK 65536u /* as many squares of 48 bits fit 64 */
-#define DTRAIN__NORM_FEW 128u     /* below it, clearing and reading the bins costs more than they save */
-#define DTRAIN__NORM_SETS 4u      /* so that neighbours of one exponent need not wait for each other's store */
+#define DTRAIN__NORM_BLOCK 65536u /* so many squares of 48 bits fit into 64 */
+#define DTRAIN__NORM_FEW 128u     /* for fewer elements, clearing and reading the bins costs more than it saves */
+#define DTRAIN__NORM_SETS 4u      /* so neighbours with one exponent need not wait for each other's store */
 
-/* Zero before the first element; all-reduced as I64 with DTRAIN_SUM, by up to 1024 ranks. */
+/* The sum: zero before the first element. Up to 1024 ranks all-reduce it as I64 with DTRAIN_SUM. */
 typedef struct dtrain__norm {
     int64_t limbs[DTRAIN__NORM_LIMBS];
 } dtrain__norm;
 
-/* Subnormals, of exponent field 0, lack the leading bit. */
+/* Returns the squared mantissa. Subnormals, with exponent field 0, lack the leading bit. */
 static uint64_t dtrain__norm_square(uint32_t bits)
 {
     uint32_t exponent = bits >> 23 & 255, leading = (0u - exponent) & 0x800000u;
@@ -8147,7 +8150,7 @@ static uint64_t dtrain__norm_square(uint32_t bits)
     return (uint64_t)mantissa * mantissa;
 }
 
-/* Adds squares of one exponent field. A limb grows by less than 2^33. */
+/* Adds squares with one exponent field. A limb grows by less than 2^33. */
 static void dtrain__norm_put(dtrain__norm *sum, uint64_t squares, uint32_t exponent)
 {
     uint32_t position = exponent > 0 ? 2 * exponent - 2 : 0, shift = position % 32;
@@ -8203,7 +8206,7 @@ static void dtrain__norm_add_block(dtrain__norm *sum, const dtrain__u32 *x, size
             dtrain__norm_add_few(sum, x + i, 1);
 }
 
-/* Adds count squares, from any alignment; up to 2^48 over all calls. */
+/* Adds the squares of count floats at any alignment; up to 2^48 over all calls. */
 static void dtrain__norm_add_squares(dtrain__norm *sum, const float *floats, size_t count)
 {
     const dtrain__u32 *x = (const dtrain__u32 *)(const void *)floats;
@@ -8218,14 +8221,14 @@ static void dtrain__norm_add_squares(dtrain__norm *sum, const float *floats, siz
     dtrain__norm_carry(sum);
 }
 
-/* Says whether every element added, on any rank, was finite. */
+/* Returns whether all added elements were finite, on every rank. */
 static int dtrain__norm_finite(const dtrain__norm *sum)
 {
     return sum->limbs[DTRAIN__NORM_INFINITIES] == 0 && sum->limbs[DTRAIN__NORM_NANS] == 0;
 }
 
-/* Returns the sum, rounded once to the nearest float64, ties to even; NaN when an element was, else infinity when
- * one was. */
+/* Returns the sum, rounded once to the nearest float64, ties to even; NaN if an element was NaN, else infinity if one
+ * was infinite. */
 static double dtrain__norm_value(const dtrain__norm *sum)
 {
     dtrain__norm carried = *sum;
@@ -8244,14 +8247,14 @@ static double dtrain__norm_value(const dtrain__norm *sum)
     }
     while (bits != 0 && bits >> 63 == 0) {
         bits = bits << 1 | rest >> 63;
-        rest = rest << 1; /* by at most 31: what stands for lower limbs stays below its limb */
+        rest = rest << 1; /* at most 31 times, so the bit for the lower limbs stays below its limb */
         zeros++;
     }
     if (bits != 0) {
         uint64_t exponent = (uint64_t)(32 * top + 31 - zeros + DTRAIN__NORM_LOWEST + 1023);
         uint64_t below = (bits & 0x7FF) | (uint64_t)(rest != 0), half = 0x400;
         bits = (exponent << 52) + (bits << 1 >> 12);           /* the leading bit is not stored */
-        bits += below > half || (below == half && (bits & 1)); /* a carry goes on into the exponent, as it should */
+        bits += below > half || (below == half && (bits & 1)); /* a carry into the exponent is right */
     }
     if (!dtrain__norm_finite(sum))
         bits = sum->limbs[DTRAIN__NORM_NANS] != 0 ? UINT64_C(0x7FF8000000000000) : UINT64_C(0x7FF0000000000000);
@@ -8262,9 +8265,8 @@ static double dtrain__norm_value(const dtrain__norm *sum)
 #endif
 
 /* ---- >>device_calls ----
- * Devices as the library calls them: arguments are checked, then handed to the device's table; without a device the
- * CPU's kernels do the work at once. Nothing above this file calls a table, and nothing but a table's functions touches
- * a device's memory. */
+ * How the library calls devices. A call checks its arguments, then calls the device's table. Without a device, kernels
+ * of the CPU do the work at once. Only a table's functions touch a device's memory. */
 #ifndef DTRAIN__DEVICE
 #define DTRAIN__DEVICE
 
@@ -8273,7 +8275,7 @@ static double dtrain__norm_value(const dtrain__norm *sum)
 #endif
 
 #define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
-#define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* whose bytes can be counted, whatever the dtype */
+#define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* the most whose bytes can be counted for every dtype */
 
 DTRAIN_API DTRAIN__NOINLINE const char *dtrain_device_name(const dtrain_device *device)
 {
@@ -8293,8 +8295,8 @@ static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *
     ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments \
                                                               : dtrain__device_lacks(device, call))
 
-/* Checks one pointer of a call on count elements: there must be memory where there are elements, and no more of these
- * than memory can hold, so that a table's functions may multiply. */
+/* Checks one pointer of a call on count elements: NULL is for no elements only. The count is limited, so that a table's
+ * functions can multiply it. */
 static dtrain_status dtrain__device_pointer(const dtrain_device *device, const char *call, const char *name,
                                             const void *pointer, size_t count)
 {
@@ -8307,7 +8309,7 @@ static dtrain_status dtrain__device_pointer(const dtrain_device *device, const c
                         dtrain_device_name(device), name, count);
 }
 
-/* Checks a call's pointers: pairs of a name and a pointer, of which the last name is NULL. */
+/* A call's pointer and its name, for checks. A list of them ends with the name NULL. */
 typedef struct dtrain__device_argument {
     const char *name;
     const void *pointer;
@@ -8334,7 +8336,7 @@ static dtrain_status dtrain__device_floats(const dtrain_device *device, const ch
 
 /* ---- queues ---- */
 
-/* Makes another queue on the device of a queue, for work that goes on beside it. *made: NULL for a NULL device. */
+/* Makes another queue on the same device, for work beside the first. *made: NULL for a NULL device. */
 static dtrain_status dtrain__device_queue_create(dtrain_device *device, dtrain_device **made)
 {
     *made = NULL;
@@ -8408,7 +8410,7 @@ DTRAIN_API dtrain_status dtrain_device_copy(dtrain_device *device, void *to, con
 static void dtrain__device_fill_cpu(unsigned char *to, const void *element, size_t bytes, size_t all)
 {
     size_t done = bytes;
-    if (memcmp(element, (const unsigned char *)element + 1, bytes - 1) == 0) { /* one byte over and over */
+    if (memcmp(element, (const unsigned char *)element + 1, bytes - 1) == 0) { /* all bytes are equal */
         memset(to, *(const unsigned char *)element, all);
         return;
     }
@@ -8446,7 +8448,7 @@ DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device)
     return device == NULL ? DTRAIN_OK : DTRAIN__DEVICE_CALL(device, "device_wait", wait, (device));
 }
 
-/* What stands for an event where all is done at once. */
+/* The event of a NULL device, whose work is done at once. */
 static char dtrain__device_event_cpu;
 
 static dtrain_status dtrain__device_event_create(dtrain_device *device, dtrain_device_event **event)
@@ -8571,7 +8573,7 @@ DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype 
 
 /* ---- measuring ---- */
 
-/* Says whether a float of any alignment has all bits of its exponent. */
+/* Returns whether any float, at any alignment, is infinite or NaN: all bits of its exponent are set. */
 static int dtrain__device_unbounded(dtrain_dtype dtype, const void *x, size_t count)
 {
     int found = 0;
@@ -8618,7 +8620,8 @@ DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const floa
     return DTRAIN_OK;
 }
 
-/* The root of a sum of squares, rounded to nearest whatever the caller's mode; volatile: before that is back. */
+/* Returns the root of a sum of squares, rounded to nearest in any mode of the caller. volatile: the root is computed
+ * before the caller's mode is restored. */
 static double dtrain__device_length(const dtrain__norm *sum)
 {
     uint64_t mode = dtrain__fpmode_enter();
@@ -8672,13 +8675,13 @@ DTRAIN_API dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t
 #endif
 
 /* ---- >>lister ----
- * What objects call to list their state: pieces, and settings, which are texts beside them. A setting's key is
- * GROUP.KEY or KEY; settings of a group are told one after the other. */
+ * Objects call these functions to list their state: pieces and settings. A setting is a text with a key, GROUP.KEY or
+ * KEY. The settings of a group follow each other. */
 #ifndef DTRAIN__LISTER
 #define DTRAIN__LISTER
 DTRAIN__SMALL_BEGIN
 
-/* What names of optimizer state end with, and no others: 0 and 1 AdamW's, 2 SGD's; NULL: there are no more. */
+/* Returns the suffix of a name of optimizer state: 0 and 1 for AdamW, 2 for SGD, then NULL. No other names end so. */
 static const char *dtrain__pieces_suffix(int which)
 {
     static const char *const suffixes[] = {"@adam.m", "@adam.v", "@momentum", NULL};
@@ -8693,7 +8696,7 @@ static size_t dtrain__pieces_product(const size_t *sizes, int first, int end)
     return product;
 }
 
-/* Who asks for lists, and which is under way. */
+/* A walk over lists: who asks, and the current list. */
 struct dtrain__lister {
     int ranks, rank;
     const dtrain_pieces *list;
@@ -8701,13 +8704,13 @@ struct dtrain__lister {
     dtrain_status status;
     void *user, *owner;
     void (*visit)(void *user, const dtrain_piece *piece);
-    /* NULL: nobody asks. fixed: a load refuses another value. */
+    /* gets settings; NULL: nobody wants them. fixed: a load refuses another value. */
     dtrain_status (*setting)(void *owner, const char *key, const char *value, int fixed);
-    /* dtrain__pieces_ask of what was loaded; NULL: nothing was */
+    /* answers dtrain__pieces_ask from a loaded checkpoint; NULL: none was loaded */
     dtrain_status (*ask)(void *owner, const char *key, uint64_t most, uint64_t *whole, double *real);
 };
 
-/* Lists a piece under the list's name. */
+/* Lists a piece, with the list's name before its own. */
 static void dtrain__pieces_put(dtrain__lister *lister, const dtrain_piece *piece)
 {
     char name[512];
@@ -8724,14 +8727,14 @@ static void dtrain__pieces_put(dtrain__lister *lister, const dtrain_piece *piece
     lister->visit(lister->user, &named);
 }
 
-/* Whose row of what several ranks have of their own. */
+/* The place of a row, for state that each rank has of its own. */
 typedef struct dtrain__pieces_row {
     int rank, ranks;
-    int shards, shard; /* above 1: ranks hold shards of other sizes than others, each of which has rows of its own */
-    int number;        /* ends the name */
+    int shards, shard; /* shards > 1: shards differ in size, and each has rows of its own */
+    int number;        /* the end of the name */
 } dtrain__pieces_row;
 
-/* Lists a row of NAME.NUMBER, which is at data; NULL: there is none. Where fewer ranks save, each saves by itself. */
+/* Lists a row of NAME.NUMBER. data: the row; NULL: none. If fewer ranks save than have rows, each saves its own row. */
 static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
                                    dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device)
 {
@@ -8783,7 +8786,7 @@ static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, dou
         dtrain__pieces_tell(lister, key, text, fixed);
 }
 
-/* Reads a setting of what was loaded, if it is there: a whole number of at most `most`, or with real set any. */
+/* Reads a setting of the loaded checkpoint, if it has it: a whole number up to `most`, or any number if real is set. */
 static dtrain_status dtrain__pieces_ask(const dtrain__lister *lister, const char *key, uint64_t most, uint64_t *whole,
                                         double *real)
 {

@@ -1,7 +1,6 @@
 /* ---- >>device_calls ----
- * Devices as the library calls them: arguments are checked, then handed to the device's table; without a device the
- * CPU's kernels do the work at once. Nothing above this file calls a table, and nothing but a table's functions touches
- * a device's memory. */
+ * How the library calls devices. A call checks its arguments, then calls the device's table. Without a device, kernels
+ * of the CPU do the work at once. Only a table's functions touch a device's memory. */
 #ifndef DTRAIN__DEVICE
 #define DTRAIN__DEVICE
 #include "device.h"
@@ -16,7 +15,7 @@
 #endif
 
 #define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
-#define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* whose bytes can be counted, whatever the dtype */
+#define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* the most whose bytes can be counted for every dtype */
 
 DTRAIN_API DTRAIN__NOINLINE const char *dtrain_device_name(const dtrain_device *device)
 {
@@ -36,8 +35,8 @@ static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *
     ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments \
                                                               : dtrain__device_lacks(device, call))
 
-/* Checks one pointer of a call on count elements: there must be memory where there are elements, and no more of these
- * than memory can hold, so that a table's functions may multiply. */
+/* Checks one pointer of a call on count elements: NULL is for no elements only. The count is limited, so that a table's
+ * functions can multiply it. */
 static dtrain_status dtrain__device_pointer(const dtrain_device *device, const char *call, const char *name,
                                             const void *pointer, size_t count)
 {
@@ -50,7 +49,7 @@ static dtrain_status dtrain__device_pointer(const dtrain_device *device, const c
                         dtrain_device_name(device), name, count);
 }
 
-/* Checks a call's pointers: pairs of a name and a pointer, of which the last name is NULL. */
+/* A call's pointer and its name, for checks. A list of them ends with the name NULL. */
 typedef struct dtrain__device_argument {
     const char *name;
     const void *pointer;
@@ -77,7 +76,7 @@ static dtrain_status dtrain__device_floats(const dtrain_device *device, const ch
 
 /* ---- queues ---- */
 
-/* Makes another queue on the device of a queue, for work that goes on beside it. *made: NULL for a NULL device. */
+/* Makes another queue on the same device, for work beside the first. *made: NULL for a NULL device. */
 static dtrain_status dtrain__device_queue_create(dtrain_device *device, dtrain_device **made)
 {
     *made = NULL;
@@ -151,7 +150,7 @@ DTRAIN_API dtrain_status dtrain_device_copy(dtrain_device *device, void *to, con
 static void dtrain__device_fill_cpu(unsigned char *to, const void *element, size_t bytes, size_t all)
 {
     size_t done = bytes;
-    if (memcmp(element, (const unsigned char *)element + 1, bytes - 1) == 0) { /* one byte over and over */
+    if (memcmp(element, (const unsigned char *)element + 1, bytes - 1) == 0) { /* all bytes are equal */
         memset(to, *(const unsigned char *)element, all);
         return;
     }
@@ -189,7 +188,7 @@ DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device)
     return device == NULL ? DTRAIN_OK : DTRAIN__DEVICE_CALL(device, "device_wait", wait, (device));
 }
 
-/* What stands for an event where all is done at once. */
+/* The event of a NULL device, whose work is done at once. */
 static char dtrain__device_event_cpu;
 
 static dtrain_status dtrain__device_event_create(dtrain_device *device, dtrain_device_event **event)
@@ -314,7 +313,7 @@ DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype 
 
 /* ---- measuring ---- */
 
-/* Says whether a float of any alignment has all bits of its exponent. */
+/* Returns whether any float, at any alignment, is infinite or NaN: all bits of its exponent are set. */
 static int dtrain__device_unbounded(dtrain_dtype dtype, const void *x, size_t count)
 {
     int found = 0;
@@ -361,7 +360,8 @@ DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const floa
     return DTRAIN_OK;
 }
 
-/* The root of a sum of squares, rounded to nearest whatever the caller's mode; volatile: before that is back. */
+/* Returns the root of a sum of squares, rounded to nearest in any mode of the caller. volatile: the root is computed
+ * before the caller's mode is restored. */
 static double dtrain__device_length(const dtrain__norm *sum)
 {
     uint64_t mode = dtrain__fpmode_enter();

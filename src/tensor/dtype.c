@@ -1,8 +1,9 @@
 /* ---- >>dtype ----
- * Names and widths of element types, conversions, the one rule by which counts are cut into parts, and dtrain_tensor,
- * whose shape is checked once, when it is made, so that arithmetic on it cannot overflow later.
- * Every convertible type is exact in float64, so any pair converts by widening to its bits and rounding
- * once; the pairs that training uses have loops of their own. All of it is integer arithmetic, which no
+ * Names and widths of element types; conversions; the one rule that splits counts into parts; and dtrain_tensor. The
+ * shape of a tensor is checked when it is made, so later arithmetic on it cannot overflow.
+ *
+ * Float64 holds every value of every convertible type. So any pair converts by widening to the bits of float64 and
+ * rounding once. The pairs that training uses have loops of their own. Nearly all of it is integer arithmetic, which no
  * compiler flag or floating-point mode changes. */
 #ifndef DTRAIN__DTYPE
 #define DTRAIN__DTYPE
@@ -10,11 +11,11 @@
 #include "../base/memory.c"
 #include "isa.c"
 
-/* An element type; one that is converted is a binary floating-point format: sign, exponent bits, mantissa bits. finite:
- * E4M3's kind, whose all-ones exponent is ordinary but for the one NaN pattern, and which has no infinity. */
+/* An element type. Convertible ones are binary floating-point formats: a sign, exponent bits and mantissa bits. */
 typedef struct dtrain__dtype_row {
     const char *name;
-    int bits, exponent, mantissa, finite; /* exponent 0: it is not converted */
+    int bits, exponent, mantissa; /* exponent 0: not convertible */
+    int finite;                   /* 1: as E4M3, without infinity; the all-ones exponent has one NaN, else numbers */
 } dtrain__dtype_row;
 
 static const dtrain__dtype_row dtrain__dtype_rows[] = {
@@ -56,7 +57,7 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
-/* Cuts count elements into parts, earlier ones one longer: see dtrain_shard. 0 for a bad part. */
+/* Splits count elements into parts; the first ones hold one more: see dtrain_shard. Returns 0 for a bad part. */
 static DTRAIN__NOINLINE size_t dtrain__split(size_t count, int parts, int part, size_t *begin)
 {
     if (begin != NULL)
@@ -69,13 +70,13 @@ static DTRAIN__NOINLINE size_t dtrain__split(size_t count, int parts, int part, 
     return each + (p < longer ? 1 : 0);
 }
 
-/* Whether both dtypes can be converted. */
+/* Returns whether both dtypes are convertible. */
 static int dtrain__dtype_converts(dtrain_dtype from, dtrain_dtype to)
 {
     return dtrain__dtype_find(from)->exponent > 0 && dtrain__dtype_find(to)->exponent > 0;
 }
 
-/* The float64 bits of a value of format f. */
+/* Returns the float64 bits of a value of format f. */
 static uint64_t dtrain__dtype_widen(uint64_t bits, dtrain__dtype_row f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
@@ -110,12 +111,12 @@ static uint64_t dtrain__dtype_narrow(uint64_t bits, dtrain__dtype_row f)
         return bits;
     if ((bits & 0x7fffffffffffffffu) > 0x7ff0000000000000u)
         return sign | infinity | (f.finite ? ones : mantissa >> shift | (uint64_t)1 << (f.mantissa - 1));
-    mantissa |= (uint64_t)1 << 52; /* a float64 subnormal rounds to zero in every narrower format all the same */
+    mantissa |= (uint64_t)1 << 52; /* wrong for float64 subnormals, but they round to zero in all narrower formats */
     if (exponent < 1)
         shift = 1 - exponent < 54 - shift ? shift + 1 - exponent : 54;
     rounded = (mantissa + ((uint64_t)1 << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
     if (exponent > 0)
-        rounded += (uint64_t)(exponent - 1) << f.mantissa; /* the hidden bit adds the last one; so does a carry */
+        rounded += (uint64_t)(exponent - 1) << f.mantissa; /* the hidden bit adds the missing 1; a carry adds another */
     if (exponent > top || rounded >= (f.finite ? infinity | ones : infinity))
         rounded = f.finite ? infinity | ones : infinity;
     return sign | rounded;
@@ -173,7 +174,7 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
 {
     uint32_t sign = (uint32_t)(x & 0x8000u) << 16, size = x & 0x7fffu, exponent = size >> 10;
     uint32_t normal = (size << 13) + 0x38000000u, special = (size << 13) + 0x70000000u;
-    /* A subnormal is a whole number of 2^-24: put it below the leading one of 2^-1 and take that away again. */
+    /* a subnormal is a multiple of 2^-24: put its bits into the mantissa of 0.5, then subtract 0.5 */
     float small, half = 0.5f;
     uint32_t bits = 0x3f000000u | size;
     memcpy(&small, &bits, 4);
@@ -182,7 +183,7 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
     return sign | (exponent == 0 ? bits : exponent == 31 ? special | (size > 0x7c00u ? 0x400000u : 0) : normal);
 }
 
-/* to[i] = expression of from[i]; the buffers are apart. */
+/* to[i] = expression of from[i]; the buffers do not overlap. */
 #define DTRAIN__DTYPE_CONVERT(name, input, output, expression) \
     DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count), \
                  const input *from = (const input *)in; \
@@ -195,7 +196,7 @@ DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain_
 
 DTRAIN__EXACT_END
 
-/* Converts by way of float64. What is finite or infinite and has larger bits there than `largest` becomes that. */
+/* Converts by way of float64. A magnitude above `largest`, infinity too, becomes that; NaN stays. */
 static void dtrain__dtype_convert_any(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count,
                                       uint64_t largest)
 {
@@ -209,7 +210,7 @@ static void dtrain__dtype_convert_any(const void *in, dtrain_dtype from, void *o
     }
 }
 
-/* Converts where the caller has set the floating-point mode and checked the dtypes. */
+/* Converts. The caller has set the floating-point mode and checked the dtypes. */
 static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
 {
     if (count == 0)
@@ -263,7 +264,7 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
 
 /* ---- tensors ---- */
 
-/* "F32 [3, 4]" */
+/* A text such as "F32 [3, 4]". */
 typedef struct dtrain__tensor_shape_text {
     char text[256];
 } dtrain__tensor_shape_text;
@@ -278,7 +279,7 @@ static dtrain__tensor_shape_text dtrain__tensor_text(const dtrain_tensor *tensor
     return out;
 }
 
-/* Fills everything but data and allocator, or nothing, with zeros on an error. */
+/* Fills all fields but data and allocator. On an error it zeroes the whole tensor. */
 static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape)
 {
     size_t bits = dtrain_dtype_bits(dtype), count = 1;

@@ -1,8 +1,8 @@
 /* ---- >>fold ----
- * The reduction behind every collective: element i of n inputs becomes one value by the tree order (see
- * >>order), stored to m outputs. Inputs at an index are read before any output there is written, so outputs
- * may be inputs. Sums of one, two, four and eight float inputs run in registers; the rest in tiles of 4 KiB,
- * one tile a level of the tree. 16-bit floats are folded as float32 and rounded once. */
+ * The reduction behind every collective. The elements i of n inputs become one value in the tree order (see >>order),
+ * which is written to m outputs. All inputs at an index are read before an output is written there, so outputs may be
+ * inputs. Sums of two, four and eight float inputs run in registers. The rest runs in tiles of 4 KiB, with one tile for
+ * each level of the tree. 16-bit floats are folded as float32 and rounded once. */
 #ifndef DTRAIN__FOLD
 #define DTRAIN__FOLD
 #include "tensor.h"
@@ -33,7 +33,7 @@ static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
     }
 }
 
-/* The dtype of partial results. */
+/* Returns the dtype of partial results. */
 static dtrain_dtype dtrain__fold_partial(dtrain_dtype dtype)
 {
     return dtype == DTRAIN_F16 || dtype == DTRAIN_BF16 ? DTRAIN_F32 : dtype;
@@ -54,7 +54,7 @@ DTRAIN__EXACT_BEGIN
     DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), \
                  type *a = (type *)left; const type *b = (const type *)right, a[i] = expression)
 
-/* The same for integers, whose loops the base instruction set runs fast enough. */
+/* The same for integers. The base instruction set is fast enough for their loops. */
 #define DTRAIN__FOLD_PAIR_INT(name, type, expression) \
     static void name(void *left, const void *right, size_t count) \
     { \
@@ -66,7 +66,7 @@ DTRAIN__EXACT_BEGIN
             a[i] = (type)(expression); \
     }
 
-/* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
+/* Minimum and maximum of floats by the order of their bits: -0 is below +0, and a NaN wins. */
 #define DTRAIN__FOLD_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
 #define DTRAIN__FOLD_PICK(type, top, infinity, relation) \
     ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i] \
@@ -120,7 +120,7 @@ DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
 
-/* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
+/* Sums n inputs in registers and writes m copies of the sum. n, m and mean are constants after inlining. */
 #define DTRAIN__FOLD_DIRECT(name, type) \
     DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
                                     double divisor, int mean) \
@@ -161,7 +161,7 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
             } \
         } \
     } \
-    /* What is left of a block. */ \
+    /* The elements after the last whole block. */ \
     static void name##_rest(const void *const *in, int n, void *const *out, int m, size_t begin, size_t end, \
                             double divisor, int mean) \
     { \
@@ -249,8 +249,8 @@ static void dtrain__fold_divide(dtrain_dtype dtype, dtrain_op op, double divisor
         dtrain__fold_divide_f32(partial, divisor, count);
 }
 
-/* Turns partial results of dtype's partial dtype into results: divides a mean once, rounds once. partial may be
- * written; out may be partial where both have one dtype. */
+/* Turns partial results into results of dtype: divides a mean once, and rounds once. It may overwrite partial. If both
+ * have the same dtype, out may be partial. */
 static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor, void *partial, void *out,
                                 size_t count)
 {
@@ -262,7 +262,7 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fpmode_restore(mode);
 }
 
-/* tiles[0] = tree over in[0 .. n-1] at bytes [at, at + count elements); tiles[1 ..] are the levels below. */
+/* tiles[0] = tree over in[0 .. n-1], for count elements from byte `at` on; tiles[1 ..] are for the levels below. */
 static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *const *in, int n, size_t at, size_t count,
                               unsigned char (*tiles)[DTRAIN__FOLD_TILE_BYTES])
 {
@@ -285,7 +285,7 @@ static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *cons
     dtrain__fold_pair_kernel(wide, op, tiles[0], tiles[1], count);
 }
 
-/* As dtrain__fold, with results of dtype `to`: dtype, or its partial one. The caller has set the mode. */
+/* Folds as dtrain__fold does, to results of dtype `to`: dtype or its partial dtype. The caller has set the mode. */
 static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
                                dtrain_dtype to, void *const *out, int m, size_t begin, size_t count)
 {
@@ -307,7 +307,7 @@ static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor,
     }
 }
 
-/* out[i] = tree of sums over in[0 .. n-1][i], for i below count, as partial results: 16-bit floats are not rounded. */
+/* out[i] = tree of sums over in[0 .. n-1][i], for i below count. Partial results: 16-bit floats are not rounded. */
 static void dtrain__fold_partials(dtrain_dtype dtype, const void *const *in, int n, void *out, size_t count)
 {
     uint64_t mode = dtrain__fpmode_enter();

@@ -1,8 +1,8 @@
 /* ---- >>isa ----
- * The instruction set, chosen once at run time, and the floating-point mode. A kernel is written once as
- * plain loops in an always-inlined body and compiled per instruction set by DTRAIN__KERNEL; its arithmetic is
- * the same operations in the same order in each, so that only its speed differs. Kernels run in the
- * default floating-point mode: round to nearest, subnormals kept. */
+ * The instruction set, which is chosen once at run time, and the floating-point mode. A kernel is written once, as
+ * plain loops in an always-inlined body. DTRAIN__KERNEL compiles it for each instruction set. Each does the same
+ * operations in the same order, so only the speed differs. Kernels run in the default floating-point mode: they round
+ * to nearest and keep subnormals. */
 #ifndef DTRAIN__ISA
 #define DTRAIN__ISA
 #include "tensor.h"
@@ -22,7 +22,7 @@ enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_A
 static int dtrain__isa_widest(void)
 {
 #if defined(DTRAIN__X86)
-    __builtin_cpu_init(); /* the first call may come from a program's constructor */
+    __builtin_cpu_init(); /* the first call may come from a constructor of the program */
     if (dtrain__without("avx2") || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
         return DTRAIN__ISA_SSE2;
     if (dtrain__without("avx512") || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
@@ -63,7 +63,7 @@ DTRAIN_API const char *dtrain_isa_name(void)
     return dtrain__isa_text(dtrain__isa());
 }
 
-/* Sets the default floating-point mode and returns the caller's, for dtrain__fpmode_restore. */
+/* Sets the default floating-point mode. Returns the caller's mode, for dtrain__fpmode_restore. */
 static DTRAIN__NOINLINE uint64_t dtrain__fpmode_enter(void)
 {
 #if defined(DTRAIN__X86)
@@ -95,7 +95,7 @@ static void dtrain__fpmode_restore(uint64_t mode)
 #endif
 }
 
-/* Elements at any address, of any declared type. */
+/* Element types for memory of any alignment and any declared type. */
 #if defined(__GNUC__)
 typedef float dtrain__f32 __attribute__((aligned(1), may_alias));
 typedef double dtrain__f64 __attribute__((aligned(1), may_alias));
@@ -106,20 +106,21 @@ typedef int64_t dtrain__i64 __attribute__((aligned(1), may_alias));
 typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 #endif
 
-/* Says that iterations do not depend on each other, though the buffers may be the same. */
+/* Promises that iterations do not depend on each other, even if the buffers are the same. */
 #if defined(__clang__)
-#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 the loops stay scalar, and need no warning each */
+#pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 clang would warn of each scalar loop */
 #define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-/* Elements that a kernel may go by: told that a count is a whole number of blocks, compilers write no loops for a rest. */
+/* Elements per block. Kernels get whole blocks, so compilers need not write loops for a rest. */
 #define DTRAIN__ISA_BLOCK 16
 
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 
-/* Defines name(...), which calls name_avx512, name_avx2 or name_base; and from name_body(...) those as well. */
+/* DTRAIN__DISPATCH defines name(...), which calls name_avx512, name_avx2 or name_base. DTRAIN__KERNEL also defines
+ * these three, from name_body(...). */
 #if defined(DTRAIN__X86)
 #define DTRAIN__DISPATCH(name, parameters, arguments) \
     static void name parameters \
@@ -159,8 +160,8 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
     }
 #endif
 
-/* Defines name(...), whose parameters have a count: a loop of `statement` over i, whose turns do not depend on each
- * other, after `opening`. Blocks go by the instruction set, and what is left of one follows one by one. */
+/* Defines name(...), one of whose parameters is count. It runs `opening`, then `statement` for each i < count.
+ * Iterations must not depend on each other. Whole blocks use the instruction set; the last elements follow singly. */
 #define DTRAIN__LOOP(name, parameters, arguments, opening, statement) \
     DTRAIN__INLINE void name##_blocks_body parameters \
     { \
@@ -177,9 +178,9 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
             statement; \
     }
 
-/* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
- * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:
- * `zero` is 0, read from dtrain__isa_zero once a kernel. */
+/* Prevents the contraction of a product with the sum that follows it. Under -ffp-contract=fast clang's back end
+ * contracts in spite of the pragmas. It does not contract across an operation on bits that it cannot predict: an
+ * exclusive or with `zero`. That is 0, which each kernel reads from dtrain__isa_zero once. */
 static volatile uint32_t dtrain__isa_zero __attribute__((unused));
 
 #if defined(__clang__)
@@ -203,8 +204,8 @@ static volatile uint32_t dtrain__isa_zero __attribute__((unused));
 DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f32, float, uint32_t)
 DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f64, double, uint64_t)
 
-/* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. Kernels that are written in
- * vectors take these functions, or those of _mm256 and _mm512, by what their names begin with. */
+/* Four floats in the compiler's own vectors: SSE2, NEON or others. Kernels that are written in vectors take a prefix
+ * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones. */
 typedef float dtrain__x4 __attribute__((vector_size(16)));
 
 DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)

@@ -1,33 +1,34 @@
 /* ---- >>norm ----
- * The sum of squares of float32, without an error: any order and any partition of the elements, over calls and over
- * ranks, gives the same integer, which is rounded once at the end. The square of a float32 is an integer of 48 bits
- * times a power of two. Long slices add such integers up by their exponent first, in 64 bits, and these sums go to a
- * fixed-point number of 32-bit limbs that carry late. Everything is integers: flags that relax floating point and
- * modes that flush subnormals change nothing.
+ * An exact sum of squares of float32. It is an integer that does not depend on the order of the elements, or on how
+ * they are divided among calls and ranks. It is rounded once, at the end.
+ *
+ * The square of a float32 is a 48-bit integer times a power of two. Long slices first add the integers of each exponent
+ * in 64 bits. Those sums go to a fixed-point number of 32-bit limbs, whose carries are done later. All arithmetic is
+ * on integers, so neither compiler flags nor floating-point modes change it.
  *
  *   source   Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015 */
 #ifndef DTRAIN__NORM
 #define DTRAIN__NORM
 #include "isa.c"
 
-/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32, and the largest square is below 2^256. With 2^58 of
- * them, over all ranks, the sum has 612 bits, of which limbs keep 32 each between calls. */
+/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32. The largest square is below 2^256. The sum of 2^58
+ * squares, over all ranks, has 612 bits. Each limb keeps 32 of them between calls. */
 #define DTRAIN__NORM_DIGITS 20
 #define DTRAIN__NORM_INFINITIES 20 /* the limb that counts them */
 #define DTRAIN__NORM_NANS 21
 #define DTRAIN__NORM_LIMBS 22
 #define DTRAIN__NORM_LOWEST (-298)
 
-#define DTRAIN__NORM_BLOCK 65536u /* as many squares of 48 bits fit 64 */
-#define DTRAIN__NORM_FEW 128u     /* below it, clearing and reading the bins costs more than they save */
-#define DTRAIN__NORM_SETS 4u      /* so that neighbours of one exponent need not wait for each other's store */
+#define DTRAIN__NORM_BLOCK 65536u /* so many squares of 48 bits fit into 64 */
+#define DTRAIN__NORM_FEW 128u     /* for fewer elements, clearing and reading the bins costs more than it saves */
+#define DTRAIN__NORM_SETS 4u      /* so neighbours with one exponent need not wait for each other's store */
 
-/* Zero before the first element; all-reduced as I64 with DTRAIN_SUM, by up to 1024 ranks. */
+/* The sum: zero before the first element. Up to 1024 ranks all-reduce it as I64 with DTRAIN_SUM. */
 typedef struct dtrain__norm {
     int64_t limbs[DTRAIN__NORM_LIMBS];
 } dtrain__norm;
 
-/* Subnormals, of exponent field 0, lack the leading bit. */
+/* Returns the squared mantissa. Subnormals, with exponent field 0, lack the leading bit. */
 static uint64_t dtrain__norm_square(uint32_t bits)
 {
     uint32_t exponent = bits >> 23 & 255, leading = (0u - exponent) & 0x800000u;
@@ -35,7 +36,7 @@ static uint64_t dtrain__norm_square(uint32_t bits)
     return (uint64_t)mantissa * mantissa;
 }
 
-/* Adds squares of one exponent field. A limb grows by less than 2^33. */
+/* Adds squares with one exponent field. A limb grows by less than 2^33. */
 static void dtrain__norm_put(dtrain__norm *sum, uint64_t squares, uint32_t exponent)
 {
     uint32_t position = exponent > 0 ? 2 * exponent - 2 : 0, shift = position % 32;
@@ -91,7 +92,7 @@ static void dtrain__norm_add_block(dtrain__norm *sum, const dtrain__u32 *x, size
             dtrain__norm_add_few(sum, x + i, 1);
 }
 
-/* Adds count squares, from any alignment; up to 2^48 over all calls. */
+/* Adds the squares of count floats at any alignment; up to 2^48 over all calls. */
 static void dtrain__norm_add_squares(dtrain__norm *sum, const float *floats, size_t count)
 {
     const dtrain__u32 *x = (const dtrain__u32 *)(const void *)floats;
@@ -106,14 +107,14 @@ static void dtrain__norm_add_squares(dtrain__norm *sum, const float *floats, siz
     dtrain__norm_carry(sum);
 }
 
-/* Says whether every element added, on any rank, was finite. */
+/* Returns whether all added elements were finite, on every rank. */
 static int dtrain__norm_finite(const dtrain__norm *sum)
 {
     return sum->limbs[DTRAIN__NORM_INFINITIES] == 0 && sum->limbs[DTRAIN__NORM_NANS] == 0;
 }
 
-/* Returns the sum, rounded once to the nearest float64, ties to even; NaN when an element was, else infinity when
- * one was. */
+/* Returns the sum, rounded once to the nearest float64, ties to even; NaN if an element was NaN, else infinity if one
+ * was infinite. */
 static double dtrain__norm_value(const dtrain__norm *sum)
 {
     dtrain__norm carried = *sum;
@@ -132,14 +133,14 @@ static double dtrain__norm_value(const dtrain__norm *sum)
     }
     while (bits != 0 && bits >> 63 == 0) {
         bits = bits << 1 | rest >> 63;
-        rest = rest << 1; /* by at most 31: what stands for lower limbs stays below its limb */
+        rest = rest << 1; /* at most 31 times, so the bit for the lower limbs stays below its limb */
         zeros++;
     }
     if (bits != 0) {
         uint64_t exponent = (uint64_t)(32 * top + 31 - zeros + DTRAIN__NORM_LOWEST + 1023);
         uint64_t below = (bits & 0x7FF) | (uint64_t)(rest != 0), half = 0x400;
         bits = (exponent << 52) + (bits << 1 >> 12);           /* the leading bit is not stored */
-        bits += below > half || (below == half && (bits & 1)); /* a carry goes on into the exponent, as it should */
+        bits += below > half || (below == half && (bits & 1)); /* a carry into the exponent is right */
     }
     if (!dtrain__norm_finite(sum))
         bits = sum->limbs[DTRAIN__NORM_NANS] != 0 ? UINT64_C(0x7FF8000000000000) : UINT64_C(0x7FF0000000000000);

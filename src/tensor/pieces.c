@@ -1,6 +1,6 @@
 /* ---- >>lister ----
- * What objects call to list their state: pieces, and settings, which are texts beside them. A setting's key is
- * GROUP.KEY or KEY; settings of a group are told one after the other. */
+ * Objects call these functions to list their state: pieces and settings. A setting is a text with a key, GROUP.KEY or
+ * KEY. The settings of a group follow each other. */
 #ifndef DTRAIN__LISTER
 #define DTRAIN__LISTER
 #include "pieces.h"
@@ -8,7 +8,7 @@
 #include "../base/json_writer.c"
 DTRAIN__SMALL_BEGIN
 
-/* What names of optimizer state end with, and no others: 0 and 1 AdamW's, 2 SGD's; NULL: there are no more. */
+/* Returns the suffix of a name of optimizer state: 0 and 1 for AdamW, 2 for SGD, then NULL. No other names end so. */
 static const char *dtrain__pieces_suffix(int which)
 {
     static const char *const suffixes[] = {"@adam.m", "@adam.v", "@momentum", NULL};
@@ -23,7 +23,7 @@ static size_t dtrain__pieces_product(const size_t *sizes, int first, int end)
     return product;
 }
 
-/* Who asks for lists, and which is under way. */
+/* A walk over lists: who asks, and the current list. */
 struct dtrain__lister {
     int ranks, rank;
     const dtrain_pieces *list;
@@ -31,13 +31,13 @@ struct dtrain__lister {
     dtrain_status status;
     void *user, *owner;
     void (*visit)(void *user, const dtrain_piece *piece);
-    /* NULL: nobody asks. fixed: a load refuses another value. */
+    /* gets settings; NULL: nobody wants them. fixed: a load refuses another value. */
     dtrain_status (*setting)(void *owner, const char *key, const char *value, int fixed);
-    /* dtrain__pieces_ask of what was loaded; NULL: nothing was */
+    /* answers dtrain__pieces_ask from a loaded checkpoint; NULL: none was loaded */
     dtrain_status (*ask)(void *owner, const char *key, uint64_t most, uint64_t *whole, double *real);
 };
 
-/* Lists a piece under the list's name. */
+/* Lists a piece, with the list's name before its own. */
 static void dtrain__pieces_put(dtrain__lister *lister, const dtrain_piece *piece)
 {
     char name[512];
@@ -54,14 +54,14 @@ static void dtrain__pieces_put(dtrain__lister *lister, const dtrain_piece *piece
     lister->visit(lister->user, &named);
 }
 
-/* Whose row of what several ranks have of their own. */
+/* The place of a row, for state that each rank has of its own. */
 typedef struct dtrain__pieces_row {
     int rank, ranks;
-    int shards, shard; /* above 1: ranks hold shards of other sizes than others, each of which has rows of its own */
-    int number;        /* ends the name */
+    int shards, shard; /* shards > 1: shards differ in size, and each has rows of its own */
+    int number;        /* the end of the name */
 } dtrain__pieces_row;
 
-/* Lists a row of NAME.NUMBER, which is at data; NULL: there is none. Where fewer ranks save, each saves by itself. */
+/* Lists a row of NAME.NUMBER. data: the row; NULL: none. If fewer ranks save than have rows, each saves its own row. */
 static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
                                    dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device)
 {
@@ -113,7 +113,7 @@ static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, dou
         dtrain__pieces_tell(lister, key, text, fixed);
 }
 
-/* Reads a setting of what was loaded, if it is there: a whole number of at most `most`, or with real set any. */
+/* Reads a setting of the loaded checkpoint, if it has it: a whole number up to `most`, or any number if real is set. */
 static dtrain_status dtrain__pieces_ask(const dtrain__lister *lister, const char *key, uint64_t most, uint64_t *whole,
                                         double *real)
 {

@@ -1,6 +1,6 @@
 /* ---- >>vector ----
- * Elementwise kernels over float32 and float64, and the sum of squares. Products are rounded before they
- * are added to anything. 16-bit tensors go through float32 a tile at a time. */
+ * Elementwise kernels over float32 and float64, and the sum of squares. Products are rounded before they are added.
+ * 16-bit tensors are converted to float32, one tile at a time. */
 #ifndef DTRAIN__VECTOR
 #define DTRAIN__VECTOR
 #include "tensor.h"
@@ -16,7 +16,7 @@ DTRAIN__EXACT_BEGIN
                  type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor; \
                  uint32_t zero = dtrain__isa_zero, y[i] = y[i] + rounded(by * x[i], zero))
 
-/* Lane i % 8 takes element i. A float32's square is exact in float64. */
+/* Lane i % 8 sums the squares of elements i. The square of a float32 is exact in float64. */
 DTRAIN__INLINE void dtrain__vector_squares_body(const float *data, size_t count, double lanes[8])
 {
     const dtrain__f32 *x = (const dtrain__f32 *)data;
@@ -39,14 +39,14 @@ DTRAIN__VECTOR_AXPY(dtrain__vector_axpy_f64, dtrain__f64, dtrain__isa_rounded_f6
 static double dtrain__vector_sqrt_f64(double square)
 {
 #if defined(DTRAIN__X86)
-    __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
+    __m128d both = _mm_set_sd(square); /* one instruction: the C library's function may set errno */
     return _mm_cvtsd_f64(_mm_sqrt_sd(both, both));
 #else
     return __builtin_sqrt(square);
 #endif
 }
 
-/* The sum of squares, whose lanes are joined as a tree; the caller has set the mode. */
+/* Returns the sum of squares. It joins the lanes as a tree. The caller has set the mode. */
 static double dtrain__vector_sum_squares(const float *data, size_t count)
 {
     double lanes[8];
@@ -56,7 +56,7 @@ static double dtrain__vector_sum_squares(const float *data, size_t count)
 
 DTRAIN__EXACT_END
 
-/* y[i] *= factor, or where x is not NULL y[i] += factor * x[i], on one tile or array of float32 or float64. */
+/* y[i] *= factor if x is NULL, else y[i] += factor * x[i], on a tile or array of float32 or float64. */
 static void dtrain__vector_wide(dtrain_dtype dtype, void *y, double factor, const void *x, size_t count)
 {
     int wide = dtype == DTRAIN_F64;
