@@ -8039,7 +8039,7 @@ DTRAIN__EXACT_BEGIN
                  type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor; \
                  uint32_t zero = dtrain__isa_zero, y[i] = y[i] + rounded(by * x[i], zero))
 
-/* Lane i % 8 sums the squares of elements i. The square of a float32 is exact in float64. */
+/* Element i goes to lane i % 8. The square of a float32 is exact in float64. */
 DTRAIN__INLINE void dtrain__vector_squares_body(const float *data, size_t count, double lanes[8])
 {
     const dtrain__f32 *x = (const dtrain__f32 *)data;
@@ -9287,13 +9287,15 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>file ----
- * Files and directories as checkpoints need them: whole reads and writes, names relative to an open directory, what is
- * written brought to the disk, and a file or directory put in the place of another at once. Every system call that can
- * fail goes through the few functions at the top, where a test may make it fail: DTRAIN__FILE_FAULT(call) gives an
- * errno, or 0 to go on; DTRAIN__FILE_LIMIT(call, bytes) the most that one read or write moves.
- * DTRAIN__FILE_SWAP says that the machine stores numbers the other way round than files do.
+ * Files and directories for checkpoints: whole reads and writes, names relative to an open directory, syncing, and
+ * replacing a file or directory in one step. System calls that can fail go through the few functions at the top. Macros
+ * let tests change them:
  *
- * Functions return DTRAIN_OK or a reported error that names the path; `what` in their texts is the caller's prefix. */
+ *   DTRAIN__FILE_FAULT(call)          an errno to fail with; 0: the call goes on
+ *   DTRAIN__FILE_LIMIT(call, bytes)   the most that one read or write moves
+ *   DTRAIN__FILE_SWAP                 1: the machine is big-endian; files are little-endian
+ *
+ * Functions return DTRAIN_OK or a reported error that names the path. `what` is the caller's prefix of its text. */
 #ifndef DTRAIN__FILE
 #define DTRAIN__FILE
 
@@ -9311,9 +9313,7 @@ DTRAIN__FAST_END
 #endif
 #endif
 
-#define DTRAIN__FILE_MOST \
-    ((size_t)1 << 30) /* bytes of one read or write: systems stop at 2 GiB, some with an error \
-                       */
+#define DTRAIN__FILE_MOST ((size_t)1 << 30) /* bytes per read or write: systems stop at 2 GiB, some with an error */
 #define DTRAIN__FILE_HERE AT_FDCWD
 
 /* ---- the system's calls ---- */
@@ -9337,7 +9337,7 @@ static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *nam
     return fd;
 }
 
-/* Makes an empty file beside one that it is to replace; `beside` gets its name. */
+/* Makes an empty file beside one that it will replace. beside: out, its name. */
 static int dtrain__file_sys_open_beside(int directory, const char *name, char beside[256])
 {
     DTRAIN__FILE_TRY("open");
@@ -9350,7 +9350,7 @@ static int dtrain__file_sys_stat(int fd, struct stat *status)
     return fstat(fd, status);
 }
 
-/* follow = 0: of a link itself. */
+/* follow 0: gives the status of a link itself. */
 static int dtrain__file_sys_stat_at(int directory, const char *name, struct stat *status, int follow)
 {
     DTRAIN__FILE_TRY("stat");
@@ -9373,7 +9373,7 @@ static ssize_t dtrain__file_sys_write(int fd, const void *data, size_t bytes)
     return write(fd, data, DTRAIN__FILE_LIMIT("write", bytes));
 }
 
-/* Brings what was written to the disk itself: fsync leaves it in the drive's cache on macOS. */
+/* Syncs to the disk itself. On macOS fsync alone leaves data in the drive's cache. */
 static int dtrain__file_sys_sync(int fd)
 {
     DTRAIN__FILE_TRY("sync");
@@ -9402,14 +9402,15 @@ static int dtrain__file_sys_mkdir(int directory, const char *name)
     return mkdirat(directory, name, 0777);
 }
 
-/* Takes, or gives back, a lock of a range of a file; never waits. */
+/* Locks or unlocks a range of a file without waiting. */
 static int dtrain__file_sys_lock(int fd, int command, struct flock *range)
 {
     DTRAIN__FILE_TRY("lock");
     return fcntl(fd, command, range);
 }
 
-/* A descriptor is gone whatever close says; what it says, on NFS, is that earlier writes were lost. */
+/* Closes a descriptor. Even if close fails, the descriptor is closed. On NFS an error means that earlier writes are
+ * lost. */
 static DTRAIN__NOINLINE int dtrain__file_sys_close(int fd)
 {
     int result = close(fd);
@@ -9439,7 +9440,7 @@ static DTRAIN__NOINLINE void dtrain__file_close(int fd)
         dtrain__file_sys_close(fd);
 }
 
-/* Opens a directory, "." for that of the descriptor itself. */
+/* Opens a directory; the name "." opens that of the descriptor again. */
 static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
 {
     *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
@@ -9448,7 +9449,7 @@ static dtrain_status dtrain__file_open_directory(int *fd, int directory, const c
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name, strerror(errno));
 }
 
-/* Gives the size of an open file, if it is a regular one. */
+/* Gives the size of an open file. The file must be a regular one. */
 static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name, const char *what)
 {
     struct stat status;
@@ -9465,7 +9466,7 @@ static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name
 /* Opens a regular file for reading and gives its size. */
 static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, const char *name, const char *what)
 {
-    /* a pipe without a writer would block: it is opened, looked at, and refused */
+    /* O_NONBLOCK: a pipe without a writer would block; so it opens and is refused */
     *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
     if (*fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name, strerror(errno));
@@ -9477,7 +9478,7 @@ static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, 
     return status;
 }
 
-/* Reads exactly bytes bytes from offset on. */
+/* Reads exactly `bytes` bytes from offset on. */
 static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uint64_t offset, const char *name,
                                           const char *what)
 {
@@ -9502,9 +9503,11 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
     return DTRAIN_OK;
 }
 
-/* Reads text, `bytes` bytes from an offset on, into memory that grows with what came: a file may claim gigabytes and
- * hold none. No text has a zero byte, which is what holes read as: reading stops behind the first. *have: bytes read.
- * dtrain__free(allocator, *data), also after an error. */
+/* Reads a text of `bytes` bytes from an offset on. Memory grows with the bytes read, since a file may claim gigabytes
+ * and hold none. A text has no zero byte, but holes read as zeros: reading stops after the first one.
+ *
+ *   data   out: free it with dtrain__free, also after an error
+ *   have   out: the number of bytes read */
 static dtrain_status dtrain__file_read_text(int fd, uint64_t offset, uint64_t bytes, dtrain_allocator *allocator,
                                             unsigned char **data, size_t *have, const char *name, const char *what)
 {
@@ -9528,7 +9531,7 @@ static dtrain_status dtrain__file_read_text(int fd, uint64_t offset, uint64_t by
     return status;
 }
 
-/* Reads a whole file of text, of at most `most` bytes, into memory of the allocator; dtrain__free(allocator, *data). */
+/* Reads a whole text file of at most `most` bytes into memory of the allocator. Free *data with dtrain__free. */
 static dtrain_status dtrain__file_read_all(int directory, const char *name, uint64_t most, dtrain_allocator *allocator,
                                            void **data, size_t *bytes, const char *what)
 {
@@ -9563,8 +9566,9 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
 
 /* ---- writing ---- */
 
-/* A write to a pipe that nobody reads, and one beyond the file-size limit, also raise a signal in the thread; the
- * library raises none. Both are held back around the write, and taken away if the write brought them. */
+/* The library raises no signals. But a write to a pipe without a reader raises SIGPIPE in the thread, and one beyond
+ * the file-size limit raises SIGXFSZ. Both are blocked during a write, and removed afterwards if the write raised
+ * them. */
 typedef struct dtrain__file_signals {
     sigset_t before, held, pending;
 } dtrain__file_signals;
@@ -9602,7 +9606,7 @@ static int dtrain__file_write_all(int fd, const void *data, size_t bytes)
         if (n < 0 && errno != EINTR)
             error = errno;
         else if (n == 0)
-            error = EIO; /* no system does it for bytes > 0; to try again for ever is worse */
+            error = EIO; /* no system does this, but an endless loop would be worse */
         from += n > 0 ? n : 0;
         bytes -= n > 0 ? (size_t)n : 0;
     }
@@ -9619,7 +9623,7 @@ static int dtrain__file_sync(int fd)
     return result == 0 ? 0 : errno;
 }
 
-/* The same of a directory, whose entries some file systems keep safe by themselves and say EINVAL. */
+/* Syncs a directory. Some file systems return EINVAL, as they sync entries by themselves. */
 static int dtrain__file_sync_directory(int fd)
 {
     int error = dtrain__file_sync(fd);
@@ -9628,8 +9632,8 @@ static int dtrain__file_sync_directory(int fd)
 
 /* ---- names ---- */
 
-/* Whether a name from outside is that of a file in the directory itself, and nothing else on any system: no separator,
- * no drive, no "." or "..", no control character, at most 255 bytes. */
+/* Returns whether a name from a file is plain: on every system it names an entry of the directory itself. It has no
+ * separator, drive or control character, is not "." or "..", and has at most 255 bytes. */
 static int dtrain__file_plain_name(const char *name, size_t length)
 {
     if (length == 0 || length > 255 || (length <= 2 && name[0] == '.' && name[length - 1] == '.'))
@@ -9640,7 +9644,7 @@ static int dtrain__file_plain_name(const char *name, size_t length)
     return 1;
 }
 
-/* Opens the directory that a path's last part is in; `last` points into path. A path that ends in a slash has none. */
+/* Opens the directory that holds a path's last part. last: out, points into path. A path must not end in a slash. */
 static dtrain_status dtrain__file_open_parent(int *fd, const char **last, const char *path, const char *what)
 {
     const char *slash = strrchr(path, '/');
@@ -9658,12 +9662,12 @@ static dtrain_status dtrain__file_open_parent(int *fd, const char **last, const 
 
 /* ---- replacing ---- */
 
-/* A file that is being written beside its place. */
+/* A new file, written beside the place that it will take. */
 typedef struct dtrain__file_temp {
     int directory; /* not owned */
     int fd;        /* -1: none */
     const char *what;
-    const char *name; /* the place; not owned */
+    const char *name; /* of the place; not owned */
     char temporary[256];
 } dtrain__file_temp;
 
@@ -9674,8 +9678,8 @@ static dtrain_status dtrain__file_temp_fail(dtrain__file_temp *temp, const char 
                         temp->what, step, temp->name, strerror(error));
 }
 
-/* Refuses a place where something stands that is no file, before gigabytes are written: the rename would fail, or put a
- * file where a device or a pipe was. */
+/* Refuses a place that holds something other than a file, before gigabytes are written. The rename would fail, or
+ * replace a device or a pipe by a file. */
 static dtrain_status dtrain__file_place(int directory, const char *name, const char *what)
 {
     struct stat status;
@@ -9687,7 +9691,7 @@ static dtrain_status dtrain__file_place(int directory, const char *name, const c
         return DTRAIN_OK;
     if (S_ISLNK(status.st_mode) && (dtrain__file_sys_stat_at(directory, name, &status, 1) != 0 ||
                                     S_ISREG(status.st_mode) || S_ISDIR(status.st_mode)))
-        return DTRAIN_OK; /* the link alone is replaced */
+        return DTRAIN_OK; /* only the link is replaced */
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" is %s", what, name,
                         S_ISDIR(status.st_mode)
                             ? "a directory: give the name of a file"
@@ -9695,7 +9699,7 @@ static dtrain_status dtrain__file_place(int directory, const char *name, const c
                               "the name of a file");
 }
 
-/* Makes an empty file beside `name` in a directory; both must last until the end. */
+/* Makes an empty file beside `name` in a directory. Both must stay valid until dtrain__file_temp_end. */
 static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int directory, const char *name, const char *what)
 {
     temp->directory = directory;
@@ -9709,7 +9713,7 @@ static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int direct
     return dtrain__file_temp_fail(temp, "make a file beside", errno);
 }
 
-/* A sink of dtrain_safetensors_write, whose user is a dtrain__file_temp. */
+/* A sink for dtrain_safetensors_write. user is a dtrain__file_temp. */
 static dtrain_status dtrain__file_temp_write(void *user, const void *data, size_t bytes)
 {
     dtrain__file_temp *temp = (dtrain__file_temp *)user;
@@ -9717,9 +9721,10 @@ static dtrain_status dtrain__file_temp_write(void *user, const void *data, size_
     return error == 0 ? DTRAIN_OK : dtrain__file_temp_fail(temp, "write", error);
 }
 
-/* Ends a file whose writing went as `status` says: brings it to the disk (unless no_sync) and puts it in its place, or
- * after an error removes it. An error of the last sync is that of the directory: the new file is then in place, and may
- * be gone after a power failure. */
+/* Finishes a new file: syncs it, unless no_sync, and moves it into its place. After an error it removes the file. If
+ * the last step, syncing the directory, fails, the new file is in place but may be lost after a power failure.
+ *
+ *   status   how the writing ended */
 static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_status status, int no_sync)
 {
     int error = status == DTRAIN_OK && !no_sync ? dtrain__file_sync(temp->fd) : 0;
@@ -9740,7 +9745,7 @@ static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_statu
     return DTRAIN_OK;
 }
 
-/* Writes a small file whole. */
+/* Writes a small file in one piece. */
 static dtrain_status dtrain__file_put(int directory, const char *name, const void *data, size_t bytes, int no_sync,
                                       const char *what)
 {
@@ -9750,8 +9755,8 @@ static dtrain_status dtrain__file_put(int directory, const char *name, const voi
                                : status;
 }
 
-/* Calls visit with every name of a directory but . and .., unsorted, until it returns what is not 0. Returns that, 0 or
- * an errno. */
+/* Calls visit with each name of a directory except . and .., unsorted, until visit returns something other than 0.
+ * Returns that, or an errno, or 0. */
 static int dtrain__file_list(int directory, int (*visit)(void *user, const char *name), void *user)
 {
     int fd = dtrain__file_sys_open(directory, ".", O_RDONLY | O_DIRECTORY), error;
@@ -9775,18 +9780,18 @@ static int dtrain__file_list(int directory, int (*visit)(void *user, const char 
 
 static int dtrain__file_remove_one(void *user, const char *name)
 {
-    /* of several errors the last one is seen, by the directory that is then not empty */
+    /* errors are ignored: the directory is then not empty, and its removal fails */
     dtrain__file_sys_unlink(*(const int *)user, name, 0);
     return 0;
 }
 
-/* Removes a directory that holds files alone. Returns 0 or an errno; ENOENT: there was none. */
+/* Removes a directory that holds only files. Returns 0 or an errno; ENOENT: there is no such directory. */
 static int dtrain__file_remove_directory(int directory, const char *name)
 {
     int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), error = 0;
     if (fd < 0)
         return errno;
-    for (int round = 0; round < 4; round++) { /* some systems skip entries when others go while they list */
+    for (int round = 0; round < 4; round++) { /* some systems skip entries if others are removed while they list */
         error = dtrain__file_list(fd, dtrain__file_remove_one, &fd);
         if (error == 0 && dtrain__file_sys_unlink(directory, name, AT_REMOVEDIR) != 0)
             error = errno;
@@ -9800,10 +9805,11 @@ static int dtrain__file_remove_directory(int directory, const char *name)
 #endif
 
 /* ---- >>names ----
- * A hash table over texts that lie in an array of structs, each of which begins with the text's address and length. It
- * is built once, over all of them, and finds duplicates on the way. Texts come from files, so the hash is keyed by
- * bytes that nobody can guess: whoever chooses the texts does not choose what collides.
- * Source of the hash: SipHash-1-3, Aumasson and Bernstein, INDOCRYPT 2012. */
+ * A hash table over an array of structs, each of which begins with the address and length of a text. It is built once,
+ * over the whole array, and that finds duplicates too. Texts come from files, so the hash has a random key: nobody can
+ * choose texts that collide.
+ *
+ *   source   SipHash-1-3: Aumasson and Bernstein, INDOCRYPT 2012 */
 #ifndef DTRAIN__NAMES
 #define DTRAIN__NAMES
 DTRAIN__FAST_BEGIN
@@ -9815,7 +9821,7 @@ typedef struct dtrain__names_text {
 
 typedef struct dtrain__names_entry {
     uint32_t hash;
-    uint32_t index; /* in the array, and one more; 0: free */
+    uint32_t index; /* in the array, plus 1; 0: free */
 } dtrain__names_entry;
 
 typedef struct dtrain__names {
@@ -9823,12 +9829,12 @@ typedef struct dtrain__names {
     const void *array;
     size_t stride; /* bytes from one struct to the next */
     dtrain__names_entry *slots;
-    size_t mask; /* slots are a power of two, and this is one less */
-    int shift;   /* a text's place is what its hash has above so many bits */
+    size_t mask; /* the number of slots, a power of two, minus 1 */
+    int shift;   /* hash >> shift is the first slot to try */
 } dtrain__names;
 
-/* Slots on their way into a large table. Each bin is for one stretch of the table and empties into it when it is full,
- * so that few pages of memory are visited at a time. */
+/* A buffer for slots of a large table. Each bin is for one stretch of the table and empties into it when it is full. So
+ * the build visits few pages of memory at a time. */
 enum { DTRAIN__NAMES_BINS = 2048, DTRAIN__NAMES_BIN = 64 };
 
 typedef struct dtrain__names_bins {
@@ -9895,8 +9901,8 @@ static int dtrain__names_same(const dtrain__names_text *a, const dtrain__names_t
     return a->length == b->length && (a->length == 0 || memcmp(a->text, b->text, a->length) == 0);
 }
 
-/* The slot of the text that a struct begins with: its own, or the free one where it belongs. The struct is not read
- * until a slot has its hash: it may be as far away as the slots are. */
+/* Returns the slot of the text that a struct begins with: its own, or the free one where it belongs. It reads the
+ * struct only if a slot has the same hash, since that may be a cache miss. */
 static dtrain__names_entry *dtrain__names_slot(const dtrain__names *names, uint32_t hash, const void *element)
 {
     for (size_t at = hash >> names->shift;; at = (at + 1) & names->mask) {
@@ -9912,7 +9918,7 @@ static dtrain__names_entry *dtrain__names_slot(const dtrain__names *names, uint3
     }
 }
 
-/* Empties a bin into the table. Gives the least of `twice` and of its texts that came before. */
+/* Empties a bin into the table. Returns the smallest of `twice` and the indices of duplicates in the bin. */
 static size_t dtrain__names_empty(dtrain__names *names, const dtrain__names_entry *bin, int used, size_t twice)
 {
     for (int i = 0; i < used; i++)
@@ -9928,7 +9934,7 @@ static size_t dtrain__names_empty(dtrain__names *names, const dtrain__names_entr
     return twice;
 }
 
-/* Enters all texts; gives the first that comes twice, or count. Equal texts meet in one bin, in their order. */
+/* Enters all texts. Returns the index of the first duplicate, or count. Equal texts go to one bin, in their order. */
 static size_t dtrain__names_enter(dtrain__names *names, dtrain__names_bins *bins, int bin_shift, size_t count)
 {
     size_t twice = count;
@@ -9955,10 +9961,10 @@ static void dtrain__names_free(dtrain__names *names, dtrain_allocator *allocator
     names->slots = NULL;
 }
 
-/* Builds the table over an array that stays where it is. Returns 0 when there is no memory.
+/* Builds the table over an array, which must stay in place. Returns 0 if there is no memory.
  *
  *   count   below 2^31
- *   twice   out: the first element whose text came before; count: none */
+ *   twice   out: the first element whose text is a duplicate; count: none is */
 static int dtrain__names_build(dtrain__names *names, dtrain_allocator *allocator, const void *array, size_t stride,
                                size_t count, size_t *twice)
 {
@@ -9987,7 +9993,7 @@ static int dtrain__names_build(dtrain__names *names, dtrain_allocator *allocator
     return built;
 }
 
-/* Gives the index of a text; 0 when the table has it not, or was not built. */
+/* Finds the index of a text. Returns 0 if the table does not have it, or was not built. */
 static int dtrain__names_find(const dtrain__names *names, const char *text, size_t length, size_t *index)
 {
     if (names->slots == NULL || (text == NULL && length > 0))
@@ -10003,14 +10009,18 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>safetensors header ----
- * A file's header: read into memory of our own, parsed in one pass, sorted by place, and checked by every
- * rule of the format before the file is given out. The rules are numbered R1 to R20 as in the error texts below:
- * R1-R3 frame the header, R4-R15 are its JSON, R16-R20 the layout of the data. Stricter than the reference in what it
- * leaves to chance: a name, key or field that comes twice is refused (R12), as are entries that are not objects.
+ * A file's header. It is copied, parsed in one pass, sorted by place in the file, and checked by every rule of the
+ * format before a caller gets the file. Error texts number the rules:
  *
- * Nothing is allocated from a number in the file before it was compared with the file's size; what is allocated grows
- * with entries that were parsed. Texts are unescaped where they lie, behind the reader, and get a zero byte in place
- * of their closing quote. */
+ *   R1 - R3     the frame of the header
+ *   R4 - R15    its JSON
+ *   R16 - R20   the layout of the data
+ *
+ * The reference leaves some cases to chance. Here duplicates of names, keys and fields are errors (R12), and so are
+ * entries that are not objects.
+ *
+ * Before a number in the file decides an allocation, it is compared with the file's size. Other memory grows with
+ * the entries that are parsed. Texts are unescaped in place, behind the reader. A zero byte follows each. */
 #ifndef DTRAIN__SAFETENSORS
 #define DTRAIN__SAFETENSORS
 DTRAIN__FAST_BEGIN
@@ -10018,23 +10028,23 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__SAFETENSORS_HEADER_MOST 100000000u /* R2 */
 #define DTRAIN__SAFETENSORS_METADATA "__metadata__"
 
-/* A tensor and what only its checks need. The name comes first, as the table of names wants it. */
+/* A tensor, with fields for its checks. The name comes first, as the table of names requires. */
 typedef struct dtrain__safetensors_entry {
     dtrain_safetensors_tensor tensor;
-    uint32_t at;       /* of its key in the header */
-    uint32_t shape_at; /* of its sizes among the shapes */
-    int overflow;      /* its sizes multiply to more than 64 bits */
+    uint32_t at;       /* the offset of its key in the header */
+    uint32_t shape_at; /* the index of its first size in shapes */
+    int overflow;      /* 1: the product of its sizes has more than 64 bits */
 } dtrain__safetensors_entry;
 
 struct dtrain_safetensors {
     dtrain_allocator *allocator, own;
-    char label[256];             /* for texts */
-    int fd;                      /* -1: memory alone */
-    const unsigned char *memory; /* the whole file: the mapping, or the caller's; NULL: neither */
+    char label[256];             /* its name in texts */
+    int fd;                      /* -1: the file is in memory */
+    const unsigned char *memory; /* the whole file, mapped or the caller's; NULL: neither */
     void *mapping;
     uint64_t file_bytes, header_bytes;
-    unsigned char *header; /* header_have bytes, texts unescaped */
-    size_t header_have;    /* have: header_bytes - 8, or up to a zero byte that ends it early */
+    unsigned char *header; /* its texts are unescaped */
+    size_t header_have;    /* bytes of header: header_bytes - 8, or fewer if a zero byte ends it */
     dtrain__safetensors_entry *entries;
     size_t count;
     dtrain_safetensors_pair *pairs;
@@ -10047,16 +10057,16 @@ struct dtrain_safetensors {
 typedef struct dtrain__safetensors_parser {
     dtrain_safetensors *file;
     dtrain__json_reader json;
-    const dtrain__safetensors_entry *entry; /* under way; NULL: none */
-    dtrain__names_text *fields;             /* keys of the objects under way that are ignored, and of the entry's own */
+    const dtrain__safetensors_entry *entry; /* the current one; NULL: none */
+    dtrain__names_text *fields;             /* keys of open objects that are ignored, and unknown keys of the entry */
     size_t field_count;
     int has_metadata;
-    dtrain_status status; /* the first error; nothing is read after it */
+    dtrain_status status; /* the first error, which ends the parsing */
 } dtrain__safetensors_parser;
 
 /* ---- errors ---- */
 
-/* Makes a name from a file fit for a line of text: at most 60 bytes, nothing that is no character. */
+/* Makes a name from a file fit for an error text: at most 60 bytes, all of them printable. */
 static const char *dtrain__safetensors_quote(char out[64], const char *text, size_t length)
 {
     size_t at = 0;
@@ -10076,7 +10086,7 @@ static const char *dtrain__safetensors_quote(char out[64], const char *text, siz
     return out;
 }
 
-/* Reports a broken rule: where (a byte of the file), of which tensor (NULL: none), and what is wrong. */
+/* Reports a broken rule. at: the byte of the file. tensor: NULL if the rule is not about one. */
 __attribute__((format(printf, 5, 6))) static dtrain_status
 dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
                            const dtrain_safetensors_tensor *tensor, const char *format, ...)
@@ -10100,7 +10110,7 @@ static dtrain_status dtrain__safetensors_memory(const dtrain_safetensors *file)
                         (unsigned long long)file->header_bytes);
 }
 
-/* Reports a rule of the JSON, at an offset of the header. */
+/* Reports a broken rule of the JSON at an offset of the header. */
 static DTRAIN__NOINLINE void dtrain__safetensors_bad(dtrain__safetensors_parser *parser, int rule, size_t offset,
                                                      const char *text)
 {
@@ -10109,7 +10119,7 @@ static DTRAIN__NOINLINE void dtrain__safetensors_bad(dtrain__safetensors_parser 
                                                     parser->entry != NULL ? &parser->entry->tensor : NULL, "%s", text);
 }
 
-/* Reports a key that comes twice: of an entry, or NULL, of the header. */
+/* Reports a duplicate key: of an entry, or, if entry is NULL, of the header. */
 static dtrain_status dtrain__safetensors_twice(const dtrain_safetensors *file, const dtrain__safetensors_entry *entry,
                                                dtrain__names_text name)
 {
@@ -10120,7 +10130,7 @@ static dtrain_status dtrain__safetensors_twice(const dtrain_safetensors *file, c
                                       dtrain__safetensors_quote(quoted, name.text, name.length));
 }
 
-/* Builds a table of the texts that the structs of an array begin with, of which none comes twice. */
+/* Builds a table of the texts that the structs of an array begin with. A duplicate is an error. */
 static dtrain_status dtrain__safetensors_unique(const dtrain_safetensors *file, dtrain__names *names, const void *array,
                                                 size_t stride, size_t count)
 {
@@ -10132,7 +10142,7 @@ static dtrain_status dtrain__safetensors_unique(const dtrain_safetensors *file, 
 
 /* ---- JSON ---- */
 
-/* Reads the next token; ERROR after an error of any kind. */
+/* Reads the next token. After an error of any kind it returns ERROR. */
 static dtrain__json_kind dtrain__safetensors_next(dtrain__safetensors_parser *parser, dtrain__json_token *token)
 {
     static const int rules[] = {5, 6, 4, 8};
@@ -10143,8 +10153,8 @@ static dtrain__json_kind dtrain__safetensors_next(dtrain__safetensors_parser *pa
     return token->kind;
 }
 
-/* Makes room for one more element of a growing array. Headers are even: how much room there will be need of is told by
- * how much of the header has made how many, once that is many. Three in a hundred more spare the copy at the end. */
+/* Makes room for one more element of a growing array. After 1000 elements it estimates the final count from the part of
+ * the header that has been read, since entries have similar lengths. It adds 3% to avoid a last copy. */
 #define DTRAIN__SAFETENSORS_ROOM(allocator, json, array, count) \
     dtrain__safetensors_room((allocator), (json), (void *)&(array), (count), sizeof *(array))
 
@@ -10164,8 +10174,8 @@ static int dtrain__safetensors_room(dtrain_allocator *allocator, const dtrain__j
     return grown != NULL;
 }
 
-/* Unescapes a STRING or KEY where it lies, in the text that the reader reads, and ends it with a zero byte, in the
- * place of its quote or before. */
+/* Unescapes a STRING or KEY in place, in the text that the reader reads. A zero byte follows it, at the place of the
+ * closing quote or before. */
 static dtrain__names_text dtrain__safetensors_text(const dtrain__json_reader *json, unsigned char *all,
                                                    const dtrain__json_token *token)
 {
@@ -10179,7 +10189,7 @@ static dtrain__names_text dtrain__safetensors_text(const dtrain__json_reader *js
     return name;
 }
 
-/* Remembers a key of an object, to find duplicates by. */
+/* Keeps a key of an object, to find duplicates later. */
 static void dtrain__safetensors_field(dtrain__safetensors_parser *parser, const dtrain__json_token *token)
 {
     if (!DTRAIN__SAFETENSORS_ROOM(parser->file->allocator, &parser->json, parser->fields, parser->field_count))
@@ -10188,8 +10198,8 @@ static void dtrain__safetensors_field(dtrain__safetensors_parser *parser, const 
         parser->fields[parser->field_count++] = dtrain__safetensors_text(&parser->json, parser->file->header, token);
 }
 
-/* Ends an object whose keys are those from `base` on: refuses duplicates, and forgets the keys. Objects are small, but
- * for those that mean harm. */
+/* Ends an object whose keys are those from `base` on. Refuses duplicates and forgets the keys. Only hostile files have
+ * large objects here. */
 static void dtrain__safetensors_fields_end(dtrain__safetensors_parser *parser, size_t base)
 {
     size_t count = parser->field_count - base, twice = count;
@@ -10211,7 +10221,7 @@ static void dtrain__safetensors_fields_end(dtrain__safetensors_parser *parser, s
         parser->status = dtrain__safetensors_twice(parser->file, parser->entry, fields[twice]);
 }
 
-/* Reads to the end of a value that nobody wants; its syntax and its keys are checked all the same. */
+/* Reads to the end of a value that is not used. It still checks the syntax and the keys. */
 static void dtrain__safetensors_ignore(dtrain__safetensors_parser *parser, const dtrain__json_token *value)
 {
     size_t base[DTRAIN__JSON_DEPTH + 1];
@@ -10247,7 +10257,7 @@ static void dtrain__safetensors_dtype(dtrain__safetensors_parser *parser, const 
     dtrain__safetensors_bad(parser, 13, value->begin, text);
 }
 
-/* Reads a whole number that is an element of a list, `what`; rule: which has such lists. */
+/* Reads a whole number of a list. rule and what: for the error if it is something else. */
 static uint64_t dtrain__safetensors_number(dtrain__safetensors_parser *parser, const dtrain__json_token *token,
                                            int rule, const char *what)
 {
@@ -10257,7 +10267,7 @@ static uint64_t dtrain__safetensors_number(dtrain__safetensors_parser *parser, c
     return value;
 }
 
-/* Keeps the sizes and multiplies them from left to right (R17). */
+/* Reads the sizes and multiplies them from left to right (R17). */
 static void dtrain__safetensors_shape(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
                                       dtrain__safetensors_entry *entry)
 {
@@ -10278,7 +10288,7 @@ static void dtrain__safetensors_shape(dtrain__safetensors_parser *parser, const 
             parser->status = dtrain__safetensors_memory(file);
             return;
         }
-        if ((count | size) > UINT32_MAX) /* division takes long */
+        if ((count | size) > UINT32_MAX) /* division is slow */
             entry->overflow |= size != 0 && count > UINT64_MAX / size;
         count *= size;
         file->shapes[file->shape_count++] = (size_t)size;
@@ -10306,7 +10316,7 @@ static void dtrain__safetensors_offsets(dtrain__safetensors_parser *parser, cons
         dtrain__safetensors_bad(parser, 15, value->begin, "it has fewer than two data_offsets");
 }
 
-/* Reads a tensor's entry, whose key is given. */
+/* Reads the entry of a tensor. name: its key, at offset `at` of the header. */
 static void dtrain__safetensors_entry_read(dtrain__safetensors_parser *parser, const dtrain__names_text *name,
                                            size_t at)
 {
@@ -10354,7 +10364,7 @@ static void dtrain__safetensors_entry_read(dtrain__safetensors_parser *parser, c
     parser->entry = NULL;
 }
 
-/* Reads the map of metadata, whose key was read last. */
+/* Reads the metadata, after its key. */
 static void dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser, size_t at)
 {
     dtrain_safetensors *file = parser->file;
@@ -10362,7 +10372,7 @@ static void dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser
     if (parser->has_metadata)
         dtrain__safetensors_bad(parser, 12, at, "\"" DTRAIN__SAFETENSORS_METADATA "\" comes twice");
     parser->has_metadata = 1;
-    if (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_NULL) /* as MLX writes it where there is none */
+    if (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_NULL) /* MLX writes null for none */
         return;
     if (token.kind != DTRAIN__JSON_OBJECT)
         dtrain__safetensors_bad(parser, 10, token.begin, "the metadata is not an object");
@@ -10400,7 +10410,7 @@ static dtrain_status dtrain__safetensors_parse(dtrain_safetensors *file)
         else
             dtrain__safetensors_entry_read(&parser, &name, at);
     }
-    dtrain__safetensors_next(&parser, &token); /* the end, or what follows it */
+    dtrain__safetensors_next(&parser, &token); /* END, or an error if more follows */
     dtrain__free(file->allocator, parser.fields);
     return parser.status == DTRAIN_OK
                ? dtrain__safetensors_unique(file, &file->keys, file->pairs, sizeof *file->pairs, file->pair_count)
@@ -10424,8 +10434,8 @@ static int dtrain__safetensors_before(const dtrain__safetensors_place *a, const 
     return a->begin != b->begin ? a->begin < b->begin : a->end < b->end;
 }
 
-/* Sorts by merging, stable, whatever the order was: the C library promises neither. Gives which of the two arrays holds
- * the result. */
+/* Sorts by merging. Unlike qsort it is stable, and takes n log n steps for any order. Returns which of the two arrays
+ * holds the result. */
 static dtrain__safetensors_place *dtrain__safetensors_merge(dtrain__safetensors_place *from,
                                                             dtrain__safetensors_place *to, size_t count)
 {
@@ -10443,7 +10453,7 @@ static dtrain__safetensors_place *dtrain__safetensors_merge(dtrain__safetensors_
     return from;
 }
 
-/* Brings the entries into the order of their data; of empty ones at one place, into that of the header. */
+/* Sorts the entries by the place of their data. Empty ones at the same place keep the order of the header. */
 static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
 {
     size_t count = file->count, sorted = 1, bytes = count * sizeof(dtrain__safetensors_place);
@@ -10476,8 +10486,8 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
     return good ? DTRAIN_OK : dtrain__safetensors_memory(file);
 }
 
-/* Checks one tensor's place and size; `from` is where the one before it ended. Texts give bytes of the data, as the
- * header does. */
+/* Checks one tensor's place and size. from: where the tensor before it ends. Texts count bytes from the start of the
+ * data, as the header does. */
 static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *file,
                                                      const dtrain__safetensors_entry *entry, uint64_t from)
 {
@@ -10505,7 +10515,7 @@ static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *f
     return DTRAIN_OK;
 }
 
-/* Checks all places, then counts them from the file's beginning, and gives entries their sizes. */
+/* Checks all places. Then it makes them relative to the start of the file, and gives entries their shapes. */
 static dtrain_status dtrain__safetensors_check(dtrain_safetensors *file)
 {
     uint64_t end = 0, data_bytes = file->file_bytes - file->header_bytes;
@@ -10533,8 +10543,8 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>safetensors opening ----
- * Where a file's bytes come from (a path, a descriptor, memory), its first eight bytes (R1 to R3), the order in which
- * all is checked, and looking up what it holds. */
+ * Opening a path, a descriptor or memory: the first eight bytes (R1 to R3), then all other checks in order. And looking
+ * up tensors and metadata. */
 #ifndef DTRAIN__SAFETENSORS_OPEN
 #define DTRAIN__SAFETENSORS_OPEN
 
@@ -10557,7 +10567,7 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
                                           "its header has %llu bytes, and the file has %llu: it was cut",
                                           (unsigned long long)length, (unsigned long long)file->file_bytes);
     file->header_bytes = length + 8;
-    if (file->fd >= 0) /* up to a zero byte, which the parser refuses */
+    if (file->fd >= 0) /* it stops at a zero byte, which the parser refuses */
         return dtrain__file_read_text(file->fd, 8, length, file->allocator, &file->header, &file->header_have,
                                       file->label, "safetensors_open");
     file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, length > 0 ? (size_t)length : 1);
@@ -10568,7 +10578,7 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
     return DTRAIN_OK;
 }
 
-/* Maps the file, so that its data can be read in place. */
+/* Maps the file, so that dtrain_safetensors_view can give its data in place. */
 static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
 {
     file->mapping =
@@ -10583,8 +10593,11 @@ static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
     return DTRAIN_OK;
 }
 
-/* Reads and checks the header of a file: of a descriptor, which is the file's from here on, or where that is -1 of
- * memory. label: what texts call it. */
+/* Reads and checks the header of a file.
+ *
+ *   fd       the call takes ownership of it; -1: the file is in memory
+ *   memory   `bytes` bytes, if fd is -1
+ *   label    the file's name in texts */
 static dtrain_status dtrain__safetensors_make(dtrain_safetensors **out, int fd, const void *memory, uint64_t bytes,
                                               const dtrain_safetensors_desc *desc, const char *label)
 {
@@ -10616,7 +10629,7 @@ static dtrain_status dtrain__safetensors_make(dtrain_safetensors **out, int fd, 
     return status;
 }
 
-/* Opens a file of a directory; label is what texts call it. */
+/* Opens a file of a directory. label: its name in texts. */
 static dtrain_status dtrain__safetensors_open_at(dtrain_safetensors **file, int directory, const char *name,
                                                  const dtrain_safetensors_desc *desc, const char *label)
 {
@@ -10688,8 +10701,7 @@ static size_t dtrain__safetensors_metadata_count(const dtrain_safetensors *file)
     return file != NULL ? file->pair_count : 0;
 }
 
-/* Returns pair i of the metadata, in the order of the header; NULL beyond the last. Key and value are UTF-8, and a zero
- * byte follows each. */
+/* Returns pair i of the metadata, in the order of the header; NULL after the last. Zero bytes end key and value. */
 static const dtrain_safetensors_pair *dtrain__safetensors_metadata(const dtrain_safetensors *file, size_t i)
 {
     return file != NULL && i < file->pair_count ? &file->pairs[i] : NULL;
@@ -10704,14 +10716,14 @@ static const dtrain_safetensors_pair *dtrain__safetensors_metadata_find(const dt
     return &file->pairs[index];
 }
 
-/* The bytes before the data: 8 and the header with its padding. */
+/* Returns the number of bytes before the data: 8, and the header with its padding. */
 static uint64_t dtrain__safetensors_header_bytes(const dtrain_safetensors *file)
 {
     return file != NULL ? file->header_bytes : 0;
 }
 
-/* Gives what a reader of the data itself needs of an open file: its descriptor, and where the data is. Returns what
- * texts call it. */
+/* Gives an open file's descriptor and the place of its data, for callers that read the data themselves. Returns the
+ * file's name in texts. */
 static const char *dtrain__safetensors_data(const dtrain_safetensors *file, int *fd, uint64_t *data_begin,
                                             uint64_t *data_bytes)
 {
@@ -10724,23 +10736,23 @@ static const char *dtrain__safetensors_data(const dtrain_safetensors *file, int 
 #endif
 
 /* ---- >>safetensors reading ----
- * Whole tensors and ranges of an open file. What needs no conversion is read to where it belongs, the rest through a
- * buffer on the stack. A file does not change, so that any number of threads may read. */
+ * Reading whole tensors and ranges of an open file. Without conversion, elements are read straight to their place.
+ * Others go through a buffer on the stack. Reading does not change the open file, so any number of threads may read. */
 #ifndef DTRAIN__SAFETENSORS_READ
 #define DTRAIN__SAFETENSORS_READ
 
 #define DTRAIN__SAFETENSORS_STAGE 32768 /* bytes on the stack */
 
-/* One reading call. */
+/* A call that reads. */
 typedef struct dtrain__safetensors_reading {
     dtrain_safetensors *file;
     const dtrain_safetensors_tensor *tensor;
     dtrain_dtype dtype;
     uint64_t bits;      /* of an element in the file */
-    unsigned char *out; /* where the next element goes; only the last may end inside a byte, and none does */
+    unsigned char *out; /* the place of the next element */
 } dtrain__safetensors_reading;
 
-/* Turns the bytes of numbers around, on machines that store them the other way; a complex number is two. */
+/* Reverses the bytes of each number, on big-endian machines. A complex number is two numbers. */
 static void dtrain__safetensors_swap(void *data, uint64_t bytes, dtrain_dtype dtype)
 {
     unsigned char *at = (unsigned char *)data;
@@ -10771,10 +10783,10 @@ static dtrain_status dtrain__safetensors_bytes(dtrain__safetensors_reading *read
                         dtrain__safetensors_quote(quoted, reading->tensor->name, reading->tensor->name_length));
 }
 
-/* Reads elements that follow each other: what needs no conversion straight to where it goes. */
+/* Reads `count` elements from element `begin` on. */
 static dtrain_status dtrain__safetensors_run(dtrain__safetensors_reading *reading, size_t begin, size_t count)
 {
-    /* float64 as large as the stage, and 16 bytes aligned, for the kernels that convert */
+    /* an array of uint64_t, so that the kernels that convert find it aligned */
     uint64_t stage[DTRAIN__SAFETENSORS_STAGE / sizeof(uint64_t)];
     uint64_t offset = reading->tensor->begin + (uint64_t)begin / 8 * reading->bits + begin % 8 * reading->bits / 8;
     dtrain_status status = DTRAIN_OK;
@@ -10801,11 +10813,11 @@ static dtrain_status dtrain__safetensors_run(dtrain__safetensors_reading *readin
     return status;
 }
 
-/* Checks what all reading calls have in common. */
+/* Begins a reading call: checks the arguments that all of them have. */
 static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_reading *reading, dtrain_safetensors *file,
                                                        const dtrain_safetensors_tensor *tensor, void *out,
                                                        dtrain_dtype dtype)
-{ /* a missing out is the caller's to refuse: nothing can be read to nowhere */
+{ /* callers check out themselves: it may be NULL if they read nothing */
     char quoted[64];
     if (file == NULL || tensor == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s is NULL, expected %s",
@@ -10910,17 +10922,21 @@ DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const
 #endif
 
 /* ---- >>safetensors writing ----
- * Plans a file (order, places, header), then hands its bytes to a sink from the first to the last. The bytes are those
- * of the reference implementation: widest dtype first, then names in byte order; compact JSON; spaces up to a multiple
- * of 8. Its faults are refused or mended (a tensor that is called "__metadata__", a name twice, an empty map alone),
- * and metadata, whose order is by chance there, is sorted. All checks stand before the first byte. */
+ * Plans a file (order, places, header), then passes its bytes to a sink, from the first to the last. All checks come
+ * before the first byte. The bytes equal those of the reference implementation:
+ *
+ *   tensors   sorted by dtype, the widest first, then by the bytes of their names
+ *   header    compact JSON, padded with spaces to a multiple of 8 bytes
+ *
+ * There are exceptions. The reference writes metadata in a random order; here it is sorted. It writes no valid JSON for
+ * empty metadata without tensors. A tensor with the name "__metadata__" and a duplicate name are errors here. */
 #ifndef DTRAIN__SAFETENSORS_WRITE
 #define DTRAIN__SAFETENSORS_WRITE
 
-#define DTRAIN__SAFETENSORS_CHUNK ((size_t)8 << 20)   /* bytes of one call of the sink */
-#define DTRAIN__SAFETENSORS_FILL ((size_t)24 * 43690) /* of one call of a fill: whole elements of every dtype */
+#define DTRAIN__SAFETENSORS_CHUNK ((size_t)8 << 20)   /* bytes per call of the sink */
+#define DTRAIN__SAFETENSORS_FILL ((size_t)24 * 43690) /* bytes per call of a fill: whole elements of every dtype */
 
-/* A tensor to be written. The name comes first, as the table of names wants it. */
+/* A tensor to write. The name comes first, as the table of names requires. */
 typedef struct dtrain__safetensors_item {
     dtrain__names_text name;
     const dtrain_safetensors_source *source;
@@ -10934,7 +10950,7 @@ typedef struct dtrain__safetensors_plan {
     dtrain_safetensors_pair *pairs; /* sorted; lengths filled in */
     size_t pair_count;
     int has_metadata;
-    unsigned char *header; /* with the 8 bytes of its length */
+    unsigned char *header; /* begins with the 8 bytes of its length */
     size_t header_bytes;
     uint64_t data_bytes;
 } dtrain__safetensors_plan;
@@ -11078,7 +11094,7 @@ static void dtrain__safetensors_print_item(dtrain__json_writer *json, const dtra
     dtrain__json_end(json);
 }
 
-/* Prints the header into `capacity` bytes and gives those it has or would need. */
+/* Prints the header into `capacity` bytes. Returns the number of bytes that it needs. */
 static size_t dtrain__safetensors_print(const dtrain__safetensors_plan *plan, void *out, size_t capacity)
 {
     dtrain__json_writer json;
@@ -11129,7 +11145,7 @@ static void dtrain__safetensors_plan_end(dtrain__safetensors_plan *plan)
     dtrain__free(plan->allocator, plan->items);
 }
 
-/* Checks everything and makes the header; to be ended unless it fails. */
+/* Checks everything and makes the header. If it succeeds, end the plan with dtrain__safetensors_plan_end. */
 static dtrain_status dtrain__safetensors_plan_begin(dtrain__safetensors_plan *plan,
                                                     const dtrain_safetensors_source *sources, size_t count,
                                                     const dtrain_safetensors_write_desc *desc)
@@ -11167,7 +11183,7 @@ static dtrain_status dtrain__safetensors_plan_begin(dtrain__safetensors_plan *pl
     return status;
 }
 
-/* Says which callback has ended the writing, unless it has said why itself. */
+/* Reports which callback ended the writing, unless the callback has set an error text itself. */
 static dtrain_status dtrain__safetensors_ended(const dtrain__safetensors_item *item, const char *callback,
                                                dtrain_status status)
 {
@@ -11180,7 +11196,7 @@ static dtrain_status dtrain__safetensors_ended(const dtrain__safetensors_item *i
                         item != NULL ? "\"" : "");
 }
 
-/* Hands over one tensor's bytes; stage has DTRAIN__SAFETENSORS_FILL of them where fill or the byte order needs it. */
+/* Passes one tensor's bytes to the sink. stage: DTRAIN__SAFETENSORS_FILL bytes, if fill or the byte order need it. */
 static dtrain_status dtrain__safetensors_emit_tensor(const dtrain__safetensors_item *item, unsigned char *stage,
                                                      dtrain_safetensors_sink sink, void *user)
 {
@@ -11207,7 +11223,7 @@ static dtrain_status dtrain__safetensors_emit_tensor(const dtrain__safetensors_i
     return status == DTRAIN_OK ? status : dtrain__safetensors_ended(item, "sink", status);
 }
 
-/* Hands all bytes of a planned file to a sink. */
+/* Passes all bytes of a planned file to a sink. */
 static dtrain_status dtrain__safetensors_emit(dtrain__safetensors_plan *plan, dtrain_safetensors_sink sink, void *user)
 {
     unsigned char *stage = NULL;
@@ -11219,7 +11235,7 @@ static dtrain_status dtrain__safetensors_emit(dtrain__safetensors_plan *plan, dt
                             DTRAIN__SAFETENSORS_FILL);
     dtrain_status status = DTRAIN_OK;
     dtrain__error before = dtrain__thread_error;
-    dtrain__thread_error.text[0] = '\0'; /* what is there after an error is of a callback */
+    dtrain__thread_error.text[0] = '\0'; /* so a text after an error comes from a callback */
     for (size_t at = 0; at < plan->header_bytes && status == DTRAIN_OK; at += DTRAIN__SAFETENSORS_CHUNK) {
         size_t left = plan->header_bytes - at;
         status = sink(user, plan->header + at, left < DTRAIN__SAFETENSORS_CHUNK ? left : DTRAIN__SAFETENSORS_CHUNK);
@@ -11302,17 +11318,17 @@ DTRAIN_API dtrain_status dtrain_safetensors_save(const char *path, const dtrain_
 #endif
 
 /* ---- >>huggingface ----
- * Models as Hugging Face keeps them: one file, or several and an index that maps each tensor's name to its file. What
- * an index says is checked against the files, both ways (S6): loaders that take whatever a file holds load tensors that
- * the index does not know. S1 to S6 in texts are the rules of that layout. */
+ * Models of Hugging Face: one file, or several and an index that maps each tensor's name to its file. Index and files
+ * are checked against each other in both directions (S6). Loaders without such a check may load tensors that the index
+ * does not name. Texts number the rules of the layout S1 to S6. */
 #ifndef DTRAIN__HUGGINGFACE
 #define DTRAIN__HUGGINGFACE
 
 #define DTRAIN__HUGGINGFACE_FILE "model.safetensors"
 #define DTRAIN__HUGGINGFACE_INDEX "model.safetensors.index.json"
-#define DTRAIN__HUGGINGFACE_MOST 5000000000u /* bytes of tensors a file */
+#define DTRAIN__HUGGINGFACE_MOST 5000000000u /* bytes of tensors per file */
 
-/* One line of an index's map. The name comes first, as the table of names wants it. */
+/* One line of an index's weight_map. The name comes first, as the table of names requires. */
 typedef struct dtrain__huggingface_line {
     dtrain__names_text name, file;
     size_t shard;
@@ -11321,20 +11337,20 @@ typedef struct dtrain__huggingface_line {
 typedef struct dtrain__huggingface_shard {
     dtrain__names_text name;
     dtrain_safetensors *file;
-    size_t first; /* of the model's tensors */
-    size_t lines; /* of the map that name it */
+    size_t first; /* the number of its first tensor in the model */
+    size_t lines; /* how many lines of the map name this file */
 } dtrain__huggingface_shard;
 
 struct dtrain_safetensors_model {
     dtrain_allocator *allocator, own;
     char label[256];
-    void *index; /* the index, its texts unescaped; NULL: there is one file and no index */
+    void *index; /* the index, with its texts unescaped; NULL: one file and no index */
     size_t index_bytes;
     dtrain__huggingface_line *lines;
     size_t line_count;
     dtrain_safetensors_pair *pairs; /* of the index */
     size_t pair_count;
-    dtrain__huggingface_shard *shards; /* in the order of their names */
+    dtrain__huggingface_shard *shards; /* sorted by name */
     size_t shard_count, count;
     dtrain__names names, keys;
     uint64_t total_size;
@@ -11367,10 +11383,10 @@ static dtrain_status dtrain__huggingface_memory(const dtrain_safetensors_model *
 typedef struct dtrain__huggingface_parser {
     dtrain_safetensors_model *model;
     dtrain__json_reader json;
-    dtrain_status status; /* the first error; nothing is read after it */
+    dtrain_status status; /* the first error, which ends the parsing */
 } dtrain__huggingface_parser;
 
-/* Reads the next token; ERROR after an error of any kind. */
+/* Reads the next token. After an error of any kind it returns ERROR. */
 static dtrain__json_kind dtrain__huggingface_next(dtrain__huggingface_parser *parser, dtrain__json_token *token)
 {
     if (parser->status != DTRAIN_OK)
@@ -11386,7 +11402,7 @@ static dtrain__names_text dtrain__huggingface_text(dtrain__huggingface_parser *p
     return dtrain__safetensors_text(&parser->json, (unsigned char *)parser->model->index, token);
 }
 
-/* Reads a line of the weight map, whose key is given. */
+/* Reads a line of the weight_map, after its key. */
 static dtrain_status dtrain__huggingface_line_read(dtrain__huggingface_parser *parser, const dtrain__json_token *key)
 {
     dtrain_safetensors_model *model = parser->model;
@@ -11409,7 +11425,7 @@ static dtrain_status dtrain__huggingface_line_read(dtrain__huggingface_parser *p
     return DTRAIN_OK;
 }
 
-/* Reads a pair of the metadata, whose key is given. Keeps texts; total_size is the one number that is looked at. */
+/* Reads a pair of the metadata, after its key. It keeps texts, and uses no number but total_size. */
 static dtrain_status dtrain__huggingface_pair_read(dtrain__huggingface_parser *parser, const dtrain__json_token *key)
 {
     dtrain_safetensors_model *model = parser->model;
@@ -11419,7 +11435,7 @@ static dtrain_status dtrain__huggingface_pair_read(dtrain__huggingface_parser *p
     if (name.length == 10 && memcmp(name.text, "total_size", 10) == 0)
         model->has_total = dtrain__json_u64(&parser->json, &token, &model->total_size);
     if (kind != DTRAIN__JSON_STRING) {
-        dtrain__json_skip(&parser->json, &token); /* what is wrong there, the next token tells */
+        dtrain__json_skip(&parser->json, &token); /* the next token reports an error */
         return parser->status;
     }
     if (!DTRAIN__SAFETENSORS_ROOM(model->allocator, &parser->json, model->pairs, model->pair_count))
@@ -11430,7 +11446,7 @@ static dtrain_status dtrain__huggingface_pair_read(dtrain__huggingface_parser *p
     return DTRAIN_OK;
 }
 
-/* Reads one value of the index's object, whose key is given. */
+/* Reads one value of the index's object, after its key. */
 static dtrain_status dtrain__huggingface_part(dtrain__huggingface_parser *parser, const dtrain__json_token *key,
                                               int *has)
 {
@@ -11458,7 +11474,7 @@ static dtrain_status dtrain__huggingface_part(dtrain__huggingface_parser *parser
     return parser->status;
 }
 
-/* Builds a table over an array of the index in which no text comes twice; where: the array's name. */
+/* Builds a table over an array of the index. A duplicate is an error. where: the array's name. */
 static dtrain_status dtrain__huggingface_unique(dtrain_safetensors_model *model, dtrain__names *names,
                                                 const void *array, size_t stride, size_t count, const char *where)
 {
@@ -11484,7 +11500,7 @@ static dtrain_status dtrain__huggingface_index(dtrain_safetensors_model *model)
                                           token.begin);
     while (dtrain__huggingface_next(&parser, &token) == DTRAIN__JSON_KEY)
         parser.status = dtrain__huggingface_part(&parser, &token, &has);
-    dtrain__huggingface_next(&parser, &token); /* the end, or what follows it */
+    dtrain__huggingface_next(&parser, &token); /* END, or an error if more follows */
     if (parser.status != DTRAIN_OK)
         return parser.status;
     if (model->line_count == 0)
@@ -11506,7 +11522,7 @@ static int dtrain__huggingface_compare_lines(const void *left, const void *right
     return dtrain__safetensors_compare_text((*a)->file.text, (*a)->file.length, (*b)->file.text, (*b)->file.length);
 }
 
-/* Gives each line of the map the number of its file, in the order of the files' names. */
+/* Numbers the files in the order of their names, and gives each line of the map the number of its file. */
 static dtrain_status dtrain__huggingface_number(dtrain_safetensors_model *model)
 {
     size_t bytes = model->line_count * sizeof(dtrain__huggingface_line *), files = 1;
@@ -11529,7 +11545,7 @@ static dtrain_status dtrain__huggingface_number(dtrain_safetensors_model *model)
     return model->shards != NULL ? DTRAIN_OK : dtrain__huggingface_memory(model);
 }
 
-/* Finds what one file holds that is not its own. */
+/* Reports a tensor that a file holds and the index does not put there. */
 static dtrain_status dtrain__huggingface_stray(const dtrain_safetensors_model *model, size_t shard)
 {
     const dtrain_safetensors *file = model->shards[shard].file;
@@ -11611,7 +11627,7 @@ static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *mode
     return status;
 }
 
-/* Whether a directory has a file, or what a link of that name points to. */
+/* Returns whether a directory has a file, or a link to one. */
 static int dtrain__huggingface_has(int directory, const char *name)
 {
     int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK), there = fd >= 0 || errno != ENOENT;
@@ -11709,7 +11725,7 @@ DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_tensor(cons
         *file = NULL;
     if (model == NULL || i >= model->count)
         return NULL;
-    while (high - low > 1) { /* the last file that begins at i or before; empty ones begin where the next does */
+    while (high - low > 1) { /* the last file that starts at or before i; empty ones start where the next does */
         size_t middle = low + (high - low) / 2;
         if (model->shards[middle].first <= i)
             low = middle;
@@ -11777,16 +11793,16 @@ DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_model_metadata(cons
 #endif
 
 /* ---- >>huggingface writing ----
- * A model as one file, or as several and an index, made in a directory beside its place and renamed when all of it is
- * on the disk, the index last. And a table of parameters as one file. */
+ * Writes a model as one file, or as several and an index. They are written to a directory beside its place, the index
+ * last. When all of them are on the disk, the directory is renamed. */
 #ifndef DTRAIN__HUGGINGFACE_WRITE
 #define DTRAIN__HUGGINGFACE_WRITE
 
-/* A model to be written. */
+/* A model to write. */
 typedef struct dtrain__huggingface_plan {
     dtrain_allocator *allocator, own;
-    dtrain_safetensors_source *sources; /* those that are stored, in the given order; then, unsorted, those dropped */
-    size_t *first;                      /* of the sources, by file; and one more */
+    dtrain_safetensors_source *sources; /* the stored ones, in the caller's order */
+    size_t *first;                      /* for each file its first source; then their number */
     size_t count, kept, files;
     dtrain_safetensors_pair *pairs;
     size_t pair_count;
@@ -11800,7 +11816,7 @@ static DTRAIN__NOINLINE size_t dtrain__huggingface_length(const dtrain_safetenso
 
 static uint64_t dtrain__huggingface_bytes(const dtrain_safetensors_source *source)
 {
-    uint64_t count = 1; /* checked before: nothing overflows */
+    uint64_t count = 1; /* sizes have been checked: nothing overflows */
     for (int d = 0; d < source->ndim; d++)
         count *= source->shape[d];
     return count * dtrain_dtype_bits(source->dtype) / 8;
@@ -11814,7 +11830,7 @@ static int dtrain__huggingface_compare_names(const void *left, const void *right
                                             dtrain__huggingface_length(b));
 }
 
-/* Orders by what makes two sources the same tensor, then by name. */
+/* Compares what makes two sources the same tensor: data, dtype and shape. */
 static int dtrain__huggingface_compare_data(const dtrain_safetensors_source *a, const dtrain_safetensors_source *b)
 {
     if (a->data != b->data)
@@ -11834,7 +11850,7 @@ static int dtrain__huggingface_compare_sources(const void *left, const void *rig
     return order != 0 ? order : dtrain__huggingface_compare_names(left, right);
 }
 
-/* Whether the metadata have another use for a name, so that it cannot be mapped there. */
+/* Returns whether a name is already a key of the metadata, so the metadata cannot map it to a tensor. */
 static int dtrain__huggingface_taken(const dtrain__names *keys, const dtrain_safetensors_source *source)
 {
     size_t length = dtrain__huggingface_length(source), index;
@@ -11842,7 +11858,7 @@ static int dtrain__huggingface_taken(const dtrain__names *keys, const dtrain_saf
            dtrain__names_find(keys, source->name, length, &index);
 }
 
-/* Copies the sources that are stored, and maps the names of others to them: metadata[dropped] = kept. */
+/* Copies the sources to store, and maps the names of the others to them: metadata[dropped] = kept. */
 static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, const dtrain_safetensors_source *sources,
                                                const dtrain__names *keys)
 {
@@ -11893,7 +11909,7 @@ static dtrain_status dtrain__huggingface_map(dtrain__huggingface_plan *plan, con
     return status;
 }
 
-/* Deals the tensors to files in their order, a new one whenever the next would not fit. */
+/* Assigns the tensors to files in their order. If a tensor does not fit, it starts a new file. */
 static void dtrain__huggingface_deal(dtrain__huggingface_plan *plan, uint64_t most)
 {
     uint64_t held = 0;
@@ -11917,13 +11933,13 @@ static void dtrain__huggingface_plan_end(dtrain__huggingface_plan *plan)
     dtrain__free(plan->allocator, plan->sources);
 }
 
-/* Whether a pair with its lengths filled in has that key, which need not end with a zero byte. */
+/* Returns whether a pair has the key. Its lengths are filled in; its key need not end with a zero byte. */
 static int dtrain__huggingface_is(const dtrain_safetensors_pair *pair, const char *key)
 {
     return pair->key_length == strlen(key) && memcmp(pair->key, key, pair->key_length) == 0;
 }
 
-/* The caller's metadata, and format where it says none. All were checked before; lengths are filled in. */
+/* Copies the caller's metadata, and adds "format" if it has none. All pairs have been checked. Fills in lengths. */
 static void dtrain__huggingface_metadata(dtrain__huggingface_plan *plan, const dtrain_safetensors_write_desc *desc)
 {
     static const dtrain_safetensors_pair format = {"format", 6, "pt", 2};
@@ -11946,7 +11962,7 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
     size_t pairs = count + (desc != NULL ? desc->metadata_count : 0) + 1;
     uint64_t bytes;
     dtrain_status status =
-        dtrain_safetensors_size(&bytes, sources, count, desc); /* which checks all of them together */
+        dtrain_safetensors_size(&bytes, sources, count, desc); /* checks all arguments */
     memset(plan, 0, sizeof *plan);
     if (status != DTRAIN_OK)
         return status;
@@ -11976,7 +11992,7 @@ static void dtrain__huggingface_file_name(char out[64], size_t index, size_t fil
         snprintf(out, 64, "model-%05zu-of-%05zu.safetensors", index + 1, files);
 }
 
-/* Prints the index, names sorted; `names` has the stored sources in that order. */
+/* Prints the index. names: the stored sources, sorted by name. */
 static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
                                         const dtrain_safetensors_source *const *names, void *out, size_t capacity)
 {
@@ -11989,7 +12005,7 @@ static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
     dtrain__json_begin(&json, 1);
     for (size_t i = 0; i < plan->pair_count; i++) {
         const dtrain_safetensors_pair *pair = &plan->pairs[i];
-        if (dtrain__huggingface_is(pair, "total_size")) /* which is ours to say */
+        if (dtrain__huggingface_is(pair, "total_size")) /* written below */
             continue;
         dtrain__json_write_key(&json, pair->key, pair->key_length);
         dtrain__json_write_string(&json, pair->value, pair->value_length);
@@ -12063,7 +12079,7 @@ static int dtrain__huggingface_not_empty(void *user, const char *name)
     return ENOTEMPTY;
 }
 
-/* Refuses a place that is taken, before gigabytes are written. */
+/* Refuses a place that is in use, before gigabytes are written. */
 static dtrain_status dtrain__huggingface_free_place(int parent, const char *name)
 {
     int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
@@ -12073,7 +12089,7 @@ static dtrain_status dtrain__huggingface_free_place(int parent, const char *name
     if (fd >= 0)
         error = dtrain__file_list(fd, dtrain__huggingface_not_empty, NULL);
     dtrain__file_close(fd);
-    if (error == ENOTDIR || error == ELOOP || error == ENOTEMPTY) /* a link would not be followed by the rename */
+    if (error == ENOTDIR || error == ELOOP || error == ENOTEMPTY) /* the rename would not follow a link */
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "safetensors_model_save: \"%s\" exists and is %s: choose another name, or move it away",
                             name, error == ENOTEMPTY ? "not empty" : "not a directory");
@@ -12083,8 +12099,7 @@ static dtrain_status dtrain__huggingface_free_place(int parent, const char *name
     return DTRAIN_OK;
 }
 
-/* Writes the model beside its place, then moves it there. Each file was brought to the disk with its entry in the
- * directory. */
+/* Writes the model beside its place, then moves it there. Writing a file syncs it and its entry in the directory. */
 static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan *plan, int parent, const char *name,
                                                  const dtrain_safetensors_write_desc *desc)
 {

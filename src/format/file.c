@@ -1,11 +1,13 @@
 /* ---- >>file ----
- * Files and directories as checkpoints need them: whole reads and writes, names relative to an open directory, what is
- * written brought to the disk, and a file or directory put in the place of another at once. Every system call that can
- * fail goes through the few functions at the top, where a test may make it fail: DTRAIN__FILE_FAULT(call) gives an
- * errno, or 0 to go on; DTRAIN__FILE_LIMIT(call, bytes) the most that one read or write moves.
- * DTRAIN__FILE_SWAP says that the machine stores numbers the other way round than files do.
+ * Files and directories for checkpoints: whole reads and writes, names relative to an open directory, syncing, and
+ * replacing a file or directory in one step. System calls that can fail go through the few functions at the top. Macros
+ * let tests change them:
  *
- * Functions return DTRAIN_OK or a reported error that names the path; `what` in their texts is the caller's prefix. */
+ *   DTRAIN__FILE_FAULT(call)          an errno to fail with; 0: the call goes on
+ *   DTRAIN__FILE_LIMIT(call, bytes)   the most that one read or write moves
+ *   DTRAIN__FILE_SWAP                 1: the machine is big-endian; files are little-endian
+ *
+ * Functions return DTRAIN_OK or a reported error that names the path. `what` is the caller's prefix of its text. */
 #ifndef DTRAIN__FILE
 #define DTRAIN__FILE
 #include "../base/status.c"
@@ -26,9 +28,7 @@
 #endif
 #endif
 
-#define DTRAIN__FILE_MOST \
-    ((size_t)1 << 30) /* bytes of one read or write: systems stop at 2 GiB, some with an error \
-                       */
+#define DTRAIN__FILE_MOST ((size_t)1 << 30) /* bytes per read or write: systems stop at 2 GiB, some with an error */
 #define DTRAIN__FILE_HERE AT_FDCWD
 
 /* ---- the system's calls ---- */
@@ -52,7 +52,7 @@ static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *nam
     return fd;
 }
 
-/* Makes an empty file beside one that it is to replace; `beside` gets its name. */
+/* Makes an empty file beside one that it will replace. beside: out, its name. */
 static int dtrain__file_sys_open_beside(int directory, const char *name, char beside[256])
 {
     DTRAIN__FILE_TRY("open");
@@ -65,7 +65,7 @@ static int dtrain__file_sys_stat(int fd, struct stat *status)
     return fstat(fd, status);
 }
 
-/* follow = 0: of a link itself. */
+/* follow 0: gives the status of a link itself. */
 static int dtrain__file_sys_stat_at(int directory, const char *name, struct stat *status, int follow)
 {
     DTRAIN__FILE_TRY("stat");
@@ -88,7 +88,7 @@ static ssize_t dtrain__file_sys_write(int fd, const void *data, size_t bytes)
     return write(fd, data, DTRAIN__FILE_LIMIT("write", bytes));
 }
 
-/* Brings what was written to the disk itself: fsync leaves it in the drive's cache on macOS. */
+/* Syncs to the disk itself. On macOS fsync alone leaves data in the drive's cache. */
 static int dtrain__file_sys_sync(int fd)
 {
     DTRAIN__FILE_TRY("sync");
@@ -117,14 +117,15 @@ static int dtrain__file_sys_mkdir(int directory, const char *name)
     return mkdirat(directory, name, 0777);
 }
 
-/* Takes, or gives back, a lock of a range of a file; never waits. */
+/* Locks or unlocks a range of a file without waiting. */
 static int dtrain__file_sys_lock(int fd, int command, struct flock *range)
 {
     DTRAIN__FILE_TRY("lock");
     return fcntl(fd, command, range);
 }
 
-/* A descriptor is gone whatever close says; what it says, on NFS, is that earlier writes were lost. */
+/* Closes a descriptor. Even if close fails, the descriptor is closed. On NFS an error means that earlier writes are
+ * lost. */
 static DTRAIN__NOINLINE int dtrain__file_sys_close(int fd)
 {
     int result = close(fd);
@@ -154,7 +155,7 @@ static DTRAIN__NOINLINE void dtrain__file_close(int fd)
         dtrain__file_sys_close(fd);
 }
 
-/* Opens a directory, "." for that of the descriptor itself. */
+/* Opens a directory; the name "." opens that of the descriptor again. */
 static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
 {
     *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
@@ -163,7 +164,7 @@ static dtrain_status dtrain__file_open_directory(int *fd, int directory, const c
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name, strerror(errno));
 }
 
-/* Gives the size of an open file, if it is a regular one. */
+/* Gives the size of an open file. The file must be a regular one. */
 static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name, const char *what)
 {
     struct stat status;
@@ -180,7 +181,7 @@ static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name
 /* Opens a regular file for reading and gives its size. */
 static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, const char *name, const char *what)
 {
-    /* a pipe without a writer would block: it is opened, looked at, and refused */
+    /* O_NONBLOCK: a pipe without a writer would block; so it opens and is refused */
     *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
     if (*fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name, strerror(errno));
@@ -192,7 +193,7 @@ static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, 
     return status;
 }
 
-/* Reads exactly bytes bytes from offset on. */
+/* Reads exactly `bytes` bytes from offset on. */
 static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uint64_t offset, const char *name,
                                           const char *what)
 {
@@ -217,9 +218,11 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
     return DTRAIN_OK;
 }
 
-/* Reads text, `bytes` bytes from an offset on, into memory that grows with what came: a file may claim gigabytes and
- * hold none. No text has a zero byte, which is what holes read as: reading stops behind the first. *have: bytes read.
- * dtrain__free(allocator, *data), also after an error. */
+/* Reads a text of `bytes` bytes from an offset on. Memory grows with the bytes read, since a file may claim gigabytes
+ * and hold none. A text has no zero byte, but holes read as zeros: reading stops after the first one.
+ *
+ *   data   out: free it with dtrain__free, also after an error
+ *   have   out: the number of bytes read */
 static dtrain_status dtrain__file_read_text(int fd, uint64_t offset, uint64_t bytes, dtrain_allocator *allocator,
                                             unsigned char **data, size_t *have, const char *name, const char *what)
 {
@@ -243,7 +246,7 @@ static dtrain_status dtrain__file_read_text(int fd, uint64_t offset, uint64_t by
     return status;
 }
 
-/* Reads a whole file of text, of at most `most` bytes, into memory of the allocator; dtrain__free(allocator, *data). */
+/* Reads a whole text file of at most `most` bytes into memory of the allocator. Free *data with dtrain__free. */
 static dtrain_status dtrain__file_read_all(int directory, const char *name, uint64_t most, dtrain_allocator *allocator,
                                            void **data, size_t *bytes, const char *what)
 {
@@ -278,8 +281,9 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
 
 /* ---- writing ---- */
 
-/* A write to a pipe that nobody reads, and one beyond the file-size limit, also raise a signal in the thread; the
- * library raises none. Both are held back around the write, and taken away if the write brought them. */
+/* The library raises no signals. But a write to a pipe without a reader raises SIGPIPE in the thread, and one beyond
+ * the file-size limit raises SIGXFSZ. Both are blocked during a write, and removed afterwards if the write raised
+ * them. */
 typedef struct dtrain__file_signals {
     sigset_t before, held, pending;
 } dtrain__file_signals;
@@ -317,7 +321,7 @@ static int dtrain__file_write_all(int fd, const void *data, size_t bytes)
         if (n < 0 && errno != EINTR)
             error = errno;
         else if (n == 0)
-            error = EIO; /* no system does it for bytes > 0; to try again for ever is worse */
+            error = EIO; /* no system does this, but an endless loop would be worse */
         from += n > 0 ? n : 0;
         bytes -= n > 0 ? (size_t)n : 0;
     }
@@ -334,7 +338,7 @@ static int dtrain__file_sync(int fd)
     return result == 0 ? 0 : errno;
 }
 
-/* The same of a directory, whose entries some file systems keep safe by themselves and say EINVAL. */
+/* Syncs a directory. Some file systems return EINVAL, as they sync entries by themselves. */
 static int dtrain__file_sync_directory(int fd)
 {
     int error = dtrain__file_sync(fd);
@@ -343,8 +347,8 @@ static int dtrain__file_sync_directory(int fd)
 
 /* ---- names ---- */
 
-/* Whether a name from outside is that of a file in the directory itself, and nothing else on any system: no separator,
- * no drive, no "." or "..", no control character, at most 255 bytes. */
+/* Returns whether a name from a file is plain: on every system it names an entry of the directory itself. It has no
+ * separator, drive or control character, is not "." or "..", and has at most 255 bytes. */
 static int dtrain__file_plain_name(const char *name, size_t length)
 {
     if (length == 0 || length > 255 || (length <= 2 && name[0] == '.' && name[length - 1] == '.'))
@@ -355,7 +359,7 @@ static int dtrain__file_plain_name(const char *name, size_t length)
     return 1;
 }
 
-/* Opens the directory that a path's last part is in; `last` points into path. A path that ends in a slash has none. */
+/* Opens the directory that holds a path's last part. last: out, points into path. A path must not end in a slash. */
 static dtrain_status dtrain__file_open_parent(int *fd, const char **last, const char *path, const char *what)
 {
     const char *slash = strrchr(path, '/');
@@ -373,12 +377,12 @@ static dtrain_status dtrain__file_open_parent(int *fd, const char **last, const 
 
 /* ---- replacing ---- */
 
-/* A file that is being written beside its place. */
+/* A new file, written beside the place that it will take. */
 typedef struct dtrain__file_temp {
     int directory; /* not owned */
     int fd;        /* -1: none */
     const char *what;
-    const char *name; /* the place; not owned */
+    const char *name; /* of the place; not owned */
     char temporary[256];
 } dtrain__file_temp;
 
@@ -389,8 +393,8 @@ static dtrain_status dtrain__file_temp_fail(dtrain__file_temp *temp, const char 
                         temp->what, step, temp->name, strerror(error));
 }
 
-/* Refuses a place where something stands that is no file, before gigabytes are written: the rename would fail, or put a
- * file where a device or a pipe was. */
+/* Refuses a place that holds something other than a file, before gigabytes are written. The rename would fail, or
+ * replace a device or a pipe by a file. */
 static dtrain_status dtrain__file_place(int directory, const char *name, const char *what)
 {
     struct stat status;
@@ -402,7 +406,7 @@ static dtrain_status dtrain__file_place(int directory, const char *name, const c
         return DTRAIN_OK;
     if (S_ISLNK(status.st_mode) && (dtrain__file_sys_stat_at(directory, name, &status, 1) != 0 ||
                                     S_ISREG(status.st_mode) || S_ISDIR(status.st_mode)))
-        return DTRAIN_OK; /* the link alone is replaced */
+        return DTRAIN_OK; /* only the link is replaced */
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" is %s", what, name,
                         S_ISDIR(status.st_mode)
                             ? "a directory: give the name of a file"
@@ -410,7 +414,7 @@ static dtrain_status dtrain__file_place(int directory, const char *name, const c
                               "the name of a file");
 }
 
-/* Makes an empty file beside `name` in a directory; both must last until the end. */
+/* Makes an empty file beside `name` in a directory. Both must stay valid until dtrain__file_temp_end. */
 static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int directory, const char *name, const char *what)
 {
     temp->directory = directory;
@@ -424,7 +428,7 @@ static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int direct
     return dtrain__file_temp_fail(temp, "make a file beside", errno);
 }
 
-/* A sink of dtrain_safetensors_write, whose user is a dtrain__file_temp. */
+/* A sink for dtrain_safetensors_write. user is a dtrain__file_temp. */
 static dtrain_status dtrain__file_temp_write(void *user, const void *data, size_t bytes)
 {
     dtrain__file_temp *temp = (dtrain__file_temp *)user;
@@ -432,9 +436,10 @@ static dtrain_status dtrain__file_temp_write(void *user, const void *data, size_
     return error == 0 ? DTRAIN_OK : dtrain__file_temp_fail(temp, "write", error);
 }
 
-/* Ends a file whose writing went as `status` says: brings it to the disk (unless no_sync) and puts it in its place, or
- * after an error removes it. An error of the last sync is that of the directory: the new file is then in place, and may
- * be gone after a power failure. */
+/* Finishes a new file: syncs it, unless no_sync, and moves it into its place. After an error it removes the file. If
+ * the last step, syncing the directory, fails, the new file is in place but may be lost after a power failure.
+ *
+ *   status   how the writing ended */
 static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_status status, int no_sync)
 {
     int error = status == DTRAIN_OK && !no_sync ? dtrain__file_sync(temp->fd) : 0;
@@ -455,7 +460,7 @@ static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_statu
     return DTRAIN_OK;
 }
 
-/* Writes a small file whole. */
+/* Writes a small file in one piece. */
 static dtrain_status dtrain__file_put(int directory, const char *name, const void *data, size_t bytes, int no_sync,
                                       const char *what)
 {
@@ -465,8 +470,8 @@ static dtrain_status dtrain__file_put(int directory, const char *name, const voi
                                : status;
 }
 
-/* Calls visit with every name of a directory but . and .., unsorted, until it returns what is not 0. Returns that, 0 or
- * an errno. */
+/* Calls visit with each name of a directory except . and .., unsorted, until visit returns something other than 0.
+ * Returns that, or an errno, or 0. */
 static int dtrain__file_list(int directory, int (*visit)(void *user, const char *name), void *user)
 {
     int fd = dtrain__file_sys_open(directory, ".", O_RDONLY | O_DIRECTORY), error;
@@ -490,18 +495,18 @@ static int dtrain__file_list(int directory, int (*visit)(void *user, const char 
 
 static int dtrain__file_remove_one(void *user, const char *name)
 {
-    /* of several errors the last one is seen, by the directory that is then not empty */
+    /* errors are ignored: the directory is then not empty, and its removal fails */
     dtrain__file_sys_unlink(*(const int *)user, name, 0);
     return 0;
 }
 
-/* Removes a directory that holds files alone. Returns 0 or an errno; ENOENT: there was none. */
+/* Removes a directory that holds only files. Returns 0 or an errno; ENOENT: there is no such directory. */
 static int dtrain__file_remove_directory(int directory, const char *name)
 {
     int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), error = 0;
     if (fd < 0)
         return errno;
-    for (int round = 0; round < 4; round++) { /* some systems skip entries when others go while they list */
+    for (int round = 0; round < 4; round++) { /* some systems skip entries if others are removed while they list */
         error = dtrain__file_list(fd, dtrain__file_remove_one, &fd);
         if (error == 0 && dtrain__file_sys_unlink(directory, name, AT_REMOVEDIR) != 0)
             error = errno;

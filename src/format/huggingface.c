@@ -1,16 +1,16 @@
 /* ---- >>huggingface ----
- * Models as Hugging Face keeps them: one file, or several and an index that maps each tensor's name to its file. What
- * an index says is checked against the files, both ways (S6): loaders that take whatever a file holds load tensors that
- * the index does not know. S1 to S6 in texts are the rules of that layout. */
+ * Models of Hugging Face: one file, or several and an index that maps each tensor's name to its file. Index and files
+ * are checked against each other in both directions (S6). Loaders without such a check may load tensors that the index
+ * does not name. Texts number the rules of the layout S1 to S6. */
 #ifndef DTRAIN__HUGGINGFACE
 #define DTRAIN__HUGGINGFACE
 #include "safetensors_write.c"
 
 #define DTRAIN__HUGGINGFACE_FILE "model.safetensors"
 #define DTRAIN__HUGGINGFACE_INDEX "model.safetensors.index.json"
-#define DTRAIN__HUGGINGFACE_MOST 5000000000u /* bytes of tensors a file */
+#define DTRAIN__HUGGINGFACE_MOST 5000000000u /* bytes of tensors per file */
 
-/* One line of an index's map. The name comes first, as the table of names wants it. */
+/* One line of an index's weight_map. The name comes first, as the table of names requires. */
 typedef struct dtrain__huggingface_line {
     dtrain__names_text name, file;
     size_t shard;
@@ -19,20 +19,20 @@ typedef struct dtrain__huggingface_line {
 typedef struct dtrain__huggingface_shard {
     dtrain__names_text name;
     dtrain_safetensors *file;
-    size_t first; /* of the model's tensors */
-    size_t lines; /* of the map that name it */
+    size_t first; /* the number of its first tensor in the model */
+    size_t lines; /* how many lines of the map name this file */
 } dtrain__huggingface_shard;
 
 struct dtrain_safetensors_model {
     dtrain_allocator *allocator, own;
     char label[256];
-    void *index; /* the index, its texts unescaped; NULL: there is one file and no index */
+    void *index; /* the index, with its texts unescaped; NULL: one file and no index */
     size_t index_bytes;
     dtrain__huggingface_line *lines;
     size_t line_count;
     dtrain_safetensors_pair *pairs; /* of the index */
     size_t pair_count;
-    dtrain__huggingface_shard *shards; /* in the order of their names */
+    dtrain__huggingface_shard *shards; /* sorted by name */
     size_t shard_count, count;
     dtrain__names names, keys;
     uint64_t total_size;
@@ -65,10 +65,10 @@ static dtrain_status dtrain__huggingface_memory(const dtrain_safetensors_model *
 typedef struct dtrain__huggingface_parser {
     dtrain_safetensors_model *model;
     dtrain__json_reader json;
-    dtrain_status status; /* the first error; nothing is read after it */
+    dtrain_status status; /* the first error, which ends the parsing */
 } dtrain__huggingface_parser;
 
-/* Reads the next token; ERROR after an error of any kind. */
+/* Reads the next token. After an error of any kind it returns ERROR. */
 static dtrain__json_kind dtrain__huggingface_next(dtrain__huggingface_parser *parser, dtrain__json_token *token)
 {
     if (parser->status != DTRAIN_OK)
@@ -84,7 +84,7 @@ static dtrain__names_text dtrain__huggingface_text(dtrain__huggingface_parser *p
     return dtrain__safetensors_text(&parser->json, (unsigned char *)parser->model->index, token);
 }
 
-/* Reads a line of the weight map, whose key is given. */
+/* Reads a line of the weight_map, after its key. */
 static dtrain_status dtrain__huggingface_line_read(dtrain__huggingface_parser *parser, const dtrain__json_token *key)
 {
     dtrain_safetensors_model *model = parser->model;
@@ -107,7 +107,7 @@ static dtrain_status dtrain__huggingface_line_read(dtrain__huggingface_parser *p
     return DTRAIN_OK;
 }
 
-/* Reads a pair of the metadata, whose key is given. Keeps texts; total_size is the one number that is looked at. */
+/* Reads a pair of the metadata, after its key. It keeps texts, and uses no number but total_size. */
 static dtrain_status dtrain__huggingface_pair_read(dtrain__huggingface_parser *parser, const dtrain__json_token *key)
 {
     dtrain_safetensors_model *model = parser->model;
@@ -117,7 +117,7 @@ static dtrain_status dtrain__huggingface_pair_read(dtrain__huggingface_parser *p
     if (name.length == 10 && memcmp(name.text, "total_size", 10) == 0)
         model->has_total = dtrain__json_u64(&parser->json, &token, &model->total_size);
     if (kind != DTRAIN__JSON_STRING) {
-        dtrain__json_skip(&parser->json, &token); /* what is wrong there, the next token tells */
+        dtrain__json_skip(&parser->json, &token); /* the next token reports an error */
         return parser->status;
     }
     if (!DTRAIN__SAFETENSORS_ROOM(model->allocator, &parser->json, model->pairs, model->pair_count))
@@ -128,7 +128,7 @@ static dtrain_status dtrain__huggingface_pair_read(dtrain__huggingface_parser *p
     return DTRAIN_OK;
 }
 
-/* Reads one value of the index's object, whose key is given. */
+/* Reads one value of the index's object, after its key. */
 static dtrain_status dtrain__huggingface_part(dtrain__huggingface_parser *parser, const dtrain__json_token *key,
                                               int *has)
 {
@@ -156,7 +156,7 @@ static dtrain_status dtrain__huggingface_part(dtrain__huggingface_parser *parser
     return parser->status;
 }
 
-/* Builds a table over an array of the index in which no text comes twice; where: the array's name. */
+/* Builds a table over an array of the index. A duplicate is an error. where: the array's name. */
 static dtrain_status dtrain__huggingface_unique(dtrain_safetensors_model *model, dtrain__names *names,
                                                 const void *array, size_t stride, size_t count, const char *where)
 {
@@ -182,7 +182,7 @@ static dtrain_status dtrain__huggingface_index(dtrain_safetensors_model *model)
                                           token.begin);
     while (dtrain__huggingface_next(&parser, &token) == DTRAIN__JSON_KEY)
         parser.status = dtrain__huggingface_part(&parser, &token, &has);
-    dtrain__huggingface_next(&parser, &token); /* the end, or what follows it */
+    dtrain__huggingface_next(&parser, &token); /* END, or an error if more follows */
     if (parser.status != DTRAIN_OK)
         return parser.status;
     if (model->line_count == 0)
@@ -204,7 +204,7 @@ static int dtrain__huggingface_compare_lines(const void *left, const void *right
     return dtrain__safetensors_compare_text((*a)->file.text, (*a)->file.length, (*b)->file.text, (*b)->file.length);
 }
 
-/* Gives each line of the map the number of its file, in the order of the files' names. */
+/* Numbers the files in the order of their names, and gives each line of the map the number of its file. */
 static dtrain_status dtrain__huggingface_number(dtrain_safetensors_model *model)
 {
     size_t bytes = model->line_count * sizeof(dtrain__huggingface_line *), files = 1;
@@ -227,7 +227,7 @@ static dtrain_status dtrain__huggingface_number(dtrain_safetensors_model *model)
     return model->shards != NULL ? DTRAIN_OK : dtrain__huggingface_memory(model);
 }
 
-/* Finds what one file holds that is not its own. */
+/* Reports a tensor that a file holds and the index does not put there. */
 static dtrain_status dtrain__huggingface_stray(const dtrain_safetensors_model *model, size_t shard)
 {
     const dtrain_safetensors *file = model->shards[shard].file;
@@ -309,7 +309,7 @@ static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *mode
     return status;
 }
 
-/* Whether a directory has a file, or what a link of that name points to. */
+/* Returns whether a directory has a file, or a link to one. */
 static int dtrain__huggingface_has(int directory, const char *name)
 {
     int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK), there = fd >= 0 || errno != ENOENT;
@@ -407,7 +407,7 @@ DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_tensor(cons
         *file = NULL;
     if (model == NULL || i >= model->count)
         return NULL;
-    while (high - low > 1) { /* the last file that begins at i or before; empty ones begin where the next does */
+    while (high - low > 1) { /* the last file that starts at or before i; empty ones start where the next does */
         size_t middle = low + (high - low) / 2;
         if (model->shards[middle].first <= i)
             low = middle;

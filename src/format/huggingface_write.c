@@ -1,15 +1,15 @@
 /* ---- >>huggingface writing ----
- * A model as one file, or as several and an index, made in a directory beside its place and renamed when all of it is
- * on the disk, the index last. And a table of parameters as one file. */
+ * Writes a model as one file, or as several and an index. They are written to a directory beside its place, the index
+ * last. When all of them are on the disk, the directory is renamed. */
 #ifndef DTRAIN__HUGGINGFACE_WRITE
 #define DTRAIN__HUGGINGFACE_WRITE
 #include "huggingface.c"
 
-/* A model to be written. */
+/* A model to write. */
 typedef struct dtrain__huggingface_plan {
     dtrain_allocator *allocator, own;
-    dtrain_safetensors_source *sources; /* those that are stored, in the given order; then, unsorted, those dropped */
-    size_t *first;                      /* of the sources, by file; and one more */
+    dtrain_safetensors_source *sources; /* the stored ones, in the caller's order */
+    size_t *first;                      /* for each file its first source; then their number */
     size_t count, kept, files;
     dtrain_safetensors_pair *pairs;
     size_t pair_count;
@@ -23,7 +23,7 @@ static DTRAIN__NOINLINE size_t dtrain__huggingface_length(const dtrain_safetenso
 
 static uint64_t dtrain__huggingface_bytes(const dtrain_safetensors_source *source)
 {
-    uint64_t count = 1; /* checked before: nothing overflows */
+    uint64_t count = 1; /* sizes have been checked: nothing overflows */
     for (int d = 0; d < source->ndim; d++)
         count *= source->shape[d];
     return count * dtrain_dtype_bits(source->dtype) / 8;
@@ -37,7 +37,7 @@ static int dtrain__huggingface_compare_names(const void *left, const void *right
                                             dtrain__huggingface_length(b));
 }
 
-/* Orders by what makes two sources the same tensor, then by name. */
+/* Compares what makes two sources the same tensor: data, dtype and shape. */
 static int dtrain__huggingface_compare_data(const dtrain_safetensors_source *a, const dtrain_safetensors_source *b)
 {
     if (a->data != b->data)
@@ -57,7 +57,7 @@ static int dtrain__huggingface_compare_sources(const void *left, const void *rig
     return order != 0 ? order : dtrain__huggingface_compare_names(left, right);
 }
 
-/* Whether the metadata have another use for a name, so that it cannot be mapped there. */
+/* Returns whether a name is already a key of the metadata, so the metadata cannot map it to a tensor. */
 static int dtrain__huggingface_taken(const dtrain__names *keys, const dtrain_safetensors_source *source)
 {
     size_t length = dtrain__huggingface_length(source), index;
@@ -65,7 +65,7 @@ static int dtrain__huggingface_taken(const dtrain__names *keys, const dtrain_saf
            dtrain__names_find(keys, source->name, length, &index);
 }
 
-/* Copies the sources that are stored, and maps the names of others to them: metadata[dropped] = kept. */
+/* Copies the sources to store, and maps the names of the others to them: metadata[dropped] = kept. */
 static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, const dtrain_safetensors_source *sources,
                                                const dtrain__names *keys)
 {
@@ -116,7 +116,7 @@ static dtrain_status dtrain__huggingface_map(dtrain__huggingface_plan *plan, con
     return status;
 }
 
-/* Deals the tensors to files in their order, a new one whenever the next would not fit. */
+/* Assigns the tensors to files in their order. If a tensor does not fit, it starts a new file. */
 static void dtrain__huggingface_deal(dtrain__huggingface_plan *plan, uint64_t most)
 {
     uint64_t held = 0;
@@ -140,13 +140,13 @@ static void dtrain__huggingface_plan_end(dtrain__huggingface_plan *plan)
     dtrain__free(plan->allocator, plan->sources);
 }
 
-/* Whether a pair with its lengths filled in has that key, which need not end with a zero byte. */
+/* Returns whether a pair has the key. Its lengths are filled in; its key need not end with a zero byte. */
 static int dtrain__huggingface_is(const dtrain_safetensors_pair *pair, const char *key)
 {
     return pair->key_length == strlen(key) && memcmp(pair->key, key, pair->key_length) == 0;
 }
 
-/* The caller's metadata, and format where it says none. All were checked before; lengths are filled in. */
+/* Copies the caller's metadata, and adds "format" if it has none. All pairs have been checked. Fills in lengths. */
 static void dtrain__huggingface_metadata(dtrain__huggingface_plan *plan, const dtrain_safetensors_write_desc *desc)
 {
     static const dtrain_safetensors_pair format = {"format", 6, "pt", 2};
@@ -169,7 +169,7 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
     size_t pairs = count + (desc != NULL ? desc->metadata_count : 0) + 1;
     uint64_t bytes;
     dtrain_status status =
-        dtrain_safetensors_size(&bytes, sources, count, desc); /* which checks all of them together */
+        dtrain_safetensors_size(&bytes, sources, count, desc); /* checks all arguments */
     memset(plan, 0, sizeof *plan);
     if (status != DTRAIN_OK)
         return status;
@@ -199,7 +199,7 @@ static void dtrain__huggingface_file_name(char out[64], size_t index, size_t fil
         snprintf(out, 64, "model-%05zu-of-%05zu.safetensors", index + 1, files);
 }
 
-/* Prints the index, names sorted; `names` has the stored sources in that order. */
+/* Prints the index. names: the stored sources, sorted by name. */
 static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
                                         const dtrain_safetensors_source *const *names, void *out, size_t capacity)
 {
@@ -212,7 +212,7 @@ static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
     dtrain__json_begin(&json, 1);
     for (size_t i = 0; i < plan->pair_count; i++) {
         const dtrain_safetensors_pair *pair = &plan->pairs[i];
-        if (dtrain__huggingface_is(pair, "total_size")) /* which is ours to say */
+        if (dtrain__huggingface_is(pair, "total_size")) /* written below */
             continue;
         dtrain__json_write_key(&json, pair->key, pair->key_length);
         dtrain__json_write_string(&json, pair->value, pair->value_length);
@@ -286,7 +286,7 @@ static int dtrain__huggingface_not_empty(void *user, const char *name)
     return ENOTEMPTY;
 }
 
-/* Refuses a place that is taken, before gigabytes are written. */
+/* Refuses a place that is in use, before gigabytes are written. */
 static dtrain_status dtrain__huggingface_free_place(int parent, const char *name)
 {
     int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
@@ -296,7 +296,7 @@ static dtrain_status dtrain__huggingface_free_place(int parent, const char *name
     if (fd >= 0)
         error = dtrain__file_list(fd, dtrain__huggingface_not_empty, NULL);
     dtrain__file_close(fd);
-    if (error == ENOTDIR || error == ELOOP || error == ENOTEMPTY) /* a link would not be followed by the rename */
+    if (error == ENOTDIR || error == ELOOP || error == ENOTEMPTY) /* the rename would not follow a link */
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "safetensors_model_save: \"%s\" exists and is %s: choose another name, or move it away",
                             name, error == ENOTEMPTY ? "not empty" : "not a directory");
@@ -306,8 +306,7 @@ static dtrain_status dtrain__huggingface_free_place(int parent, const char *name
     return DTRAIN_OK;
 }
 
-/* Writes the model beside its place, then moves it there. Each file was brought to the disk with its entry in the
- * directory. */
+/* Writes the model beside its place, then moves it there. Writing a file syncs it and its entry in the directory. */
 static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan *plan, int parent, const char *name,
                                                  const dtrain_safetensors_write_desc *desc)
 {

@@ -1,8 +1,9 @@
 /* ---- >>names ----
- * A hash table over texts that lie in an array of structs, each of which begins with the text's address and length. It
- * is built once, over all of them, and finds duplicates on the way. Texts come from files, so the hash is keyed by
- * bytes that nobody can guess: whoever chooses the texts does not choose what collides.
- * Source of the hash: SipHash-1-3, Aumasson and Bernstein, INDOCRYPT 2012. */
+ * A hash table over an array of structs, each of which begins with the address and length of a text. It is built once,
+ * over the whole array, and that finds duplicates too. Texts come from files, so the hash has a random key: nobody can
+ * choose texts that collide.
+ *
+ *   source   SipHash-1-3: Aumasson and Bernstein, INDOCRYPT 2012 */
 #ifndef DTRAIN__NAMES
 #define DTRAIN__NAMES
 #include "../base/memory.c"
@@ -16,7 +17,7 @@ typedef struct dtrain__names_text {
 
 typedef struct dtrain__names_entry {
     uint32_t hash;
-    uint32_t index; /* in the array, and one more; 0: free */
+    uint32_t index; /* in the array, plus 1; 0: free */
 } dtrain__names_entry;
 
 typedef struct dtrain__names {
@@ -24,12 +25,12 @@ typedef struct dtrain__names {
     const void *array;
     size_t stride; /* bytes from one struct to the next */
     dtrain__names_entry *slots;
-    size_t mask; /* slots are a power of two, and this is one less */
-    int shift;   /* a text's place is what its hash has above so many bits */
+    size_t mask; /* the number of slots, a power of two, minus 1 */
+    int shift;   /* hash >> shift is the first slot to try */
 } dtrain__names;
 
-/* Slots on their way into a large table. Each bin is for one stretch of the table and empties into it when it is full,
- * so that few pages of memory are visited at a time. */
+/* A buffer for slots of a large table. Each bin is for one stretch of the table and empties into it when it is full. So
+ * the build visits few pages of memory at a time. */
 enum { DTRAIN__NAMES_BINS = 2048, DTRAIN__NAMES_BIN = 64 };
 
 typedef struct dtrain__names_bins {
@@ -96,8 +97,8 @@ static int dtrain__names_same(const dtrain__names_text *a, const dtrain__names_t
     return a->length == b->length && (a->length == 0 || memcmp(a->text, b->text, a->length) == 0);
 }
 
-/* The slot of the text that a struct begins with: its own, or the free one where it belongs. The struct is not read
- * until a slot has its hash: it may be as far away as the slots are. */
+/* Returns the slot of the text that a struct begins with: its own, or the free one where it belongs. It reads the
+ * struct only if a slot has the same hash, since that may be a cache miss. */
 static dtrain__names_entry *dtrain__names_slot(const dtrain__names *names, uint32_t hash, const void *element)
 {
     for (size_t at = hash >> names->shift;; at = (at + 1) & names->mask) {
@@ -113,7 +114,7 @@ static dtrain__names_entry *dtrain__names_slot(const dtrain__names *names, uint3
     }
 }
 
-/* Empties a bin into the table. Gives the least of `twice` and of its texts that came before. */
+/* Empties a bin into the table. Returns the smallest of `twice` and the indices of duplicates in the bin. */
 static size_t dtrain__names_empty(dtrain__names *names, const dtrain__names_entry *bin, int used, size_t twice)
 {
     for (int i = 0; i < used; i++)
@@ -129,7 +130,7 @@ static size_t dtrain__names_empty(dtrain__names *names, const dtrain__names_entr
     return twice;
 }
 
-/* Enters all texts; gives the first that comes twice, or count. Equal texts meet in one bin, in their order. */
+/* Enters all texts. Returns the index of the first duplicate, or count. Equal texts go to one bin, in their order. */
 static size_t dtrain__names_enter(dtrain__names *names, dtrain__names_bins *bins, int bin_shift, size_t count)
 {
     size_t twice = count;
@@ -156,10 +157,10 @@ static void dtrain__names_free(dtrain__names *names, dtrain_allocator *allocator
     names->slots = NULL;
 }
 
-/* Builds the table over an array that stays where it is. Returns 0 when there is no memory.
+/* Builds the table over an array, which must stay in place. Returns 0 if there is no memory.
  *
  *   count   below 2^31
- *   twice   out: the first element whose text came before; count: none */
+ *   twice   out: the first element whose text is a duplicate; count: none is */
 static int dtrain__names_build(dtrain__names *names, dtrain_allocator *allocator, const void *array, size_t stride,
                                size_t count, size_t *twice)
 {
@@ -188,7 +189,7 @@ static int dtrain__names_build(dtrain__names *names, dtrain_allocator *allocator
     return built;
 }
 
-/* Gives the index of a text; 0 when the table has it not, or was not built. */
+/* Finds the index of a text. Returns 0 if the table does not have it, or was not built. */
 static int dtrain__names_find(const dtrain__names *names, const char *text, size_t length, size_t *index)
 {
     if (names->slots == NULL || (text == NULL && length > 0))

@@ -1,12 +1,16 @@
 /* ---- >>safetensors header ----
- * A file's header: read into memory of our own, parsed in one pass, sorted by place, and checked by every
- * rule of the format before the file is given out. The rules are numbered R1 to R20 as in the error texts below:
- * R1-R3 frame the header, R4-R15 are its JSON, R16-R20 the layout of the data. Stricter than the reference in what it
- * leaves to chance: a name, key or field that comes twice is refused (R12), as are entries that are not objects.
+ * A file's header. It is copied, parsed in one pass, sorted by place in the file, and checked by every rule of the
+ * format before a caller gets the file. Error texts number the rules:
  *
- * Nothing is allocated from a number in the file before it was compared with the file's size; what is allocated grows
- * with entries that were parsed. Texts are unescaped where they lie, behind the reader, and get a zero byte in place
- * of their closing quote. */
+ *   R1 - R3     the frame of the header
+ *   R4 - R15    its JSON
+ *   R16 - R20   the layout of the data
+ *
+ * The reference leaves some cases to chance. Here duplicates of names, keys and fields are errors (R12), and so are
+ * entries that are not objects.
+ *
+ * Before a number in the file decides an allocation, it is compared with the file's size. Other memory grows with
+ * the entries that are parsed. Texts are unescaped in place, behind the reader. A zero byte follows each. */
 #ifndef DTRAIN__SAFETENSORS
 #define DTRAIN__SAFETENSORS
 #include "safetensors.h"
@@ -17,23 +21,23 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__SAFETENSORS_HEADER_MOST 100000000u /* R2 */
 #define DTRAIN__SAFETENSORS_METADATA "__metadata__"
 
-/* A tensor and what only its checks need. The name comes first, as the table of names wants it. */
+/* A tensor, with fields for its checks. The name comes first, as the table of names requires. */
 typedef struct dtrain__safetensors_entry {
     dtrain_safetensors_tensor tensor;
-    uint32_t at;       /* of its key in the header */
-    uint32_t shape_at; /* of its sizes among the shapes */
-    int overflow;      /* its sizes multiply to more than 64 bits */
+    uint32_t at;       /* the offset of its key in the header */
+    uint32_t shape_at; /* the index of its first size in shapes */
+    int overflow;      /* 1: the product of its sizes has more than 64 bits */
 } dtrain__safetensors_entry;
 
 struct dtrain_safetensors {
     dtrain_allocator *allocator, own;
-    char label[256];             /* for texts */
-    int fd;                      /* -1: memory alone */
-    const unsigned char *memory; /* the whole file: the mapping, or the caller's; NULL: neither */
+    char label[256];             /* its name in texts */
+    int fd;                      /* -1: the file is in memory */
+    const unsigned char *memory; /* the whole file, mapped or the caller's; NULL: neither */
     void *mapping;
     uint64_t file_bytes, header_bytes;
-    unsigned char *header; /* header_have bytes, texts unescaped */
-    size_t header_have;    /* have: header_bytes - 8, or up to a zero byte that ends it early */
+    unsigned char *header; /* its texts are unescaped */
+    size_t header_have;    /* bytes of header: header_bytes - 8, or fewer if a zero byte ends it */
     dtrain__safetensors_entry *entries;
     size_t count;
     dtrain_safetensors_pair *pairs;
@@ -46,16 +50,16 @@ struct dtrain_safetensors {
 typedef struct dtrain__safetensors_parser {
     dtrain_safetensors *file;
     dtrain__json_reader json;
-    const dtrain__safetensors_entry *entry; /* under way; NULL: none */
-    dtrain__names_text *fields;             /* keys of the objects under way that are ignored, and of the entry's own */
+    const dtrain__safetensors_entry *entry; /* the current one; NULL: none */
+    dtrain__names_text *fields;             /* keys of open objects that are ignored, and unknown keys of the entry */
     size_t field_count;
     int has_metadata;
-    dtrain_status status; /* the first error; nothing is read after it */
+    dtrain_status status; /* the first error, which ends the parsing */
 } dtrain__safetensors_parser;
 
 /* ---- errors ---- */
 
-/* Makes a name from a file fit for a line of text: at most 60 bytes, nothing that is no character. */
+/* Makes a name from a file fit for an error text: at most 60 bytes, all of them printable. */
 static const char *dtrain__safetensors_quote(char out[64], const char *text, size_t length)
 {
     size_t at = 0;
@@ -75,7 +79,7 @@ static const char *dtrain__safetensors_quote(char out[64], const char *text, siz
     return out;
 }
 
-/* Reports a broken rule: where (a byte of the file), of which tensor (NULL: none), and what is wrong. */
+/* Reports a broken rule. at: the byte of the file. tensor: NULL if the rule is not about one. */
 __attribute__((format(printf, 5, 6))) static dtrain_status
 dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
                            const dtrain_safetensors_tensor *tensor, const char *format, ...)
@@ -99,7 +103,7 @@ static dtrain_status dtrain__safetensors_memory(const dtrain_safetensors *file)
                         (unsigned long long)file->header_bytes);
 }
 
-/* Reports a rule of the JSON, at an offset of the header. */
+/* Reports a broken rule of the JSON at an offset of the header. */
 static DTRAIN__NOINLINE void dtrain__safetensors_bad(dtrain__safetensors_parser *parser, int rule, size_t offset,
                                                      const char *text)
 {
@@ -108,7 +112,7 @@ static DTRAIN__NOINLINE void dtrain__safetensors_bad(dtrain__safetensors_parser 
                                                     parser->entry != NULL ? &parser->entry->tensor : NULL, "%s", text);
 }
 
-/* Reports a key that comes twice: of an entry, or NULL, of the header. */
+/* Reports a duplicate key: of an entry, or, if entry is NULL, of the header. */
 static dtrain_status dtrain__safetensors_twice(const dtrain_safetensors *file, const dtrain__safetensors_entry *entry,
                                                dtrain__names_text name)
 {
@@ -119,7 +123,7 @@ static dtrain_status dtrain__safetensors_twice(const dtrain_safetensors *file, c
                                       dtrain__safetensors_quote(quoted, name.text, name.length));
 }
 
-/* Builds a table of the texts that the structs of an array begin with, of which none comes twice. */
+/* Builds a table of the texts that the structs of an array begin with. A duplicate is an error. */
 static dtrain_status dtrain__safetensors_unique(const dtrain_safetensors *file, dtrain__names *names, const void *array,
                                                 size_t stride, size_t count)
 {
@@ -131,7 +135,7 @@ static dtrain_status dtrain__safetensors_unique(const dtrain_safetensors *file, 
 
 /* ---- JSON ---- */
 
-/* Reads the next token; ERROR after an error of any kind. */
+/* Reads the next token. After an error of any kind it returns ERROR. */
 static dtrain__json_kind dtrain__safetensors_next(dtrain__safetensors_parser *parser, dtrain__json_token *token)
 {
     static const int rules[] = {5, 6, 4, 8};
@@ -142,8 +146,8 @@ static dtrain__json_kind dtrain__safetensors_next(dtrain__safetensors_parser *pa
     return token->kind;
 }
 
-/* Makes room for one more element of a growing array. Headers are even: how much room there will be need of is told by
- * how much of the header has made how many, once that is many. Three in a hundred more spare the copy at the end. */
+/* Makes room for one more element of a growing array. After 1000 elements it estimates the final count from the part of
+ * the header that has been read, since entries have similar lengths. It adds 3% to avoid a last copy. */
 #define DTRAIN__SAFETENSORS_ROOM(allocator, json, array, count) \
     dtrain__safetensors_room((allocator), (json), (void *)&(array), (count), sizeof *(array))
 
@@ -163,8 +167,8 @@ static int dtrain__safetensors_room(dtrain_allocator *allocator, const dtrain__j
     return grown != NULL;
 }
 
-/* Unescapes a STRING or KEY where it lies, in the text that the reader reads, and ends it with a zero byte, in the
- * place of its quote or before. */
+/* Unescapes a STRING or KEY in place, in the text that the reader reads. A zero byte follows it, at the place of the
+ * closing quote or before. */
 static dtrain__names_text dtrain__safetensors_text(const dtrain__json_reader *json, unsigned char *all,
                                                    const dtrain__json_token *token)
 {
@@ -178,7 +182,7 @@ static dtrain__names_text dtrain__safetensors_text(const dtrain__json_reader *js
     return name;
 }
 
-/* Remembers a key of an object, to find duplicates by. */
+/* Keeps a key of an object, to find duplicates later. */
 static void dtrain__safetensors_field(dtrain__safetensors_parser *parser, const dtrain__json_token *token)
 {
     if (!DTRAIN__SAFETENSORS_ROOM(parser->file->allocator, &parser->json, parser->fields, parser->field_count))
@@ -187,8 +191,8 @@ static void dtrain__safetensors_field(dtrain__safetensors_parser *parser, const 
         parser->fields[parser->field_count++] = dtrain__safetensors_text(&parser->json, parser->file->header, token);
 }
 
-/* Ends an object whose keys are those from `base` on: refuses duplicates, and forgets the keys. Objects are small, but
- * for those that mean harm. */
+/* Ends an object whose keys are those from `base` on. Refuses duplicates and forgets the keys. Only hostile files have
+ * large objects here. */
 static void dtrain__safetensors_fields_end(dtrain__safetensors_parser *parser, size_t base)
 {
     size_t count = parser->field_count - base, twice = count;
@@ -210,7 +214,7 @@ static void dtrain__safetensors_fields_end(dtrain__safetensors_parser *parser, s
         parser->status = dtrain__safetensors_twice(parser->file, parser->entry, fields[twice]);
 }
 
-/* Reads to the end of a value that nobody wants; its syntax and its keys are checked all the same. */
+/* Reads to the end of a value that is not used. It still checks the syntax and the keys. */
 static void dtrain__safetensors_ignore(dtrain__safetensors_parser *parser, const dtrain__json_token *value)
 {
     size_t base[DTRAIN__JSON_DEPTH + 1];
@@ -246,7 +250,7 @@ static void dtrain__safetensors_dtype(dtrain__safetensors_parser *parser, const 
     dtrain__safetensors_bad(parser, 13, value->begin, text);
 }
 
-/* Reads a whole number that is an element of a list, `what`; rule: which has such lists. */
+/* Reads a whole number of a list. rule and what: for the error if it is something else. */
 static uint64_t dtrain__safetensors_number(dtrain__safetensors_parser *parser, const dtrain__json_token *token,
                                            int rule, const char *what)
 {
@@ -256,7 +260,7 @@ static uint64_t dtrain__safetensors_number(dtrain__safetensors_parser *parser, c
     return value;
 }
 
-/* Keeps the sizes and multiplies them from left to right (R17). */
+/* Reads the sizes and multiplies them from left to right (R17). */
 static void dtrain__safetensors_shape(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
                                       dtrain__safetensors_entry *entry)
 {
@@ -277,7 +281,7 @@ static void dtrain__safetensors_shape(dtrain__safetensors_parser *parser, const 
             parser->status = dtrain__safetensors_memory(file);
             return;
         }
-        if ((count | size) > UINT32_MAX) /* division takes long */
+        if ((count | size) > UINT32_MAX) /* division is slow */
             entry->overflow |= size != 0 && count > UINT64_MAX / size;
         count *= size;
         file->shapes[file->shape_count++] = (size_t)size;
@@ -305,7 +309,7 @@ static void dtrain__safetensors_offsets(dtrain__safetensors_parser *parser, cons
         dtrain__safetensors_bad(parser, 15, value->begin, "it has fewer than two data_offsets");
 }
 
-/* Reads a tensor's entry, whose key is given. */
+/* Reads the entry of a tensor. name: its key, at offset `at` of the header. */
 static void dtrain__safetensors_entry_read(dtrain__safetensors_parser *parser, const dtrain__names_text *name,
                                            size_t at)
 {
@@ -353,7 +357,7 @@ static void dtrain__safetensors_entry_read(dtrain__safetensors_parser *parser, c
     parser->entry = NULL;
 }
 
-/* Reads the map of metadata, whose key was read last. */
+/* Reads the metadata, after its key. */
 static void dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser, size_t at)
 {
     dtrain_safetensors *file = parser->file;
@@ -361,7 +365,7 @@ static void dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser
     if (parser->has_metadata)
         dtrain__safetensors_bad(parser, 12, at, "\"" DTRAIN__SAFETENSORS_METADATA "\" comes twice");
     parser->has_metadata = 1;
-    if (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_NULL) /* as MLX writes it where there is none */
+    if (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_NULL) /* MLX writes null for none */
         return;
     if (token.kind != DTRAIN__JSON_OBJECT)
         dtrain__safetensors_bad(parser, 10, token.begin, "the metadata is not an object");
@@ -399,7 +403,7 @@ static dtrain_status dtrain__safetensors_parse(dtrain_safetensors *file)
         else
             dtrain__safetensors_entry_read(&parser, &name, at);
     }
-    dtrain__safetensors_next(&parser, &token); /* the end, or what follows it */
+    dtrain__safetensors_next(&parser, &token); /* END, or an error if more follows */
     dtrain__free(file->allocator, parser.fields);
     return parser.status == DTRAIN_OK
                ? dtrain__safetensors_unique(file, &file->keys, file->pairs, sizeof *file->pairs, file->pair_count)
@@ -423,8 +427,8 @@ static int dtrain__safetensors_before(const dtrain__safetensors_place *a, const 
     return a->begin != b->begin ? a->begin < b->begin : a->end < b->end;
 }
 
-/* Sorts by merging, stable, whatever the order was: the C library promises neither. Gives which of the two arrays holds
- * the result. */
+/* Sorts by merging. Unlike qsort it is stable, and takes n log n steps for any order. Returns which of the two arrays
+ * holds the result. */
 static dtrain__safetensors_place *dtrain__safetensors_merge(dtrain__safetensors_place *from,
                                                             dtrain__safetensors_place *to, size_t count)
 {
@@ -442,7 +446,7 @@ static dtrain__safetensors_place *dtrain__safetensors_merge(dtrain__safetensors_
     return from;
 }
 
-/* Brings the entries into the order of their data; of empty ones at one place, into that of the header. */
+/* Sorts the entries by the place of their data. Empty ones at the same place keep the order of the header. */
 static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
 {
     size_t count = file->count, sorted = 1, bytes = count * sizeof(dtrain__safetensors_place);
@@ -475,8 +479,8 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
     return good ? DTRAIN_OK : dtrain__safetensors_memory(file);
 }
 
-/* Checks one tensor's place and size; `from` is where the one before it ended. Texts give bytes of the data, as the
- * header does. */
+/* Checks one tensor's place and size. from: where the tensor before it ends. Texts count bytes from the start of the
+ * data, as the header does. */
 static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *file,
                                                      const dtrain__safetensors_entry *entry, uint64_t from)
 {
@@ -504,7 +508,7 @@ static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *f
     return DTRAIN_OK;
 }
 
-/* Checks all places, then counts them from the file's beginning, and gives entries their sizes. */
+/* Checks all places. Then it makes them relative to the start of the file, and gives entries their shapes. */
 static dtrain_status dtrain__safetensors_check(dtrain_safetensors *file)
 {
     uint64_t end = 0, data_bytes = file->file_bytes - file->header_bytes;

@@ -1,6 +1,6 @@
 /* ---- >>safetensors opening ----
- * Where a file's bytes come from (a path, a descriptor, memory), its first eight bytes (R1 to R3), the order in which
- * all is checked, and looking up what it holds. */
+ * Opening a path, a descriptor or memory: the first eight bytes (R1 to R3), then all other checks in order. And looking
+ * up tensors and metadata. */
 #ifndef DTRAIN__SAFETENSORS_OPEN
 #define DTRAIN__SAFETENSORS_OPEN
 #include "safetensors.c"
@@ -24,7 +24,7 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
                                           "its header has %llu bytes, and the file has %llu: it was cut",
                                           (unsigned long long)length, (unsigned long long)file->file_bytes);
     file->header_bytes = length + 8;
-    if (file->fd >= 0) /* up to a zero byte, which the parser refuses */
+    if (file->fd >= 0) /* it stops at a zero byte, which the parser refuses */
         return dtrain__file_read_text(file->fd, 8, length, file->allocator, &file->header, &file->header_have,
                                       file->label, "safetensors_open");
     file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, length > 0 ? (size_t)length : 1);
@@ -35,7 +35,7 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
     return DTRAIN_OK;
 }
 
-/* Maps the file, so that its data can be read in place. */
+/* Maps the file, so that dtrain_safetensors_view can give its data in place. */
 static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
 {
     file->mapping =
@@ -50,8 +50,11 @@ static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
     return DTRAIN_OK;
 }
 
-/* Reads and checks the header of a file: of a descriptor, which is the file's from here on, or where that is -1 of
- * memory. label: what texts call it. */
+/* Reads and checks the header of a file.
+ *
+ *   fd       the call takes ownership of it; -1: the file is in memory
+ *   memory   `bytes` bytes, if fd is -1
+ *   label    the file's name in texts */
 static dtrain_status dtrain__safetensors_make(dtrain_safetensors **out, int fd, const void *memory, uint64_t bytes,
                                               const dtrain_safetensors_desc *desc, const char *label)
 {
@@ -83,7 +86,7 @@ static dtrain_status dtrain__safetensors_make(dtrain_safetensors **out, int fd, 
     return status;
 }
 
-/* Opens a file of a directory; label is what texts call it. */
+/* Opens a file of a directory. label: its name in texts. */
 static dtrain_status dtrain__safetensors_open_at(dtrain_safetensors **file, int directory, const char *name,
                                                  const dtrain_safetensors_desc *desc, const char *label)
 {
@@ -155,8 +158,7 @@ static size_t dtrain__safetensors_metadata_count(const dtrain_safetensors *file)
     return file != NULL ? file->pair_count : 0;
 }
 
-/* Returns pair i of the metadata, in the order of the header; NULL beyond the last. Key and value are UTF-8, and a zero
- * byte follows each. */
+/* Returns pair i of the metadata, in the order of the header; NULL after the last. Zero bytes end key and value. */
 static const dtrain_safetensors_pair *dtrain__safetensors_metadata(const dtrain_safetensors *file, size_t i)
 {
     return file != NULL && i < file->pair_count ? &file->pairs[i] : NULL;
@@ -171,14 +173,14 @@ static const dtrain_safetensors_pair *dtrain__safetensors_metadata_find(const dt
     return &file->pairs[index];
 }
 
-/* The bytes before the data: 8 and the header with its padding. */
+/* Returns the number of bytes before the data: 8, and the header with its padding. */
 static uint64_t dtrain__safetensors_header_bytes(const dtrain_safetensors *file)
 {
     return file != NULL ? file->header_bytes : 0;
 }
 
-/* Gives what a reader of the data itself needs of an open file: its descriptor, and where the data is. Returns what
- * texts call it. */
+/* Gives an open file's descriptor and the place of its data, for callers that read the data themselves. Returns the
+ * file's name in texts. */
 static const char *dtrain__safetensors_data(const dtrain_safetensors *file, int *fd, uint64_t *data_begin,
                                             uint64_t *data_bytes)
 {

@@ -1,6 +1,6 @@
 /* ---- >>safetensors reading ----
- * Whole tensors and ranges of an open file. What needs no conversion is read to where it belongs, the rest through a
- * buffer on the stack. A file does not change, so that any number of threads may read. */
+ * Reading whole tensors and ranges of an open file. Without conversion, elements are read straight to their place.
+ * Others go through a buffer on the stack. Reading does not change the open file, so any number of threads may read. */
 #ifndef DTRAIN__SAFETENSORS_READ
 #define DTRAIN__SAFETENSORS_READ
 #include "../tensor/dtype.c"
@@ -8,16 +8,16 @@
 
 #define DTRAIN__SAFETENSORS_STAGE 32768 /* bytes on the stack */
 
-/* One reading call. */
+/* A call that reads. */
 typedef struct dtrain__safetensors_reading {
     dtrain_safetensors *file;
     const dtrain_safetensors_tensor *tensor;
     dtrain_dtype dtype;
     uint64_t bits;      /* of an element in the file */
-    unsigned char *out; /* where the next element goes; only the last may end inside a byte, and none does */
+    unsigned char *out; /* the place of the next element */
 } dtrain__safetensors_reading;
 
-/* Turns the bytes of numbers around, on machines that store them the other way; a complex number is two. */
+/* Reverses the bytes of each number, on big-endian machines. A complex number is two numbers. */
 static void dtrain__safetensors_swap(void *data, uint64_t bytes, dtrain_dtype dtype)
 {
     unsigned char *at = (unsigned char *)data;
@@ -48,10 +48,10 @@ static dtrain_status dtrain__safetensors_bytes(dtrain__safetensors_reading *read
                         dtrain__safetensors_quote(quoted, reading->tensor->name, reading->tensor->name_length));
 }
 
-/* Reads elements that follow each other: what needs no conversion straight to where it goes. */
+/* Reads `count` elements from element `begin` on. */
 static dtrain_status dtrain__safetensors_run(dtrain__safetensors_reading *reading, size_t begin, size_t count)
 {
-    /* float64 as large as the stage, and 16 bytes aligned, for the kernels that convert */
+    /* an array of uint64_t, so that the kernels that convert find it aligned */
     uint64_t stage[DTRAIN__SAFETENSORS_STAGE / sizeof(uint64_t)];
     uint64_t offset = reading->tensor->begin + (uint64_t)begin / 8 * reading->bits + begin % 8 * reading->bits / 8;
     dtrain_status status = DTRAIN_OK;
@@ -78,11 +78,11 @@ static dtrain_status dtrain__safetensors_run(dtrain__safetensors_reading *readin
     return status;
 }
 
-/* Checks what all reading calls have in common. */
+/* Begins a reading call: checks the arguments that all of them have. */
 static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_reading *reading, dtrain_safetensors *file,
                                                        const dtrain_safetensors_tensor *tensor, void *out,
                                                        dtrain_dtype dtype)
-{ /* a missing out is the caller's to refuse: nothing can be read to nowhere */
+{ /* callers check out themselves: it may be NULL if they read nothing */
     char quoted[64];
     if (file == NULL || tensor == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s is NULL, expected %s",

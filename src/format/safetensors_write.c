@@ -1,16 +1,20 @@
 /* ---- >>safetensors writing ----
- * Plans a file (order, places, header), then hands its bytes to a sink from the first to the last. The bytes are those
- * of the reference implementation: widest dtype first, then names in byte order; compact JSON; spaces up to a multiple
- * of 8. Its faults are refused or mended (a tensor that is called "__metadata__", a name twice, an empty map alone),
- * and metadata, whose order is by chance there, is sorted. All checks stand before the first byte. */
+ * Plans a file (order, places, header), then passes its bytes to a sink, from the first to the last. All checks come
+ * before the first byte. The bytes equal those of the reference implementation:
+ *
+ *   tensors   sorted by dtype, the widest first, then by the bytes of their names
+ *   header    compact JSON, padded with spaces to a multiple of 8 bytes
+ *
+ * There are exceptions. The reference writes metadata in a random order; here it is sorted. It writes no valid JSON for
+ * empty metadata without tensors. A tensor with the name "__metadata__" and a duplicate name are errors here. */
 #ifndef DTRAIN__SAFETENSORS_WRITE
 #define DTRAIN__SAFETENSORS_WRITE
 #include "safetensors_read.c"
 
-#define DTRAIN__SAFETENSORS_CHUNK ((size_t)8 << 20)   /* bytes of one call of the sink */
-#define DTRAIN__SAFETENSORS_FILL ((size_t)24 * 43690) /* of one call of a fill: whole elements of every dtype */
+#define DTRAIN__SAFETENSORS_CHUNK ((size_t)8 << 20)   /* bytes per call of the sink */
+#define DTRAIN__SAFETENSORS_FILL ((size_t)24 * 43690) /* bytes per call of a fill: whole elements of every dtype */
 
-/* A tensor to be written. The name comes first, as the table of names wants it. */
+/* A tensor to write. The name comes first, as the table of names requires. */
 typedef struct dtrain__safetensors_item {
     dtrain__names_text name;
     const dtrain_safetensors_source *source;
@@ -24,7 +28,7 @@ typedef struct dtrain__safetensors_plan {
     dtrain_safetensors_pair *pairs; /* sorted; lengths filled in */
     size_t pair_count;
     int has_metadata;
-    unsigned char *header; /* with the 8 bytes of its length */
+    unsigned char *header; /* begins with the 8 bytes of its length */
     size_t header_bytes;
     uint64_t data_bytes;
 } dtrain__safetensors_plan;
@@ -168,7 +172,7 @@ static void dtrain__safetensors_print_item(dtrain__json_writer *json, const dtra
     dtrain__json_end(json);
 }
 
-/* Prints the header into `capacity` bytes and gives those it has or would need. */
+/* Prints the header into `capacity` bytes. Returns the number of bytes that it needs. */
 static size_t dtrain__safetensors_print(const dtrain__safetensors_plan *plan, void *out, size_t capacity)
 {
     dtrain__json_writer json;
@@ -219,7 +223,7 @@ static void dtrain__safetensors_plan_end(dtrain__safetensors_plan *plan)
     dtrain__free(plan->allocator, plan->items);
 }
 
-/* Checks everything and makes the header; to be ended unless it fails. */
+/* Checks everything and makes the header. If it succeeds, end the plan with dtrain__safetensors_plan_end. */
 static dtrain_status dtrain__safetensors_plan_begin(dtrain__safetensors_plan *plan,
                                                     const dtrain_safetensors_source *sources, size_t count,
                                                     const dtrain_safetensors_write_desc *desc)
@@ -257,7 +261,7 @@ static dtrain_status dtrain__safetensors_plan_begin(dtrain__safetensors_plan *pl
     return status;
 }
 
-/* Says which callback has ended the writing, unless it has said why itself. */
+/* Reports which callback ended the writing, unless the callback has set an error text itself. */
 static dtrain_status dtrain__safetensors_ended(const dtrain__safetensors_item *item, const char *callback,
                                                dtrain_status status)
 {
@@ -270,7 +274,7 @@ static dtrain_status dtrain__safetensors_ended(const dtrain__safetensors_item *i
                         item != NULL ? "\"" : "");
 }
 
-/* Hands over one tensor's bytes; stage has DTRAIN__SAFETENSORS_FILL of them where fill or the byte order needs it. */
+/* Passes one tensor's bytes to the sink. stage: DTRAIN__SAFETENSORS_FILL bytes, if fill or the byte order need it. */
 static dtrain_status dtrain__safetensors_emit_tensor(const dtrain__safetensors_item *item, unsigned char *stage,
                                                      dtrain_safetensors_sink sink, void *user)
 {
@@ -297,7 +301,7 @@ static dtrain_status dtrain__safetensors_emit_tensor(const dtrain__safetensors_i
     return status == DTRAIN_OK ? status : dtrain__safetensors_ended(item, "sink", status);
 }
 
-/* Hands all bytes of a planned file to a sink. */
+/* Passes all bytes of a planned file to a sink. */
 static dtrain_status dtrain__safetensors_emit(dtrain__safetensors_plan *plan, dtrain_safetensors_sink sink, void *user)
 {
     unsigned char *stage = NULL;
@@ -309,7 +313,7 @@ static dtrain_status dtrain__safetensors_emit(dtrain__safetensors_plan *plan, dt
                             DTRAIN__SAFETENSORS_FILL);
     dtrain_status status = DTRAIN_OK;
     dtrain__error before = dtrain__thread_error;
-    dtrain__thread_error.text[0] = '\0'; /* what is there after an error is of a callback */
+    dtrain__thread_error.text[0] = '\0'; /* so a text after an error comes from a callback */
     for (size_t at = 0; at < plan->header_bytes && status == DTRAIN_OK; at += DTRAIN__SAFETENSORS_CHUNK) {
         size_t left = plan->header_bytes - at;
         status = sink(user, plan->header + at, left < DTRAIN__SAFETENSORS_CHUNK ? left : DTRAIN__SAFETENSORS_CHUNK);

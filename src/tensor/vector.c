@@ -16,7 +16,7 @@ DTRAIN__EXACT_BEGIN
                  type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor; \
                  uint32_t zero = dtrain__isa_zero, y[i] = y[i] + rounded(by * x[i], zero))
 
-/* Lane i % 8 sums the squares of elements i. The square of a float32 is exact in float64. */
+/* Element i goes to lane i % 8. The square of a float32 is exact in float64. */
 DTRAIN__INLINE void dtrain__vector_squares_body(const float *data, size_t count, double lanes[8])
 {
     const dtrain__f32 *x = (const dtrain__f32 *)data;
