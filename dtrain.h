@@ -13627,16 +13627,16 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 #endif
 
 /* ---- >>threads ----
- * Ranks of one address space. A group is what its ranks share, and lazily one ring of bytes for each ordered pair that
- * exchanges messages. All waiting is on the group's one bell. The groups that come of one world share a council, whose
- * mutex is the world's, an allocator and a service thread, which live as long as one of these groups.
+ * Ranks in one address space. A group has a state that its ranks share, and a ring of bytes for each ordered pair of
+ * ranks. The sender makes the ring at its first message. All waiting is on the group's bell. The groups of one world
+ * share a council, the mutex that guards it, an allocator and a service thread, which live until the last group ends.
  *
- * Ranks read each other's buffers in place. Each has one slot, on which it posts what it is about to do; the
- * collectives are those of >>fused.
+ * Ranks read each other's buffers in place. Each has one slot, where it posts its next call. The collectives are those
+ * of >>fused.
  *
- * Invariants: a slot is written by its rank alone. A rank that reads a peer's buffers holds its `inside` flag, which it
- * raises before it looks whether the group is broken; a rank that fails breaks the group before it looks at the flags,
- * and so takes its buffers back only when nobody is inside them. */
+ * Invariants: only its own rank writes a slot. A rank sets its `inside` flag, then checks that the group is not broken,
+ * and then reads a peer's buffers. A rank that fails breaks the group first and looks at the flags then. So it takes
+ * its buffers back only when nobody is inside them. */
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
 DTRAIN__FAST_BEGIN
@@ -13644,39 +13644,39 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
 
-/* What a rank posts for one collective; read by peers between its post and theirs two operations later. */
+/* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
 typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
-    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
-    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call: where it fits, peers read no other line */
+    const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
+    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call; if equal, peers need not read call */
     unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
 } dtrain__post;
 
-/* How far a rank's device is with its peers' memory: see >>device_events. */
+/* What a rank's device does with its peers' memory: see >>device_events. */
 typedef struct dtrain__device_word {
-    uint64_t turn;   /* calls in which the device has been given all that it has to do */
-    uint32_t inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
+    uint64_t turn;   /* the number of calls whose whole work the device has been given */
+    uint32_t inside; /* 2: the device may use peers' memory; 1: this rank may still use peers' events; 0: neither */
 } dtrain__device_word;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
-    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
+    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
+    uint64_t finished; /* turn of the last operation whose buffers this rank no longer reads */
     uint32_t inside;
     dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
     dtrain__post posts[2] __attribute__((
-        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
+        aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__shared {
     dtrain__bell bell;
-    uint64_t withdrawn; /* posts taken back, or tried to; 2 each, odd while a rank is at it */
+    uint64_t withdrawn; /* counts 2 for each try to withdraw a post; odd while a rank does it */
     dtrain__membership members;
     dtrain__slot *slots; /* one for each rank */
 } dtrain__shared;
 
-/* Enters the peers' buffers; 0 when the group is broken and they may be gone. */
+/* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
 static int dtrain__shared_enter(dtrain__shared *shared, int rank)
 {
     __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
@@ -13691,7 +13691,7 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
 }
 
-/* Waits until no peer is inside this rank's buffers; the group is broken, so none enters again. */
+/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. */
 static void dtrain__shared_revoke(dtrain__shared *shared, int rank)
 {
     for (int peer = 0; peer < shared->members.size; peer++)
@@ -13717,21 +13717,21 @@ typedef struct dtrain__threads_group dtrain__threads_group;
 typedef struct dtrain__threads_rank {
     dtrain__seat seat; /* first */
     dtrain__threads_group *group;
-    dtrain__tell tell; /* readable once there is a record */
-    void *record;      /* what it does, which peers read until the group is freed */
+    dtrain__tell tell; /* peers may read it once record is set */
+    void *record;      /* says what the rank does; peers read it until the group is freed */
 } dtrain__threads_rank;
 
 typedef struct dtrain__threads_world {
     dtrain__origin origin;
-    pthread_mutex_t mutex; /* guards the council, and how many ends a group has */
+    pthread_mutex_t mutex; /* guards the council and each group's `ends` */
     dtrain__council council;
-    dtrain__bell bell; /* the service thread's; rung with that of every group */
+    dtrain__bell bell; /* the service thread's; the bell of every group rings it too */
     dtrain_allocator own, *allocator;
 } dtrain__threads_world;
 
 struct dtrain__threads_group {
     dtrain__shared shared;
-    int ends; /* ranks that have come and not left */
+    int ends; /* how many ranks have joined and not left */
     dtrain__threads_world *world;
     dtrain__threads_rank *ranks;
     dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender */
@@ -13744,7 +13744,7 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
     return &group->rings[(size_t)from * (size_t)group->shared.members.size + (size_t)to];
 }
 
-/* Moves bytes into the ring, or out of it; returns how many. */
+/* Moves bytes into the ring or out of it. Returns how many. */
 static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
 {
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written, moved = *mine;
@@ -13780,8 +13780,8 @@ static int dtrain__threads_ready(void *pointer)
     return way->sending ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
 }
 
-/* Moves bytes through one ring until all went, the deadline passed, or the peer left. What a peer wrote before
- * it left is still received. */
+/* Moves bytes through one ring until all have moved, the deadline has passed, or the peer has left. Bytes that the peer
+ * wrote before it left are still received. */
 static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned char *data, size_t bytes,
                                           int64_t deadline_ns, size_t *moved)
 {
@@ -13816,7 +13816,7 @@ static dtrain_status dtrain__threads_send(void *self, int peer, const void *data
     dtrain__threads_way way = {mine, peer, 1, dtrain__threads_ring_between(mine->group, mine->seat.rank, peer)};
     unsigned char *from;
     *moved = 0;
-    memcpy(&from, &data, sizeof data); /* it is only read */
+    memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
     if (*way.ring == NULL) {
         dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, sizeof *ring);
         if (ring == NULL)
@@ -13835,7 +13835,7 @@ static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size
     return dtrain__threads_move(&way, (unsigned char *)data, bytes, deadline_ns, moved);
 }
 
-/* ---- the council, which has no messages to send ---- */
+/* ---- the council: threads share it, so it sends no messages ---- */
 
 static void dtrain__threads_tell(void *self)
 {
@@ -13895,7 +13895,7 @@ static void dtrain__threads_world_free(dtrain__threads_world *world)
     dtrain__free(world->allocator, world);
 }
 
-/* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */
+/* Marks a rank's end as left. why: the reason, may be empty. The caller holds the world's mutex. */
 static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
 {
     dtrain__seat_left(seat, rank, why, calls);
@@ -13912,8 +13912,8 @@ static void dtrain__threads_leave(void *self, const char *why)
     dtrain__seat_lock(seat, 0);
 }
 
-/* The rank's thread ends with an error: nobody shall wait for it in any group, nor go on without it in one that is
- * bound to it. */
+/* The rank's thread ends with an error. Marks it as left in all groups, so that nobody waits for it. Breaks the groups
+ * that are bound to it, so that they do not go on without it. */
 static void dtrain__threads_give_up(void *self, const dtrain__error *why)
 {
     dtrain__seat *of = (dtrain__seat *)self;
@@ -13925,14 +13925,14 @@ static void dtrain__threads_give_up(void *self, const dtrain__error *why)
     dtrain__seat_lock(of, 1);
     for (dtrain__seat *seat = of->council->seats; seat != NULL; seat = seat->next)
         if (seat->id != of->id && (rank = dtrain__seat_rank(seat, world)) >= 0)
-            dtrain__threads_mark(seat, rank, why->text, UINT64_MAX); /* who needs it finds out */
+            dtrain__threads_mark(seat, rank, why->text, UINT64_MAX); /* calls that need it then fail */
         else if (seat->id != of->id && seat->bound != NULL && seat->bound[world])
             dtrain__seat_break(seat, &lost);
     dtrain__seat_lock(of, 0);
 }
 
-/* The rank's end leaves; the last of a group frees it, the last of a world the world, which no group outlives. A forked
- * child touches no lock: its parent's threads may have held it. */
+/* The rank's end leaves and is freed. The last end of a group frees the group; the last end of a world frees the world.
+ * A forked child takes no lock, since threads of its parent may have held it. */
 static void dtrain__threads_destroy(void *self)
 {
     dtrain__seat *seat = (dtrain__seat *)self;
@@ -13976,7 +13976,7 @@ static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *all
     return world;
 }
 
-/* A group to which no rank has come. NULL when there is no memory. */
+/* Makes a group that no rank has joined. Returns NULL if there is no memory. */
 static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, int size)
 {
     size_t ranks = (size_t)size;
@@ -13986,7 +13986,7 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
         return NULL;
     group->world = world;
     group->shared.bell.spins =
-        size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
+        size <= dtrain__os_processors() ? 100 : 0; /* about 5 us; other programs need the processors too */
     group->shared.bell.also = &world->bell;
     group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
     group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
@@ -13998,7 +13998,7 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
     return NULL;
 }
 
-/* A rank comes to the group of that name, which the first to come makes; undone by dtrain__threads_destroy. */
+/* A rank joins the group with this id. The first one makes the group. dtrain__threads_destroy undoes it. */
 static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world,
                                             const dtrain__group_desc *desc)
 {
@@ -14057,7 +14057,7 @@ static dtrain_status dtrain__threads_join(void *self, const dtrain__group_desc *
     return status;
 }
 
-/* The group keeps the record. */
+/* Publishes what the rank does. The group owns the record. */
 static void dtrain__threads_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
@@ -14080,7 +14080,7 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 static const dtrain__plane dtrain__threads_plane = {
     1, 0, dtrain__threads_join, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
 
-/* Makes a new world, to whose group `size` ranks have come. */
+/* Makes a new world, and a group that `size` ranks have joined. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
 {
     dtrain__threads_world *world = dtrain__threads_world_create(allocator, size);
@@ -15480,8 +15480,7 @@ static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_tra
 
 /* ---- >>chacha ----
  * ChaCha20-Poly1305 (RFC 8439) and HKDF-SHA256 (RFC 5869), which seal the records of a connection. A kernel computes
- * as many blocks at once as its vectors have lanes. Every kernel gives the same bytes. No branch and no index depends
- * on a secret. */
+ * one block per lane of its vectors. All kernels give the same bytes. No branch and no index depends on a secret. */
 #ifndef DTRAIN__CHACHA
 #define DTRAIN__CHACHA
 DTRAIN__FAST_BEGIN
@@ -15520,8 +15519,8 @@ static void dtrain__store_le32(unsigned char *out, uint32_t value)
     one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11) one(12) one(13) one(14) \
         one(15)
 
-/* Adds the key stream to whole groups of blocks, a block a lane, and moves the counter on. `v` has only constant
- * indices, which lets it stay in registers. */
+/* Adds the key stream to whole groups of blocks, one block per lane, and advances the counter. All indices of `v` are
+ * constants, so it can stay in registers. */
 #define DTRAIN__CHACHA_KERNEL(name, target, vec, lanes, turn16, turn8, write) \
     static target void name(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups) \
     { \
@@ -15554,7 +15553,7 @@ static void dtrain__store_le32(unsigned char *out, uint32_t value)
 #define DTRAIN__CHACHA_TURN16(x) DTRAIN__CHACHA_ROTATE(x, 16)
 #define DTRAIN__CHACHA_TURN8(x) DTRAIN__CHACHA_ROTATE(x, 8)
 
-/* Word by word: for vectors of any machine. */
+/* Writes word by word, for the vectors of any machine. */
 #define DTRAIN__CHACHA_KEEP(i) memcpy(words[i], &v[i], sizeof v[i]);
 #define DTRAIN__CHACHA_WRITE_WORDS \
     uint32_t words[16][4]; \
@@ -15571,7 +15570,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_base, __attribute__((noinline)), dtrain__u3
 typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
 typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
 
-/* Turns four rows of words in four columns, within each 128 bits. */
+/* Transposes four rows of words to four columns, within each 128 bits. */
 #define DTRAIN__CHACHA_COLUMNS(wide, vec, integer, i) \
     { \
         integer a = wide##_unpacklo_epi32((integer)v[i], (integer)v[(i) + 1]); \
@@ -15584,7 +15583,7 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
         v[(i) + 3] = (vec)wide##_unpackhi_epi64(b, d); \
     }
 
-/* Adds the key stream to the blocks that have the same place in their 128 bits. */
+/* Adds the key stream to the blocks at the same place in their 128 bits. */
 #define DTRAIN__CHACHA_WRITE(wide, vec, integer, blocks) \
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 0) \
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 4) \
@@ -15614,7 +15613,7 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx2, __attribute__((target("avx2"), noinline)), dtrain__u32x8, 8,
                       DTRAIN__CHACHA_TURN16_AVX2, DTRAIN__CHACHA_TURN8_AVX2, DTRAIN__CHACHA_WRITE_AVX2)
 
-/* Forms with a mask of all lanes, as gcc 12 warns of the plain ones, which begin with a value that nobody sets. */
+/* These forms have a mask of all lanes. gcc 12 warns of the plain forms, since they start with an unset value. */
 #define DTRAIN__CHACHA_512_unpacklo_epi32(a, b) _mm512_maskz_unpacklo_epi32(0xffff, a, b)
 #define DTRAIN__CHACHA_512_unpackhi_epi32(a, b) _mm512_maskz_unpackhi_epi32(0xffff, a, b)
 #define DTRAIN__CHACHA_512_unpacklo_epi64(a, b) _mm512_maskz_unpacklo_epi64(0xff, a, b)
@@ -15643,10 +15642,10 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
                       dtrain__u32x16, 16, DTRAIN__CHACHA_TURN16, DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_AVX512)
 #endif
 
-/* Poly1305 with limbs of 26 bits in 64, five a number; r[5 + i] is 5 r[1 + i]. */
+/* Poly1305. A number is five limbs of 26 bits, each in 64 bits. r[5 + i] is 5 r[1 + i]. */
 #define DTRAIN__POLY_MASK 0x3ffffffu
 
-/* h times r, modulo 2^130 - 5: limbs of h below 2^28 come in, below 2^27 go out. */
+/* Multiplies h by r, modulo 2^130 - 5. Limbs of h are below 2^28 before and below 2^27 after. */
 #define DTRAIN__POLY_TIMES(vec, mul, h, r) \
     { \
         vec d0 = mul(h[0], r[0]) + mul(h[1], r[8]) + mul(h[2], r[7]) + mul(h[3], r[6]) + mul(h[4], r[5]); \
@@ -15667,8 +15666,10 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
 #define DTRAIN__POLY_LIMB_IN(i) memcpy(&h[i], spread[i], sizeof h[i]);
 #define DTRAIN__POLY_LIMB_OUT(i) memcpy(spread[i], &h[i], sizeof h[i]);
 
-/* Adds whole groups of blocks, a block a lane, to h. All lanes are multiplied by r^lanes at each group but the last,
- * and then by the power that their block wants. Source: Goll and Gueron, "Vectorization of Poly1305", 2015. */
+/* Adds whole groups of blocks to h, one block per lane. At each group but the last, all lanes are multiplied by
+ * r^lanes. At the last group, each lane is multiplied by the power for its block.
+ *
+ *   source   Goll and Gueron, Vectorization of Poly1305, 2015 */
 #define DTRAIN__POLY_KERNEL(name, target, vec, lanes, mul, load) \
     static target void name(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data, \
                             size_t groups) \
@@ -15706,7 +15707,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
         dtrain__poly_carry(sum); \
     }
 
-/* Leaves every limb below 2^26 but for h[1], which may have one more. */
+/* Carries: afterwards every limb is below 2^26, except that h[1] may be 2^26. */
 static void dtrain__poly_carry(uint64_t h[5])
 {
     for (int i = 0; i < 4; i++) {
@@ -15750,9 +15751,9 @@ DTRAIN__POLY_KERNEL(dtrain__poly_avx512, __attribute__((target("avx512f,avx512bw
 DTRAIN__EXACT_END
 
 typedef struct dtrain__chacha_way {
-    size_t blocks; /* of a group of the cipher */
+    size_t blocks; /* in a group of the cipher */
     void (*blocks_of)(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups);
-    size_t lanes; /* of a group of the tag */
+    size_t lanes; /* in a group of the tag */
     void (*add)(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data, size_t groups);
 } dtrain__chacha_way;
 
@@ -15769,7 +15770,7 @@ static const dtrain__chacha_way *dtrain__chacha_choose(int isa)
     return &base;
 }
 
-/* Adds the key stream from state's counter on; in and out are the same or apart. */
+/* Adds the key stream from state's counter on. in and out are the same buffer, or do not overlap. */
 static void dtrain__chacha_xor(const dtrain__chacha_way *way, uint32_t state[16], const unsigned char *in,
                                unsigned char *out, size_t bytes)
 {
@@ -15787,10 +15788,10 @@ static void dtrain__chacha_xor(const dtrain__chacha_way *way, uint32_t state[16]
     memcpy(out + whole, rest, bytes - whole);
 }
 
-/* A tag under way. */
+/* A tag in progress. */
 typedef struct dtrain__poly {
-    uint64_t sum[5], powers[DTRAIN__POLY_LANES][9]; /* of r, the first at [0]; those of the first `lanes` are known */
-    size_t lanes;
+    uint64_t sum[5], powers[DTRAIN__POLY_LANES][9]; /* powers of r, from r^1 at [0] */
+    size_t lanes;                                   /* how many powers are known */
     unsigned char pad[16];
 } dtrain__poly;
 
@@ -15810,7 +15811,7 @@ static void dtrain__poly_start(dtrain__poly *poly, const unsigned char key[DTRAI
     memcpy(poly->pad, key + 16, sizeof poly->pad);
 }
 
-/* Makes the powers of r up to r^lanes. */
+/* Computes the powers of r up to r^lanes. */
 static void dtrain__poly_raise(dtrain__poly *poly, size_t lanes)
 {
     for (; poly->lanes < lanes; poly->lanes++) {
@@ -15823,12 +15824,12 @@ static void dtrain__poly_raise(dtrain__poly *poly, size_t lanes)
     }
 }
 
-/* Adds data, filled up with zeros to whole blocks. */
+/* Adds data, padded with zeros to whole blocks. */
 static void dtrain__poly_add(dtrain__poly *poly, const dtrain__chacha_way *way, const unsigned char *data, size_t bytes)
 {
     unsigned char rest[DTRAIN__POLY_BLOCK] = {0};
     size_t group = way->lanes * DTRAIN__POLY_BLOCK, groups = bytes / group;
-    if (way->lanes > 1 && groups >= 4) { /* else the powers cost more than they save */
+    if (way->lanes > 1 && groups >= 4) { /* for less, the powers cost more than they save */
         dtrain__poly_raise(poly, way->lanes);
         way->add(poly->sum, poly->powers, data, groups);
         data += groups * group;
@@ -15841,7 +15842,7 @@ static void dtrain__poly_add(dtrain__poly *poly, const dtrain__chacha_way *way, 
     dtrain__poly_base(poly->sum, poly->powers, rest, 1);
 }
 
-/* The sum modulo 2^130 - 5, plus the pad modulo 2^128. */
+/* Gives the tag: the sum modulo 2^130 - 5, plus the pad, modulo 2^128. */
 static void dtrain__poly_finish(dtrain__poly *poly, unsigned char tag[DTRAIN__TAG_BYTES])
 {
     uint64_t *h = poly->sum, less[5], carry = 5, low, high;
@@ -15865,14 +15866,14 @@ static void dtrain__poly_finish(dtrain__poly *poly, unsigned char tag[DTRAIN__TA
     }
 }
 
-/* Overwrites a secret so that no compiler leaves the writing out. */
+/* Overwrites a secret. The assembly statement keeps compilers from removing the memset. */
 static void dtrain__wipe(void *secret, size_t bytes)
 {
     memset(secret, 0, bytes);
     __asm__ __volatile__("" : : "r"(secret) : "memory");
 }
 
-/* RFC 8439, section 2.8: the state for block 1 on, and the tag's key from block 0. */
+/* Sets the state to block 1 and starts the tag with the key from block 0: RFC 8439, section 2.8. */
 static void dtrain__aead_start(uint32_t state[16], dtrain__poly *poly, const unsigned char key[DTRAIN__KEY_BYTES],
                                const unsigned char nonce[12])
 {
@@ -15904,7 +15905,7 @@ static void dtrain__aead_tag(dtrain__poly *poly, const dtrain__chacha_way *way, 
     dtrain__wipe(poly, sizeof *poly);
 }
 
-/* Encrypts `bytes` from `in` to `out`, which is in or apart, and makes the tag of that and of `extra`. */
+/* Encrypts `bytes` bytes from in to out, which are the same or do not overlap. Makes the tag of out and of extra. */
 static void dtrain__aead_seal(const dtrain__chacha_way *way, const unsigned char key[DTRAIN__KEY_BYTES],
                               const unsigned char nonce[12], const unsigned char *extra, size_t extra_bytes,
                               const unsigned char *in, unsigned char *out, size_t bytes,
@@ -15918,7 +15919,7 @@ static void dtrain__aead_seal(const dtrain__chacha_way *way, const unsigned char
     dtrain__wipe(state, sizeof state);
 }
 
-/* Decrypts into `out` when the tag is right; else returns 0 and leaves out as it is. */
+/* Decrypts into out if the tag is right. Otherwise returns 0 and does not change out. */
 static int dtrain__aead_open(const dtrain__chacha_way *way, const unsigned char key[DTRAIN__KEY_BYTES],
                              const unsigned char nonce[12], const unsigned char *extra, size_t extra_bytes,
                              const unsigned char *in, unsigned char *out, size_t bytes,
@@ -15936,7 +15937,7 @@ static int dtrain__aead_open(const dtrain__chacha_way *way, const unsigned char 
     return good;
 }
 
-/* HKDF-SHA256: extracts a key from a secret and a salt, and expands it with info to at most 255 * 32 bytes. */
+/* HKDF-SHA256. Extracts a key from a secret and a salt, and expands it with info to at most 255 * 32 bytes. */
 static void dtrain__hkdf(const void *secret, size_t secret_bytes, const void *salt, size_t salt_bytes, const void *info,
                          size_t info_bytes, unsigned char *out, size_t bytes)
 {
@@ -15966,16 +15967,16 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>net ----
- * Sockets as this library wants them: non-blocking, close-on-exec, silent (no SIGPIPE), named in texts.
- * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that net_look_up
- * asks the system's resolver for a host name, and net_lock_beside waits for a lock. May call base only. */
+ * Sockets: non-blocking, close-on-exec, without SIGPIPE, and with names for texts. An address is "host:port",
+ * "[address]:port" or "unix:/path". Only two functions wait: dtrain__net_look_up asks the system's resolver for a host
+ * name, and dtrain__net_lock_beside waits for a lock. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
 
-#define DTRAIN__MAX_ADDRESSES 8 /* that one name may stand for */
+#define DTRAIN__MAX_ADDRESSES 8 /* per name */
 
 typedef struct dtrain__address {
-    union { /* one of them, by any.sa_family; a cast between them would let compilers reorder their uses */
+    union { /* any.sa_family says which; with casts instead, compilers could reorder the accesses */
         struct sockaddr any;
         struct sockaddr_in v4;
         struct sockaddr_in6 v6;
@@ -16007,7 +16008,7 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     return out;
 }
 
-/* Whether only processes of this host can be there. */
+/* Returns whether only processes of this host can have the address. */
 static int dtrain__net_is_local(const dtrain__address *address)
 {
     int family = address->at.any.sa_family;
@@ -16020,7 +16021,7 @@ static int dtrain__net_is_local(const dtrain__address *address)
     return family == AF_UNIX;
 }
 
-/* A socket's own address, or its peer's. Returns 0 or an errno. */
+/* Gives a socket's own address, or with peers 1 its peer's. Returns 0 or an errno. */
 static int dtrain__net_end(int fd, int peers, dtrain__address *out)
 {
     memset(out, 0, sizeof *out);
@@ -16030,7 +16031,7 @@ static int dtrain__net_end(int fd, int peers, dtrain__address *out)
                : 0;
 }
 
-/* Whether a connection goes to another host, as its own two addresses say. */
+/* Returns whether a connection goes to another host. It compares the connection's two addresses. */
 static int dtrain__net_leaves_host(int fd)
 {
     dtrain__address here, there;
@@ -16063,7 +16064,7 @@ static int dtrain__net_port(const dtrain__address *address)
     return ntohs(family == AF_INET ? address->at.v4.sin_port : family == AF_INET6 ? address->at.v6.sin6_port : 0);
 }
 
-/* The same family with no host: every address of this machine. */
+/* Replaces the host by every address of this machine, in the same family. */
 static void dtrain__net_set_any(dtrain__address *address)
 {
     if (address->at.any.sa_family == AF_INET)
@@ -16087,7 +16088,7 @@ static dtrain_status dtrain__net_unix_address(dtrain__address *address, const ch
     return DTRAIN_OK;
 }
 
-/* Makes the private directory in which the processes of one user on this host meet. */
+/* Makes the private directory for the sockets of one user's processes on this host. */
 static dtrain_status dtrain__net_directory(char *out, size_t capacity)
 {
     const char *base = getenv("TMPDIR");
@@ -16105,7 +16106,7 @@ static dtrain_status dtrain__net_directory(char *out, size_t capacity)
     return DTRAIN_OK;
 }
 
-/* Gives a descriptor the manners that every one has here. Returns 0 or an errno. */
+/* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
 static int dtrain__net_manners(int fd)
 {
     int flags = fcntl(fd, F_GETFL);
@@ -16139,7 +16140,7 @@ static int dtrain__net_socket(int family, int *fd)
     return error;
 }
 
-/* Whether this machine has sockets of a family. */
+/* Returns whether this machine has sockets of a family. */
 static int dtrain__net_has(int family)
 {
     int fd, error = dtrain__net_socket(family, &fd);
@@ -16148,7 +16149,7 @@ static int dtrain__net_has(int family)
     return error != EAFNOSUPPORT;
 }
 
-/* Cuts "host:port" or "[host]:port" in two. Returns 0 when it is neither. */
+/* Splits "host:port" or "[host]:port". Returns 0 if the text is neither. */
 static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
 {
     const char *colon = strrchr(text, ':'), *first = text, *last = colon;
@@ -16170,8 +16171,11 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
     return 1;
 }
 
-/* Finds the addresses that text stands for; *count is how many, at most DTRAIN__MAX_ADDRESSES. flags: 0 or
- * AI_NUMERICHOST, which never waits; else a name may wait for the system's resolver. */
+/* Finds the addresses of a text.
+ *
+ *   flags   0: a name may wait for the system's resolver; AI_NUMERICHOST: numbers only, never waits
+ *   out     DTRAIN__MAX_ADDRESSES
+ *   count   out: how many it has found */
 static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__address *out, int *count)
 {
     char host[DTRAIN__ADDRESS_BYTES], port[8];
@@ -16195,7 +16199,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
                             text, gai_strerror(error));
     for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
         if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->at.storage ||
-            (flags == 0 && !dtrain__net_has(at->ai_family))) /* a spelled one has no other beside it */
+            (flags == 0 && !dtrain__net_has(at->ai_family))) /* an address in numbers has no alternative */
             continue;
         memset(&out[*count], 0, sizeof *out);
         memcpy(&out[*count].at.storage, at->ai_addr, at->ai_addrlen);
@@ -16208,7 +16212,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
                               "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
 }
 
-/* The address that text spells in numbers, or as the path of a unix socket. */
+/* Reads an address in numbers, or the path of a unix socket. */
 static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
 {
     dtrain__address found[DTRAIN__MAX_ADDRESSES];
@@ -16219,7 +16223,7 @@ static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
     return status;
 }
 
-/* The address of interface `name`, or the address that name spells, of `family` where it has one. */
+/* Gives the address of the interface `name`, or the address that `name` spells. If it can, it gives one of `family`. */
 static dtrain_status dtrain__net_interface(const char *name, int family, dtrain__address *out)
 {
     struct ifaddrs *list = NULL;
@@ -16248,8 +16252,8 @@ static dtrain_status dtrain__net_interface(const char *name, int family, dtrain_
     return DTRAIN_OK;
 }
 
-/* Gives a socket that is not connected yet a plain congestion control, which costs least on one host. Once bbr has
- * seen a connection, the system paces it for good. */
+/* Sets a plain congestion control, which costs least on one host, on a socket that is not connected yet. Later is too
+ * late: once bbr has had a connection, the system always paces it. */
 static void dtrain__net_plain(int fd)
 {
 #ifdef TCP_CONGESTION
@@ -16260,7 +16264,7 @@ static void dtrain__net_plain(int fd)
 #endif
 }
 
-/* Gives a socket the congestion control of the system's choice, for the way to another host. */
+/* Sets the system's default congestion control, for a connection to another host. */
 static void dtrain__net_unplain(int fd)
 {
 #ifdef TCP_CONGESTION
@@ -16289,11 +16293,12 @@ static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
     }
 }
 
-/* Whether the other end of a connected unix socket is a process of this user: who called connect(), or listen(). */
+/* Returns whether the process at the other end of a connected unix socket, which called connect() or listen(), belongs
+ * to this user. */
 static int dtrain__net_same_user(int fd)
 {
 #ifdef SO_PEERCRED
-    struct { /* the system's struct ucred, which the C library hides from standard C */
+    struct { /* struct ucred of the system, which the C library hides from standard C */
         int32_t pid;
         uint32_t uid, gid;
     } peer;
@@ -16307,8 +16312,8 @@ static int dtrain__net_same_user(int fd)
 #endif
 }
 
-/* Locks the directory of a unix socket: of two processes that find a stale socket, the second shall not remove what the
- * first has put in its place. A lock that does not come soon is done without. Returns what to close, or -1. */
+/* Locks the directory of a unix socket. Without it, if two processes find a stale socket, the second could remove the
+ * new one of the first. After a second it goes on without the lock. Returns the descriptor to close, or -1. */
 static int dtrain__net_lock_beside(const char *path)
 {
     char directory[sizeof(((struct sockaddr_un *)0)->sun_path)];
@@ -16322,7 +16327,7 @@ static int dtrain__net_lock_beside(const char *path)
     return fd;
 }
 
-/* Removes a unix socket that nobody listens on any more. */
+/* Removes a unix socket on which nobody listens. */
 static void dtrain__net_remove_stale(const dtrain__address *address)
 {
     const char *path = address->at.local.sun_path;
@@ -16335,14 +16340,14 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
     close(fd);
 }
 
-/* Binds and listens; *address becomes what it is bound to. Returns 0 or an errno. */
+/* Binds and listens. *address: also out, the bound address. Returns 0 or an errno. */
 static int dtrain__net_listen(dtrain__address *address, int *fd)
 {
     struct sockaddr *any = &address->at.any;
     int one = 1, error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
-    dtrain__net_plain(*fd); /* for the connections that come by it */
+    dtrain__net_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX)
         dtrain__net_remove_stale(address);
     else
@@ -16357,7 +16362,7 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
     return error;
 }
 
-/* Starts a connection; it is made, or has failed, when the descriptor is writable. Returns 0 or an errno. */
+/* Starts a connection. Once the descriptor is writable, it has been made or has failed. Returns 0 or an errno. */
 static int dtrain__net_connect(const dtrain__address *address, int *fd)
 {
     const struct sockaddr *any = &address->at.any;
@@ -16373,8 +16378,8 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     return error;
 }
 
-/* Whether a connection has met itself: TCP allows it where nobody listens and the port that the system chose for this
- * end is the very one that is asked for. */
+/* Returns whether a socket is connected to itself. TCP allows that if nobody listens and the system happens to choose
+ * the destination's port for this end. */
 static int dtrain__net_is_mirror(int fd)
 {
     dtrain__address here, there;
@@ -16382,14 +16387,14 @@ static int dtrain__net_is_mirror(int fd)
            here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
 }
 
-/* Whether the system takes more to send now. */
+/* Returns whether the system takes more bytes to send now. */
 static int dtrain__net_writable(int fd)
 {
     struct pollfd one = {fd, POLLOUT, 0};
     return poll(&one, 1, 0) > 0;
 }
 
-/* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
+/* Returns 0 if the connection has been made, EINPROGRESS if not yet, else the errno with which it failed. */
 static int dtrain__net_connected(int fd)
 {
     int error = 0;
@@ -16401,7 +16406,7 @@ static int dtrain__net_connected(int fd)
     return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 
-/* Takes one connection from a listener. Returns 0, EAGAIN when there is none, or another errno. */
+/* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
 static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
 {
     int error;
@@ -16429,8 +16434,8 @@ static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
 #define MSG_MORE 0
 #endif
 
-/* Sends what goes at once: returns the bytes gone, 0 for none now, -1 when the connection is of no more use (errno).
- * more: the system may hold it back until the next call. */
+/* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). more: the
+ * system may hold the bytes back until the next call. */
 static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes, int more)
 {
     ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL | (more ? MSG_MORE : 0));
@@ -16439,7 +16444,7 @@ static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes, int more
     return n;
 }
 
-/* Receives what is there: as dtrain__net_send; the peer's orderly close is -1 with errno 0. */
+/* Receives without waiting. Returns as dtrain__net_send does; if the peer has closed in order, -1 with errno 0. */
 static ssize_t dtrain__net_recv(int fd, void *data, size_t bytes)
 {
     ssize_t n = recv(fd, data, bytes, 0);
@@ -16471,7 +16476,7 @@ static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events
     fds[(*count)++].revents = 0;
 }
 
-/* A pipe that wakes a poll(): both ends non-blocking. Returns 0 or an errno. */
+/* Makes a pipe that wakes a poll(). Both ends are non-blocking. Returns 0 or an errno. */
 static int dtrain__net_pipe(int ends[2])
 {
     int error = ENOSYS;
@@ -16491,7 +16496,7 @@ static int dtrain__net_pipe(int ends[2])
 static void dtrain__net_poke(int fd)
 {
     ssize_t ignored = write(fd, "", 1);
-    (void)ignored; /* a full pipe wakes as well */
+    (void)ignored; /* a full pipe wakes a poll() too */
 }
 
 static void dtrain__net_drain(int fd)
@@ -16903,10 +16908,10 @@ static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__k
 #endif
 
 /* ---- >>stream ----
- * One direction-pair of bytes between two ranks that can outlive its connection: each side counts what it
- * has sent and received, and a side that may reconnect keeps its last bytes, so that a new connection goes
- * on where the old one was cut. Positions count plain bytes, whether or not the connection is sealed. Never waits.
- * Frames of the control plane are built on it too. */
+ * Two directions of bytes between two ranks. A stream can outlive its connection: each side counts the bytes that it
+ * has sent and received. A side that may reconnect keeps its last bytes, so a new connection continues where the old
+ * one was cut. Positions count plain bytes, also on sealed connections. No call waits. The frames of the control plane
+ * are built on it too. */
 #ifndef DTRAIN__STREAM
 #define DTRAIN__STREAM
 DTRAIN__FAST_BEGIN
@@ -16915,25 +16920,25 @@ DTRAIN__FAST_BEGIN
  *
  * A record is 4 bytes of length and kind, the ciphertext, and the tag of both. Its nonce is its number on this
  * connection in this direction; each direction has its own key. So a record that is changed, injected, left out, moved
- * or played again has a wrong tag. A record of kind END closes the stream: a connection that ends without it was cut.
- * Nothing is handed on before its tag is right. */
+ * or replayed has a wrong tag. A record of kind END closes the stream; a connection that ends without it was cut.
+ * Callers get bytes only after their tag has been checked. */
 
-#define DTRAIN__RECORD_BYTES ((size_t)1 << 14) /* of plaintext, at most */
+#define DTRAIN__RECORD_BYTES ((size_t)1 << 14) /* the most plaintext */
 #define DTRAIN__RECORD_HEAD 4u
 #define DTRAIN__RECORD_EXTRA (DTRAIN__RECORD_HEAD + DTRAIN__TAG_BYTES)
-#define DTRAIN__SEAL_BYTES (8 * (DTRAIN__RECORD_BYTES + DTRAIN__RECORD_EXTRA)) /* moved by one call of the system */
-#define DTRAIN__SEAL_LITTLE ((size_t)4096) /* sealed without looking whether the system takes it */
+#define DTRAIN__SEAL_BYTES (8 * (DTRAIN__RECORD_BYTES + DTRAIN__RECORD_EXTRA)) /* per system call */
+#define DTRAIN__SEAL_LITTLE ((size_t)4096) /* sealed without first asking the system whether it takes more */
 
 enum { DTRAIN__RECORD_DATA = 0, DTRAIN__RECORD_END };
 
 typedef struct dtrain__seal {
     unsigned char out_key[DTRAIN__KEY_BYTES], in_key[DTRAIN__KEY_BYTES];
     uint64_t out_records, in_records;
-    size_t out_at, out_end;     /* of out: sealed, and not gone */
-    size_t in_at, in_end;       /* of in: received, and not opened */
-    size_t plain_at, plain_end; /* of in: opened, and not handed on */
-    int ended;                  /* nothing follows, for the reason `error`; 0 is the peer's orderly close */
-    int error;
+    size_t out_at, out_end;     /* the range of out that is sealed and not sent */
+    size_t in_at, in_end;       /* the range of in that is received and not opened */
+    size_t plain_at, plain_end; /* the range of in that is opened and that no caller has */
+    int ended;                  /* 1: nothing follows */
+    int error;                  /* why it ended, an errno; 0: the peer has closed in order */
     unsigned char out[DTRAIN__SEAL_BYTES], in[DTRAIN__SEAL_BYTES];
 } dtrain__seal;
 
@@ -16944,7 +16949,7 @@ static void dtrain__seal_nonce(unsigned char nonce[12], uint64_t records)
     dtrain__store_le32(nonce + 8, (uint32_t)(records >> 32));
 }
 
-/* Appends one record to what goes out; there is room. */
+/* Appends one record to the output. There must be room. */
 static void dtrain__seal_record(dtrain__seal *seal, int kind, const unsigned char *data, size_t bytes)
 {
     unsigned char nonce[12], *head = seal->out + seal->out_end, *body = head + DTRAIN__RECORD_HEAD;
@@ -16955,7 +16960,7 @@ static void dtrain__seal_record(dtrain__seal *seal, int kind, const unsigned cha
     seal->out_end += bytes + DTRAIN__RECORD_EXTRA;
 }
 
-/* Seals as much as the empty buffer takes; returns how much. */
+/* Seals as many bytes as the empty buffer takes. Returns their number. */
 static size_t dtrain__seal_put(dtrain__seal *seal, const unsigned char *data, size_t bytes)
 {
     size_t done = 0;
@@ -16967,7 +16972,7 @@ static size_t dtrain__seal_put(dtrain__seal *seal, const unsigned char *data, si
     return done;
 }
 
-/* Sends what is sealed: 1 when all has gone, 0 when not now, -1 when the connection is broken (errno). */
+/* Sends the sealed bytes. Returns 1 if all are sent, 0 if not yet, -1 if the connection is broken (errno). */
 static int dtrain__seal_flush(dtrain__seal *seal, int fd, int more)
 {
     while (seal->out_at < seal->out_end) {
@@ -16980,7 +16985,7 @@ static int dtrain__seal_flush(dtrain__seal *seal, int fd, int more)
     return 1;
 }
 
-/* The first record that is not opened, once it is whole: 0 for not yet, -1 for what cannot be one. */
+/* Returns 1 if the next record is whole, 0 if not yet, -1 if it cannot be a record. bytes: out, its plaintext. */
 static int dtrain__seal_whole(const dtrain__seal *seal, size_t *bytes)
 {
     uint32_t head;
@@ -16993,7 +16998,7 @@ static int dtrain__seal_whole(const dtrain__seal *seal, size_t *bytes)
     return seal->in_end - seal->in_at - DTRAIN__RECORD_EXTRA >= *bytes;
 }
 
-/* Opens the next record into data, where it fits into room, else in its place. Returns 0 when there is none. */
+/* Opens the next record into data, or in place if it does not fit into room. Returns 0 if there is none. */
 static int dtrain__seal_open(dtrain__seal *seal, unsigned char *data, size_t room, size_t *done)
 {
     unsigned char nonce[12], *head = seal->in + seal->in_at, *body = head + DTRAIN__RECORD_HEAD;
@@ -17021,7 +17026,7 @@ static int dtrain__seal_open(dtrain__seal *seal, unsigned char *data, size_t roo
     return 1;
 }
 
-/* Hands on what was opened before and did not fit. */
+/* Copies bytes to the caller that were opened before and did not fit. */
 static void dtrain__seal_rest(dtrain__seal *seal, unsigned char *data, size_t bytes, size_t *done)
 {
     size_t part = seal->plain_end - seal->plain_at;
@@ -17031,7 +17036,7 @@ static void dtrain__seal_rest(dtrain__seal *seal, unsigned char *data, size_t by
     *done += part;
 }
 
-/* Receives what is there, as dtrain__net_recv does. */
+/* Receives without waiting, as dtrain__net_recv does. */
 static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data, size_t bytes)
 {
     size_t done = 0;
@@ -17064,17 +17069,17 @@ static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data
 
 /* ---- streams ---- */
 
-#define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a resumable connection; Linux doubles it */
-#define DTRAIN__REPLAY_BYTES (4 * DTRAIN__SOCKET_BUFFER) /* two such buffers at either end and what is between */
+#define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a connection that can resume; Linux doubles it */
+#define DTRAIN__REPLAY_BYTES (4 * DTRAIN__SOCKET_BUFFER) /* the doubled buffers at both ends */
 
 typedef struct dtrain__stream {
     int fd;        /* -1: no connection now */
-    uint64_t sent; /* bytes that the owner has handed over; of them the last `again` go out once more */
+    uint64_t sent; /* bytes taken from the owner */
     uint64_t received;
-    uint64_t again;
-    unsigned char *replay; /* the last DTRAIN__REPLAY_BYTES sent; NULL: this stream dies with its connection */
-    dtrain__seal *seal;    /* NULL: it goes as it is */
-    int withheld;          /* the last byte of `sent` counts as not gone yet: sealed bytes wait for the system */
+    uint64_t again;        /* the last `again` bytes of `sent` must be sent once more */
+    unsigned char *replay; /* the last DTRAIN__REPLAY_BYTES sent; NULL: the stream ends with its connection */
+    dtrain__seal *seal;    /* NULL: bytes are not sealed */
+    int withheld;          /* 1: the owner is told that the last byte of `sent` is not sent yet, as sealed bytes wait */
 } dtrain__stream;
 
 static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
@@ -17084,7 +17089,7 @@ static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
     stream->fd = -1;
 }
 
-/* Goes on over fd, whose other end has received peer_received bytes. Returns 0 when too much was lost for that. */
+/* Continues over fd, whose other end has received peer_received bytes. Returns 0 if too many bytes were lost. */
 static int dtrain__stream_resume(dtrain__stream *stream, int fd, uint64_t peer_received)
 {
     uint64_t lost = stream->sent - peer_received;
@@ -17105,8 +17110,7 @@ static void dtrain__stream_unseal(dtrain_allocator *allocator, dtrain__stream *s
     stream->seal = NULL;
 }
 
-/* Makes the records of the connection that the stream goes on over, with its keys. Returns 0 when there is no memory.
- */
+/* Sets up the sealing of a new connection with its keys, if it is sealed. Returns 0 if there is no memory. */
 static int dtrain__stream_seal(dtrain__stream *stream, dtrain_allocator *allocator, const dtrain__handshake *handshake,
                                const dtrain__keys *keys)
 {
@@ -17123,13 +17127,13 @@ static int dtrain__stream_seal(dtrain__stream *stream, dtrain_allocator *allocat
     return 1;
 }
 
-/* What must still go out though its owner has handed it over. */
+/* Returns whether bytes that were taken from the owner must still be sent. */
 static int dtrain__stream_owes(const dtrain__stream *stream)
 {
     return stream->again > 0 || (stream->seal != NULL && stream->seal->out_at < stream->seal->out_end);
 }
 
-/* Whether dtrain__stream_recv gives something, whatever poll() says of the descriptor. */
+/* Returns whether dtrain__stream_recv has something to return even if poll() does not report the descriptor. */
 static int dtrain__stream_holds(const dtrain__stream *stream)
 {
     const dtrain__seal *seal = stream->seal;
@@ -17153,8 +17157,9 @@ static void dtrain__stream_keep(dtrain__stream *stream, const unsigned char *dat
     memcpy(stream->replay, data + first, bytes - first);
 }
 
-/* As stream_send, by records. What is sealed has to go as it is, so it counts as handed over. The last byte of it
- * counts as gone when all of it has: whoever waits for its bytes to go waits for the system to have them. */
+/* Sends in records, otherwise as dtrain__stream_send. Sealed bytes cannot be taken back, so they count as taken from
+ * the owner. But their last byte counts as sent only when the system has all of them. So an owner that waits until its
+ * bytes are sent waits for the system. */
 static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned char *data, size_t bytes, int more)
 {
     dtrain__seal *seal = stream->seal;
@@ -17174,7 +17179,7 @@ static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned
     uint64_t records = seal->out_records;
     n = dtrain__seal_put(seal, data + told, bytes - told);
     gone = dtrain__seal_flush(seal, stream->fd, more && told + n == bytes);
-    if (gone <= 0 && seal->out_at == 0) { /* nobody has seen it: the owner may still do without */
+    if (gone <= 0 && seal->out_at == 0) { /* nothing has left: take it back, the owner may still change its mind */
         seal->out_end = 0;
         seal->out_records = records;
         return told > 0 || gone == 0 ? (ssize_t)told : -1;
@@ -17185,7 +17190,7 @@ static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned
     return (ssize_t)(told + n) - stream->withheld;
 }
 
-/* Sends what goes at once: bytes gone, 0 for none now, -1 when the connection is broken (errno). */
+/* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
 static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, size_t bytes, int more)
 {
     ssize_t n;
@@ -17200,7 +17205,7 @@ static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, siz
     }
     if (bytes == 0)
         return 0;
-    if (stream->withheld) { /* of the connection before, which was sealed: it has gone again with the rest */
+    if (stream->withheld) { /* from a sealed connection before: that byte has been sent again with the others */
         stream->withheld = 0;
         return 1;
     }
@@ -17221,7 +17226,7 @@ static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t by
     return n;
 }
 
-/* Says that nothing follows, where that goes at once. */
+/* Tells the peer that nothing follows, if that can be sent at once. */
 static void dtrain__stream_end(dtrain__stream *stream)
 {
     if (stream->seal != NULL && dtrain__seal_flush(stream->seal, stream->fd, 0) > 0) {
@@ -17237,17 +17242,17 @@ static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *str
     dtrain__stream_unseal(allocator, stream);
 }
 
-/* A growing block of bytes; bytes of it are in use. */
+/* A growing block of bytes. */
 typedef struct dtrain__bytes {
     unsigned char *data;
-    size_t bytes;
-    int short_of; /* memory: there was none for something that belongs here */
+    size_t bytes; /* in use */
+    int short_of; /* 1: something is missing here, as there was no memory */
 } dtrain__bytes;
 
-/* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
+/* Makes room for `more` bytes after those in use. Returns 0 if there is no memory. */
 static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block, size_t more)
 {
-    /* a heartbeat with all that it may tell of others fits at first, so that a warm loop's never allocates */
+    /* the first room holds the largest heartbeat, so the heartbeats of a warm loop never allocate */
     void *data =
         dtrain__memory_grow(allocator, block->data, 1, block->bytes, block->data == NULL && more < 1024 ? 1024 : more);
     block->short_of |= data == NULL;
@@ -19240,21 +19245,21 @@ static void dtrain__hub_convene(dtrain__hub *hub)
 #endif
 
 /* ---- >>socket ----
- * The transport over TCP and unix sockets: one end of it is a channel of the hub. A lane is made when its peer is
- * first needed; with several to a peer the stream goes over them in turn. A caller tries, looks again for a while,
- * then sleeps in poll(). Bytes are moved under hub->mutex, waited for without it. */
+ * The transport over TCP and unix sockets. One end of it is a channel of the hub. A lane is made when its peer is first
+ * needed. If a peer has several lanes, its stream uses them in turn. A caller tries, looks again for a while, then
+ * sleeps in poll(). It holds hub->mutex while it moves bytes, and not while it waits. */
 #ifndef DTRAIN__SOCKET
 #define DTRAIN__SOCKET
 DTRAIN__FAST_BEGIN
 
 #ifndef DTRAIN__TURN_BYTES
-#define DTRAIN__TURN_BYTES ((size_t)1 << 19) /* moved at once one way before the other: what waits stays cached */
+#define DTRAIN__TURN_BYTES ((size_t)1 << 19) /* moved one way before the other has its turn, so they stay in cache */
 #endif
-#define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
-#define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
-#define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
+#define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* the same for a caller that does not wait */
+#define DTRAIN__PATIENCE_NS 50000            /* how long to look again before sleeping */
+#define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive through rank 0 */
 
-/* The lane has no connection: asks for one, or finds that there will be none. */
+/* Deals with a lane without a connection: asks for one, or reports that there will be none. */
 static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__lane *lane, int rank)
 {
     dtrain__hub *hub = channel->hub;
@@ -19264,7 +19269,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     int left = dtrain__membership_left(channel->seat.members, rank),
         coming = lane->handshake != NULL ||
                  dtrain__channel_admitted(channel, channel->seat.worlds[rank], (int)(lane - peer->lanes)) != NULL;
-    if (left && coming) /* who took it may have sent all there was to send, and left */
+    if (left && coming) /* the peer may have connected, sent all of its bytes, and left */
         return DTRAIN_OK;
     if (left)
         return dtrain__seat_needs(&channel->seat, rank);
@@ -19287,7 +19292,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     return lost.status;
 }
 
-/* Moves what goes at once, about `most` bytes; sets *moved when something did. */
+/* Moves bytes without waiting, about `most` at once. Sets *moved to 1 if it moves any. */
 static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfer *transfer, int sending, size_t most,
                                         int *moved)
 {
@@ -19302,7 +19307,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
             return dtrain__socket_missing(channel, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
         bytes = bytes < most ? bytes : most;
-        /* a header may wait for its payload only where both go the same way */
+        /* a header may wait for its payload only if both use the same lane */
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
@@ -19317,12 +19322,12 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         *total += (uint64_t)n;
         *moved = 1;
         if ((size_t)n < bytes || bytes == most)
-            return DTRAIN_OK; /* the other direction may go on meanwhile */
+            return DTRAIN_OK; /* let the other direction move */
     }
     return DTRAIN_OK;
 }
 
-/* Notes that this direction could go on when its peer moves. */
+/* Notes that this direction waits for its peer. */
 static void dtrain__socket_await(dtrain__channel *channel, const dtrain_transfer *transfer, int sending)
 {
     if (transfer == NULL || transfer->moved == transfer->bytes)
@@ -19331,9 +19336,9 @@ static void dtrain__socket_await(dtrain__channel *channel, const dtrain_transfer
     channel->awaiting = 1;
 }
 
-/* Tries both directions once; asked: for a caller that will not wait here. A broken group ends every operation with the
- * group's cause, once nothing more moves: what a peer sent before it failed still completes what it was sent for. An
- * aborted one ends them at once. */
+/* Tries both directions once. asked: 1 for a caller that will not wait here. In a broken group every operation ends
+ * with the group's cause, but only when no more bytes move: bytes that a peer sent before it failed still arrive. In an
+ * aborted group operations end at once. */
 static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in, int asked,
                                          int *moved)
 {
@@ -19367,7 +19372,7 @@ static void dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *tran
         dtrain__net_watch(fds, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
 }
 
-/* Sleeps until one of the directions may go on, the control plane has news, or until_ns. */
+/* Sleeps until a direction may move bytes, the control plane has news, or until_ns. */
 static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
                                  uint64_t seen)
 {
@@ -19378,7 +19383,7 @@ static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out,
     dtrain__socket_watch(channel, in, 0, fds, &count);
     missing = count < (out != NULL) + (in != NULL);
     pthread_mutex_unlock(&channel->hub->mutex);
-    if (missing) { /* a lost peer is judged by the clock as well */
+    if (missing) { /* a missing connection also ends by the clock */
         int64_t soon = dtrain__os_now_ns() + 50000000;
         until_ns = soon < until_ns ? soon : until_ns;
     }
@@ -19412,7 +19417,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     }
 }
 
-/* A turn of the hub on its service thread; from the first on nobody else steps. */
+/* A turn of the hub on its service thread. After the first, only that thread steps the hub. */
 static void dtrain__socket_step(dtrain__origin *origin, int64_t deadline_ns)
 {
     dtrain__hub *hub = (dtrain__hub *)(void *)origin;
@@ -19430,7 +19435,7 @@ static void dtrain__socket_kick(dtrain__origin *origin)
     dtrain__hub_kick((dtrain__hub *)(void *)origin);
 }
 
-/* A turn of the hub on a thread that will not wait. */
+/* A turn of the hub on a thread that does not wait. */
 static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 {
     dtrain__hub *hub = ((dtrain__channel *)self)->hub;
@@ -19475,7 +19480,7 @@ static void dtrain__socket_leave(void *self, const char *why)
     pthread_mutex_unlock(&hub->mutex);
 }
 
-/* Says that TCP takes a token; `what` would be used without one. */
+/* Reports that TCP needs a token. what: the text that says why TCP would be used. */
 static dtrain_status dtrain__socket_closed(dtrain__hub *hub, const char *what)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
@@ -19485,21 +19490,21 @@ static dtrain_status dtrain__socket_closed(dtrain__hub *hub, const char *what)
                         hub->rank, what);
 }
 
-/* The port of a root that is none of a unix socket. */
+/* Returns the port of a root; 0 for a unix socket. */
 static int dtrain__socket_port(const dtrain__hub *hub)
 {
     return strncmp(hub->root, "unix:", 5) == 0 ? 0 : atoi(strrchr(hub->root, ':') + 1);
 }
 
-/* Writes the port that the root's port 0 has become. */
+/* Replaces port 0 of the root by the actual port. */
 static void dtrain__socket_set_port(dtrain__hub *hub, int port)
 {
     size_t host = (size_t)(strrchr(hub->root, ':') - hub->root);
     snprintf(hub->root + host, sizeof hub->root - host, ":%d", port);
 }
 
-/* Uses a copy of the listening socket that the launcher left open, so that the next group can use it as well.
- * Returns 0 when the descriptor is no such thing, or no more. */
+/* Uses a copy of the listening socket that the launcher left open, so that the next group can use it too. Returns 0 if
+ * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
     int listens = 0, fd;
@@ -19516,7 +19521,7 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
     return 1;
 }
 
-/* Rank 0: opens the listener that everyone comes to. */
+/* On rank 0: opens the listener to which all other ranks connect. */
 static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
 {
     dtrain__address chosen = hub->root_addresses[0];
@@ -19540,7 +19545,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     error = dtrain__hub_listen(hub);
     if (lock >= 0)
         close(lock);
-    if (error == EADDRNOTAVAIL) { /* a name for this host that its interfaces do not have */
+    if (error == EADDRNOTAVAIL) { /* the name means this host, but no interface has its address */
         hub->listening = chosen;
         dtrain__net_set_any(&hub->listening);
         error = dtrain__hub_listen(hub);
@@ -19548,14 +19553,15 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
                             hub->root, dtrain__net_text(&chosen).text, strerror(error),
-                            error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address" : "");
+                            error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address"
+                                                : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
         dtrain__socket_set_port(hub, dtrain__net_port(&hub->listening));
     return DTRAIN_OK;
 }
 
-/* Without a token: the ranks of a root on loopback meet at a unix socket that is named after its port, in a directory
- * of the user's own. */
+/* Without a token: ranks with a root on loopback use a unix socket instead. Its name is the root's port, in a private
+ * directory of the user. */
 static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
 {
     char directory[80], path[100], text[DTRAIN__ADDRESS_BYTES + 64];
@@ -19569,7 +19575,7 @@ static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
     if (status != DTRAIN_OK)
         return status;
     snprintf(path, sizeof path, "%s/%d", directory, port);
-    for (int tries = 0; port == 0 && tries < 100; tries++) { /* any that nobody has used */
+    for (int tries = 0; port == 0 && tries < 100; tries++) { /* any port that is not in use */
         if (dtrain__os_random(&dice, sizeof dice) != 0)
             break;
         snprintf(path, sizeof path, "%s/%d", directory, 49152 + dice % 16384);
@@ -19582,7 +19588,7 @@ static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
     return dtrain__net_unix_address(&hub->root_addresses[0], path);
 }
 
-/* Looks the root up, and finds the way to it that this rank may take. */
+/* Looks up the root, and chooses how this rank may reach it. */
 static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
 {
     dtrain__error cause;
@@ -19640,7 +19646,7 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
     self->joined = 1;
 }
 
-/* Pipes, the run's name, the root's addresses, and on rank 0 the listener. */
+/* Opens the pipe, chooses the run's name, looks up the root, and on rank 0 opens the listener. */
 static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_desc *desc)
 {
     dtrain_status status;
@@ -19674,7 +19680,7 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
     return status == DTRAIN_OK ? dtrain__socket_open(hub, desc) : status;
 }
 
-/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
+/* Makes one rank's end. Rank 0 then listens; others will connect to it. dtrain__hub_step does the rest. */
 static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__keys *keys,
                                            const dtrain__hub_desc *desc, dtrain_allocator *allocator)
 {
@@ -19701,7 +19707,7 @@ static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__
     return dtrain__report(&kept);
 }
 
-/* Says why a group has not formed: who came, who did not, who was sent away. */
+/* Reports why a group has not formed: which ranks came, which did not, which were refused. */
 static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
 {
     char missing[160] = "";
@@ -19732,7 +19738,7 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
             : ", and can it be reached from here");
 }
 
-/* Looks whether the group has formed, or never will. */
+/* Checks whether the group has formed, or never will. */
 static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, int64_t started_ns, int64_t deadline_ns)
 {
     dtrain__hub *hub = world->hub;

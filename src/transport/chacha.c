@@ -1,7 +1,6 @@
 /* ---- >>chacha ----
  * ChaCha20-Poly1305 (RFC 8439) and HKDF-SHA256 (RFC 5869), which seal the records of a connection. A kernel computes
- * as many blocks at once as its vectors have lanes. Every kernel gives the same bytes. No branch and no index depends
- * on a secret. */
+ * one block per lane of its vectors. All kernels give the same bytes. No branch and no index depends on a secret. */
 #ifndef DTRAIN__CHACHA
 #define DTRAIN__CHACHA
 #include "../base/memory.c"
@@ -43,8 +42,8 @@ static void dtrain__store_le32(unsigned char *out, uint32_t value)
     one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11) one(12) one(13) one(14) \
         one(15)
 
-/* Adds the key stream to whole groups of blocks, a block a lane, and moves the counter on. `v` has only constant
- * indices, which lets it stay in registers. */
+/* Adds the key stream to whole groups of blocks, one block per lane, and advances the counter. All indices of `v` are
+ * constants, so it can stay in registers. */
 #define DTRAIN__CHACHA_KERNEL(name, target, vec, lanes, turn16, turn8, write) \
     static target void name(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups) \
     { \
@@ -77,7 +76,7 @@ static void dtrain__store_le32(unsigned char *out, uint32_t value)
 #define DTRAIN__CHACHA_TURN16(x) DTRAIN__CHACHA_ROTATE(x, 16)
 #define DTRAIN__CHACHA_TURN8(x) DTRAIN__CHACHA_ROTATE(x, 8)
 
-/* Word by word: for vectors of any machine. */
+/* Writes word by word, for the vectors of any machine. */
 #define DTRAIN__CHACHA_KEEP(i) memcpy(words[i], &v[i], sizeof v[i]);
 #define DTRAIN__CHACHA_WRITE_WORDS \
     uint32_t words[16][4]; \
@@ -94,7 +93,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_base, __attribute__((noinline)), dtrain__u3
 typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
 typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
 
-/* Turns four rows of words in four columns, within each 128 bits. */
+/* Transposes four rows of words to four columns, within each 128 bits. */
 #define DTRAIN__CHACHA_COLUMNS(wide, vec, integer, i) \
     { \
         integer a = wide##_unpacklo_epi32((integer)v[i], (integer)v[(i) + 1]); \
@@ -107,7 +106,7 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
         v[(i) + 3] = (vec)wide##_unpackhi_epi64(b, d); \
     }
 
-/* Adds the key stream to the blocks that have the same place in their 128 bits. */
+/* Adds the key stream to the blocks at the same place in their 128 bits. */
 #define DTRAIN__CHACHA_WRITE(wide, vec, integer, blocks) \
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 0) \
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 4) \
@@ -137,7 +136,7 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx2, __attribute__((target("avx2"), noinline)), dtrain__u32x8, 8,
                       DTRAIN__CHACHA_TURN16_AVX2, DTRAIN__CHACHA_TURN8_AVX2, DTRAIN__CHACHA_WRITE_AVX2)
 
-/* Forms with a mask of all lanes, as gcc 12 warns of the plain ones, which begin with a value that nobody sets. */
+/* These forms have a mask of all lanes. gcc 12 warns of the plain forms, since they start with an unset value. */
 #define DTRAIN__CHACHA_512_unpacklo_epi32(a, b) _mm512_maskz_unpacklo_epi32(0xffff, a, b)
 #define DTRAIN__CHACHA_512_unpackhi_epi32(a, b) _mm512_maskz_unpackhi_epi32(0xffff, a, b)
 #define DTRAIN__CHACHA_512_unpacklo_epi64(a, b) _mm512_maskz_unpacklo_epi64(0xff, a, b)
@@ -166,10 +165,10 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
                       dtrain__u32x16, 16, DTRAIN__CHACHA_TURN16, DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_AVX512)
 #endif
 
-/* Poly1305 with limbs of 26 bits in 64, five a number; r[5 + i] is 5 r[1 + i]. */
+/* Poly1305. A number is five limbs of 26 bits, each in 64 bits. r[5 + i] is 5 r[1 + i]. */
 #define DTRAIN__POLY_MASK 0x3ffffffu
 
-/* h times r, modulo 2^130 - 5: limbs of h below 2^28 come in, below 2^27 go out. */
+/* Multiplies h by r, modulo 2^130 - 5. Limbs of h are below 2^28 before and below 2^27 after. */
 #define DTRAIN__POLY_TIMES(vec, mul, h, r) \
     { \
         vec d0 = mul(h[0], r[0]) + mul(h[1], r[8]) + mul(h[2], r[7]) + mul(h[3], r[6]) + mul(h[4], r[5]); \
@@ -190,8 +189,10 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
 #define DTRAIN__POLY_LIMB_IN(i) memcpy(&h[i], spread[i], sizeof h[i]);
 #define DTRAIN__POLY_LIMB_OUT(i) memcpy(spread[i], &h[i], sizeof h[i]);
 
-/* Adds whole groups of blocks, a block a lane, to h. All lanes are multiplied by r^lanes at each group but the last,
- * and then by the power that their block wants. Source: Goll and Gueron, "Vectorization of Poly1305", 2015. */
+/* Adds whole groups of blocks to h, one block per lane. At each group but the last, all lanes are multiplied by
+ * r^lanes. At the last group, each lane is multiplied by the power for its block.
+ *
+ *   source   Goll and Gueron, Vectorization of Poly1305, 2015 */
 #define DTRAIN__POLY_KERNEL(name, target, vec, lanes, mul, load) \
     static target void name(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data, \
                             size_t groups) \
@@ -229,7 +230,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
         dtrain__poly_carry(sum); \
     }
 
-/* Leaves every limb below 2^26 but for h[1], which may have one more. */
+/* Carries: afterwards every limb is below 2^26, except that h[1] may be 2^26. */
 static void dtrain__poly_carry(uint64_t h[5])
 {
     for (int i = 0; i < 4; i++) {
@@ -273,9 +274,9 @@ DTRAIN__POLY_KERNEL(dtrain__poly_avx512, __attribute__((target("avx512f,avx512bw
 DTRAIN__EXACT_END
 
 typedef struct dtrain__chacha_way {
-    size_t blocks; /* of a group of the cipher */
+    size_t blocks; /* in a group of the cipher */
     void (*blocks_of)(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups);
-    size_t lanes; /* of a group of the tag */
+    size_t lanes; /* in a group of the tag */
     void (*add)(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data, size_t groups);
 } dtrain__chacha_way;
 
@@ -292,7 +293,7 @@ static const dtrain__chacha_way *dtrain__chacha_choose(int isa)
     return &base;
 }
 
-/* Adds the key stream from state's counter on; in and out are the same or apart. */
+/* Adds the key stream from state's counter on. in and out are the same buffer, or do not overlap. */
 static void dtrain__chacha_xor(const dtrain__chacha_way *way, uint32_t state[16], const unsigned char *in,
                                unsigned char *out, size_t bytes)
 {
@@ -310,10 +311,10 @@ static void dtrain__chacha_xor(const dtrain__chacha_way *way, uint32_t state[16]
     memcpy(out + whole, rest, bytes - whole);
 }
 
-/* A tag under way. */
+/* A tag in progress. */
 typedef struct dtrain__poly {
-    uint64_t sum[5], powers[DTRAIN__POLY_LANES][9]; /* of r, the first at [0]; those of the first `lanes` are known */
-    size_t lanes;
+    uint64_t sum[5], powers[DTRAIN__POLY_LANES][9]; /* powers of r, from r^1 at [0] */
+    size_t lanes;                                   /* how many powers are known */
     unsigned char pad[16];
 } dtrain__poly;
 
@@ -333,7 +334,7 @@ static void dtrain__poly_start(dtrain__poly *poly, const unsigned char key[DTRAI
     memcpy(poly->pad, key + 16, sizeof poly->pad);
 }
 
-/* Makes the powers of r up to r^lanes. */
+/* Computes the powers of r up to r^lanes. */
 static void dtrain__poly_raise(dtrain__poly *poly, size_t lanes)
 {
     for (; poly->lanes < lanes; poly->lanes++) {
@@ -346,12 +347,12 @@ static void dtrain__poly_raise(dtrain__poly *poly, size_t lanes)
     }
 }
 
-/* Adds data, filled up with zeros to whole blocks. */
+/* Adds data, padded with zeros to whole blocks. */
 static void dtrain__poly_add(dtrain__poly *poly, const dtrain__chacha_way *way, const unsigned char *data, size_t bytes)
 {
     unsigned char rest[DTRAIN__POLY_BLOCK] = {0};
     size_t group = way->lanes * DTRAIN__POLY_BLOCK, groups = bytes / group;
-    if (way->lanes > 1 && groups >= 4) { /* else the powers cost more than they save */
+    if (way->lanes > 1 && groups >= 4) { /* for less, the powers cost more than they save */
         dtrain__poly_raise(poly, way->lanes);
         way->add(poly->sum, poly->powers, data, groups);
         data += groups * group;
@@ -364,7 +365,7 @@ static void dtrain__poly_add(dtrain__poly *poly, const dtrain__chacha_way *way, 
     dtrain__poly_base(poly->sum, poly->powers, rest, 1);
 }
 
-/* The sum modulo 2^130 - 5, plus the pad modulo 2^128. */
+/* Gives the tag: the sum modulo 2^130 - 5, plus the pad, modulo 2^128. */
 static void dtrain__poly_finish(dtrain__poly *poly, unsigned char tag[DTRAIN__TAG_BYTES])
 {
     uint64_t *h = poly->sum, less[5], carry = 5, low, high;
@@ -388,14 +389,14 @@ static void dtrain__poly_finish(dtrain__poly *poly, unsigned char tag[DTRAIN__TA
     }
 }
 
-/* Overwrites a secret so that no compiler leaves the writing out. */
+/* Overwrites a secret. The assembly statement keeps compilers from removing the memset. */
 static void dtrain__wipe(void *secret, size_t bytes)
 {
     memset(secret, 0, bytes);
     __asm__ __volatile__("" : : "r"(secret) : "memory");
 }
 
-/* RFC 8439, section 2.8: the state for block 1 on, and the tag's key from block 0. */
+/* Sets the state to block 1 and starts the tag with the key from block 0: RFC 8439, section 2.8. */
 static void dtrain__aead_start(uint32_t state[16], dtrain__poly *poly, const unsigned char key[DTRAIN__KEY_BYTES],
                                const unsigned char nonce[12])
 {
@@ -427,7 +428,7 @@ static void dtrain__aead_tag(dtrain__poly *poly, const dtrain__chacha_way *way, 
     dtrain__wipe(poly, sizeof *poly);
 }
 
-/* Encrypts `bytes` from `in` to `out`, which is in or apart, and makes the tag of that and of `extra`. */
+/* Encrypts `bytes` bytes from in to out, which are the same or do not overlap. Makes the tag of out and of extra. */
 static void dtrain__aead_seal(const dtrain__chacha_way *way, const unsigned char key[DTRAIN__KEY_BYTES],
                               const unsigned char nonce[12], const unsigned char *extra, size_t extra_bytes,
                               const unsigned char *in, unsigned char *out, size_t bytes,
@@ -441,7 +442,7 @@ static void dtrain__aead_seal(const dtrain__chacha_way *way, const unsigned char
     dtrain__wipe(state, sizeof state);
 }
 
-/* Decrypts into `out` when the tag is right; else returns 0 and leaves out as it is. */
+/* Decrypts into out if the tag is right. Otherwise returns 0 and does not change out. */
 static int dtrain__aead_open(const dtrain__chacha_way *way, const unsigned char key[DTRAIN__KEY_BYTES],
                              const unsigned char nonce[12], const unsigned char *extra, size_t extra_bytes,
                              const unsigned char *in, unsigned char *out, size_t bytes,
@@ -459,7 +460,7 @@ static int dtrain__aead_open(const dtrain__chacha_way *way, const unsigned char 
     return good;
 }
 
-/* HKDF-SHA256: extracts a key from a secret and a salt, and expands it with info to at most 255 * 32 bytes. */
+/* HKDF-SHA256. Extracts a key from a secret and a salt, and expands it with info to at most 255 * 32 bytes. */
 static void dtrain__hkdf(const void *secret, size_t secret_bytes, const void *salt, size_t salt_bytes, const void *info,
                          size_t info_bytes, unsigned char *out, size_t bytes)
 {

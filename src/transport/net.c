@@ -1,17 +1,17 @@
 /* ---- >>net ----
- * Sockets as this library wants them: non-blocking, close-on-exec, silent (no SIGPIPE), named in texts.
- * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that net_look_up
- * asks the system's resolver for a host name, and net_lock_beside waits for a lock. May call base only. */
+ * Sockets: non-blocking, close-on-exec, without SIGPIPE, and with names for texts. An address is "host:port",
+ * "[address]:port" or "unix:/path". Only two functions wait: dtrain__net_look_up asks the system's resolver for a host
+ * name, and dtrain__net_lock_beside waits for a lock. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
 #include "../base/os.c"
 #include "../base/status.c"
 #include "../control/plane.c"
 
-#define DTRAIN__MAX_ADDRESSES 8 /* that one name may stand for */
+#define DTRAIN__MAX_ADDRESSES 8 /* per name */
 
 typedef struct dtrain__address {
-    union { /* one of them, by any.sa_family; a cast between them would let compilers reorder their uses */
+    union { /* any.sa_family says which; with casts instead, compilers could reorder the accesses */
         struct sockaddr any;
         struct sockaddr_in v4;
         struct sockaddr_in6 v6;
@@ -43,7 +43,7 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     return out;
 }
 
-/* Whether only processes of this host can be there. */
+/* Returns whether only processes of this host can have the address. */
 static int dtrain__net_is_local(const dtrain__address *address)
 {
     int family = address->at.any.sa_family;
@@ -56,7 +56,7 @@ static int dtrain__net_is_local(const dtrain__address *address)
     return family == AF_UNIX;
 }
 
-/* A socket's own address, or its peer's. Returns 0 or an errno. */
+/* Gives a socket's own address, or with peers 1 its peer's. Returns 0 or an errno. */
 static int dtrain__net_end(int fd, int peers, dtrain__address *out)
 {
     memset(out, 0, sizeof *out);
@@ -66,7 +66,7 @@ static int dtrain__net_end(int fd, int peers, dtrain__address *out)
                : 0;
 }
 
-/* Whether a connection goes to another host, as its own two addresses say. */
+/* Returns whether a connection goes to another host. It compares the connection's two addresses. */
 static int dtrain__net_leaves_host(int fd)
 {
     dtrain__address here, there;
@@ -99,7 +99,7 @@ static int dtrain__net_port(const dtrain__address *address)
     return ntohs(family == AF_INET ? address->at.v4.sin_port : family == AF_INET6 ? address->at.v6.sin6_port : 0);
 }
 
-/* The same family with no host: every address of this machine. */
+/* Replaces the host by every address of this machine, in the same family. */
 static void dtrain__net_set_any(dtrain__address *address)
 {
     if (address->at.any.sa_family == AF_INET)
@@ -123,7 +123,7 @@ static dtrain_status dtrain__net_unix_address(dtrain__address *address, const ch
     return DTRAIN_OK;
 }
 
-/* Makes the private directory in which the processes of one user on this host meet. */
+/* Makes the private directory for the sockets of one user's processes on this host. */
 static dtrain_status dtrain__net_directory(char *out, size_t capacity)
 {
     const char *base = getenv("TMPDIR");
@@ -141,7 +141,7 @@ static dtrain_status dtrain__net_directory(char *out, size_t capacity)
     return DTRAIN_OK;
 }
 
-/* Gives a descriptor the manners that every one has here. Returns 0 or an errno. */
+/* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
 static int dtrain__net_manners(int fd)
 {
     int flags = fcntl(fd, F_GETFL);
@@ -175,7 +175,7 @@ static int dtrain__net_socket(int family, int *fd)
     return error;
 }
 
-/* Whether this machine has sockets of a family. */
+/* Returns whether this machine has sockets of a family. */
 static int dtrain__net_has(int family)
 {
     int fd, error = dtrain__net_socket(family, &fd);
@@ -184,7 +184,7 @@ static int dtrain__net_has(int family)
     return error != EAFNOSUPPORT;
 }
 
-/* Cuts "host:port" or "[host]:port" in two. Returns 0 when it is neither. */
+/* Splits "host:port" or "[host]:port". Returns 0 if the text is neither. */
 static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
 {
     const char *colon = strrchr(text, ':'), *first = text, *last = colon;
@@ -206,8 +206,11 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
     return 1;
 }
 
-/* Finds the addresses that text stands for; *count is how many, at most DTRAIN__MAX_ADDRESSES. flags: 0 or
- * AI_NUMERICHOST, which never waits; else a name may wait for the system's resolver. */
+/* Finds the addresses of a text.
+ *
+ *   flags   0: a name may wait for the system's resolver; AI_NUMERICHOST: numbers only, never waits
+ *   out     DTRAIN__MAX_ADDRESSES
+ *   count   out: how many it has found */
 static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__address *out, int *count)
 {
     char host[DTRAIN__ADDRESS_BYTES], port[8];
@@ -231,7 +234,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
                             text, gai_strerror(error));
     for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
         if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->at.storage ||
-            (flags == 0 && !dtrain__net_has(at->ai_family))) /* a spelled one has no other beside it */
+            (flags == 0 && !dtrain__net_has(at->ai_family))) /* an address in numbers has no alternative */
             continue;
         memset(&out[*count], 0, sizeof *out);
         memcpy(&out[*count].at.storage, at->ai_addr, at->ai_addrlen);
@@ -244,7 +247,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
                               "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
 }
 
-/* The address that text spells in numbers, or as the path of a unix socket. */
+/* Reads an address in numbers, or the path of a unix socket. */
 static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
 {
     dtrain__address found[DTRAIN__MAX_ADDRESSES];
@@ -255,7 +258,7 @@ static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
     return status;
 }
 
-/* The address of interface `name`, or the address that name spells, of `family` where it has one. */
+/* Gives the address of the interface `name`, or the address that `name` spells. If it can, it gives one of `family`. */
 static dtrain_status dtrain__net_interface(const char *name, int family, dtrain__address *out)
 {
     struct ifaddrs *list = NULL;
@@ -284,8 +287,8 @@ static dtrain_status dtrain__net_interface(const char *name, int family, dtrain_
     return DTRAIN_OK;
 }
 
-/* Gives a socket that is not connected yet a plain congestion control, which costs least on one host. Once bbr has
- * seen a connection, the system paces it for good. */
+/* Sets a plain congestion control, which costs least on one host, on a socket that is not connected yet. Later is too
+ * late: once bbr has had a connection, the system always paces it. */
 static void dtrain__net_plain(int fd)
 {
 #ifdef TCP_CONGESTION
@@ -296,7 +299,7 @@ static void dtrain__net_plain(int fd)
 #endif
 }
 
-/* Gives a socket the congestion control of the system's choice, for the way to another host. */
+/* Sets the system's default congestion control, for a connection to another host. */
 static void dtrain__net_unplain(int fd)
 {
 #ifdef TCP_CONGESTION
@@ -325,11 +328,12 @@ static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
     }
 }
 
-/* Whether the other end of a connected unix socket is a process of this user: who called connect(), or listen(). */
+/* Returns whether the process at the other end of a connected unix socket, which called connect() or listen(), belongs
+ * to this user. */
 static int dtrain__net_same_user(int fd)
 {
 #ifdef SO_PEERCRED
-    struct { /* the system's struct ucred, which the C library hides from standard C */
+    struct { /* struct ucred of the system, which the C library hides from standard C */
         int32_t pid;
         uint32_t uid, gid;
     } peer;
@@ -343,8 +347,8 @@ static int dtrain__net_same_user(int fd)
 #endif
 }
 
-/* Locks the directory of a unix socket: of two processes that find a stale socket, the second shall not remove what the
- * first has put in its place. A lock that does not come soon is done without. Returns what to close, or -1. */
+/* Locks the directory of a unix socket. Without it, if two processes find a stale socket, the second could remove the
+ * new one of the first. After a second it goes on without the lock. Returns the descriptor to close, or -1. */
 static int dtrain__net_lock_beside(const char *path)
 {
     char directory[sizeof(((struct sockaddr_un *)0)->sun_path)];
@@ -358,7 +362,7 @@ static int dtrain__net_lock_beside(const char *path)
     return fd;
 }
 
-/* Removes a unix socket that nobody listens on any more. */
+/* Removes a unix socket on which nobody listens. */
 static void dtrain__net_remove_stale(const dtrain__address *address)
 {
     const char *path = address->at.local.sun_path;
@@ -371,14 +375,14 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
     close(fd);
 }
 
-/* Binds and listens; *address becomes what it is bound to. Returns 0 or an errno. */
+/* Binds and listens. *address: also out, the bound address. Returns 0 or an errno. */
 static int dtrain__net_listen(dtrain__address *address, int *fd)
 {
     struct sockaddr *any = &address->at.any;
     int one = 1, error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
-    dtrain__net_plain(*fd); /* for the connections that come by it */
+    dtrain__net_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX)
         dtrain__net_remove_stale(address);
     else
@@ -393,7 +397,7 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
     return error;
 }
 
-/* Starts a connection; it is made, or has failed, when the descriptor is writable. Returns 0 or an errno. */
+/* Starts a connection. Once the descriptor is writable, it has been made or has failed. Returns 0 or an errno. */
 static int dtrain__net_connect(const dtrain__address *address, int *fd)
 {
     const struct sockaddr *any = &address->at.any;
@@ -409,8 +413,8 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     return error;
 }
 
-/* Whether a connection has met itself: TCP allows it where nobody listens and the port that the system chose for this
- * end is the very one that is asked for. */
+/* Returns whether a socket is connected to itself. TCP allows that if nobody listens and the system happens to choose
+ * the destination's port for this end. */
 static int dtrain__net_is_mirror(int fd)
 {
     dtrain__address here, there;
@@ -418,14 +422,14 @@ static int dtrain__net_is_mirror(int fd)
            here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
 }
 
-/* Whether the system takes more to send now. */
+/* Returns whether the system takes more bytes to send now. */
 static int dtrain__net_writable(int fd)
 {
     struct pollfd one = {fd, POLLOUT, 0};
     return poll(&one, 1, 0) > 0;
 }
 
-/* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
+/* Returns 0 if the connection has been made, EINPROGRESS if not yet, else the errno with which it failed. */
 static int dtrain__net_connected(int fd)
 {
     int error = 0;
@@ -437,7 +441,7 @@ static int dtrain__net_connected(int fd)
     return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 
-/* Takes one connection from a listener. Returns 0, EAGAIN when there is none, or another errno. */
+/* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
 static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
 {
     int error;
@@ -465,8 +469,8 @@ static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
 #define MSG_MORE 0
 #endif
 
-/* Sends what goes at once: returns the bytes gone, 0 for none now, -1 when the connection is of no more use (errno).
- * more: the system may hold it back until the next call. */
+/* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). more: the
+ * system may hold the bytes back until the next call. */
 static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes, int more)
 {
     ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL | (more ? MSG_MORE : 0));
@@ -475,7 +479,7 @@ static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes, int more
     return n;
 }
 
-/* Receives what is there: as dtrain__net_send; the peer's orderly close is -1 with errno 0. */
+/* Receives without waiting. Returns as dtrain__net_send does; if the peer has closed in order, -1 with errno 0. */
 static ssize_t dtrain__net_recv(int fd, void *data, size_t bytes)
 {
     ssize_t n = recv(fd, data, bytes, 0);
@@ -507,7 +511,7 @@ static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events
     fds[(*count)++].revents = 0;
 }
 
-/* A pipe that wakes a poll(): both ends non-blocking. Returns 0 or an errno. */
+/* Makes a pipe that wakes a poll(). Both ends are non-blocking. Returns 0 or an errno. */
 static int dtrain__net_pipe(int ends[2])
 {
     int error = ENOSYS;
@@ -527,7 +531,7 @@ static int dtrain__net_pipe(int ends[2])
 static void dtrain__net_poke(int fd)
 {
     ssize_t ignored = write(fd, "", 1);
-    (void)ignored; /* a full pipe wakes as well */
+    (void)ignored; /* a full pipe wakes a poll() too */
 }
 
 static void dtrain__net_drain(int fd)

@@ -1,7 +1,7 @@
 /* ---- >>socket ----
- * The transport over TCP and unix sockets: one end of it is a channel of the hub. A lane is made when its peer is
- * first needed; with several to a peer the stream goes over them in turn. A caller tries, looks again for a while,
- * then sleeps in poll(). Bytes are moved under hub->mutex, waited for without it. */
+ * The transport over TCP and unix sockets. One end of it is a channel of the hub. A lane is made when its peer is first
+ * needed. If a peer has several lanes, its stream uses them in turn. A caller tries, looks again for a while, then
+ * sleeps in poll(). It holds hub->mutex while it moves bytes, and not while it waits. */
 #ifndef DTRAIN__SOCKET
 #define DTRAIN__SOCKET
 #include "transport.h"
@@ -9,13 +9,13 @@
 DTRAIN__FAST_BEGIN
 
 #ifndef DTRAIN__TURN_BYTES
-#define DTRAIN__TURN_BYTES ((size_t)1 << 19) /* moved at once one way before the other: what waits stays cached */
+#define DTRAIN__TURN_BYTES ((size_t)1 << 19) /* moved one way before the other has its turn, so they stay in cache */
 #endif
-#define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* moved at once for a caller with a budget */
-#define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
-#define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
+#define DTRAIN__POLL_BYTES ((size_t)1 << 16) /* the same for a caller that does not wait */
+#define DTRAIN__PATIENCE_NS 50000            /* how long to look again before sleeping */
+#define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive through rank 0 */
 
-/* The lane has no connection: asks for one, or finds that there will be none. */
+/* Deals with a lane without a connection: asks for one, or reports that there will be none. */
 static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__lane *lane, int rank)
 {
     dtrain__hub *hub = channel->hub;
@@ -25,7 +25,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     int left = dtrain__membership_left(channel->seat.members, rank),
         coming = lane->handshake != NULL ||
                  dtrain__channel_admitted(channel, channel->seat.worlds[rank], (int)(lane - peer->lanes)) != NULL;
-    if (left && coming) /* who took it may have sent all there was to send, and left */
+    if (left && coming) /* the peer may have connected, sent all of its bytes, and left */
         return DTRAIN_OK;
     if (left)
         return dtrain__seat_needs(&channel->seat, rank);
@@ -48,7 +48,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     return lost.status;
 }
 
-/* Moves what goes at once, about `most` bytes; sets *moved when something did. */
+/* Moves bytes without waiting, about `most` at once. Sets *moved to 1 if it moves any. */
 static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfer *transfer, int sending, size_t most,
                                         int *moved)
 {
@@ -63,7 +63,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
             return dtrain__socket_missing(channel, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
         bytes = bytes < most ? bytes : most;
-        /* a header may wait for its payload only where both go the same way */
+        /* a header may wait for its payload only if both use the same lane */
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
@@ -78,12 +78,12 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         *total += (uint64_t)n;
         *moved = 1;
         if ((size_t)n < bytes || bytes == most)
-            return DTRAIN_OK; /* the other direction may go on meanwhile */
+            return DTRAIN_OK; /* let the other direction move */
     }
     return DTRAIN_OK;
 }
 
-/* Notes that this direction could go on when its peer moves. */
+/* Notes that this direction waits for its peer. */
 static void dtrain__socket_await(dtrain__channel *channel, const dtrain_transfer *transfer, int sending)
 {
     if (transfer == NULL || transfer->moved == transfer->bytes)
@@ -92,9 +92,9 @@ static void dtrain__socket_await(dtrain__channel *channel, const dtrain_transfer
     channel->awaiting = 1;
 }
 
-/* Tries both directions once; asked: for a caller that will not wait here. A broken group ends every operation with the
- * group's cause, once nothing more moves: what a peer sent before it failed still completes what it was sent for. An
- * aborted one ends them at once. */
+/* Tries both directions once. asked: 1 for a caller that will not wait here. In a broken group every operation ends
+ * with the group's cause, but only when no more bytes move: bytes that a peer sent before it failed still arrive. In an
+ * aborted group operations end at once. */
 static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in, int asked,
                                          int *moved)
 {
@@ -128,7 +128,7 @@ static void dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *tran
         dtrain__net_watch(fds, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
 }
 
-/* Sleeps until one of the directions may go on, the control plane has news, or until_ns. */
+/* Sleeps until a direction may move bytes, the control plane has news, or until_ns. */
 static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
                                  uint64_t seen)
 {
@@ -139,7 +139,7 @@ static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out,
     dtrain__socket_watch(channel, in, 0, fds, &count);
     missing = count < (out != NULL) + (in != NULL);
     pthread_mutex_unlock(&channel->hub->mutex);
-    if (missing) { /* a lost peer is judged by the clock as well */
+    if (missing) { /* a missing connection also ends by the clock */
         int64_t soon = dtrain__os_now_ns() + 50000000;
         until_ns = soon < until_ns ? soon : until_ns;
     }
@@ -173,7 +173,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     }
 }
 
-/* A turn of the hub on its service thread; from the first on nobody else steps. */
+/* A turn of the hub on its service thread. After the first, only that thread steps the hub. */
 static void dtrain__socket_step(dtrain__origin *origin, int64_t deadline_ns)
 {
     dtrain__hub *hub = (dtrain__hub *)(void *)origin;
@@ -191,7 +191,7 @@ static void dtrain__socket_kick(dtrain__origin *origin)
     dtrain__hub_kick((dtrain__hub *)(void *)origin);
 }
 
-/* A turn of the hub on a thread that will not wait. */
+/* A turn of the hub on a thread that does not wait. */
 static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 {
     dtrain__hub *hub = ((dtrain__channel *)self)->hub;
@@ -236,7 +236,7 @@ static void dtrain__socket_leave(void *self, const char *why)
     pthread_mutex_unlock(&hub->mutex);
 }
 
-/* Says that TCP takes a token; `what` would be used without one. */
+/* Reports that TCP needs a token. what: the text that says why TCP would be used. */
 static dtrain_status dtrain__socket_closed(dtrain__hub *hub, const char *what)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
@@ -246,21 +246,21 @@ static dtrain_status dtrain__socket_closed(dtrain__hub *hub, const char *what)
                         hub->rank, what);
 }
 
-/* The port of a root that is none of a unix socket. */
+/* Returns the port of a root; 0 for a unix socket. */
 static int dtrain__socket_port(const dtrain__hub *hub)
 {
     return strncmp(hub->root, "unix:", 5) == 0 ? 0 : atoi(strrchr(hub->root, ':') + 1);
 }
 
-/* Writes the port that the root's port 0 has become. */
+/* Replaces port 0 of the root by the actual port. */
 static void dtrain__socket_set_port(dtrain__hub *hub, int port)
 {
     size_t host = (size_t)(strrchr(hub->root, ':') - hub->root);
     snprintf(hub->root + host, sizeof hub->root - host, ":%d", port);
 }
 
-/* Uses a copy of the listening socket that the launcher left open, so that the next group can use it as well.
- * Returns 0 when the descriptor is no such thing, or no more. */
+/* Uses a copy of the listening socket that the launcher left open, so that the next group can use it too. Returns 0 if
+ * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
     int listens = 0, fd;
@@ -277,7 +277,7 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
     return 1;
 }
 
-/* Rank 0: opens the listener that everyone comes to. */
+/* On rank 0: opens the listener to which all other ranks connect. */
 static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
 {
     dtrain__address chosen = hub->root_addresses[0];
@@ -301,7 +301,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     error = dtrain__hub_listen(hub);
     if (lock >= 0)
         close(lock);
-    if (error == EADDRNOTAVAIL) { /* a name for this host that its interfaces do not have */
+    if (error == EADDRNOTAVAIL) { /* the name means this host, but no interface has its address */
         hub->listening = chosen;
         dtrain__net_set_any(&hub->listening);
         error = dtrain__hub_listen(hub);
@@ -309,14 +309,15 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
                             hub->root, dtrain__net_text(&chosen).text, strerror(error),
-                            error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address" : "");
+                            error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address"
+                                                : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
         dtrain__socket_set_port(hub, dtrain__net_port(&hub->listening));
     return DTRAIN_OK;
 }
 
-/* Without a token: the ranks of a root on loopback meet at a unix socket that is named after its port, in a directory
- * of the user's own. */
+/* Without a token: ranks with a root on loopback use a unix socket instead. Its name is the root's port, in a private
+ * directory of the user. */
 static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
 {
     char directory[80], path[100], text[DTRAIN__ADDRESS_BYTES + 64];
@@ -330,7 +331,7 @@ static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
     if (status != DTRAIN_OK)
         return status;
     snprintf(path, sizeof path, "%s/%d", directory, port);
-    for (int tries = 0; port == 0 && tries < 100; tries++) { /* any that nobody has used */
+    for (int tries = 0; port == 0 && tries < 100; tries++) { /* any port that is not in use */
         if (dtrain__os_random(&dice, sizeof dice) != 0)
             break;
         snprintf(path, sizeof path, "%s/%d", directory, 49152 + dice % 16384);
@@ -343,7 +344,7 @@ static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
     return dtrain__net_unix_address(&hub->root_addresses[0], path);
 }
 
-/* Looks the root up, and finds the way to it that this rank may take. */
+/* Looks up the root, and chooses how this rank may reach it. */
 static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
 {
     dtrain__error cause;
@@ -401,7 +402,7 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
     self->joined = 1;
 }
 
-/* Pipes, the run's name, the root's addresses, and on rank 0 the listener. */
+/* Opens the pipe, chooses the run's name, looks up the root, and on rank 0 opens the listener. */
 static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_desc *desc)
 {
     dtrain_status status;
@@ -435,7 +436,7 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
     return status == DTRAIN_OK ? dtrain__socket_open(hub, desc) : status;
 }
 
-/* Makes one rank's end, listening or about to reach rank 0; hub_step() does the rest. */
+/* Makes one rank's end. Rank 0 then listens; others will connect to it. dtrain__hub_step does the rest. */
 static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__keys *keys,
                                            const dtrain__hub_desc *desc, dtrain_allocator *allocator)
 {
@@ -462,7 +463,7 @@ static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__
     return dtrain__report(&kept);
 }
 
-/* Says why a group has not formed: who came, who did not, who was sent away. */
+/* Reports why a group has not formed: which ranks came, which did not, which were refused. */
 static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
 {
     char missing[160] = "";
@@ -493,7 +494,7 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
             : ", and can it be reached from here");
 }
 
-/* Looks whether the group has formed, or never will. */
+/* Checks whether the group has formed, or never will. */
 static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, int64_t started_ns, int64_t deadline_ns)
 {
     dtrain__hub *hub = world->hub;

@@ -1,8 +1,8 @@
 /* ---- >>stream ----
- * One direction-pair of bytes between two ranks that can outlive its connection: each side counts what it
- * has sent and received, and a side that may reconnect keeps its last bytes, so that a new connection goes
- * on where the old one was cut. Positions count plain bytes, whether or not the connection is sealed. Never waits.
- * Frames of the control plane are built on it too. */
+ * Two directions of bytes between two ranks. A stream can outlive its connection: each side counts the bytes that it
+ * has sent and received. A side that may reconnect keeps its last bytes, so a new connection continues where the old
+ * one was cut. Positions count plain bytes, also on sealed connections. No call waits. The frames of the control plane
+ * are built on it too. */
 #ifndef DTRAIN__STREAM
 #define DTRAIN__STREAM
 #include "../base/memory.c"
@@ -15,25 +15,25 @@ DTRAIN__FAST_BEGIN
  *
  * A record is 4 bytes of length and kind, the ciphertext, and the tag of both. Its nonce is its number on this
  * connection in this direction; each direction has its own key. So a record that is changed, injected, left out, moved
- * or played again has a wrong tag. A record of kind END closes the stream: a connection that ends without it was cut.
- * Nothing is handed on before its tag is right. */
+ * or replayed has a wrong tag. A record of kind END closes the stream; a connection that ends without it was cut.
+ * Callers get bytes only after their tag has been checked. */
 
-#define DTRAIN__RECORD_BYTES ((size_t)1 << 14) /* of plaintext, at most */
+#define DTRAIN__RECORD_BYTES ((size_t)1 << 14) /* the most plaintext */
 #define DTRAIN__RECORD_HEAD 4u
 #define DTRAIN__RECORD_EXTRA (DTRAIN__RECORD_HEAD + DTRAIN__TAG_BYTES)
-#define DTRAIN__SEAL_BYTES (8 * (DTRAIN__RECORD_BYTES + DTRAIN__RECORD_EXTRA)) /* moved by one call of the system */
-#define DTRAIN__SEAL_LITTLE ((size_t)4096) /* sealed without looking whether the system takes it */
+#define DTRAIN__SEAL_BYTES (8 * (DTRAIN__RECORD_BYTES + DTRAIN__RECORD_EXTRA)) /* per system call */
+#define DTRAIN__SEAL_LITTLE ((size_t)4096) /* sealed without first asking the system whether it takes more */
 
 enum { DTRAIN__RECORD_DATA = 0, DTRAIN__RECORD_END };
 
 typedef struct dtrain__seal {
     unsigned char out_key[DTRAIN__KEY_BYTES], in_key[DTRAIN__KEY_BYTES];
     uint64_t out_records, in_records;
-    size_t out_at, out_end;     /* of out: sealed, and not gone */
-    size_t in_at, in_end;       /* of in: received, and not opened */
-    size_t plain_at, plain_end; /* of in: opened, and not handed on */
-    int ended;                  /* nothing follows, for the reason `error`; 0 is the peer's orderly close */
-    int error;
+    size_t out_at, out_end;     /* the range of out that is sealed and not sent */
+    size_t in_at, in_end;       /* the range of in that is received and not opened */
+    size_t plain_at, plain_end; /* the range of in that is opened and that no caller has */
+    int ended;                  /* 1: nothing follows */
+    int error;                  /* why it ended, an errno; 0: the peer has closed in order */
     unsigned char out[DTRAIN__SEAL_BYTES], in[DTRAIN__SEAL_BYTES];
 } dtrain__seal;
 
@@ -44,7 +44,7 @@ static void dtrain__seal_nonce(unsigned char nonce[12], uint64_t records)
     dtrain__store_le32(nonce + 8, (uint32_t)(records >> 32));
 }
 
-/* Appends one record to what goes out; there is room. */
+/* Appends one record to the output. There must be room. */
 static void dtrain__seal_record(dtrain__seal *seal, int kind, const unsigned char *data, size_t bytes)
 {
     unsigned char nonce[12], *head = seal->out + seal->out_end, *body = head + DTRAIN__RECORD_HEAD;
@@ -55,7 +55,7 @@ static void dtrain__seal_record(dtrain__seal *seal, int kind, const unsigned cha
     seal->out_end += bytes + DTRAIN__RECORD_EXTRA;
 }
 
-/* Seals as much as the empty buffer takes; returns how much. */
+/* Seals as many bytes as the empty buffer takes. Returns their number. */
 static size_t dtrain__seal_put(dtrain__seal *seal, const unsigned char *data, size_t bytes)
 {
     size_t done = 0;
@@ -67,7 +67,7 @@ static size_t dtrain__seal_put(dtrain__seal *seal, const unsigned char *data, si
     return done;
 }
 
-/* Sends what is sealed: 1 when all has gone, 0 when not now, -1 when the connection is broken (errno). */
+/* Sends the sealed bytes. Returns 1 if all are sent, 0 if not yet, -1 if the connection is broken (errno). */
 static int dtrain__seal_flush(dtrain__seal *seal, int fd, int more)
 {
     while (seal->out_at < seal->out_end) {
@@ -80,7 +80,7 @@ static int dtrain__seal_flush(dtrain__seal *seal, int fd, int more)
     return 1;
 }
 
-/* The first record that is not opened, once it is whole: 0 for not yet, -1 for what cannot be one. */
+/* Returns 1 if the next record is whole, 0 if not yet, -1 if it cannot be a record. bytes: out, its plaintext. */
 static int dtrain__seal_whole(const dtrain__seal *seal, size_t *bytes)
 {
     uint32_t head;
@@ -93,7 +93,7 @@ static int dtrain__seal_whole(const dtrain__seal *seal, size_t *bytes)
     return seal->in_end - seal->in_at - DTRAIN__RECORD_EXTRA >= *bytes;
 }
 
-/* Opens the next record into data, where it fits into room, else in its place. Returns 0 when there is none. */
+/* Opens the next record into data, or in place if it does not fit into room. Returns 0 if there is none. */
 static int dtrain__seal_open(dtrain__seal *seal, unsigned char *data, size_t room, size_t *done)
 {
     unsigned char nonce[12], *head = seal->in + seal->in_at, *body = head + DTRAIN__RECORD_HEAD;
@@ -121,7 +121,7 @@ static int dtrain__seal_open(dtrain__seal *seal, unsigned char *data, size_t roo
     return 1;
 }
 
-/* Hands on what was opened before and did not fit. */
+/* Copies bytes to the caller that were opened before and did not fit. */
 static void dtrain__seal_rest(dtrain__seal *seal, unsigned char *data, size_t bytes, size_t *done)
 {
     size_t part = seal->plain_end - seal->plain_at;
@@ -131,7 +131,7 @@ static void dtrain__seal_rest(dtrain__seal *seal, unsigned char *data, size_t by
     *done += part;
 }
 
-/* Receives what is there, as dtrain__net_recv does. */
+/* Receives without waiting, as dtrain__net_recv does. */
 static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data, size_t bytes)
 {
     size_t done = 0;
@@ -164,17 +164,17 @@ static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data
 
 /* ---- streams ---- */
 
-#define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a resumable connection; Linux doubles it */
-#define DTRAIN__REPLAY_BYTES (4 * DTRAIN__SOCKET_BUFFER) /* two such buffers at either end and what is between */
+#define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a connection that can resume; Linux doubles it */
+#define DTRAIN__REPLAY_BYTES (4 * DTRAIN__SOCKET_BUFFER) /* the doubled buffers at both ends */
 
 typedef struct dtrain__stream {
     int fd;        /* -1: no connection now */
-    uint64_t sent; /* bytes that the owner has handed over; of them the last `again` go out once more */
+    uint64_t sent; /* bytes taken from the owner */
     uint64_t received;
-    uint64_t again;
-    unsigned char *replay; /* the last DTRAIN__REPLAY_BYTES sent; NULL: this stream dies with its connection */
-    dtrain__seal *seal;    /* NULL: it goes as it is */
-    int withheld;          /* the last byte of `sent` counts as not gone yet: sealed bytes wait for the system */
+    uint64_t again;        /* the last `again` bytes of `sent` must be sent once more */
+    unsigned char *replay; /* the last DTRAIN__REPLAY_BYTES sent; NULL: the stream ends with its connection */
+    dtrain__seal *seal;    /* NULL: bytes are not sealed */
+    int withheld;          /* 1: the owner is told that the last byte of `sent` is not sent yet, as sealed bytes wait */
 } dtrain__stream;
 
 static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
@@ -184,7 +184,7 @@ static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
     stream->fd = -1;
 }
 
-/* Goes on over fd, whose other end has received peer_received bytes. Returns 0 when too much was lost for that. */
+/* Continues over fd, whose other end has received peer_received bytes. Returns 0 if too many bytes were lost. */
 static int dtrain__stream_resume(dtrain__stream *stream, int fd, uint64_t peer_received)
 {
     uint64_t lost = stream->sent - peer_received;
@@ -205,8 +205,7 @@ static void dtrain__stream_unseal(dtrain_allocator *allocator, dtrain__stream *s
     stream->seal = NULL;
 }
 
-/* Makes the records of the connection that the stream goes on over, with its keys. Returns 0 when there is no memory.
- */
+/* Sets up the sealing of a new connection with its keys, if it is sealed. Returns 0 if there is no memory. */
 static int dtrain__stream_seal(dtrain__stream *stream, dtrain_allocator *allocator, const dtrain__handshake *handshake,
                                const dtrain__keys *keys)
 {
@@ -223,13 +222,13 @@ static int dtrain__stream_seal(dtrain__stream *stream, dtrain_allocator *allocat
     return 1;
 }
 
-/* What must still go out though its owner has handed it over. */
+/* Returns whether bytes that were taken from the owner must still be sent. */
 static int dtrain__stream_owes(const dtrain__stream *stream)
 {
     return stream->again > 0 || (stream->seal != NULL && stream->seal->out_at < stream->seal->out_end);
 }
 
-/* Whether dtrain__stream_recv gives something, whatever poll() says of the descriptor. */
+/* Returns whether dtrain__stream_recv has something to return even if poll() does not report the descriptor. */
 static int dtrain__stream_holds(const dtrain__stream *stream)
 {
     const dtrain__seal *seal = stream->seal;
@@ -253,8 +252,9 @@ static void dtrain__stream_keep(dtrain__stream *stream, const unsigned char *dat
     memcpy(stream->replay, data + first, bytes - first);
 }
 
-/* As stream_send, by records. What is sealed has to go as it is, so it counts as handed over. The last byte of it
- * counts as gone when all of it has: whoever waits for its bytes to go waits for the system to have them. */
+/* Sends in records, otherwise as dtrain__stream_send. Sealed bytes cannot be taken back, so they count as taken from
+ * the owner. But their last byte counts as sent only when the system has all of them. So an owner that waits until its
+ * bytes are sent waits for the system. */
 static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned char *data, size_t bytes, int more)
 {
     dtrain__seal *seal = stream->seal;
@@ -274,7 +274,7 @@ static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned
     uint64_t records = seal->out_records;
     n = dtrain__seal_put(seal, data + told, bytes - told);
     gone = dtrain__seal_flush(seal, stream->fd, more && told + n == bytes);
-    if (gone <= 0 && seal->out_at == 0) { /* nobody has seen it: the owner may still do without */
+    if (gone <= 0 && seal->out_at == 0) { /* nothing has left: take it back, the owner may still change its mind */
         seal->out_end = 0;
         seal->out_records = records;
         return told > 0 || gone == 0 ? (ssize_t)told : -1;
@@ -285,7 +285,7 @@ static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned
     return (ssize_t)(told + n) - stream->withheld;
 }
 
-/* Sends what goes at once: bytes gone, 0 for none now, -1 when the connection is broken (errno). */
+/* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
 static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, size_t bytes, int more)
 {
     ssize_t n;
@@ -300,7 +300,7 @@ static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, siz
     }
     if (bytes == 0)
         return 0;
-    if (stream->withheld) { /* of the connection before, which was sealed: it has gone again with the rest */
+    if (stream->withheld) { /* from a sealed connection before: that byte has been sent again with the others */
         stream->withheld = 0;
         return 1;
     }
@@ -321,7 +321,7 @@ static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t by
     return n;
 }
 
-/* Says that nothing follows, where that goes at once. */
+/* Tells the peer that nothing follows, if that can be sent at once. */
 static void dtrain__stream_end(dtrain__stream *stream)
 {
     if (stream->seal != NULL && dtrain__seal_flush(stream->seal, stream->fd, 0) > 0) {
@@ -337,17 +337,17 @@ static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *str
     dtrain__stream_unseal(allocator, stream);
 }
 
-/* A growing block of bytes; bytes of it are in use. */
+/* A growing block of bytes. */
 typedef struct dtrain__bytes {
     unsigned char *data;
-    size_t bytes;
-    int short_of; /* memory: there was none for something that belongs here */
+    size_t bytes; /* in use */
+    int short_of; /* 1: something is missing here, as there was no memory */
 } dtrain__bytes;
 
-/* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
+/* Makes room for `more` bytes after those in use. Returns 0 if there is no memory. */
 static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block, size_t more)
 {
-    /* a heartbeat with all that it may tell of others fits at first, so that a warm loop's never allocates */
+    /* the first room holds the largest heartbeat, so the heartbeats of a warm loop never allocate */
     void *data =
         dtrain__memory_grow(allocator, block->data, 1, block->bytes, block->data == NULL && more < 1024 ? 1024 : more);
     block->short_of |= data == NULL;

@@ -1,14 +1,14 @@
 /* ---- >>threads ----
- * Ranks of one address space. A group is what its ranks share, and lazily one ring of bytes for each ordered pair that
- * exchanges messages. All waiting is on the group's one bell. The groups that come of one world share a council, whose
- * mutex is the world's, an allocator and a service thread, which live as long as one of these groups.
+ * Ranks in one address space. A group has a state that its ranks share, and a ring of bytes for each ordered pair of
+ * ranks. The sender makes the ring at its first message. All waiting is on the group's bell. The groups of one world
+ * share a council, the mutex that guards it, an allocator and a service thread, which live until the last group ends.
  *
- * Ranks read each other's buffers in place. Each has one slot, on which it posts what it is about to do; the
- * collectives are those of >>fused.
+ * Ranks read each other's buffers in place. Each has one slot, where it posts its next call. The collectives are those
+ * of >>fused.
  *
- * Invariants: a slot is written by its rank alone. A rank that reads a peer's buffers holds its `inside` flag, which it
- * raises before it looks whether the group is broken; a rank that fails breaks the group before it looks at the flags,
- * and so takes its buffers back only when nobody is inside them. */
+ * Invariants: only its own rank writes a slot. A rank sets its `inside` flag, then checks that the group is not broken,
+ * and then reads a peer's buffers. A rank that fails breaks the group first and looks at the flags then. So it takes
+ * its buffers back only when nobody is inside them. */
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
 #include "../base/worker.c"
@@ -18,39 +18,39 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
 
-/* What a rank posts for one collective; read by peers between its post and theirs two operations later. */
+/* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
 typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
     void *out;
-    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
-    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call: where it fits, peers read no other line */
+    const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
+    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call; if equal, peers need not read call */
     unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
 } dtrain__post;
 
-/* How far a rank's device is with its peers' memory: see >>device_events. */
+/* What a rank's device does with its peers' memory: see >>device_events. */
 typedef struct dtrain__device_word {
-    uint64_t turn;   /* calls in which the device has been given all that it has to do */
-    uint32_t inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
+    uint64_t turn;   /* the number of calls whose whole work the device has been given */
+    uint32_t inside; /* 2: the device may use peers' memory; 1: this rank may still use peers' events; 0: neither */
 } dtrain__device_word;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
-    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
+    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
+    uint64_t finished; /* turn of the last operation whose buffers this rank no longer reads */
     uint32_t inside;
     dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
     dtrain__post posts[2] __attribute__((
-        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
+        aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__shared {
     dtrain__bell bell;
-    uint64_t withdrawn; /* posts taken back, or tried to; 2 each, odd while a rank is at it */
+    uint64_t withdrawn; /* counts 2 for each try to withdraw a post; odd while a rank does it */
     dtrain__membership members;
     dtrain__slot *slots; /* one for each rank */
 } dtrain__shared;
 
-/* Enters the peers' buffers; 0 when the group is broken and they may be gone. */
+/* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
 static int dtrain__shared_enter(dtrain__shared *shared, int rank)
 {
     __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
@@ -65,7 +65,7 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
 }
 
-/* Waits until no peer is inside this rank's buffers; the group is broken, so none enters again. */
+/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. */
 static void dtrain__shared_revoke(dtrain__shared *shared, int rank)
 {
     for (int peer = 0; peer < shared->members.size; peer++)
@@ -91,21 +91,21 @@ typedef struct dtrain__threads_group dtrain__threads_group;
 typedef struct dtrain__threads_rank {
     dtrain__seat seat; /* first */
     dtrain__threads_group *group;
-    dtrain__tell tell; /* readable once there is a record */
-    void *record;      /* what it does, which peers read until the group is freed */
+    dtrain__tell tell; /* peers may read it once record is set */
+    void *record;      /* says what the rank does; peers read it until the group is freed */
 } dtrain__threads_rank;
 
 typedef struct dtrain__threads_world {
     dtrain__origin origin;
-    pthread_mutex_t mutex; /* guards the council, and how many ends a group has */
+    pthread_mutex_t mutex; /* guards the council and each group's `ends` */
     dtrain__council council;
-    dtrain__bell bell; /* the service thread's; rung with that of every group */
+    dtrain__bell bell; /* the service thread's; the bell of every group rings it too */
     dtrain_allocator own, *allocator;
 } dtrain__threads_world;
 
 struct dtrain__threads_group {
     dtrain__shared shared;
-    int ends; /* ranks that have come and not left */
+    int ends; /* how many ranks have joined and not left */
     dtrain__threads_world *world;
     dtrain__threads_rank *ranks;
     dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender */
@@ -118,7 +118,7 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
     return &group->rings[(size_t)from * (size_t)group->shared.members.size + (size_t)to];
 }
 
-/* Moves bytes into the ring, or out of it; returns how many. */
+/* Moves bytes into the ring or out of it. Returns how many. */
 static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
 {
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written, moved = *mine;
@@ -154,8 +154,8 @@ static int dtrain__threads_ready(void *pointer)
     return way->sending ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
 }
 
-/* Moves bytes through one ring until all went, the deadline passed, or the peer left. What a peer wrote before
- * it left is still received. */
+/* Moves bytes through one ring until all have moved, the deadline has passed, or the peer has left. Bytes that the peer
+ * wrote before it left are still received. */
 static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned char *data, size_t bytes,
                                           int64_t deadline_ns, size_t *moved)
 {
@@ -190,7 +190,7 @@ static dtrain_status dtrain__threads_send(void *self, int peer, const void *data
     dtrain__threads_way way = {mine, peer, 1, dtrain__threads_ring_between(mine->group, mine->seat.rank, peer)};
     unsigned char *from;
     *moved = 0;
-    memcpy(&from, &data, sizeof data); /* it is only read */
+    memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
     if (*way.ring == NULL) {
         dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, sizeof *ring);
         if (ring == NULL)
@@ -209,7 +209,7 @@ static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size
     return dtrain__threads_move(&way, (unsigned char *)data, bytes, deadline_ns, moved);
 }
 
-/* ---- the council, which has no messages to send ---- */
+/* ---- the council: threads share it, so it sends no messages ---- */
 
 static void dtrain__threads_tell(void *self)
 {
@@ -269,7 +269,7 @@ static void dtrain__threads_world_free(dtrain__threads_world *world)
     dtrain__free(world->allocator, world);
 }
 
-/* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */
+/* Marks a rank's end as left. why: the reason, may be empty. The caller holds the world's mutex. */
 static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
 {
     dtrain__seat_left(seat, rank, why, calls);
@@ -286,8 +286,8 @@ static void dtrain__threads_leave(void *self, const char *why)
     dtrain__seat_lock(seat, 0);
 }
 
-/* The rank's thread ends with an error: nobody shall wait for it in any group, nor go on without it in one that is
- * bound to it. */
+/* The rank's thread ends with an error. Marks it as left in all groups, so that nobody waits for it. Breaks the groups
+ * that are bound to it, so that they do not go on without it. */
 static void dtrain__threads_give_up(void *self, const dtrain__error *why)
 {
     dtrain__seat *of = (dtrain__seat *)self;
@@ -299,14 +299,14 @@ static void dtrain__threads_give_up(void *self, const dtrain__error *why)
     dtrain__seat_lock(of, 1);
     for (dtrain__seat *seat = of->council->seats; seat != NULL; seat = seat->next)
         if (seat->id != of->id && (rank = dtrain__seat_rank(seat, world)) >= 0)
-            dtrain__threads_mark(seat, rank, why->text, UINT64_MAX); /* who needs it finds out */
+            dtrain__threads_mark(seat, rank, why->text, UINT64_MAX); /* calls that need it then fail */
         else if (seat->id != of->id && seat->bound != NULL && seat->bound[world])
             dtrain__seat_break(seat, &lost);
     dtrain__seat_lock(of, 0);
 }
 
-/* The rank's end leaves; the last of a group frees it, the last of a world the world, which no group outlives. A forked
- * child touches no lock: its parent's threads may have held it. */
+/* The rank's end leaves and is freed. The last end of a group frees the group; the last end of a world frees the world.
+ * A forked child takes no lock, since threads of its parent may have held it. */
 static void dtrain__threads_destroy(void *self)
 {
     dtrain__seat *seat = (dtrain__seat *)self;
@@ -350,7 +350,7 @@ static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *all
     return world;
 }
 
-/* A group to which no rank has come. NULL when there is no memory. */
+/* Makes a group that no rank has joined. Returns NULL if there is no memory. */
 static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, int size)
 {
     size_t ranks = (size_t)size;
@@ -360,7 +360,7 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
         return NULL;
     group->world = world;
     group->shared.bell.spins =
-        size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
+        size <= dtrain__os_processors() ? 100 : 0; /* about 5 us; other programs need the processors too */
     group->shared.bell.also = &world->bell;
     group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
     group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
@@ -372,7 +372,7 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
     return NULL;
 }
 
-/* A rank comes to the group of that name, which the first to come makes; undone by dtrain__threads_destroy. */
+/* A rank joins the group with this id. The first one makes the group. dtrain__threads_destroy undoes it. */
 static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world,
                                             const dtrain__group_desc *desc)
 {
@@ -431,7 +431,7 @@ static dtrain_status dtrain__threads_join(void *self, const dtrain__group_desc *
     return status;
 }
 
-/* The group keeps the record. */
+/* Publishes what the rank does. The group owns the record. */
 static void dtrain__threads_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
@@ -454,7 +454,7 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 static const dtrain__plane dtrain__threads_plane = {
     1, 0, dtrain__threads_join, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
 
-/* Makes a new world, to whose group `size` ranks have come. */
+/* Makes a new world, and a group that `size` ranks have joined. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
 {
     dtrain__threads_world *world = dtrain__threads_world_create(allocator, size);
