@@ -209,7 +209,7 @@ sed -n '/^```c$/,/^```$/p' README.md | sed '1d;/^```$/,$d' >"$dir/readme.c"
 awk '/^#define DTRAIN_IMPLEMENTATION/ { on = 1 } on && /^\/\*/ { on = 0 } on' examples/quickstart.c | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}' >"$dir/quick.c"
 [ -s "$dir/readme.c" ] && cmp "$dir/readme.c" "$dir/quick.c" >"$dir/log" 2>&1
 check $? "the README's program is examples/quickstart.c"
-grep -q "^    $(build_line examples/quickstart.c cc) && build/quickstart\$" README.md
+grep -q "^    \$ $(build_line examples/quickstart.c cc) && build/quickstart\$" README.md
 check $? "the README builds it by its own line"
 
 sed '/^#define DTRAIN_IMPLEMENTATION$/d' tests/unit/snippets.c >"$dir/snippets.c"
@@ -217,7 +217,7 @@ for compiler in gcc clang; do
     command -v $compiler >/dev/null 2>&1 || continue
     for language in "-std=c99" "-x c++ -std=c++11"; do
         $compiler $language -O0 -D_DEFAULT_SOURCE $warnings -I. "$dir/snippets.c" -x none build/tests/libdtrain.a -o "$dir/snippets" -lpthread -lm >"$dir/log" 2>&1 &&
-            run snippets && tail -1 "$dir/out" | grep -q '^[1-9][0-9]* passed, 0 failed$'
+            run snippets "$dir/s" && rm -rf "$dir"/s.* && tail -1 "$dir/out" | grep -q '^[1-9][0-9]* passed, 0 failed$'
         check $? "the manual's snippets compile and run: $compiler $language"
     done
 done

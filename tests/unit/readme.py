@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Holds README.md and src/manual.h to what they show: called by tests/unit/readme.sh.
+
+  python3 tests/unit/readme.py snippets        each code block of the manual stands in one function of snippets.c, in order
+  python3 tests/unit/readme.py programs DIR    writes README's programs into DIR; those that are in parts are put together
+  python3 tests/unit/readme.py commands        runs README's commands; prints what differs from the output that it shows
+  python3 tests/unit/readme.py tables          the manual's tables of environment variables and parts name those of src/
+
+--readme FILE, --manual FILE and --snippets FILE read other files in place of the real ones.
+"""
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+HASH = re.compile(r"\b[0-9a-f]{16,}\b")
+
+passed = failed = 0
+
+
+def check(good, what, why=""):
+    global passed, failed
+    passed, failed = passed + bool(good), failed + (not good)
+    print(f"{'ok' if good else 'FAIL'} {what}" + (f"\n{why}" if why and not good else ""))
+
+
+def solid(code):
+    """Code without comments and white space."""
+    return re.sub(r"\s+", "", re.sub(r"/\*.*?\*/", "", code, flags=re.S))
+
+
+# ---- the manual ----
+
+
+def manual_blocks(text):
+    """(line, lines) of each block of code up to CONVENTIONS: what is indented by five, without what stands beside it."""
+    blocks, held, start, section = [], [], 0, ""
+    for number, line in enumerate(text.split("\n"), 1):
+        body = line[2:]
+        if re.match(r" {0,2}[A-Z]", body):
+            section = body.strip()
+        if section.startswith("CONVENTIONS"):
+            break
+        code = body.startswith("     ") and not section.startswith("CONTENTS")
+        if code and section.startswith(("PORTING", "The data", "Ranks with", "What must", "Flags")):  # tables, and code
+            code = re.search(r";(\s{3}|$)|^ +for \(", body)
+        if code:
+            if not held:
+                start = number
+            held.append(re.sub(r"\s{3,}.*", "", body.strip()))
+        elif held:
+            blocks.append((start, held))
+            held = []
+    return blocks
+
+
+def snippets(manual, source):
+    functions = [solid(f) for f in re.split(r"(?<=\n)}\n", source)]
+    blocks = manual_blocks(manual)
+    check(len(blocks) >= 15, f"the manual has {len(blocks)} blocks of code")
+    for start, lines in blocks:
+        best = (-1, "")
+        for function in functions:
+            at = found = 0
+            missing = ""
+            for line in lines:
+                if line.startswith("..."):
+                    continue
+                place = function.find(solid(line), at)
+                if place < 0:
+                    missing = missing or line
+                else:
+                    at, found = place + 1, found + 1
+            best = max(best, (found if missing else len(lines) + 1, missing))
+        check(best[0] > len(lines), f"line {start}: the block stands in one function of snippets.c",
+              f"  the nearest function lacks, or has at another place: {best[1]}")
+
+
+# ---- README: programs ----
+
+FIXTURE = """
+static const size_t count = 4;
+
+int main(void)
+{
+    float params[4] = {0, 0, 0, 0}, grads[4];
+    int step = 0;
+%s
+    for (size_t i = 0; i < count; i++)
+        if (params[i] < 0.9f || params[i] > 1.1f)
+            return 1;
+    puts("trained");
+    return 0;
+}
+"""
+# What stands for each "..." of the block: the program's own gradients, and its own update, in a loop.
+OWN = ["for (step = 0; step < 100; step++) { for (size_t i = 0; i < count; i++) grads[i] = params[i] - 1;",
+       "for (size_t i = 0; i < count; i++) params[i] -= 0.1f * grads[i]; }"]
+
+
+def fences(text):
+    return [m.group(1) for m in re.finditer(r"^```c\n(.*?)^```$", text, re.M | re.S)]
+
+
+def programs(readme, directory):
+    """Writes whole.c, the first block; and parts.c, which is made of the others."""
+    blocks = fences(readme)
+    whole = [b for b in blocks if "int main(" in b]
+    heads = [b for b in blocks if "int main(" not in b and all(re.match(r"#|$", line) for line in b.split("\n"))]
+    calls = [b for b in blocks if b not in whole and b not in heads]
+    check((len(whole), len(heads), len(calls)) == (1, 1, 1), "README has a program, the lines that include dtrain.h, and the calls",
+          f"  {len(whole)}, {len(heads)} and {len(calls)} blocks")
+    own = iter(OWN)
+    body = re.sub(r"^\.\.\..*$", lambda _: next(own, "?"), "".join(calls), flags=re.M)
+    check(next(own, None) is None and "?" not in body, "the calls have two places for the program's own code", body)
+    (directory / "whole.c").write_text("".join(whole))
+    (directory / "parts.c").write_text("".join(heads) + FIXTURE % body)
+
+
+# ---- README: commands ----
+
+
+def commands(text):
+    """(command, output, marked) of the indented blocks: a command begins with "$ "; its output follows."""
+    found = []
+    for line in re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S).split("\n"):
+        if line.startswith("    $ "):
+            command, _, mark = line[6:].partition("# not run here")
+            found.append([command.strip(), [], bool(mark)])
+            open_block = True
+        elif line.startswith("    ") and found and open_block:
+            found[-1][1].append(line[4:])
+        elif line.strip():
+            open_block = False
+            if line.startswith("    "):
+                found.append(["", [line[4:]], False])
+    return found
+
+
+def form(text):
+    """Figures become #; a hash becomes the number of its first appearance, so that equal ones stay equal."""
+    seen = {}
+    text = HASH.sub(lambda m: "<hash " + "abcdefgh"[seen.setdefault(m.group(), len(seen)) % 8] + ">", text)
+    return [re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in text.strip().split("\n")]
+
+
+def run_commands(readme):
+    found = commands(readme)
+    check(len(found) >= 5, f"README has {len(found)} commands")
+    for command, output, marked in found:
+        if marked:
+            print(f"skipped, as README says: {command}")
+            continue
+        ran = subprocess.run(["sh", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
+        came = ran.stdout.decode()
+        expected = form("\n".join(output)) if output else None
+        good = ran.returncode == 0 and (expected is None or form(came) == expected)
+        check(good, f"README: {command}",
+              f"  status {ran.returncode}\n  README has:\n    " + "\n    ".join(output) + "\n  it printed:\n    " +
+              "\n    ".join(came.strip().split("\n")) + "\n" + ran.stderr.decode()[-800:])
+
+
+# ---- tables of the manual ----
+
+
+def tables(manual):
+    source = "\n".join(p.read_text() for p in sorted((ROOT / "src").rglob("*.[ch]")) if p.name != "manual.h")
+    read = set(re.findall(r'(?:getenv|dtrain__place_(?:get|number|option|pair)?)\((?:[^;"]*?)"([A-Z_]+)"', source))
+    read = {n for n in read | set(re.findall(r'"(DTRAIN_(?:WORLD_SIZE|LISTEN_FD|SECURE|INSECURE|TIMEOUT_MS))"', source))
+            if n.startswith(("DTRAIN_", "TMPDIR"))}
+    part = manual[manual.index(" * ENVIRONMENT"):manual.index(" * MACROS")]
+    named = set(re.findall(r"^ \*     ((?:DTRAIN_[A-Z_]+|TMPDIR)(?:, DTRAIN_[A-Z_]+)*) ", part, re.M))
+    named = {n for line in named for n in line.split(", ")}
+    check(read == named, "ENVIRONMENT names every variable that src/ reads", f"  only src/: {read - named}; only manual: {named - read}")
+    parts = re.findall(r"^part (\w+)", (ROOT / "src/order.txt").read_text(), re.M)
+    listed = re.findall(r"^ \*     ([A-Z]+) +\d+ +\d+ %", manual, re.M)
+    check(sorted(parts) == sorted(listed), "PARTS lists every part of src/order.txt", f"  {parts} {listed}")
+    contents = set(re.findall(r"^ \*     (>>[a-z-]+)", manual, re.M))
+    marks = set(re.findall(r">>[a-z-]+(?= ----)", "\n".join(p.read_text() for p in (ROOT / "src").rglob("*.h"))))
+    check(contents <= marks, "each mark of CONTENTS opens a section", f"  {contents - marks}")
+
+
+def main(args):
+    def option(name, default):
+        if name in args:
+            at = args.index(name)
+            path = args[at + 1]
+            del args[at:at + 2]
+            return Path(path).read_text()
+        return (ROOT / default).read_text()
+
+    readme = option("--readme", "README.md")
+    manual = option("--manual", "src/manual.h")
+    source = option("--snippets", "tests/unit/snippets.c")
+    if args[0] == "snippets":
+        snippets(manual, source)
+    elif args[0] == "programs":
+        programs(readme, Path(args[1]))
+    elif args[0] == "commands":
+        run_commands(readme)
+    elif args[0] == "tables":
+        tables(manual)
+    print(f"{passed} passed, {failed} failed")
+    return failed != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
