@@ -4,7 +4,7 @@
   python3 tests/unit/readme.py snippets        each code block of the manual stands in one function of snippets.c, in order
   python3 tests/unit/readme.py programs DIR    writes README's programs into DIR; those that are in parts are put together
   python3 tests/unit/readme.py commands        runs README's commands; prints what differs from the output that it shows
-  python3 tests/unit/readme.py tables          the manual's tables of environment variables and parts name those of src/
+  python3 tests/unit/readme.py tables          the tables of examples, environment variables, parts and sections are complete
 
 --readme FILE, --manual FILE and --snippets FILE read other files in place of the real ones.
 """
@@ -165,7 +165,7 @@ def run_commands(readme):
 # ---- tables of the manual ----
 
 
-def tables(manual):
+def tables(manual, readme):
     source = "\n".join(p.read_text() for p in sorted((ROOT / "src").rglob("*.[ch]")) if p.name != "manual.h")
     read = set(re.findall(r'(?:getenv|dtrain__place_(?:get|number|option|pair)?)\((?:[^;"]*?)"([A-Z_]+)"', source))
     read = {n for n in read | set(re.findall(r'"(DTRAIN_(?:WORLD_SIZE|LISTEN_FD|SECURE|INSECURE|TIMEOUT_MS))"', source))
@@ -179,6 +179,9 @@ def tables(manual):
     check(sorted(parts) == sorted(listed), "PARTS lists every part of src/order.txt", f"  {parts} {listed}")
     contents = set(re.findall(r"^ \*     (>>[a-z-]+)", manual, re.M))
     marks = set(re.findall(r">>[a-z-]+(?= ----)", "\n".join(p.read_text() for p in (ROOT / "src").rglob("*.h"))))
+    files = {p.name for p in (ROOT / "examples").glob("*.*") if p.suffix != ".h"}
+    shown = set(re.findall(r"^\| `(\w+\.\w+)` \|", readme, re.M))
+    check(files == shown, "README's table has every example", f"  only examples/: {files - shown}; only README: {shown - files}")
     check(contents <= marks, "each mark of CONTENTS opens a section", f"  {contents - marks}")
 
 
@@ -201,7 +204,7 @@ def main(args):
     elif args[0] == "commands":
         run_commands(readme)
     elif args[0] == "tables":
-        tables(manual)
+        tables(manual, readme)
     print(f"{passed} passed, {failed} failed")
     return failed != 0
 
