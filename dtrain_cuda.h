@@ -204,7 +204,7 @@ DTRAIN_API void dtrain_cuda_emulated_close(void);
 
 /* ---- >>cuda-stub ----
  * DTRAIN_CUDA_STUB: the implementation for a program that is built without a CUDA Toolkit, by a compiler of C or C++.
- * Stands before the rest of the implementation, and takes its place. */
+ * Stands before the rest of the implementation, and replaces it. */
 #ifndef DTRAIN__CUDA_STUB
 #define DTRAIN__CUDA_STUB
 
@@ -252,10 +252,10 @@ DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device)
 #ifdef DTRAIN_CUDA_IMPLEMENTATION
 
 /* ---- >>cuda-emulate ----
- * DTRAIN_CUDA_EMULATE: what this header calls of the CUDA runtime, on the CPU, so that the code above it is the same.
- * There are two GPUs. Their memory is out of the CPU's reach but while a kernel, a copy or a fill runs, and what lies
- * beside an allocation is looked at when it is freed. Streams run at once. Every call reports the lasting error, once
- * there is one, as the runtime does after a kernel's fault. */
+ * DTRAIN_CUDA_EMULATE: the part of the CUDA runtime that this header calls, on the CPU, so that the code above it is
+ * the same. There are two GPUs. The CPU can touch their memory only while a kernel, a copy or a fill runs. The bytes
+ * beside an allocation are checked when it is freed. Streams run at once. After an error that lasts, every call reports
+ * it, as the runtime does after a kernel's fault. */
 #ifndef DTRAIN__CUDA_EMULATE
 #define DTRAIN__CUDA_EMULATE
 
@@ -276,7 +276,7 @@ DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device)
 #ifndef DTRAIN__CUDA_EMULATED_GPUS
 #define DTRAIN__CUDA_EMULATED_GPUS 2
 #endif
-#define DTRAIN__CUDA_EMULATED_FREE 0xee /* bytes that nobody has written */
+#define DTRAIN__CUDA_EMULATED_FREE 0xee /* bytes that were never written */
 
 typedef int cudaError_t;
 typedef void *cudaStream_t;
@@ -294,7 +294,7 @@ enum {
     cudaErrorInvalidDeviceFunction = 98,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
-    cudaErrorDeviceUninitialized = 201, /* what opens a handle of its own process' */
+    cudaErrorDeviceUninitialized = 201, /* a process opens its own handle */
     cudaErrorNoKernelImageForDevice = 209,
     cudaErrorJitCompilerNotFound = 221,
     cudaErrorUnsupportedPtxVersion = 222,
@@ -335,33 +335,33 @@ typedef struct cudaIpcMemHandle_t {
     char reserved[64];
 } cudaIpcMemHandle_t;
 
-/* Kinds of things beside the memory types: memory of a pool, and of another process. */
+/* Kinds of things besides the memory types: memory of a pool, and of another process. */
 enum { DTRAIN__CUDA_EMULATED_POOL = 10, DTRAIN__CUDA_EMULATED_OPENED };
 
 /* One allocation, stream or event of the emulation. */
 typedef struct dtrain__cuda_emulated_thing {
     struct dtrain__cuda_emulated_thing *next;
-    char *map; /* of memory: guard pages at both ends, the allocation before the last */
+    char *map; /* of memory: a guard page, the allocation, a guard page */
     char *pointer;
     size_t map_bytes, bytes;
-    int kind, gpu;  /* a memory type or one of the above, 's', 'e', or 'p' for a page that is registered */
-    int fd;         /* + 1, of what another process may open; 0: nothing */
-    uint64_t id;    /* of memory; of what is another process', its file's */
-    long opened_of; /* that process */
-    int opened;     /* how often */
+    int kind, gpu;  /* kind: a memory type or one of the above, 's', 'e', or 'p' for a registered page */
+    int fd;         /* 1 + the file that other processes may open; 0: none */
+    uint64_t id;    /* of memory; for another process's memory, its file's number */
+    long opened_of; /* the process that owns it */
+    int opened;     /* number of times */
 } dtrain__cuda_emulated_thing;
 
 typedef struct dtrain__cuda_emulation {
     pthread_mutex_t mutex;
     dtrain__cuda_emulated_thing *things;
     size_t used;
-    int open;                                  /* operations that run now */
-    char contexts[DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the GPU has one; they last */
+    int open;                                  /* number of operations that run now */
+    char contexts[DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the GPU has a context; contexts last */
     cudaError_t lasting;
-    cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
+    cudaError_t next; /* for tests: the error that a later call reports, once */
     int after;
-    int no_ipc;   /* for tests: a GPU that shares no memory between processes, */
-    int no_words; /* and one whose streams neither write nor await words */
+    int no_ipc;   /* for tests: this GPU shares no memory between processes */
+    int no_words; /* for tests: this GPU's streams neither write nor await words */
     uint64_t made;
     int apart; /* for tests: 1: no GPU reaches another's memory */
     char peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's memory */
@@ -369,10 +369,10 @@ typedef struct dtrain__cuda_emulation {
 
 static dtrain__cuda_emulation dtrain__cuda_emulated = {
     PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, 0, {{0}}};
-static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
-static __thread int dtrain__cuda_emulated_depth;        /* operations of this thread that run now */
-static __thread int dtrain__cuda_emulated_below;        /* that before a push */
-static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: what the program's own last call has left */
+static __thread int dtrain__cuda_emulated_gpu;          /* the current GPU */
+static __thread int dtrain__cuda_emulated_depth;        /* this thread's operations that run now */
+static __thread int dtrain__cuda_emulated_below;        /* the current GPU before a push */
+static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: the error of the program's own last call */
 
 static void dtrain__cuda_emulated_context(int gpu)
 {
@@ -385,7 +385,7 @@ static size_t dtrain__cuda_emulated_limit(void)
     return text != NULL ? (size_t)strtoull(text, NULL, 10) : (size_t)1 << 34;
 }
 
-/* What a call reports before it begins. */
+/* Returns the error that a call reports before it begins. */
 static cudaError_t dtrain__cuda_emulated_error(void)
 {
     cudaError_t error = dtrain__cuda_emulated.lasting;
@@ -396,28 +396,28 @@ static cudaError_t dtrain__cuda_emulated_error(void)
     return error;
 }
 
-/* What the CPU must not touch. */
+/* Returns whether the CPU must not touch memory of this kind. */
 static int dtrain__cuda_emulated_guarded(int kind)
 {
     return kind == cudaMemoryTypeDevice || kind == DTRAIN__CUDA_EMULATED_POOL || kind == DTRAIN__CUDA_EMULATED_OPENED;
 }
 
-/* Opening and closing all memory around each operation costs many system calls. Where a thread can open what has a key
- * by a register of its own, it does that. */
+/* Opening and closing all memory around each operation takes many system calls. With protection keys, a thread does it
+ * in a register of its own. */
 #if defined(__linux__) && defined(__x86_64__) && defined(SYS_pkey_alloc) && defined(SYS_pkey_mprotect)
-#define DTRAIN__CUDA_EMULATED_NO_ACCESS 1u /* of the two bits that a key has; the other forbids to write */
+#define DTRAIN__CUDA_EMULATED_NO_ACCESS 1u /* one of the two bits of a key; the other forbids writes */
 
 static int dtrain__cuda_emulated_key; /* 0: not asked for yet; negative: there is none */
 
-/* Sets what a key's holder may do; and which key, where the machine has them. Returns 0 or -1. */
+/* Sets the protection and, if the machine has them, the key of memory. Returns 0 or -1. */
 static int dtrain__cuda_emulated_lock(char *memory, size_t bytes, int protection, int key)
 {
-    if (__atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE) <= 0) /* key 0 is refused there, too */
+    if (__atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE) <= 0) /* the system refuses key 0 there */
         return mprotect(memory, bytes, protection);
     return (int)syscall(SYS_pkey_mprotect, memory, bytes, protection, key);
 }
 
-/* The key; 0: there is none. No bytes are locked to see whether the system has that call. */
+/* Returns the key, or 0. Locks no bytes first, to see whether the system has that call. */
 static int dtrain__cuda_emulated_get_key(void)
 {
     int key = __atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE), none = 0;
@@ -452,7 +452,7 @@ static void dtrain__cuda_emulated_turn_key(int key, int open)
 #define dtrain__cuda_emulated_lock(memory, bytes, protection, key) mprotect(memory, bytes, protection)
 #endif
 
-/* Sets the protection of an allocation, and its key: 0 for that of other memory. What the system refuses is an error
+/* Sets the protection of an allocation, and its key; 0: the key of other memory. A refusal by the system is an error
  * that lasts. */
 static void dtrain__cuda_emulated_guard(const dtrain__cuda_emulated_thing *thing, int protection, int key)
 {
@@ -472,7 +472,7 @@ static void dtrain__cuda_emulated_protect(int protection)
             dtrain__cuda_emulated_guard(thing, protection, 0);
 }
 
-/* Around what may touch a device's memory, which first looks whether an error lasts. */
+/* Stands before all that touches a device's memory; first checks for an error that lasts. */
 static void dtrain__cuda_emulated_enter(void)
 {
     int key = dtrain__cuda_emulated_get_key();
@@ -495,7 +495,7 @@ static void dtrain__cuda_emulated_leave(void)
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
 }
 
-/* Puts an allocation, which is in the book, out of the CPU's reach. */
+/* Puts a registered allocation out of the CPU's reach. */
 static void dtrain__cuda_emulated_shut(const dtrain__cuda_emulated_thing *thing)
 {
     int key = dtrain__cuda_emulated_get_key();
@@ -503,7 +503,7 @@ static void dtrain__cuda_emulated_shut(const dtrain__cuda_emulated_thing *thing)
         dtrain__cuda_emulated_guard(thing, PROT_READ | PROT_WRITE, key);
         return;
     }
-    dtrain__cuda_emulated_enter(); /* leaving shuts it, if nothing runs */
+    dtrain__cuda_emulated_enter(); /* leaving shuts the new one if nothing else runs */
     dtrain__cuda_emulated_leave();
 }
 
@@ -515,7 +515,7 @@ static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cud
         return cudaErrorMemoryAllocation;
     dtrain__cuda_emulated_context(dtrain__cuda_emulated_gpu);
     thing->kind = kind, thing->gpu = dtrain__cuda_emulated_gpu, thing->bytes = bytes;
-    thing->pointer = (char *)thing; /* of streams and events */
+    thing->pointer = (char *)thing; /* for streams and events */
     return cudaSuccess;
 }
 
@@ -528,7 +528,7 @@ static void dtrain__cuda_emulated_link(dtrain__cuda_emulated_thing *thing)
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
 }
 
-/* Finds a thing of a kind by any of its addresses, and takes it out of the book where asked to. kind -1: any memory. */
+/* Finds a thing of a kind by any of its addresses; take: removes it from the list. kind -1: any memory. */
 static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, dtrain__cuda_emulated_thing *found)
 {
     uintptr_t at = (uintptr_t)pointer;
@@ -554,7 +554,7 @@ static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, d
     return hit;
 }
 
-/* A stream of the current GPU, or its own, NULL. */
+/* Checks that a stream is of the current GPU; NULL is its own stream. */
 static cudaError_t dtrain__cuda_emulated_stream(cudaStream_t stream)
 {
     dtrain__cuda_emulated_thing thing;
@@ -566,13 +566,13 @@ static cudaError_t dtrain__cuda_emulated_stream(cudaStream_t stream)
     return cudaSuccess;
 }
 
-/* Before a kernel: may it run? */
+/* Checks before a kernel whether it may run. */
 static cudaError_t dtrain__cuda_emulated_launch(cudaStream_t stream, size_t blocks)
 {
     return blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration : dtrain__cuda_emulated_stream(stream);
 }
 
-/* How errors that texts are tested for are called, and what the runtime says of them. */
+/* Returns the name of an error that tests look for, or what the runtime says of it. */
 static const char *dtrain__cuda_emulated_text(cudaError_t error, int name)
 {
     static const struct {
@@ -624,7 +624,7 @@ static cudaError_t cudaSetDevice(int gpu)
     return cudaSuccess;
 }
 
-/* The driver's: a context is where its GPU's flag is. Pushed once at most. */
+/* Emulates the driver: the address of a GPU's flag stands for its context. At most one is pushed. */
 static int dtrain__cuda_emulated_get(int *gpu, int index)
 {
     *gpu = index;
@@ -704,7 +704,7 @@ static cudaError_t dtrain__cuda_emulated_end(int kind, void *made)
 #define cudaEventCreateWithFlags(event, flags) dtrain__cuda_emulated_make('e', event)
 #define cudaEventDestroy(event) dtrain__cuda_emulated_end('e', event)
 
-/* A file without a name; fd + 1. */
+/* Makes a file without a name; gives 1 + its descriptor. */
 static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
 {
     int made = -1;
@@ -750,7 +750,7 @@ static cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
     return dtrain__cuda_emulated_stream(stream);
 }
 
-/* Memory whose end lies before a guard page, but for what an alignment of 256 bytes leaves between. */
+/* Allocates memory that ends at a guard page, except for what an alignment of 256 bytes leaves between. */
 static cudaError_t dtrain__cuda_emulated_map(int kind, void **pointer, size_t bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), room;
@@ -781,7 +781,7 @@ static cudaError_t dtrain__cuda_emulated_map(int kind, void **pointer, size_t by
     return cudaSuccess;
 }
 
-/* Was anything written beside the allocation? */
+/* Returns whether bytes beside the allocation were written. */
 static int dtrain__cuda_emulated_overrun(const dtrain__cuda_emulated_thing *thing)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -837,7 +837,7 @@ static cudaError_t dtrain__cuda_emulated_allocate(int kind, void **pointer, size
 #define cudaHostAlloc(pointer, bytes, flags) dtrain__cuda_emulated_map(cudaMemoryTypeHost, pointer, bytes)
 #define cudaFreeHost(pointer) dtrain__cuda_emulated_unmap(cudaMemoryTypeHost, pointer)
 
-/* What a program may have beside: memory that cannot be opened by other processes. cudaFree frees it. */
+/* For tests: memory that other processes cannot open. cudaFree frees it. */
 #define cudaMallocAsync(pointer, bytes, stream) \
     dtrain__cuda_emulated_allocate(DTRAIN__CUDA_EMULATED_POOL, pointer, bytes)
 
@@ -876,10 +876,10 @@ static cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, int
 #endif
 
 /* ---- >>cuda-emulate-share ----
- * DTRAIN_CUDA_EMULATE: memory between processes, and words that order their streams. An allocation that is to be shared
- * moves into a file without a name, which others find by this process' number and the descriptor, as long as both are:
- * a process that is killed leaves nothing behind. Opened memory is out of the CPU's reach as the rest is, and outlives
- * its owner. */
+ * DTRAIN_CUDA_EMULATE: memory between processes, and words that order their streams. A shared allocation moves into a
+ * file without a name. Others find it by the number of this process and of the descriptor, while both exist, so a
+ * killed process leaves nothing behind. Opened memory is out of the CPU's reach like the rest, and outlives its owner.
+ */
 #ifndef DTRAIN__CUDA_EMULATE_SHARE
 #define DTRAIN__CUDA_EMULATE_SHARE
 
@@ -888,15 +888,15 @@ static cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, int
 #include <sched.h>
 #include <sys/stat.h>
 
-/* What the bytes of a handle are. */
+/* The contents of a handle. */
 typedef struct dtrain__cuda_emulated_token {
-    uint64_t device, file; /* numbers of the file, which no other file has while it is */
+    uint64_t device, file; /* numbers of the file, unique while it exists */
     uint64_t map_bytes, at, bytes;
     int32_t process, fd, gpu;
 } dtrain__cuda_emulated_token;
 
-/* The driver's cuPointerGetAttribute, of BUFFER_ID, IS_LEGACY_CUDA_IPC_CAPABLE, RANGE_START_ADDR, RANGE_SIZE and
- * MEMPOOL_HANDLE. */
+/* Emulates the driver's cuPointerGetAttribute for BUFFER_ID, IS_LEGACY_CUDA_IPC_CAPABLE, RANGE_START_ADDR, RANGE_SIZE
+ * and MEMPOOL_HANDLE. */
 static int dtrain__cuda_emulated_attribute(void *data, int attribute, unsigned long long pointer)
 {
     dtrain__cuda_emulated_thing thing;
@@ -912,7 +912,7 @@ static int dtrain__cuda_emulated_attribute(void *data, int attribute, unsigned l
     }
 }
 
-/* Moves an allocation into a file; the mutex is held, and nothing runs. */
+/* Moves an allocation into a file. Hold the mutex; nothing may run. */
 static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), room = thing->map_bytes - 2 * page;
@@ -938,7 +938,7 @@ static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing
     return cudaErrorMemoryAllocation;
 }
 
-/* Finds an allocation that is to be shared; the mutex is held. */
+/* Finds an allocation that is to be shared. Hold the mutex. */
 static dtrain__cuda_emulated_thing *dtrain__cuda_emulated_whole(const void *pointer)
 {
     dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
@@ -960,7 +960,7 @@ static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer
     dtrain__cuda_emulated_thing *thing;
     while ((thing = dtrain__cuda_emulated_whole(pointer)) != NULL && thing->fd == 0 && dtrain__cuda_emulated.open > 0) {
         pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
-        sched_yield(); /* memory must not move under kernels of other threads */
+        sched_yield(); /* kernels of other threads run: memory must not move */
         pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
     }
     error = thing != NULL ? cudaSuccess : cudaErrorInvalidValue;
@@ -979,7 +979,7 @@ static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer
     return error;
 }
 
-/* Opens a token's file: an error for one of this process', one that is gone, and one of a process that is. */
+/* Opens the file of a token. It is an error if the file is this process's own or gone, or if its process is gone. */
 static cudaError_t dtrain__cuda_emulated_take(const cudaIpcMemHandle_t *handle, dtrain__cuda_emulated_token *token,
                                               int *fd)
 {
@@ -1003,7 +1003,7 @@ static cudaError_t dtrain__cuda_emulated_take(const cudaIpcMemHandle_t *handle, 
     return cudaErrorInvalidResourceHandle;
 }
 
-/* What was opened before is opened again where it is. */
+/* Opens memory that is open already, at the same address. */
 static int dtrain__cuda_emulated_again(const dtrain__cuda_emulated_token *token, void **pointer)
 {
     pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
@@ -1049,7 +1049,7 @@ static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handl
     thing->map = map, thing->map_bytes = (size_t)token.map_bytes, thing->pointer = map + token.at;
     thing->gpu = token.gpu, thing->id = token.file, thing->opened_of = (long)token.process, thing->opened = 1;
     dtrain__cuda_emulated_link(thing);
-    dtrain__cuda_emulated_shut(thing); /* without keys: not before what other threads run has ended */
+    dtrain__cuda_emulated_shut(thing); /* without keys: first waits for what other threads run */
     *pointer = thing->pointer;
     return cudaSuccess;
 }
@@ -1099,7 +1099,7 @@ static cudaError_t cudaHostGetDevicePointer(void **pointer, void *page, unsigned
     return dtrain__cuda_emulated_find('p', page, 0, NULL) ? dtrain__cuda_emulated_error() : cudaErrorInvalidValue;
 }
 
-/* Before a word: is it in a page? */
+/* Checks before a word whether it is in a registered page. */
 static cudaError_t dtrain__cuda_emulated_word(cudaStream_t stream, unsigned long long at)
 {
     cudaError_t error = dtrain__cuda_emulated_stream(stream);
@@ -1111,7 +1111,7 @@ static cudaError_t dtrain__cuda_emulated_word(cudaStream_t stream, unsigned long
     return error;
 }
 
-/* The driver's cuStreamWriteValue32. */
+/* Emulates the driver's cuStreamWriteValue32. */
 static int dtrain__cuda_emulated_write(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
 {
     cudaError_t error = dtrain__cuda_emulated_word(stream, at);
@@ -1121,8 +1121,8 @@ static int dtrain__cuda_emulated_write(cudaStream_t stream, unsigned long long a
     return error;
 }
 
-/* The driver's cuStreamWaitValue32. Streams run at once: a word that is there, as all are whose write came before what
- * says so, keeps nobody. */
+/* Emulates the driver's cuStreamWaitValue32. Streams run at once. A word whose write came before this call is there,
+ * and is not waited for. */
 static int dtrain__cuda_emulated_await(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
 {
     cudaError_t error = dtrain__cuda_emulated_word(stream, at);
@@ -1136,12 +1136,13 @@ static int dtrain__cuda_emulated_await(cudaStream_t stream, unsigned long long a
 #endif
 
 /* ---- >>cuda-body ----
- * How kernels are written: once, in C, as a function of where a thread stands, which a device's compiler makes a kernel
- * of, and an emulation (DTRAIN_CUDA_EMULATE) calls thread after thread on the CPU. A body is called once a phase; what
- * threads of a block have written to shared memory in one phase, all of them see in the next. The order in which the
- * threads of a phase and the blocks of a kernel come is open, and the emulation varies it.
- * Arithmetic goes through the functions below, each one rounding to nearest with subnormals kept, whatever the
- * compiler's flags say. */
+ * How kernels are written. A kernel's body is a C function of a thread's place. The device's compiler makes a kernel of
+ * it. The emulation (DTRAIN_CUDA_EMULATE) calls it thread after thread on the CPU. A body is called once a phase. What
+ * threads of a block write to shared memory in one phase, all of them see in the next. The order of threads within a
+ * phase, and of blocks, is open; the emulation varies it.
+ *
+ * Arithmetic goes through the functions below. Each rounds to nearest and keeps subnormals, whatever the compiler's
+ * flags. */
 #ifndef DTRAIN__CUDA_BODY
 #define DTRAIN__CUDA_BODY
 
@@ -1166,11 +1167,11 @@ typedef struct dtrain__cuda_at {
     uint32_t thread, threads;
 } dtrain__cuda_at;
 
-typedef struct dtrain__cuda_none { /* shared memory, or variables, of kernels that have none */
+typedef struct dtrain__cuda_none { /* for kernels without shared memory, or without variables */
     char none;
 } dtrain__cuda_none;
 
-/* 16 bytes of any type, loaded and stored at once; at multiples of 16. */
+/* 16 bytes of any type, loaded and stored at once, at multiples of 16. */
 typedef struct dtrain__cuda_vector {
     uint32_t word[4];
 } __attribute__((aligned(16), may_alias)) dtrain__cuda_vector;
@@ -1187,19 +1188,19 @@ typedef uint64_t dtrain__cuda_u64 __attribute__((may_alias));
 #define DTRAIN__CUDA_ROLLED _Pragma("unroll 1")
 #endif
 
-/* Defines name_launch(device, caller, blocks, args), which runs name_body(args, at, shared, own, phase) for every
- * thread of blocks, phases 0 to phases - 1, and makes an error of the caller's. own: a thread's variables, which last
- * over its phases. */
+/* Defines name_launch(device, caller, blocks, args). It runs name_body(args, at, shared, own, phase) for every thread
+ * of the blocks, phases 0 to phases - 1. Errors name the caller. own: a thread's variables, which last over its phases.
+ */
 #define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases) \
     DTRAIN__CUDA_KERNEL_BY(0, (thread_count), name, args_type, shared_type, own_type, thread_count, phases)
 
-/* The same, of a kernel whose blocks all run at the same time, so that one may wait for what others, of any device, do:
- * no block begins a phase before all have ended the one before it. */
+/* Does the same for a kernel whose blocks all run at the same time, so that one may wait for others, on any device. No
+ * block begins a phase before all have ended the one before it. */
 #define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases) \
     DTRAIN__CUDA_KERNEL_BY(1, (thread_count, 1), name, args_type, shared_type, own_type, thread_count, phases)
 
 #ifdef DTRAIN_CUDA_EMULATE
-/* Which way threads and blocks are walked: up and down in turn. */
+/* The direction of the walk over threads and blocks, which alternates. */
 static __thread unsigned dtrain__cuda_turn;
 
 #define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases) \
@@ -1246,7 +1247,7 @@ static __thread unsigned dtrain__cuda_turn;
     } \
     static dtrain_status name##_launch(dtrain_device *device, const char *caller, size_t blocks, const args_type *args)\
     { \
-        void *list[] = {(void *)args}; /* not <<<>>>, whose error may be that of the program's own last call */ \
+        void *list[] = {(void *)args}; /* <<<>>> could report an error of the program's own last call */ \
         cudaStream_t stream = dtrain__cuda_queue_of(device)->stream; \
         const void *kernel = (const void *)name; \
         dim3 grid((unsigned)blocks), block(thread_count); \
@@ -1257,8 +1258,8 @@ static __thread unsigned dtrain__cuda_turn;
     }
 #endif
 
-/* Each operation on its own, not to be joined with a neighbour, nor to flush subnormals, as the compiler's own
- * operators are under --fmad and --use_fast_math. */
+/* Each operation stands alone: it is not joined with a neighbour, and keeps subnormals. The compiler's own operators do
+ * neither under --fmad and --use_fast_math. */
 #ifdef DTRAIN_CUDA_EMULATE
 #define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign) \
     DTRAIN__CUDA_FN type name(type a, type b) \
@@ -1313,7 +1314,7 @@ DTRAIN__CUDA_SAME_BITS(dtrain__cuda_float_of, float, uint32_t)
 DTRAIN__CUDA_SAME_BITS(dtrain__cuda_bits_f64, uint64_t, double)
 DTRAIN__CUDA_SAME_BITS(dtrain__cuda_double_of, double, uint64_t)
 
-/* Integer atomics, in shared or device memory; each returns what was there before. */
+/* Integer atomics in shared or device memory; each returns the old value. */
 #ifdef DTRAIN_CUDA_EMULATE
 #define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after) \
     DTRAIN__CUDA_FN type name(type *to, type value) \
@@ -1336,7 +1337,7 @@ DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_or_u32, uint32_t, unsigned, atomicOr, be
 
 /* ---- words at any address ----
  * `align`, the same for all threads, says what the address is a multiple of. 16: a vector is loaded and stored at once;
- * 4: a word is; 1: byte after byte. */
+ * 4: word by word; 1: byte by byte. */
 
 static int dtrain__cuda_align_of(const void *pointer)
 {
@@ -1360,7 +1361,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_word_store(unsigned char *to, uint32_t word, i
         memcpy(to, &word, sizeof word);
 }
 
-/* The first n words of a vector; zeros beyond. */
+/* Loads the first n words of a vector; the others are zero. */
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_vector_load(const unsigned char *from, size_t n, int align)
 {
     dtrain__cuda_vector x;
@@ -1387,12 +1388,12 @@ DTRAIN__CUDA_FN void dtrain__cuda_vector_store(unsigned char *to, dtrain__cuda_v
 #endif
 
 /* ---- >>cuda-queue ----
- * What every operation needs of a device: its stream, errors as status and text, and whether a pointer is memory that
- * a kernel may touch. */
+ * What every operation needs of a device: its stream, errors as status and text, and whether a kernel may touch a
+ * pointer. */
 #ifndef DTRAIN__CUDA_QUEUE
 #define DTRAIN__CUDA_QUEUE
 
-/* Functions of the driver's, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent,
+/* Functions of the driver, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent,
  * cuStreamWriteValue32 and cuStreamWaitValue32. */
 typedef int (*dtrain__cuda_attribute_fn)(void *data, int attribute, unsigned long long pointer);
 typedef int (*dtrain__cuda_push_fn)(void *context);
@@ -1406,8 +1407,8 @@ typedef struct dtrain__cuda_queue {
     int processors; /* of the GPU */
     uint64_t peers; /* bit g: memory of GPU g is open to this one */
     char name[16];
-    dtrain__cuda_attribute_fn attribute; /* NULL: where allocations end is not known */
-    void *context;                       /* the GPU's primary one; NULL: cudaSetDevice does without */
+    dtrain__cuda_attribute_fn attribute; /* NULL: the ends of allocations are unknown */
+    void *context;                       /* the GPU's primary context; NULL: cudaSetDevice is used instead */
     dtrain__cuda_push_fn push;
     dtrain__cuda_pop_fn pop;
     dtrain__cuda_word_fn word_write, word_await; /* NULL: the driver has none */
@@ -1418,7 +1419,8 @@ static dtrain__cuda_queue *dtrain__cuda_queue_of(dtrain_device *device)
     return (dtrain__cuda_queue *)device->self;
 }
 
-/* Errors after which every call of this process fails: of a kernel, and of the GPU's memory or links. */
+/* Returns whether every later call of this process fails after this error, of a kernel or of the GPU's memory or links.
+ */
 static int dtrain__cuda_lost(cudaError_t error)
 {
     int code = (int)error;
@@ -1426,7 +1428,7 @@ static int dtrain__cuda_lost(cudaError_t error)
            code == 721 || code == 214 || code == 220 || code == 226 || code == 810;
 }
 
-/* Which status an error of the runtime is, and what its reader can do. */
+/* Returns the status of an error of the runtime, and what its reader can do. */
 static dtrain_status dtrain__cuda_meaning(cudaError_t error, const char **cure)
 {
     switch ((int)error) {
@@ -1440,7 +1442,7 @@ static dtrain_status dtrain__cuda_meaning(cudaError_t error, const char **cure)
         *cure = "no GPU here that this build can use (CUDA_VISIBLE_DEVICES hides some); go on without";
         return DTRAIN_ERR_UNSUPPORTED;
     case cudaErrorNoKernelImageForDevice:
-    case cudaErrorInvalidDeviceFunction: /* what cudaFuncGetAttributes says of a kernel that has no code here */
+    case cudaErrorInvalidDeviceFunction: /* cudaFuncGetAttributes reports it for a kernel without code here */
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorJitCompilerNotFound:
     case cudaErrorJitCompilationDisabled:
@@ -1467,7 +1469,7 @@ static dtrain_status dtrain__cuda_meaning(cudaError_t error, const char **cure)
     return DTRAIN_ERR_IO;
 }
 
-/* Makes an error of what the CUDA runtime said to `call`, or passes success on. */
+/* Makes an error of what the CUDA runtime returned to `call`, or passes success on. */
 static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call, cudaError_t error)
 {
     const char *cure, *name = device != NULL ? device->name : "CUDA";
@@ -1475,7 +1477,7 @@ static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call
     size_t free_bytes = 0, total = 0;
     if (error == cudaSuccess)
         return DTRAIN_OK;
-    (void)cudaGetLastError(); /* or the program's next call would report this one */
+    (void)cudaGetLastError(); /* or the program's next call would report it */
     dtrain_status status = dtrain__cuda_meaning(error, &cure);
     if (status == DTRAIN_ERR_MEMORY && cudaMemGetInfo(&free_bytes, &total) == cudaSuccess)
         snprintf(memory, sizeof memory, ", %zu of %zu bytes are free", free_bytes, total);
@@ -1483,17 +1485,17 @@ static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call
                             cudaGetErrorName(error), (int)error, memory, cure);
 }
 
-/* Drops the error of a call that cannot report it: the next one that can reports what lasts. An error that the program
- * itself has not asked for yet stays where it is. */
+/* Drops the error of a call that cannot report it; an error that lasts is reported by the next call that can. Leaves an
+ * error that the program itself has not asked for yet. */
 static void dtrain__cuda_drop(cudaError_t error)
 {
     if (error != cudaSuccess)
         (void)cudaGetLastError();
 }
 
-/* Makes the queue's GPU the calling thread's own, and says in *before which was. Its context is put on top of whatever
- * there is, and taken off again: cudaSetDevice, to go back, would make a context on a GPU that had none, which is
- * hundreds of megabytes of GPU 0's memory for each process that works on another. */
+/* Makes the queue's GPU the calling thread's current one; *before: the one before it. It pushes the GPU's context and
+ * pops it later. cudaSetDevice back would make a context on a GPU that had none. That takes hundreds of megabytes of
+ * GPU 0's memory for each process that works on another. */
 static cudaError_t dtrain__cuda_switch(dtrain_device *device, int *before)
 {
     dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
@@ -1517,7 +1519,7 @@ static void dtrain__cuda_leave(dtrain_device *device, int before)
         dtrain__cuda_drop(cudaSetDevice(before));
 }
 
-/* Bytes from pointer to the end of its allocation; SIZE_MAX where nobody can tell. */
+/* Returns the bytes from pointer to the end of its allocation, or SIZE_MAX if the driver cannot tell. */
 static size_t dtrain__cuda_room(const dtrain__cuda_queue *queue, const void *pointer)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -1530,7 +1532,7 @@ static size_t dtrain__cuda_room(const dtrain__cuda_queue *queue, const void *poi
     enum { plain = 10, range_start = 11, range_bytes = 12 }; /* CU_POINTER_ATTRIBUTE_... */
     unsigned long long start = 0, at = (unsigned long long)(uintptr_t)pointer;
     size_t bytes = 0;
-    int is_plain = 0; /* a range that is mapped piece by piece may go on in the next piece */
+    int is_plain = 0; /* a range mapped piece by piece may go on in the next piece */
     if (queue->attribute == NULL || queue->attribute(&is_plain, plain, at) != 0 || !is_plain ||
         queue->attribute(&start, range_start, at) != 0 || queue->attribute(&bytes, range_bytes, at) != 0 ||
         at < start || at - start > bytes)
@@ -1539,7 +1541,7 @@ static size_t dtrain__cuda_room(const dtrain__cuda_queue *queue, const void *poi
 #endif
 }
 
-/* Refuses a range that is longer than what is left of its allocation. */
+/* Refuses a range that reaches beyond its allocation. */
 static dtrain_status dtrain__cuda_fits(dtrain_device *device, const char *call, const char *what, const void *pointer,
                                        size_t bytes)
 {
@@ -1553,10 +1555,10 @@ static dtrain_status dtrain__cuda_fits(dtrain_device *device, const char *call, 
 }
 
 /* ---- memory of other GPUs ----
- * A GPU's memory is opened to another when the other is first handed some of it by a reduction, as groups of devices
- * do; it stays open, as it is the process's. */
+ * A reduction opens a GPU's memory to another GPU when the other is first given some of it, as groups of devices do. It
+ * stays open, as it belongs to the process. */
 
-/* Opens a peer's memory, which this and that GPU's program may have done before. *can: whether it is open now. */
+/* Opens a peer's memory, which the program may have done already. *can: it is open. */
 static cudaError_t dtrain__cuda_open_peer(dtrain__cuda_queue *queue, int peer, int *can)
 {
     uint64_t bit = peer < 64 ? (uint64_t)1 << peer : 0;
@@ -1576,7 +1578,7 @@ static cudaError_t dtrain__cuda_open_peer(dtrain__cuda_queue *queue, int peer, i
     return error;
 }
 
-/* Memory of a pool, or mapped piece by piece, is open to whom its maker has said. */
+/* Returns whether memory of a pool, or mapped piece by piece, was opened to this GPU by its maker. */
 static int dtrain__cuda_is_open(const dtrain__cuda_queue *queue, const void *pointer)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -1610,10 +1612,10 @@ static dtrain_status dtrain__cuda_reach(dtrain_device *device, const char *call,
                                 : "this GPU cannot reach (cudaDeviceCanAccessPeer)");
 }
 
-/* ---- what a call is handed ---- */
+/* ---- arguments of a call ---- */
 
-/* Says whether `bytes` bytes at pointer are memory that the device's kernels may touch: its own, pinned, or, where
- * `peers`, that of a GPU that it reaches. */
+/* Checks that the device's kernels may touch `bytes` bytes at pointer: its own memory, pinned memory, or with `peers`
+ * that of a GPU that it reaches. */
 static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call, const char *what, const void *pointer,
                                          size_t bytes, int peers)
 {
@@ -1643,11 +1645,11 @@ static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call
 
 /* An array of a call. */
 typedef struct dtrain__cuda_array {
-    const char *what;    /* NULL: there are no more */
+    const char *what;    /* NULL: ends the list */
     const void *pointer; /* NULL: no array */
     size_t width, count;
-    int whole; /* 1: at multiples of an element's width only: elsewhere a kernel's first access would cost the process
-                * the GPU */
+    int whole; /* 1: must lie at multiples of an element's width; a kernel's first access elsewhere would cost the
+                  process the GPU */
 } dtrain__cuda_array;
 
 static dtrain_status dtrain__cuda_arrays(dtrain_device *device, const char *call, const dtrain__cuda_array *arrays)
@@ -1669,8 +1671,8 @@ static dtrain_status dtrain__cuda_arrays(dtrain_device *device, const char *call
 #endif
 
 /* ---- >>cuda-copy ----
- * Memory of a GPU, pinned memory, copies, fills and events: what the runtime does itself. A row of the table is the
- * function of the same name between DTRAIN__CUDA_ROW's, which sees to the calling thread's current GPU. */
+ * GPU memory, pinned memory, copies, fills and events: what the runtime does itself. DTRAIN__CUDA_ROW wraps the
+ * functions as rows of the table, and takes care of the calling thread's current GPU. */
 #ifndef DTRAIN__CUDA_COPY
 #define DTRAIN__CUDA_COPY
 
@@ -1689,7 +1691,7 @@ static void dtrain__cuda_release(dtrain_device *device, dtrain_memory memory, vo
     dtrain__cuda_drop(memory == DTRAIN_MEMORY_PINNED ? cudaFreeHost(pointer) : cudaFree(pointer));
 }
 
-/* Says whether CUDA knows the memory, and refuses a range that is longer than it. */
+/* Finds out whether CUDA knows the memory. If it does, checks that the range is inside its allocation. */
 static dtrain_status dtrain__cuda_known(dtrain_device *device, const char *what, const void *pointer, size_t bytes,
                                         int *known)
 {
@@ -1717,7 +1719,7 @@ static dtrain_status dtrain__cuda_copy(dtrain_device *device, void *to, const vo
         return status;
     if (knows_to || knows_from)
         error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
-    /* Whether the runtime is done with memory that it does not know depends on the system and the direction. */
+    /* For memory that it does not know, the system and the direction decide whether the runtime is done with it. */
     if (error == cudaSuccess && !(knows_to && knows_from))
         error = cudaStreamSynchronize(stream);
     if (error == cudaSuccess && !knows_to && !knows_from)
@@ -1727,8 +1729,8 @@ static dtrain_status dtrain__cuda_copy(dtrain_device *device, void *to, const vo
 
 typedef struct dtrain__cuda_fill_args {
     unsigned char *to;
-    size_t head, vectors, tail; /* bytes before the first multiple of 16; 16 bytes each; bytes after the last */
-    uint64_t word;              /* 8 bytes as they are at multiples of 8 */
+    size_t head, vectors, tail; /* bytes before the first multiple of 16; groups of 16 bytes; bytes after the last */
+    uint64_t word;              /* 8 bytes as they repeat at multiples of 8 */
 } dtrain__cuda_fill_args;
 
 DTRAIN__CUDA_FN void dtrain__cuda_fill_all_body(const dtrain__cuda_fill_args *args, dtrain__cuda_at at,
@@ -1762,7 +1764,7 @@ static dtrain_status dtrain__cuda_fill(dtrain_device *device, void *to, const vo
     args.vectors = (bytes - args.head) / 16;
     args.tail = (bytes - args.head) % 16;
     args.word = 0;
-    for (size_t i = 0; i < 8; i++) /* address 8 k + i is byte (i - at) of an element, modulo its width, as 8 is */
+    for (size_t i = 0; i < 8; i++) /* address 8 k + i has byte (i - at) of an element, modulo its width */
         args.word |= (uint64_t)source[(i - at) % element_bytes] << 8 * i;
     size_t blocks = args.vectors / 256 + 1, most = 16 * (size_t)dtrain__cuda_queue_of(device)->processors;
     return dtrain__cuda_fill_all_launch(device, "device_fill", blocks < most ? blocks : most, &args);
@@ -1813,17 +1815,17 @@ static dtrain_status dtrain__cuda_event_done(dtrain_device *device, dtrain_devic
 #endif
 
 /* ---- >>cuda-share ----
- * Memory of a GPU as other processes of the host have it, by CUDA's legacy IPC: a handle names a whole allocation of
- * cudaMalloc's, and where in it a pointer is travels beside. Streams of processes are ordered by words in memory of the
- * CPU's that all have mapped: an event of a process that was killed may keep those who wait for it for ever, a word can
- * be written for it. */
+ * Sharing a GPU's memory with other processes of the host, by CUDA's legacy IPC. A handle names a whole allocation of
+ * cudaMalloc; the place of a pointer in it travels beside. Streams of processes are ordered by words in memory of the
+ * CPU that all have mapped. Waits for an event of a killed process may never end; a word can be written for that
+ * process. */
 #ifndef DTRAIN__CUDA_SHARE
 #define DTRAIN__CUDA_SHARE
 
 #define DTRAIN__CUDA_CURE \
     "allocate it with dtrain_device_alloc or cudaMalloc, or make the group with DTRAIN_DEVICE_STAGED"
 
-/* What says that processes, or GPUs, cannot share: UNSUPPORTED, but for a lost GPU and want of memory. */
+/* Reports that processes or GPUs cannot share: UNSUPPORTED, except for a lost GPU and lack of memory. */
 static dtrain_status dtrain__cuda_apart(dtrain_device *device, const char *call, cudaError_t error)
 {
     if (error == cudaSuccess || error == cudaErrorMemoryAllocation || dtrain__cuda_lost(error))
@@ -1843,7 +1845,7 @@ static dtrain_status dtrain__cuda_unshared(dtrain_device *device, const void *po
         device->name, what);
 }
 
-/* Refuses memory that other processes cannot have, by what it is. */
+/* Refuses memory of a kind that other processes cannot open. */
 static dtrain_status dtrain__cuda_sharable(dtrain_device *device, const void *pointer)
 {
     enum { legacy = 10, pool = 17 }; /* CU_POINTER_ATTRIBUTE_... */
@@ -1911,7 +1913,7 @@ static void dtrain__cuda_memory_close(dtrain_device *device, void *base)
         dtrain__cuda_drop(cudaIpcCloseMemHandle(base));
 }
 
-/* A page is registered for all GPUs of the process. */
+/* Registers a page for all GPUs of the process. */
 static dtrain_status dtrain__cuda_page_open(dtrain_device *device, void *page, size_t bytes, void **queues)
 {
     const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
@@ -1933,10 +1935,10 @@ static void dtrain__cuda_page_close(dtrain_device *device, void *page)
     dtrain__cuda_drop(cudaHostUnregister(page));
 }
 
-/* What the driver says of a word; that it takes none at all is found when it is tried. */
+/* Reports what the driver returned for a word. A driver that takes no words is found by trying. */
 static dtrain_status dtrain__cuda_word(dtrain_device *device, const char *call, int code)
 {
-    cudaError_t error = (cudaError_t)code; /* the driver's numbers are the runtime's */
+    cudaError_t error = (cudaError_t)code; /* the driver and the runtime have the same numbers */
     if (error == cudaErrorNotSupported || error == cudaErrorInvalidValue)
         return dtrain__cuda_apart(device, call, error);
     return dtrain__cuda_status(device, call, error);
@@ -1944,7 +1946,7 @@ static dtrain_status dtrain__cuda_word(dtrain_device *device, const char *call, 
 
 static dtrain_status dtrain__cuda_word_write(dtrain_device *device, uint32_t *word, uint32_t value)
 {
-    enum { fenced = 0 }; /* CU_STREAM_WRITE_VALUE_DEFAULT: what the stream has done is seen before the word */
+    enum { fenced = 0 }; /* CU_STREAM_WRITE_VALUE_DEFAULT: the stream's earlier work is seen before the word */
     const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
     unsigned long long at = (unsigned long long)(uintptr_t)word;
     return dtrain__cuda_word(device, "cuStreamWriteValue32", queue->word_write(queue->stream, at, value, fenced));
@@ -1961,22 +1963,22 @@ static dtrain_status dtrain__cuda_word_await(dtrain_device *device, uint32_t *wo
 #endif
 
 /* ---- >>cuda-walk ----
- * How kernels go over flat arrays: 16 bytes of the widest array at a time where all pointers come to a multiple of that
- * at one index, and single elements before that index, at the end, and where there is none. An element belongs to one
- * thread, which reads all of it before it writes, so that outputs may be inputs. Any alignment will do, that of no
- * element included. */
+ * How kernels walk flat arrays. They take groups of 16 bytes of the widest array if all pointers reach a multiple of
+ * that at one index. Before that index, after the last group, and if there is no such index, they take single elements.
+ * An element belongs to one thread, which reads all of it before it writes, so outputs may be inputs. Any alignment
+ * will do, even one that does not suit an element. */
 #ifndef DTRAIN__CUDA_WALK
 #define DTRAIN__CUDA_WALK
 
 #define DTRAIN__CUDA_THREADS 256
-#define DTRAIN__CUDA_BLOCKS 32 /* a processor, at most: enough that the last ones to end are few among many */
+#define DTRAIN__CUDA_BLOCKS 32 /* most blocks a processor; enough that the last to end are few among many */
 
 /* Elements [head, head + groups * lanes) go by groups; the rest, `singles`, one by one. */
 typedef struct dtrain__cuda_walk {
     size_t head, groups, singles, lanes;
 } dtrain__cuda_walk;
 
-/* Bit h says that pointer, h elements on, is a multiple of what `lanes` elements take. */
+/* Bit h of the result: pointer, h elements on, is at a multiple of the bytes of `lanes` elements. */
 static uint32_t dtrain__cuda_heads(const void *pointer, size_t width, size_t lanes)
 {
     uint32_t heads = 0;
@@ -1986,7 +1988,7 @@ static uint32_t dtrain__cuda_heads(const void *pointer, size_t width, size_t lan
     return heads;
 }
 
-/* heads: what dtrain__cuda_heads says of all the pointers, joined by &. */
+/* heads: the results of dtrain__cuda_heads for all pointers, joined by &. */
 static dtrain__cuda_walk dtrain__cuda_walk_make(uint32_t heads, size_t lanes, size_t count)
 {
     dtrain__cuda_walk walk = {0, 0, 0, lanes};
@@ -1998,7 +2000,7 @@ static dtrain__cuda_walk dtrain__cuda_walk_make(uint32_t heads, size_t lanes, si
     return walk;
 }
 
-/* Checks the arrays of a call, which has as many elements as the first, and says how they are walked together. */
+/* Checks the arrays of a call, all as long as the first, and says how to walk them together. */
 static dtrain_status dtrain__cuda_walk_arrays(dtrain_device *device, const char *call, const dtrain__cuda_array *arrays,
                                               dtrain__cuda_walk *walk)
 {
@@ -2013,7 +2015,7 @@ static dtrain_status dtrain__cuda_walk_arrays(dtrain_device *device, const char 
     return dtrain__cuda_arrays(device, call, arrays);
 }
 
-/* The blocks of a kernel whose threads hold `unroll` groups at once. */
+/* Returns the blocks of a kernel whose threads hold `unroll` groups at once. */
 static size_t dtrain__cuda_walk_blocks(dtrain_device *device, const dtrain__cuda_walk *walk, size_t unroll)
 {
     size_t most = (size_t)dtrain__cuda_queue_of(device)->processors * DTRAIN__CUDA_BLOCKS;
@@ -2022,7 +2024,7 @@ static size_t dtrain__cuda_walk_blocks(dtrain_device *device, const dtrain__cuda
     return blocks < most ? blocks : most;
 }
 
-/* The bits of one element of 1, 2, 4 or 8 bytes. */
+/* Returns the bits of one element of 1, 2, 4 or 8 bytes. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_element(const unsigned char *at, size_t width)
 {
     uint64_t bits = 0;
@@ -2055,7 +2057,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_element_store(unsigned char *at, size_t width,
         *(dtrain__cuda_u64 *)at = bits;
 }
 
-/* A whole group from element number `element` on, or that element alone, in the lowest lane above zeros. */
+/* Loads a whole group from element number `element` on, or that element alone, in the lowest lane above zeros. */
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_load(const void *from, size_t element, size_t width, int whole)
 {
     const unsigned char *at = (const unsigned char *)from + element * width;
@@ -2078,7 +2080,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_store(void *to, size_t element, size_t width, 
         dtrain__cuda_element_store(at, width, v.word[0] | (uint64_t)v.word[1] << 32);
 }
 
-/* The same for groups of 4 elements of 16 bits beside groups of 32, in one word of 64. */
+/* Does the same for groups of 4 elements of 16 bits that accompany groups of 32 bits, in one 64-bit word. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_load_half(const void *from, size_t element, int whole)
 {
     const unsigned char *at = (const unsigned char *)from + element * 2;
@@ -2094,9 +2096,9 @@ DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole
         dtrain__cuda_element_store(at, 2, bits);
 }
 
-/* Defines name_walk(device, call, args), which queues a walk args->walk: name_load(args, element, whole) returns what a
- * thread holds of a group or an element, name_store(args, element, whole, &held) does the rest. `unroll` groups are
- * loaded before the first is stored; past the end a thread loads its first again, which takes no branch. */
+/* Defines name_walk(device, call, args), which queues a walk args->walk. name_load(args, element, whole) returns what a
+ * thread holds of a group or an element; name_store(args, element, whole, &held) does the rest. A thread loads `unroll`
+ * groups before it stores the first. Past the end it loads its first group again, which takes no branch. */
 #define DTRAIN__CUDA_WALK_KERNEL(name, args_type, held_type, lanes, unroll) \
     DTRAIN__CUDA_FN void name##_body(const args_type *args, dtrain__cuda_at at, dtrain__cuda_none *shared, \
                                      dtrain__cuda_none *own, int phase) \
@@ -2129,13 +2131,13 @@ DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole
 #endif
 
 /* ---- >>cuda-convert ----
- * Conversions between float dtypes, with the bits of >>dtype: its integer arithmetic, and the hardware's own where that
- * rounds the same. Between float32 and 16 bits a thread holds several groups; all other pairs, which no training step
- * waits for, go element by element through float64's bits. */
+ * Conversions between float dtypes, with the bits of >>dtype. They use its integer arithmetic, and the hardware's where
+ * that rounds the same. Between float32 and 16 bits a thread holds several groups. All other pairs go element by
+ * element through float64's bits; no training step waits for them. */
 #ifndef DTRAIN__CUDA_CONVERT
 #define DTRAIN__CUDA_CONVERT
 
-#define DTRAIN__CUDA_CONVERT_GROUPS 4 /* a thread, loaded before the first is stored */
+#define DTRAIN__CUDA_CONVERT_GROUPS 4 /* groups that a thread loads before it stores the first */
 
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_bf16_of(float x)
 {
@@ -2144,7 +2146,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_bf16_of(float x)
     return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
 }
 
-/* The nearest float16; of a NaN some NaN. */
+/* Returns the nearest float16; some NaN for a NaN. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_f16_of(float x)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -2164,7 +2166,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_f16_of(float x)
 #endif
 }
 
-/* The float16 in the lowest 16 bits, exactly; of a NaN some NaN. */
+/* Returns the float16 in the lowest 16 bits, exactly; some NaN for a NaN. */
 DTRAIN__CUDA_FN float dtrain__cuda_of_f16(uint32_t half)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -2211,7 +2213,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_both_bf16(float low, float high)
     return dtrain__cuda_bf16_of(low) | dtrain__cuda_bf16_of(high) << 16;
 }
 
-/* A format, with the fields of >>dtype: E4M3 alone is finite. */
+/* A format, with the fields of >>dtype. E4M3 is the one without infinities. */
 typedef struct dtrain__cuda_format {
     int exponent, mantissa, finite, bytes;
 } dtrain__cuda_format;
@@ -2223,7 +2225,7 @@ typedef struct dtrain__cuda_convert_args {
     dtrain__cuda_format from, to;
 } dtrain__cuda_convert_args;
 
-/* A conversion of float32 bits to 16 and back, with the sign and payload of a NaN. */
+/* Converts float32 bits to 16 bits and back; a NaN keeps its sign and payload. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_narrow_bf16_one(uint32_t bits)
 {
     return dtrain__cuda_bf16_of(dtrain__cuda_float_of(bits));
@@ -2299,7 +2301,7 @@ static dtrain__cuda_format dtrain__cuda_format_of(dtrain_dtype dtype)
     }
 }
 
-/* The float64 bits of a value of format f. */
+/* Returns the float64 bits of a value of format f. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_widen_generic(uint64_t bits, const dtrain__cuda_format f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
@@ -2333,7 +2335,7 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_narrow_generic(uint64_t bits, const dtrain
         return bits;
     if ((bits & 0x7fffffffffffffffu) > 0x7ff0000000000000u)
         return sign | infinity | (f.finite ? ones : mantissa >> shift | (uint64_t)1 << (f.mantissa - 1));
-    mantissa |= (uint64_t)1 << 52; /* a float64 subnormal rounds to zero in every narrower format all the same */
+    mantissa |= (uint64_t)1 << 52; /* a float64 subnormal rounds to zero in every narrower format anyway */
     if (exponent < 1)
         shift = 1 - exponent < 54 - shift ? shift + 1 - exponent : 54;
     rounded = (mantissa + ((uint64_t)1 << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
@@ -2415,9 +2417,10 @@ static dtrain_status dtrain__cuda_convert(dtrain_device *device, const void *in,
 
 /* ---- >>cuda-flags ----
  * Collectives of several GPUs in one kernel a rank: the folds of >>cuda-fold between two rounds of flags. A flag is a
- * word in memory of the rank that waits for it, one for every block, round and peer, written by the same block of the
- * peer's kernel: so all blocks of all ranks' kernels must run at the same time, and each rank's on a GPU of its own.
- * Thread p of a block sees to peer p; the barriers between phases carry what it releases and acquires to the others. */
+ * word in memory of the rank that waits for it. There is one for every block, round and peer, which the same block of
+ * the peer's kernel writes. So all blocks of all ranks' kernels must run at the same time, each rank's on a GPU of its
+ * own. Thread p of a block waits for peer p. The barriers between phases carry what it releases and acquires to the
+ * others. */
 #ifndef DTRAIN__CUDA_FLAGS
 #define DTRAIN__CUDA_FLAGS
 #ifdef DTRAIN_CUDA_EMULATE
@@ -2425,8 +2428,8 @@ static dtrain_status dtrain__cuda_convert(dtrain_device *device, const void *in,
 #include <time.h>
 #endif
 
-#define DTRAIN__CUDA_FLAGS_MOST 64      /* ranks */
-#define DTRAIN__CUDA_FLAGS_GLANCE 100000 /* ns between looks at the error word, which lies in the CPU's memory */
+#define DTRAIN__CUDA_FLAGS_MOST 64      /* most ranks */
+#define DTRAIN__CUDA_FLAGS_GLANCE 100000 /* ns between looks at the error word, which is in the CPU's memory */
 
 typedef struct dtrain__cuda_flags {
     uint32_t *words[DTRAIN__CUDA_FLAGS_MOST];
@@ -2470,7 +2473,7 @@ DTRAIN__CUDA_SYSTEM(dtrain__cuda_acquire_u32, dtrain__cuda_release_u32, uint32_t
 DTRAIN__CUDA_SYSTEM(dtrain__cuda_error_load, dtrain__cuda_error_store, uint64_t, "l", "ld.relaxed.sys.u64",
                     "st.relaxed.sys.u64", __ATOMIC_RELAXED, __ATOMIC_RELAXED)
 
-/* The device's clock, in ns. */
+/* Returns the device's clock, in ns. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_clock(void)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -2506,7 +2509,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_flags_report(const dtrain__cuda_flags *args, u
             dtrain__cuda_error_store(args->errors[rank], error);
 }
 
-/* Waits for the peer of this thread; sets *stop where it is not to be waited for any longer. */
+/* Waits for this thread's peer. Sets *stop when it is to wait no longer. */
 DTRAIN__CUDA_FN void dtrain__cuda_flags_await(const dtrain__cuda_flags *args, dtrain__cuda_at at, int round, int *stop)
 {
     const uint32_t *word;
@@ -2528,7 +2531,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_flags_await(const dtrain__cuda_flags *args, dt
         if (late && !ended)
             dtrain__cuda_flags_report(args, at.thread);
         if (late || ended) {
-            *stop = 1; /* never 0: other threads wait for other peers */
+            *stop = 1; /* never set to 0: other threads wait for other peers */
             return;
         }
     }
@@ -2544,16 +2547,17 @@ DTRAIN__CUDA_FN void dtrain__cuda_flags_begin(const dtrain__cuda_flags *args, dt
 #endif
 
 /* ---- >>cuda-fold ----
- * The reduction of >>fold: element i of n inputs becomes one value by the tree order, stored to m outputs. A thread
- * reads all inputs of its elements before it writes one. Float sums and products follow the tree: one, two, four and
- * eight inputs unrolled, any other number eight at a time under a binary counter of partial results, which gives the
- * same tree. What is exact in any order (integers, least and greatest) is folded from left to right. */
+ * The reduction of >>fold. Element i of n inputs becomes one value in the tree order, stored to m outputs. A thread
+ * reads all inputs of its elements before it writes one. Float sums and products follow the tree. One, two, four and
+ * eight inputs are unrolled. Any other number goes eight at a time, under a binary counter of partial results, which
+ * gives the same tree. Operations that are exact in any order (integers, least and greatest) fold from left to right.
+ */
 #ifndef DTRAIN__CUDA_FOLD
 #define DTRAIN__CUDA_FOLD
 
-#define DTRAIN__CUDA_FOLD_MOST 64 /* inputs, and outputs */
+#define DTRAIN__CUDA_FOLD_MOST 64 /* most inputs, and most outputs */
 
-/* What becomes of a sum. A division by a power of two is a product, which is rounded alike. */
+/* How a sum is finished. A division by a power of two is a product, which rounds the same. */
 enum { DTRAIN__CUDA_FOLD_AS_IS, DTRAIN__CUDA_FOLD_MULTIPLY, DTRAIN__CUDA_FOLD_DIVIDE };
 
 typedef struct dtrain__cuda_fold {
@@ -2563,7 +2567,7 @@ typedef struct dtrain__cuda_fold {
     int n, m, op, finish;
     double by_f64;
     float by_f32;
-    uint32_t flip; /* 1: integers have a sign */
+    uint32_t flip; /* 1: signed integers */
 } dtrain__cuda_fold;
 
 /* Eight floats of 16 bits as float32: the low halves of four words, and the high ones. */
@@ -2594,7 +2598,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_lane_f64_set(dtrain__cuda_vector *v, int lane,
 
 /* ---- a op b, lane by lane ---- */
 
-/* r, whose words are each `expression` of a and b, words of left and right. */
+/* Gives r, whose words are each `expression` of a and b, the words of left and right. */
 #define DTRAIN__CUDA_WORDS(expression) \
     DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) \
     { \
@@ -2641,7 +2645,7 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_join_wide(int op, dtrain__cuda_wi
     return r;
 }
 
-/* The order of bits: -0 below +0, a NaN before all. */
+/* Compares by bits: -0 is below +0, and a NaN before all. */
 #define DTRAIN__CUDA_LEAST(kind, type, int_type, top, infinity, lanes) \
     DTRAIN__CUDA_FN type dtrain__cuda_pick_##kind(int op, type a, type b) \
     { \
@@ -2674,7 +2678,7 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip,
     return r;
 }
 
-/* Integers: flip turns the order of those with a sign into that of those without. */
+/* Integers. flip maps the order of signed ones to that of unsigned ones. */
 #define DTRAIN__CUDA_INTS(name, type, top, lanes) \
     DTRAIN__CUDA_FN dtrain__cuda_vector name(int op, uint32_t flip, dtrain__cuda_vector left, \
                                              dtrain__cuda_vector right) \
@@ -2696,11 +2700,11 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip,
 DTRAIN__CUDA_INTS(dtrain__cuda_join_u32, uint32_t, 31, DTRAIN__CUDA_WORDS)
 DTRAIN__CUDA_INTS(dtrain__cuda_join_u64, uint64_t, 63, DTRAIN__CUDA_LONGS)
 
-/* Four bytes of a word. */
+/* Combines the four bytes of a word. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_bytes(int op, uint32_t flip, uint32_t left, uint32_t right)
 {
     uint32_t r = 0, sign = flip << 7;
-    if (op == DTRAIN_SUM) /* seven bits of each, which do not carry into the next, and the eighth without its carry */
+    if (op == DTRAIN_SUM) /* seven bits of each, which do not carry into the next, and the eighth without a carry */
         return ((left & 0x7f7f7f7fu) + (right & 0x7f7f7f7fu)) ^ ((left ^ right) & 0x80808080u);
     DTRAIN__CUDA_UNROLL for (int i = 0; i < 32; i += 8)
     {
@@ -2728,7 +2732,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_same(dtrain__cuda_vector v)
     return v;
 }
 
-/* x[i] * by, each product rounded. */
+/* Returns x[i] * by, each product rounded. */
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_times_f32(dtrain__cuda_vector v, float by)
 {
     DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
@@ -2776,7 +2780,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f64(const dtrain__cuda_f
     return v;
 }
 
-/* Floats of 16 bits: as float32, rounded back, and finished. */
+/* Floats of 16 bits: widens them to float32, rounds them back, and finishes them. */
 #define DTRAIN__CUDA_HALVES(kind) \
     DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v) \
     { \
@@ -2814,7 +2818,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
 
 /* ---- kernels ---- */
 
-#define DTRAIN__CUDA_FOLD_PHASES 6 /* of a fold between two rounds of flags */
+#define DTRAIN__CUDA_FOLD_PHASES 6 /* phases of a fold between two rounds of flags */
 
 typedef struct dtrain__cuda_fold_flags {
     dtrain__cuda_fold fold;
@@ -2822,7 +2826,8 @@ typedef struct dtrain__cuda_fold_flags {
     int at_once;
 } dtrain__cuda_fold_flags;
 
-/* The kernel `name` of a fold, and name_flags, which does it between two rounds of flags. Threads hold name_held. */
+/* Defines the kernel `name` of a fold, and name_flags, which does it between two rounds of flags. Threads hold
+ * name_held. */
 #define DTRAIN__CUDA_FOLD_KERNELS(name, lanes, unroll) \
     DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, lanes, unroll) \
     typedef struct name##_kept { \
@@ -2859,7 +2864,7 @@ typedef struct dtrain__cuda_fold_flags {
     DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_fold_flags, dtrain__cuda_flags_block, name##_kept, \
                           DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FOLD_PHASES)
 
-/* The same of a fold whose threads hold its result. */
+/* Does the same for a fold whose threads hold its result. */
 #define DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width) \
     typedef wide name##_held; \
     DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held) \
@@ -2892,8 +2897,8 @@ typedef struct dtrain__cuda_fold_flags {
     } \
     DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), unroll)
 
-/* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs; which of them
- * are held is said by the bits of the number of eights. At the end the smaller joins the larger before it. */
+/* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs. The bits of
+ * the number of eights say which of them are held. At the end the smaller joins the larger before it. */
 #define DTRAIN__CUDA_FOLD_TREE(name, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FN wide name##_eight(const dtrain__cuda_fold *args, int from, size_t element, int whole) \
     { \
@@ -2907,7 +2912,7 @@ typedef struct dtrain__cuda_fold_flags {
                 join(args->op, part[k], part[k + step]); \
         return part[0]; \
     } \
-    /* 1 to 7 inputs: four, then two, then one, as many as there are. What is not there is the first again. */ \
+    /* 1 to 7 inputs: four, then two, then one of them. The first stands in for those that do not exist. */ \
     DTRAIN__CUDA_FN wide name##_rest(const dtrain__cuda_fold *args, int from, int some, size_t element, int whole) \
     { \
         dtrain__cuda_vector in[7]; \
@@ -2959,7 +2964,7 @@ typedef struct dtrain__cuda_fold_flags {
     } \
     DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
-/* What is exact in any order: four inputs at a time, from left to right. */
+/* Operations exact in any order: four inputs at a time, from left to right. */
 #define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole) \
     { \
@@ -2975,7 +2980,7 @@ typedef struct dtrain__cuda_fold_flags {
     } \
     DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
-/* A thread loads so many groups before it stores the first; the number of inputs times this are in flight. */
+/* A thread loads this many groups before it stores the first; the number of inputs times this are in flight. */
 #define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, 4, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, 4, wide, partial, join, finish, width) \
@@ -3013,10 +3018,10 @@ DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_sa
 
 /* ---- the operation ---- */
 
-/* Beside numbers of inputs: any number by the tree, or in a row. */
+/* In place of a number of inputs: any number by the tree, or in a row. */
 enum { DTRAIN__CUDA_FOLD_BY_TREE = -2, DTRAIN__CUDA_FOLD_IN_A_ROW = -1 };
 
-/* All folds: each(name, dtype, inputs). Integers with a sign go as those without. */
+/* All folds, as each(name, dtype, inputs). Signed integers go as unsigned ones. */
 #define DTRAIN__CUDA_FOLD_EACH(each) \
     each(dtrain__cuda_sum_f32_1, DTRAIN_F32, 1) each(dtrain__cuda_sum_f32_2, DTRAIN_F32, 2) \
     each(dtrain__cuda_sum_f32_4, DTRAIN_F32, 4) each(dtrain__cuda_sum_f32_8, DTRAIN_F32, 8) \
@@ -3046,7 +3051,7 @@ typedef struct dtrain__cuda_fold_kernel {
     dtrain__cuda_flags_launch flags;
 } dtrain__cuda_fold_kernel;
 
-/* The kernel of an operation on n inputs: of sums the one for that number, where there is one. */
+/* Finds the kernel of an operation on n inputs: for sums the one of that number, if there is one. */
 static const dtrain__cuda_fold_kernel *dtrain__cuda_fold_find(dtrain_dtype dtype, dtrain_op op, int n)
 {
 #define DTRAIN__CUDA_FOLD_ENTRY(name, dtype, inputs) {dtype, inputs, name##_walk, name##_flags_launch},
@@ -3060,12 +3065,12 @@ static const dtrain__cuda_fold_kernel *dtrain__cuda_fold_find(dtrain_dtype dtype
     return NULL;
 }
 
-/* How a mean ends. A power of two is told by its bits; its inverse must be normal too. */
+/* Says how a mean is finished. A power of two is recognised by its bits; its inverse must also be normal. */
 static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype, double divisor)
 {
     uint64_t bits;
     memcpy(&bits, &divisor, sizeof bits);
-    int exponent = (int)(bits >> 52) - 1023, most = dtype == DTRAIN_F64 ? 1022 : 126; /* a sign makes it larger */
+    int exponent = (int)(bits >> 52) - 1023, most = dtype == DTRAIN_F64 ? 1022 : 126; /* larger if negative */
     args->finish = DTRAIN__CUDA_FOLD_DIVIDE;
     if (bits << 12 == 0 && exponent >= -most && exponent <= most) {
         args->finish = exponent == 0 ? DTRAIN__CUDA_FOLD_AS_IS : DTRAIN__CUDA_FOLD_MULTIPLY;
@@ -3073,11 +3078,11 @@ static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype
         memcpy(&divisor, &bits, sizeof bits);
     }
     args->by_f64 = divisor;
-    /* whatever the CPU's floating-point mode */
+    /* does not depend on the CPU's floating-point mode */
     DTRAIN_IGNORE(dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1));
 }
 
-/* Takes over one of a list of arrays, which may be other GPUs'. */
+/* Takes over one of a list of arrays, which may be of other GPUs. */
 static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, const char *what, const void *const *list, int n,
                                                 size_t width, size_t begin, size_t count, const void **taken,
                                                 uint32_t *heads)
@@ -3091,7 +3096,7 @@ static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, const cha
     return status;
 }
 
-/* Makes the arguments of a reduction, of none too, and says by which kernel it goes. */
+/* Makes the arguments of a reduction, also of an empty one, and chooses its kernel. */
 static dtrain_status dtrain__cuda_fold_make(dtrain_device *device, dtrain__cuda_fold *args, dtrain_dtype dtype,
                                             dtrain_op op, double divisor, const void *const *in, int n,
                                             void *const *out, int m, size_t begin, size_t count,
@@ -3133,7 +3138,8 @@ static dtrain_status dtrain__cuda_reduce(dtrain_device *device, dtrain_dtype dty
 
 /* ---- between flags ---- */
 
-/* A block a processor is resident whatever the kernel, as these take 256 threads and next to no shared memory. */
+/* Reports one block a processor. They are resident with any kernel, as these take 256 threads and hardly any shared
+ * memory. */
 static dtrain_status dtrain__cuda_flag_traits(dtrain_device *device, dtrain_device_flag_traits *traits)
 {
     dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
@@ -3149,7 +3155,7 @@ static dtrain_status dtrain__cuda_flag_traits(dtrain_device *device, dtrain_devi
     return dtrain__cuda_status(device, "device_flag_traits", error);
 }
 
-/* The kernel's arguments, and which it is. */
+/* Makes the kernel's arguments, and chooses the kernel. */
 static dtrain_status dtrain__cuda_flags_make(dtrain_device *device, const dtrain_device_flags *part,
                                              dtrain__cuda_fold_flags *args, dtrain__cuda_flags_launch *launch)
 {
@@ -3186,12 +3192,12 @@ static dtrain_status dtrain__cuda_flags_run(dtrain_device *device, const dtrain_
 #endif
 
 /* ---- >>cuda-elementwise ----
- * Scale, axpy, adding a selection, and the search for what is not finite, with the bits of >>vector: a product is
- * rounded before it is added to anything, and 16-bit floats go through float32 and are rounded once. */
+ * Scale, axpy, adding a selection, and the search for NaNs and infinities, with the bits of >>vector. A product is
+ * rounded before it is added. 16-bit floats are computed as float32 and rounded once. */
 #ifndef DTRAIN__CUDA_ELEMENTWISE
 #define DTRAIN__CUDA_ELEMENTWISE
 
-#define DTRAIN__CUDA_ELEMENTWISE_GROUPS 4 /* a thread, loaded before the first is stored */
+#define DTRAIN__CUDA_ELEMENTWISE_GROUPS 4 /* groups that a thread loads before it stores the first */
 
 typedef struct dtrain__cuda_axpy_args {
     const void *x; /* NULL: y[i] = by * y[i] */
@@ -3205,7 +3211,7 @@ typedef struct dtrain__cuda_axpy_held {
     dtrain__cuda_vector y, x;
 } dtrain__cuda_axpy_held;
 
-/* Kernels scale_kind and axpy_kind. `adds` is a constant in each, so that scale does not load x. */
+/* Defines kernels scale_kind and axpy_kind. `adds` is a constant in each, so that scale does not load x. */
 #define DTRAIN__CUDA_AXPY_BY(name, adds, partial, times, by, join, rounded, width) \
     DTRAIN__CUDA_FN dtrain__cuda_axpy_held name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole) \
     { \
@@ -3234,7 +3240,7 @@ DTRAIN__CUDA_AXPY(f16, dtrain__cuda_partial_f16, dtrain__cuda_times_wide, by_f32
 DTRAIN__CUDA_AXPY(bf16, dtrain__cuda_partial_bf16, dtrain__cuda_times_wide, by_f32, dtrain__cuda_join_wide,
                   dtrain__cuda_rounded_bf16, 2)
 
-/* y = by * y, or y + by * x. */
+/* Computes y = by * y, or y + by * x. */
 static dtrain_status dtrain__cuda_axpy_any(dtrain_device *device, const char *call, dtrain_dtype dtype, void *y,
                                            double by, const void *x, size_t count)
 {
@@ -3248,7 +3254,7 @@ static dtrain_status dtrain__cuda_axpy_any(dtrain_device *device, const char *ca
     const dtrain__cuda_array arrays[] = {
         {x != NULL ? "y" : "x", y, width, count, 0}, {"x", x, width, count, 0}, {NULL, NULL, 0, 0, 0}};
     dtrain__cuda_axpy_args args = {x, y, {0, 0, 0, 0}, by, 0};
-    /* whatever the CPU's floating-point mode */
+    /* does not depend on the CPU's floating-point mode */
     DTRAIN_IGNORE(dtrain_convert(&by, DTRAIN_F64, &args.by_f32, DTRAIN_F32, 1));
     dtrain_status status = dtrain__cuda_walk_arrays(device, call, arrays, &args.walk);
     return status == DTRAIN_OK ? walks[row][x != NULL](device, call, &args) : status;
@@ -3265,17 +3271,17 @@ static dtrain_status dtrain__cuda_axpy(dtrain_device *device, dtrain_dtype dtype
     return dtrain__cuda_axpy_any(device, "device_axpy", dtype, y, alpha, x, count);
 }
 
-/* What is not finite has an exponent of ones. A word holds that of a float32, those of two floats of 16 bits, or, where
- * it is odd, that of a float64. */
+/* A NaN or an infinity has an exponent of ones. A word holds the exponent of one float32 or of two 16-bit floats. An
+ * odd word holds that of a float64. */
 typedef struct dtrain__cuda_overflow_args {
     const void *x;
     uint32_t *found;
     dtrain__cuda_walk walk;
     size_t width;
-    uint32_t exponents[2]; /* in a word; the same where there is one */
+    uint32_t exponents[2]; /* masks in a word; both the same if it has one */
 } dtrain__cuda_overflow_args;
 
-/* The least of what exponents lack of ones: 0 where something is not finite. */
+/* Returns the least that an exponent lacks to be all ones: 0 if there is a NaN or an infinity. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_overflow_lacks(const dtrain__cuda_overflow_args *args, dtrain__cuda_vector v)
 {
     uint32_t least = 0xffffffffu;
@@ -3295,7 +3301,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_overflow_any_load(const dtrain_
     return dtrain__cuda_load(args->x, element, args->width, whole);
 }
 
-/* All that find something write the same 1, and none waits for another. */
+/* All threads that find one write the same 1, and none waits for another. */
 DTRAIN__CUDA_FN void dtrain__cuda_overflow_any_store(const dtrain__cuda_overflow_args *args, size_t element, int whole,
                                                      const dtrain__cuda_vector *held)
 {
@@ -3325,17 +3331,17 @@ static dtrain_status dtrain__cuda_overflow(dtrain_device *device, dtrain_dtype d
 }
 
 /* ---- adding a selection ----
- * Indices come once each, so that no two threads meet; what is out of range is left out, since nothing on the device
- * has checked it. */
+ * Each index comes once, so that no two threads meet. Indices out of range are skipped, as no check on the device has
+ * found them. */
 
 #define DTRAIN__CUDA_SPARSE_THREADS 256u
-#define DTRAIN__CUDA_SPARSE_EACH 4u /* elements a thread adds, side by side */
+#define DTRAIN__CUDA_SPARSE_EACH 4u /* elements that a thread adds, side by side */
 
 typedef struct dtrain__cuda_sparse_args {
     const unsigned char *indices, *values;
     unsigned char *data;
     size_t k, count;
-    int align; /* 16, 4 or 1: what all three addresses are multiples of, data's of 4 at most */
+    int align; /* 16, 4 or 1: all three addresses are multiples of it; data's of 4 at most */
 } dtrain__cuda_sparse_args;
 
 DTRAIN__CUDA_FN void dtrain__cuda_sparse_kernel_body(const dtrain__cuda_sparse_args *args, dtrain__cuda_at at,
@@ -3389,12 +3395,12 @@ static dtrain_status dtrain__cuda_sparse_add(dtrain_device *device, const uint32
 #endif
 
 /* ---- >>cuda-optimizer ----
- * AdamW and SGD in one pass over memory, with the operations of >>train-kernels in their order, each rounded by itself;
- * the new parameters go out as BF16 too where a copy is asked for. */
+ * AdamW and SGD in one pass over memory. The operations are those of >>train-kernels, in their order, each rounded by
+ * itself. If a copy is asked for, the new parameters are also stored as BF16. */
 #ifndef DTRAIN__CUDA_OPTIMIZER
 #define DTRAIN__CUDA_OPTIMIZER
 
-#define DTRAIN__CUDA_OPTIMIZER_GROUPS 2 /* a thread, loaded from each array before the first is stored */
+#define DTRAIN__CUDA_OPTIMIZER_GROUPS 2 /* groups that a thread loads from each array before it stores the first */
 
 typedef struct dtrain__cuda_adamw_args {
     dtrain_device_adamw_step step;
@@ -3408,7 +3414,7 @@ typedef struct dtrain__cuda_sgd_args {
 } dtrain__cuda_sgd_args;
 
 typedef struct dtrain__cuda_step_held {
-    dtrain__cuda_vector p, g, m, v; /* m: SGD's velocity, too */
+    dtrain__cuda_vector p, g, m, v; /* m: also SGD's velocity */
 } dtrain__cuda_step_held;
 
 DTRAIN__CUDA_FN void dtrain__cuda_step_copy(uint16_t *copy, size_t element, int whole, dtrain__cuda_vector p)
@@ -3529,7 +3535,7 @@ static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device
     uint32_t coupled;
     args.step = *step;
     memcpy(&coupled, &step->coupled, sizeof coupled);
-    args.decays = coupled << 1 != 0; /* by its bits: the CPU may take a subnormal for zero */
+    args.decays = coupled << 1 != 0; /* by its bits, as the CPU may treat a subnormal as zero */
     args.remembers = step->velocity != NULL;
     dtrain_status status = dtrain__cuda_walk_arrays(device, "device_sgd", arrays, &args.walk);
     return status == DTRAIN_OK ? dtrain__cuda_sgd_all_walk(device, "device_sgd", &args) : status;
@@ -3538,22 +3544,25 @@ static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device
 #endif
 
 /* ---- >>cuda-norm ----
- * The exact sum of squares of >>norm on a GPU, and the clipping that stands on it. A square of a float32 is exact in
- * float64. A thread adds squares to three float64 that are integers times powers of two: each starts at 1.5 times its
- * anchor 2^(52 + p) and stays in that binade, so that its last place is worth 2^p throughout. An addition rounds to a
- * multiple of 2^p, the difference to what was there is exact, and so is the rest (Fast2Sum), which goes to the next.
- * With a window of squares in [2^(2b), 2^(2b + 76)), at most N = 2^10 of them, and g = 2b - 46, their last bit:
+ * The exact sum of squares of >>norm on a GPU, and the clipping by it. A square of a float32 is exact in float64. A
+ * thread adds squares to three float64 that are integers times powers of two. Each starts at 1.5 times its anchor 2^(52
+ * + p) and stays in that binade, so its last place is worth 2^p throughout. An addition rounds to a multiple of 2^p.
+ * The difference to the value before is exact, and so is the rest (Fast2Sum), which goes to the next one.
+ *
+ * A window has squares in [2^(2b), 2^(2b + 76)), at most N = 2^10 of them. Their last bit is g = 2b - 46.
  *
  *   first    p = g + 82: at most N 2^(g + 122) = 2^(p + 50), and N roundings of half a place; rests up to 2^(g + 81)
  *   second   p = g + 41: at most N 2^(g + 81) = 2^(p + 50), and N roundings of half a place; rests up to 2^(g + 40)
  *   third    p = g:      at most N 2^(g + 40) = 2^(p + 50), multiples of 2^g: nothing is rounded
  *
- * All stay within 2^(p + 51), half a binade. A rest is exact: its last bit is the square's or higher, and either it is
- * what was to be added, of 48 bits, or that reaches half a place, from which to its last bit are no more than 48. Each
- * block places its window by the largest of its first numbers, each thread moves it up where it must; what lies below
- * it goes to the block's limbs, one by one. The accumulators of a block are added as integers, go to limbs of 32 bits
- * that carry at once, and these to those of the caller, which are carried by every call. Every addition is of integers,
- * so that no grid and no order changes the sum.
+ * All stay within 2^(p + 51), half a binade. A rest is exact, as its last bit is the square's or higher, in one of two
+ * ways. Either the rest is what was to be added, of 48 bits. Or what was to be added reaches half a place, and from
+ * there to its last bit are at most 48 bits.
+ *
+ * Each block places its window by the largest of its first numbers, and a thread moves its window up if it must.
+ * Numbers below the window go to the block's limbs, one by one. The accumulators of a block are added as integers and
+ * go to limbs of 32 bits that carry at once. Those go to the caller's limbs, which every call carries. Every addition
+ * is of integers, so no grid and no order changes the sum.
  *
  *   source   Dekker, A floating-point technique for extending the available precision, 1971 (Fast2Sum)
  *            Demmel, Nguyen, Parallel reproducible summation, IEEE Transactions on Computers 64(7), 2015 (anchors) */
@@ -3566,9 +3575,9 @@ static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device
 #define DTRAIN__CUDA_NORM_NANS 22
 #define DTRAIN__CUDA_NORM_LOWEST (-298)
 #define DTRAIN__CUDA_NORM_BINADES 38u
-#define DTRAIN__CUDA_NORM_PLACES 41 /* between two accumulators */
-#define DTRAIN__CUDA_NORM_ABOVE 4u  /* binades that a window leaves above the largest number that placed it */
-#define DTRAIN__CUDA_NORM_ROUNDS 60 /* of 16 squares, which with those at the ends are fewer than 2^10 */
+#define DTRAIN__CUDA_NORM_PLACES 41 /* places between two accumulators */
+#define DTRAIN__CUDA_NORM_ABOVE 4u  /* binades of a window above the largest number that placed it */
+#define DTRAIN__CUDA_NORM_ROUNDS 60 /* of 16 squares; with those at the ends, fewer than 2^10 */
 #define DTRAIN__CUDA_INFINITY 0x7F800000u
 
 typedef struct dtrain__cuda_squares_args {
@@ -3583,21 +3592,20 @@ typedef struct dtrain__cuda_squares_shared {
     int64_t parts[3][DTRAIN__CUDA_NORM_THREADS], sums[3][16];
 } dtrain__cuda_squares_shared;
 
-/* A window holds what is from `lowest` on, for `span` of bits; the numbers' exponents, with their bias, are below
- * top. */
+/* A window holds numbers from `lowest` on, over `span` of bits. Their exponents, with the bias, are below top. */
 typedef struct dtrain__cuda_squares_own {
     double sums[3];
     uint32_t lowest, span, top;
 } dtrain__cuda_squares_own;
 
-/* Adds to one limb of a block's, and carries. */
+/* Adds to one limb of a block, and carries. */
 DTRAIN__CUDA_FN void dtrain__cuda_limb_add(uint32_t *limb, uint32_t value)
 {
     for (; value != 0; limb++)
         value = dtrain__cuda_atomic_add_u32(limb, value) > UINT32_MAX - value;
 }
 
-/* Adds a word whose bit 0 is that of a block's limbs at `position`. */
+/* Adds a word whose bit 0 is at bit `position` of a block's limbs. */
 DTRAIN__CUDA_FN void dtrain__cuda_limb_add_word(uint32_t *limbs, uint32_t position, uint64_t word)
 {
     uint64_t lower = (word & 0xFFFFFFFFu) << position % 32, upper = (word >> 32) << position % 32;
@@ -3608,8 +3616,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_limb_add_word(uint32_t *limbs, uint32_t positi
     dtrain__cuda_limb_add(limb + 2, (uint32_t)(upper >> 32));
 }
 
-/* Bit 0 of limb 0 is worth 2^-298; the last place of the last accumulator of a window, and of a number's square, is
- * worth so many bits more. */
+/* Returns a bit position in the limbs; bit 0 of limb 0 is worth 2^-298. It is that of the last place of a window's last
+ * accumulator, and of a number's square. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_position(uint32_t exponent)
 {
     return exponent > 0 ? 2 * exponent - 2 : 0;
@@ -3627,7 +3635,7 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_squares_anchor(uint32_t top, int accumulat
     return (uint64_t)(1023 + 52 + place) << 52 | (uint64_t)1 << 51;
 }
 
-/* The lowest window holds subnormals as well, whose last place is that of the smallest normal number. */
+/* The lowest window also holds subnormals, whose last place is that of the smallest normal number. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_place(dtrain__cuda_squares_own *own, uint32_t top)
 {
     uint32_t bottom = dtrain__cuda_squares_bottom(top);
@@ -3638,21 +3646,21 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_place(dtrain__cuda_squares_own *own, u
         own->sums[i] = dtrain__cuda_double_of(dtrain__cuda_squares_anchor(top, i));
 }
 
-/* The top of a window for numbers of up to this exponent. */
+/* Returns the top of a window for numbers of up to this exponent. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_top(uint32_t exponent)
 {
     uint32_t top = exponent + 1 + DTRAIN__CUDA_NORM_ABOVE, least = DTRAIN__CUDA_NORM_BINADES + 1;
     return top < least ? least : top > 255 ? 255 : top;
 }
 
-/* What an accumulator holds, in its last places. */
+/* Returns what an accumulator holds, in its last places. */
 DTRAIN__CUDA_FN int64_t dtrain__cuda_squares_places(const dtrain__cuda_squares_own *own, int accumulator)
 {
     return (int64_t)(dtrain__cuda_bits_f64(own->sums[accumulator]) -
                      dtrain__cuda_squares_anchor(own->top, accumulator));
 }
 
-/* Adds a 2^82 + b 2^41 + c, which is not negative, and a below 2^60, in last places of the window of top. */
+/* Adds a 2^82 + b 2^41 + c, in last places of the window of top. It is not negative, and a is below 2^60. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_flush(uint32_t *limbs, uint32_t top, int64_t a, int64_t b, int64_t c)
 {
     uint32_t position = dtrain__cuda_squares_position(dtrain__cuda_squares_bottom(top));
@@ -3688,7 +3696,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_accumulate(dtrain__cuda_squares_own *o
     own->sums[2] = dtrain__cuda_add_f64(own->sums[2], rest);
 }
 
-/* Says whether the window does not hold one of four numbers; it holds zero. */
+/* Returns whether the window does not hold one of four numbers. It holds zero. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_misses(const dtrain__cuda_squares_own *own, dtrain__cuda_vector v)
 {
     uint32_t misses = 0;
@@ -3711,7 +3719,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_put(uint32_t *limbs, uint32_t key)
     dtrain__cuda_limb_add_word(limbs, dtrain__cuda_squares_position(exponent), (uint64_t)mantissa * mantissa);
 }
 
-/* Any number. A window moves by steps of 16 binades, so that threads' windows seldom differ. */
+/* Adds any number. A window moves by steps of 16 binades, so that threads' windows seldom differ. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_any(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own,
                                               uint32_t key)
 {
@@ -3732,8 +3740,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_any(dtrain__cuda_squares_shared *share
     dtrain__cuda_squares_accumulate(own, dtrain__cuda_float_of(key));
 }
 
-/* Takes `vectors` times 4 numbers, `stride` numbers from 4 to 4, not all of which the window holds. They are read
- * again: few are, and registers are not indexed. */
+/* Adds `vectors` times 4 numbers, `stride` numbers from 4 to 4, if the window does not hold all. It reads them again:
+ * few come here, and registers cannot be indexed. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_each(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own,
                                                const float *x, size_t stride, uint32_t vectors)
 {
@@ -3742,7 +3750,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_each(dtrain__cuda_squares_shared *shar
         dtrain__cuda_squares_any(shared, own, dtrain__cuda_bits_f32(x[i / 4 * stride + i % 4]) & 0x7FFFFFFFu);
 }
 
-/* The numbers before and after those at multiples of 16 bytes, at most 6. */
+/* Adds the numbers before and after those at multiples of 16 bytes, at most 6. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_ends(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
 {
@@ -3761,7 +3769,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *a
     DTRAIN__CUDA_ROLLED
     for (; i < args->walk.groups && args->walk.groups - i > 3 * step; i += 4 * step) {
         dtrain__cuda_vector a = v[i], b = v[i + step], c = v[i + 2 * step], d = v[i + 3 * step];
-        /* The branch comes after all four loads, so that they are on their way together. */
+        /* The branch comes after all four loads, so that they are in flight together. */
         if (dtrain__cuda_squares_misses(own, a) | dtrain__cuda_squares_misses(own, b) |
             dtrain__cuda_squares_misses(own, c) | dtrain__cuda_squares_misses(own, d)) {
             dtrain__cuda_squares_each(shared, own, x + 4 * i, 4 * step, 4);
@@ -3781,7 +3789,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *a
         dtrain__cuda_squares_each(shared, own, x + 4 * i, 0, 1);
 }
 
-/* The largest exponent of the block's first numbers. */
+/* Finds the largest exponent of the block's first numbers. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_sample(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                  dtrain__cuda_squares_shared *shared)
 {
@@ -3798,8 +3806,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_sample(const dtrain__cuda_squares_args
     dtrain__cuda_atomic_max_u32(&shared->first_top, top);
 }
 
-/* Adds the block's limbs to the caller's. Block 0 carries these, by additions as well, so that it needs to wait for
- * nobody: limbs stay below 2^45 with any number of calls. */
+/* Adds the block's limbs to the caller's. Block 0 carries these, also by additions, so it waits for no block. Limbs
+ * stay below 2^45 after any number of calls. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_deliver(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                   const dtrain__cuda_squares_shared *shared)
 {
@@ -3824,7 +3832,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_deliver(const dtrain__cuda_squares_arg
     }
 }
 
-/* The accumulators of all threads whose window is the block's highest, as integers; the others go to the limbs. */
+/* Adds, as integers, the accumulators of all threads whose window is the block's highest; the others go to the limbs.
+ */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_part(dtrain__cuda_at at, dtrain__cuda_squares_shared *shared,
                                                dtrain__cuda_squares_own *own)
 {
@@ -3880,7 +3889,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_run_body(const dtrain__cuda_squares_ar
 DTRAIN__CUDA_KERNEL(dtrain__cuda_squares_run, dtrain__cuda_squares_args, dtrain__cuda_squares_shared,
                     dtrain__cuda_squares_own, DTRAIN__CUDA_NORM_THREADS, 8)
 
-/* As many blocks as the GPU holds at once, or fewer where there is less to do. */
+/* Returns as many blocks as the GPU holds at once, or fewer if there is less to do. */
 static size_t dtrain__cuda_norm_blocks(dtrain_device *device, size_t vectors)
 {
     size_t most = (size_t)dtrain__cuda_queue_of(device)->processors * 4;
@@ -3915,7 +3924,7 @@ typedef struct dtrain__cuda_clip_shared {
     int shorten;
 } dtrain__cuda_clip_shared;
 
-/* As dtrain__norm_value, of limbs that it carries. */
+/* Does what dtrain__norm_value does, and carries the limbs. */
 DTRAIN__CUDA_FN double dtrain__cuda_clip_value(int64_t *limbs)
 {
     int top = DTRAIN__CUDA_NORM_DIGITS - 1, zeros = 0;
@@ -3996,7 +4005,7 @@ static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *lim
     dtrain_status status = dtrain__cuda_arrays(device, call, sum);
     if (status == DTRAIN_OK)
         status = dtrain__cuda_walk_arrays(device, call, all, &args.walk);
-    /* one block writes the norm where nothing is to be shortened */
+    /* if nothing is shortened, one block writes the norm */
     size_t blocks = dtrain__cuda_norm_blocks(device, max_norm > 0.0f ? args.walk.groups : 0);
     return status == DTRAIN_OK ? dtrain__cuda_clip_run_launch(device, call, blocks, &args) : status;
 }
@@ -4004,11 +4013,11 @@ static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *lim
 #endif
 
 /* ---- >>cuda-topk ----
- * The k elements of largest magnitude on a GPU, with the bits and the order of >>topk: keys are a number's bits without
- * the sign, all NaNs one key above infinity. A sample of the keys gives a bar that a few more than k should pass. Then
- * the vector is read, once: a block takes a tile, adds what is to be added, and lists in order what passes the bar. The
- * lists, which come anywhere in one array, are found again by their tiles; >>cuda-topk-select chooses among them. Where
- * the bar was wrong, so that fewer than k passed, or more than there is room for, it reads the vector instead: answers
+ * The k elements of largest magnitude on a GPU, with the bits and the order of >>topk. A key is a number's bits without
+ * the sign; all NaNs have one key, above infinity. A sample of the keys gives a bar that slightly more than k should
+ * pass. Then the vector is read once. A block takes a tile, adds the addend, and lists in order what passes the bar.
+ * The lists come in any order in one array, and are found again by their tiles; >>cuda-topk-select chooses among them.
+ * If the bar was wrong, and fewer than k passed or more than there is room for, it reads the vector instead. So results
  * never depend on the bar.
  *
  * A position is an index counted from the last multiple of 16 bytes before the vector. */
@@ -4016,16 +4025,17 @@ static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *lim
 #define DTRAIN__CUDA_TOPK
 
 #define DTRAIN__CUDA_TOPK_THREADS 256
-#define DTRAIN__CUDA_TOPK_VECTORS 8 /* of 4 a thread */
+#define DTRAIN__CUDA_TOPK_VECTORS 8 /* of 4 elements, for a thread */
 #define DTRAIN__CUDA_TOPK_TILE 8192u
-#define DTRAIN__CUDA_TOPK_TILES 8u  /* a chunk, which a block counts and lists */
-#define DTRAIN__CUDA_TOPK_PARTS 32u /* of a tile, one a thread of these */
+#define DTRAIN__CUDA_TOPK_TILES 8u  /* in a chunk, which a block counts and lists */
+#define DTRAIN__CUDA_TOPK_PARTS 32u /* of a tile; each of as many threads has one */
 #define DTRAIN__CUDA_TOPK_BINS 2048
 #define DTRAIN__CUDA_TOPK_SAMPLE 16384u
 #define DTRAIN__CUDA_TOPK_NEVER 0x80000000u /* a bar above every key */
 #define DTRAIN__CUDA_TOPK_NAN 0x7F800001u
 
-/* Of chunks, at most 256, so that nobody adds the counts of all chunks before his; fewer make each longer. */
+/* Groups of chunks, at most 256, so that no block adds the counts of all chunks before its own. Fewer make each longer.
+ */
 #ifndef DTRAIN__CUDA_TOPK_SPANS
 #define DTRAIN__CUDA_TOPK_SPANS 256u
 #endif
@@ -4035,50 +4045,50 @@ typedef struct dtrain__cuda_topk_search {
     uint32_t prefix, left;
 } dtrain__cuda_topk_search;
 
-/* In device memory, from step to step; zero at first. */
+/* State in device memory that lasts from step to step; zero at first. */
 typedef struct dtrain__cuda_topk_state {
     uint32_t bar;
-    uint32_t sampled; /* blocks that have sampled */
+    uint32_t sampled; /* number of blocks that have sampled */
     uint32_t passed;
-    uint32_t listed; /* the lists hold the k largest: written for the last kernel */
+    uint32_t listed; /* the lists hold the k largest; for the last kernel */
     dtrain__cuda_topk_search search[3];
     uint32_t bins[3][DTRAIN__CUDA_TOPK_BINS];
-    uint64_t spans[DTRAIN__CUDA_TOPK_SPANS]; /* counts: keys above the k-th, and 2^32 times those equal to it */
+    uint64_t spans[DTRAIN__CUDA_TOPK_SPANS]; /* counts: keys above the k-th, plus 2^32 times the keys equal to it */
 } dtrain__cuda_topk_state;
 
 typedef struct dtrain__cuda_topk_run {
     uint32_t start, count;
 } dtrain__cuda_topk_run;
 
-/* Of all kernels. */
+/* The arguments of all kernels. */
 typedef struct dtrain__cuda_topk_args {
-    float *data;      /* the sum, with add */
+    float *data;      /* with add: becomes the sum */
     const float *add; /* or NULL */
     size_t count, k;
     size_t first, end; /* positions of the vector */
     size_t tiles, chunks;
     dtrain__cuda_topk_state *state;
-    dtrain__cuda_topk_run *runs; /* a tile's list */
+    dtrain__cuda_topk_run *runs; /* one a tile: its list */
     uint32_t *sample;            /* keys */
     uint64_t *totals, *parts;    /* counts of a chunk, and of its threads */
-    uint32_t *listed_indices;    /* with values: room for `room` */
+    uint32_t *listed_indices;    /* and values, each with room for `room` */
     float *listed_values;
     size_t room;
     uint32_t *indices;
     float *values;
-    uint32_t bar;         /* of every step; 0: from a sample */
-    int level, add_whole; /* add is at multiples of 16 bytes where data is */
+    uint32_t bar;         /* the bar of every step; 0: from a sample */
+    int level, add_whole; /* add_whole: add is at multiples of 16 bytes where data is */
 } dtrain__cuda_topk_args;
 
 typedef struct dtrain__cuda_topk_collect_shared {
-    uint32_t words[DTRAIN__CUDA_TOPK_TILE / 32]; /* a bit an element: it passes */
+    uint32_t words[DTRAIN__CUDA_TOPK_TILE / 32]; /* one bit an element: it passes */
     uint32_t before[DTRAIN__CUDA_TOPK_TILE / 32], groups[16];
     uint32_t start, fits;
 } dtrain__cuda_topk_collect_shared;
 
 typedef struct dtrain__cuda_topk_collect_own {
     dtrain__cuda_vector v[DTRAIN__CUDA_TOPK_VECTORS];
-    uint32_t mask; /* a bit an element: it passes */
+    uint32_t mask; /* one bit an element: it passes */
 } dtrain__cuda_topk_collect_own;
 
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_key(uint32_t bits)
@@ -4096,7 +4106,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_ones(uint32_t word)
 #endif
 }
 
-/* What the thread has written is seen by all blocks before what it writes next. */
+/* Lets all blocks see what the thread has written before they see its later writes. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_fence(void)
 {
 #ifndef DTRAIN_CUDA_EMULATE
@@ -4115,7 +4125,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_load(const float *data, si
     return v;
 }
 
-/* Four numbers to be added, all of which there are. */
+/* Loads four addends, all of which exist. */
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_addend(const float *add, int whole)
 {
     dtrain__cuda_vector v;
@@ -4126,7 +4136,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_addend(const float *add, i
     return v;
 }
 
-/* A tile that lies inside the vector. All loads of a half come before its stores. */
+/* Reads a tile that lies inside the vector. All loads of a half come before its stores. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_read_whole(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                   dtrain__cuda_topk_collect_own *own)
 {
@@ -4148,7 +4158,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_read_whole(const dtrain__cuda_topk_args *
     }
 }
 
-/* The first tile, or the last. */
+/* Reads the first or the last tile. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_read_end(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                 dtrain__cuda_topk_collect_own *own)
 {
@@ -4166,7 +4176,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_read_end(const dtrain__cuda_topk_args *ar
     }
 }
 
-/* Positions outside the vector read as zero, which no bar lets pass. */
+/* Reads a tile. Positions outside the vector read as zero, which no bar lets pass. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_read(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                             dtrain__cuda_topk_collect_own *own)
 {
@@ -4187,7 +4197,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_word(uint32_t thread, int j)
     return (uint32_t)j * (DTRAIN__CUDA_TOPK_THREADS / 8) + thread / 8;
 }
 
-/* Writes what passes of a thread's elements to its place in the tile's list. */
+/* Writes a thread's passing elements to their place in the tile's list. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_list(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                             const dtrain__cuda_topk_collect_shared *shared,
                                             const dtrain__cuda_topk_collect_own *own)
@@ -4210,7 +4220,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_list(const dtrain__cuda_topk_args *args, 
     }
 }
 
-/* Takes room for the tile's list; which comes where is open, and of no consequence. */
+/* Takes room for the tile's list. The order of lists is open and does not matter. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_reserve(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                dtrain__cuda_topk_collect_shared *shared)
 {
@@ -4264,14 +4274,15 @@ DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_collect, dtrain__cuda_topk_args, dtrain__c
 #endif
 
 /* ---- >>cuda-topk-select ----
- * Finds the k-th largest key among what >>cuda-topk has listed, or, where the lists do not hold it, in the vector: by
- * 11, 10 and 10 bits from the top, a kernel each, which counts keys by these bits. Then each chunk of tiles is counted:
- * keys above the k-th, and equal to it, of which the first are taken; and written, from where the counts of those
- * before it say. Every kernel reads from either source by the same code, and no block waits for another. */
+ * Finds the k-th largest key in the lists of >>cuda-topk, or in the vector if the lists do not hold it. It does so by
+ * 11, 10 and 10 bits from the top. For each a kernel counts keys by these bits. Then each chunk of tiles is counted:
+ * keys above the k-th, and equal to it. Of the equal ones the first are taken. Last, each chunk is written at the place
+ * that the counts of the chunks before it give. Every kernel reads either source by the same code, and no block waits
+ * for another. */
 #ifndef DTRAIN__CUDA_TOPK_SELECT
 #define DTRAIN__CUDA_TOPK_SELECT
 
-/* Where the keys are: positions from first to end of data, counted from the last multiple of 16 bytes before it. */
+/* The keys: positions first to end of data, counted from the last multiple of 16 bytes before it. */
 typedef struct dtrain__cuda_topk_source {
     const float *data;
     size_t first, end;
@@ -4300,7 +4311,7 @@ typedef struct dtrain__cuda_topk_chunk_shared {
     dtrain__cuda_topk_find_shared find;
 } dtrain__cuda_topk_chunk_shared;
 
-/* A thread's part of a tile: positions of a source. */
+/* A thread's part of a tile, as positions of a source. */
 typedef struct dtrain__cuda_topk_part {
     size_t begin, end;
 } dtrain__cuda_topk_part;
@@ -4321,8 +4332,8 @@ DTRAIN__CUDA_FN dtrain__cuda_topk_source dtrain__cuda_topk_source_of(const dtrai
     return source;
 }
 
-/* Finds the next bits of the key from the counts of a level, in phases 0 to 2; known: what is known of it. Threads have
- * the bins from the top on, 8 each, or 4 of the 1024 of later levels. */
+/* Finds the next bits of the key from the counts of a level, in phases 0 to 2; known: the bits found before. Each
+ * thread has 8 bins from the top on, or 4 of the 1024 of later levels. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_find(const uint32_t *bins, dtrain__cuda_topk_search known, dtrain__cuda_at at,
                                             dtrain__cuda_topk_find_shared *shared, int level, int phase)
 {
@@ -4354,7 +4365,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_find(const uint32_t *bins, dtrain__cuda_t
     }
 }
 
-/* As the kernels after a level find it. */
+/* Does the same as the kernels after a level. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_find_level(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                   dtrain__cuda_topk_find_shared *shared, int level, int phase)
 {
@@ -4364,14 +4375,14 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_find_level(const dtrain__cuda_topk_args *
     dtrain__cuda_topk_find(args->state->bins[level], known, at, shared, level, phase);
 }
 
-/* How many numbers the sample has. */
+/* Returns the number of elements in the sample. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_sample(const dtrain__cuda_topk_args *args)
 {
     size_t quarter = (args->count + 3) / 4;
     return quarter < DTRAIN__CUDA_TOPK_SAMPLE ? (uint32_t)quarter : DTRAIN__CUDA_TOPK_SAMPLE;
 }
 
-/* The place in the sample of a key that k of all should pass, 4 deviations below that of k. */
+/* Returns the place in the sample of a key that k of all should pass: 4 deviations below that of k. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_place(const dtrain__cuda_topk_args *args)
 {
     uint32_t sample = dtrain__cuda_topk_sample(args);
@@ -4382,8 +4393,8 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_place(const dtrain__cuda_topk_args *a
     return place < sample ? place : sample;
 }
 
-/* Counts the upper bits of a key of the sample: one of each of equal pieces, at a place that no pattern of the data
- * will follow. */
+/* Counts the upper bits of a sampled key. The vector is cut into equal pieces, and one key of each is taken, at a place
+ * that no pattern of the data follows. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_look(const dtrain__cuda_topk_args *args, dtrain__cuda_at at)
 {
     uint32_t sample = dtrain__cuda_topk_sample(args), i = (uint32_t)at.block * at.threads + at.thread;
@@ -4401,7 +4412,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_look(const dtrain__cuda_topk_args *args, 
     dtrain__cuda_atomic_add_u32(args->state->bins[0] + (key >> 20), 1);
 }
 
-/* Finds the upper 21 bits of the key, by those of the blocks' counts and by those of the keys that share these. */
+/* Finds the upper 21 bits of the key: some from the blocks' counts, the rest from the keys that share those. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_at(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                               dtrain__cuda_topk_aim_shared *shared, int phase)
 {
@@ -4421,7 +4432,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_at(const dtrain__cuda_topk_args *args
     }
 }
 
-/* The last of the blocks to have sampled finds the bar from what all have. */
+/* The last block to sample finds the bar from all samples. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_body(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                 dtrain__cuda_topk_aim_shared *shared, dtrain__cuda_none *own, int phase)
 {
@@ -4454,12 +4465,12 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_body(const dtrain__cuda_topk_args *ar
 DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_aim, dtrain__cuda_topk_args, dtrain__cuda_topk_aim_shared, dtrain__cuda_none,
                     DTRAIN__CUDA_TOPK_THREADS, 10)
 
-/* How a level counts: the bits of a key that it knows, and those that it finds. */
+/* The bits of a key that a level knows, and those that it finds. */
 typedef struct dtrain__cuda_topk_level {
     uint32_t known, prefix, shift, mask;
 } dtrain__cuda_topk_level;
 
-/* Counts 4 keys from position `at` on, of those that the source has. */
+/* Counts 4 keys from position `at` on, if the source has them. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_count4(uint32_t *bins, dtrain__cuda_topk_level level,
                                               dtrain__cuda_topk_source source, dtrain__cuda_vector v, size_t at)
 {
@@ -4470,7 +4481,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count4(uint32_t *bins, dtrain__cuda_topk_
     }
 }
 
-/* Says whether one of 4 keys has the bits known. */
+/* Returns whether one of 4 keys has the known bits. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_any(dtrain__cuda_topk_level level, dtrain__cuda_vector v)
 {
     uint32_t any = 0;
@@ -4479,7 +4490,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_any(dtrain__cuda_topk_level level, dt
     return any;
 }
 
-/* Counts the keys of the source by the bits of a level, of those that have the bits found before. */
+/* Counts the keys of the source that have the known bits, by the bits of a level. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                   dtrain__cuda_topk_bins_shared *shared)
 {
@@ -4494,7 +4505,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
     dtrain__cuda_topk_source source = dtrain__cuda_topk_source_of(args, listed);
     size_t step = 4 * at.blocks * at.threads, i = 4 * (at.block * at.threads + at.thread);
     source.end = listed ? args->state->passed : source.end;
-    if (i < source.first) { /* what comes after it is whole, but for the end */
+    if (i < source.first) { /* what follows is whole, except at the end */
         dtrain__cuda_topk_count4(shared->bins, level, source,
                                  dtrain__cuda_topk_load(source.data, i, source.first, source.end), i);
         i += step;
@@ -4503,7 +4514,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
         const dtrain__cuda_vector *from = (const dtrain__cuda_vector *)(source.data + (i - source.first));
         dtrain__cuda_vector v[4];
         uint32_t any = 0;
-        /* The branch comes after all four loads, so that they are on their way together. */
+        /* The branch comes after all four loads, so that they are in flight together. */
         for (size_t j = 0; j < 4; j++)
             v[j] = from[step / 4 * j];
         for (int j = 0; j < 4; j++)
@@ -4516,7 +4527,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
                                  dtrain__cuda_topk_load(source.data, i, source.first, source.end), i);
 }
 
-/* What block 0 does besides: it keeps what was found, and clears what this step will add to. */
+/* Block 0 also keeps what was found, and clears what this step will add to. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_keep(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                             const dtrain__cuda_topk_bins_shared *shared)
 {
@@ -4553,7 +4564,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_bins_body(const dtrain__cuda_topk_args *a
 DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_bins, dtrain__cuda_topk_args, dtrain__cuda_topk_bins_shared, dtrain__cuda_none,
                     DTRAIN__CUDA_TOPK_THREADS, 5)
 
-/* The part of a chunk that is a thread's: threads are in the order of the elements. */
+/* Returns a thread's part of a chunk. Threads come in the order of the elements. */
 DTRAIN__CUDA_FN dtrain__cuda_topk_part dtrain__cuda_topk_part_of(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                                  int listed)
 {
@@ -4575,7 +4586,7 @@ DTRAIN__CUDA_FN dtrain__cuda_topk_part dtrain__cuda_topk_part_of(const dtrain__c
     return its;
 }
 
-/* Keys of a part above the k-th, and 2^32 times those equal to it. */
+/* Returns the keys of a part above the k-th, plus 2^32 times the keys equal to it. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_count_part(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                       uint32_t least)
 {
@@ -4595,7 +4606,7 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_count_part(const dtrain__cuda_topk_ar
     return counts;
 }
 
-/* The last kernel finds here what it needs, as it clears the rest for the next step. */
+/* Keeps here what the last kernel needs, as it clears the rest for the next step. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_settle(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                               dtrain__cuda_topk_search found)
 {
@@ -4649,7 +4660,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_body(const dtrain__cuda_topk_args *
 DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_count, dtrain__cuda_topk_args, dtrain__cuda_topk_chunk_shared, dtrain__cuda_none,
                     DTRAIN__CUDA_TOPK_THREADS, 6)
 
-/* The thread's share of the counts of all chunks before the block's. */
+/* Returns the thread's share of the counts of all chunks before the block's. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_before(const dtrain__cuda_topk_args *args, dtrain__cuda_at at)
 {
     size_t each = dtrain__cuda_topk_span(args), span = at.block / each;
@@ -4659,7 +4670,7 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_before(const dtrain__cuda_topk_args *
     return sum;
 }
 
-/* Writes what is chosen of a part, with `counts` keys above the k-th and equal to it before it. */
+/* Writes what is chosen of a part. `counts`: keys before it that are above the k-th, and equal to it. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_write(const dtrain__cuda_topk_args *args, dtrain__cuda_at at, uint64_t counts)
 {
     int listed = (int)args->state->listed;
@@ -4673,7 +4684,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_write(const dtrain__cuda_topk_args *args,
         for (uint32_t j = 0; j < 4; j++) {
             uint32_t key = dtrain__cuda_topk_key(v.word[j]);
             if (i + j < part.begin || i + j >= part.end || key < least || (key == least && taken == left) ||
-                to == args->k) /* never, but where somebody writes the vector meanwhile */
+                to == args->k) /* only if the vector is written meanwhile */
                 continue;
             taken += key == least;
             args->indices[to] = listed ? args->listed_indices[i + j] : (uint32_t)(i + j - source.first);
@@ -4714,10 +4725,10 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_fill_body(const dtrain__cuda_topk_args *a
 DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_fill, dtrain__cuda_topk_args, dtrain__cuda_topk_chunk_shared, dtrain__cuda_none,
                     DTRAIN__CUDA_TOPK_THREADS, 3)
 
-/* What dtrain_device_selection stands for. */
+/* What a dtrain_device_selection points to. */
 typedef struct dtrain__cuda_selection {
     void *memory;
-    dtrain__cuda_topk_args args; /* but for what a step brings */
+    dtrain__cuda_topk_args args; /* those that do not change from step to step */
 } dtrain__cuda_selection;
 
 static void *dtrain__cuda_topk_take(uintptr_t *at, size_t bytes)
@@ -4727,7 +4738,7 @@ static void *dtrain__cuda_topk_take(uintptr_t *at, size_t bytes)
     return taken;
 }
 
-/* Lays the workspace out from memory on, and returns its bytes. */
+/* Lays out the workspace from memory on; returns its bytes. */
 static size_t dtrain__cuda_topk_lay(dtrain__cuda_topk_args *args, void *memory)
 {
     size_t tiles = (args->count + 3 + DTRAIN__CUDA_TOPK_TILE - 1) / DTRAIN__CUDA_TOPK_TILE;
@@ -4779,7 +4790,7 @@ static void dtrain__cuda_selection_destroy(dtrain_device *device, dtrain_device_
     free(selection);
 }
 
-/* The kernels of a step, in order. */
+/* Launches the kernels of a step, in order. */
 static dtrain_status dtrain__cuda_topk_launch(dtrain_device *device, dtrain__cuda_topk_args *args)
 {
     const char *call = "device_select";
@@ -4830,18 +4841,19 @@ static dtrain_status dtrain__cuda_select(dtrain_device *device, dtrain_device_se
 #endif
 
 /* ---- >>cuda-quantise ----
- * int8 and fp8 with a scale a block, in the layout and the bits of >>quantise: the scales of all blocks, then a byte an
- * element. Blocks of up to 4,096 elements come several to a tile, which a thread block holds in registers while it
- * finds their scales: one read. Longer ones have a thread block each, which reads them twice. A packed vector may stand
- * anywhere, and so may floats, but whole words are loaded and stored only where they lie as their size asks. */
+ * int8 and fp8 with a scale a block, in the layout and with the bits of >>quantise: the scales of all blocks, then a
+ * byte an element. A tile holds several blocks of up to 4,096 elements. A thread block keeps it in registers while it
+ * finds their scales, so it reads them once. A longer block has a thread block of its own, which reads it twice. Packed
+ * vectors and floats may start at any address. Whole words are loaded and stored only at addresses that suit their
+ * size. */
 #ifndef DTRAIN__CUDA_QUANTISE
 #define DTRAIN__CUDA_QUANTISE
 
 #define DTRAIN__CUDA_QUANTISE_THREADS 256u
-#define DTRAIN__CUDA_QUANTISE_VECTORS 4u /* of 4 elements, that a thread holds */
+#define DTRAIN__CUDA_QUANTISE_VECTORS 4u /* of 4 elements, held by a thread */
 #define DTRAIN__CUDA_QUANTISE_TILE (4u * DTRAIN__CUDA_QUANTISE_VECTORS * DTRAIN__CUDA_QUANTISE_THREADS)
-#define DTRAIN__CUDA_QUANTISE_SPREAD 8u /* words for a block's largest: few threads of a warp meet at one */
-#define DTRAIN__CUDA_QUANTISE_LONG 512u /* threads for a block of its own */
+#define DTRAIN__CUDA_QUANTISE_SPREAD 8u /* words for a block's largest, so that few threads of a warp meet */
+#define DTRAIN__CUDA_QUANTISE_LONG 512u /* threads for a long block */
 
 typedef struct dtrain__cuda_quantise_args {
     const unsigned char *in;
@@ -4849,14 +4861,14 @@ typedef struct dtrain__cuda_quantise_args {
     size_t count, block, blocks;
     uint32_t tile;   /* elements: whole blocks, or a part of a long one */
     uint32_t whole;  /* blocks in a tile */
-    uint32_t parts;  /* tiles in a long block; 1 where blocks are not longer than a tile */
+    uint32_t parts;  /* tiles in a long block; 1 if blocks fit a tile */
     uint32_t divide; /* 2^20 / vectors in a block, rounded up: see dtrain__cuda_quantise_block_of */
-    int floats;      /* 16, 4 or 1: what the floats' address is a multiple of */
-    int packed;      /* and that of the packed bytes, whose codes are loaded and stored 4 at a time */
-    int add;         /* unpack: to what is there */
+    int floats;      /* 16, 4 or 1: the floats' address is a multiple of it */
+    int packed;      /* the same for the packed bytes, whose codes are loaded and stored 4 at a time */
+    int add;         /* unpack adds to the floats */
 } dtrain__cuda_quantise_args;
 
-/* Where a tile is: its first element, that element's block, and how many there are. */
+/* A tile: its first element, that element's block, and the number of elements. */
 typedef struct dtrain__cuda_quantise_tile {
     size_t begin, block;
     uint32_t count;
@@ -4866,7 +4878,7 @@ typedef struct dtrain__cuda_quantise_own {
     dtrain__cuda_vector x[DTRAIN__CUDA_QUANTISE_VECTORS];
 } dtrain__cuda_quantise_own;
 
-/* For each block of a tile, of 8 elements or more: first its largest magnitude, spread; then what to multiply by. */
+/* For each block of a tile, of 8 elements or more: first its largest magnitude, spread; then its factors. */
 typedef struct dtrain__cuda_quantise_shared {
     uint32_t word[DTRAIN__CUDA_QUANTISE_TILE / 8][DTRAIN__CUDA_QUANTISE_SPREAD];
 } dtrain__cuda_quantise_shared;
@@ -4879,8 +4891,8 @@ typedef struct dtrain__cuda_quantise_long_shared {
     uint32_t largest[DTRAIN__CUDA_QUANTISE_LONG], grow, inverse;
 } dtrain__cuda_quantise_long_shared;
 
-/* The 4 vectors that a thread has of n floats, `stride` vectors apart, from vector `first` on; n is above 0. What it
- * has beyond them is some other of them, or zeros: aligned loads are not held up by asking. */
+/* Loads a thread's 4 vectors of n floats, `stride` vectors apart, from vector `first` on; n is above 0. Vectors beyond
+ * the floats are others of them, or zeros, so that aligned loads need no branch. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_read(const unsigned char *from, uint32_t n, uint32_t first, uint32_t stride,
                                                 int align, dtrain__cuda_vector *x)
 {
@@ -4908,8 +4920,8 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_largest(dtrain__cuda_vector x)
                                      dtrain__cuda_quantise_max(x.word[2] & 0x7fffffffu, x.word[3] & 0x7fffffffu));
 }
 
-/* Which block of its tile a vector is in. Vectors and blocks' vectors are at most 1,024: the remainders that rounding
- * 2^20 / vectors up adds stay below 1,023 * 1,023 < 2^20 in all, which is less than the quotient's next step. */
+/* Returns which block of its tile a vector is in. There are at most 1,024 vectors, and as many in a block. Rounding up
+ * 2^20 / vectors adds remainders below 1,023 * 1,023 < 2^20 in all, which is less than the quotient's next step. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_block_of(const dtrain__cuda_quantise_args *args, uint32_t vector)
 {
     return args->parts > 1 ? 0 : vector * args->divide >> 20;
@@ -4933,8 +4945,8 @@ DTRAIN__CUDA_FN dtrain__cuda_quantise_tile dtrain__cuda_quantise_tile_of(const d
     return tile;
 }
 
-/* A block's scale as bits, and what its numbers are multiplied by: grow, then inverse. grow is 0 where the block has a
- * NaN or an infinity, whose codes are 0. Less than 2^-100 grows first, as in dtrain__quantise_scale_of. */
+/* Returns a block's scale as bits, and the factors of its numbers: first *grow, then *inverse. In a block with a NaN or
+ * an infinity *grow is 0, and so are its codes. Blocks below 2^-100 grow first, as in dtrain__quantise_scale_of. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_scale(uint32_t largest, float top, uint32_t *grow, uint32_t *inverse)
 {
     float value = dtrain__cuda_float_of(largest), by = dtrain__cuda_float_of(0x3f800000u);
@@ -4971,7 +4983,7 @@ DTRAIN__CUDA_FN float dtrain__cuda_quantise_decode(uint32_t code, int fp8)
     return dtrain__cuda_float_of(bits | (code & 0x80u) << 24);
 }
 
-/* The codes of 4 numbers, the first one lowest. */
+/* Returns the codes of 4 numbers, the first one lowest. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_codes(dtrain__cuda_vector x, uint32_t grow, uint32_t inverse, int fp8)
 {
     float by = dtrain__cuda_float_of(grow), and_by = dtrain__cuda_float_of(inverse);
@@ -4994,7 +5006,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_put_codes(unsigned char *to, uint32_t
             to[k] = (unsigned char)(codes >> (8 * k));
 }
 
-/* Phase 2 of a tile: the scales of its blocks. */
+/* Runs phase 2 of a tile: the scales of its blocks. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_scales(const dtrain__cuda_quantise_args *args,
                                                   dtrain__cuda_quantise_tile tile, uint32_t thread, float top,
                                                   dtrain__cuda_quantise_shared *shared)
@@ -5008,7 +5020,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_scales(const dtrain__cuda_quantise_ar
     }
 }
 
-/* A tile of whole blocks: loads, largest magnitudes, scales, codes. */
+/* Packs a tile of whole blocks: loads, largest magnitudes, scales, codes. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_pack_tile(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,
                                                      dtrain__cuda_quantise_shared *shared,
                                                      dtrain__cuda_quantise_own *own, int phase, int fp8)
@@ -5038,7 +5050,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_pack_tile(const dtrain__cuda_quantise
     }
 }
 
-/* Phases 1 and 2 of a long block: the largest of all threads, then the scale. */
+/* Runs phases 1 and 2 of a long block: the largest of all threads, then the scale. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_long_scale(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,
                                                       dtrain__cuda_quantise_long_shared *shared, int phase, float top)
 {
@@ -5055,7 +5067,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_long_scale(const dtrain__cuda_quantis
                                 args->packed);
 }
 
-/* A block longer than a tile: its largest magnitude, its scale, and its numbers once more for the codes. */
+/* Packs a block longer than a tile: its largest magnitude, its scale, and its numbers once more for the codes. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_pack_long(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,
                                                      dtrain__cuda_quantise_long_shared *shared,
                                                      dtrain__cuda_quantise_long_own *own, int phase, int fp8)
@@ -5084,7 +5096,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_pack_long(const dtrain__cuda_quantise
         shared->largest[at.thread] = own->largest;
 }
 
-/* Multiplies 4 decoded numbers by their scale, adds what is there where asked, and stores those below n. */
+/* Multiplies 4 decoded numbers by their scale, adds the old values if asked to, and stores those below n. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_put_floats(const dtrain__cuda_quantise_args *args, unsigned char *to,
                                                       uint32_t codes, uint32_t scale, dtrain__cuda_vector old,
                                                       uint32_t n, int fp8)
@@ -5109,7 +5121,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_get_codes(const unsigned char *fr
     return codes;
 }
 
-/* The codes of a thread's 4 vectors and their blocks' scales; beyond the tile, those of its first vector. */
+/* Loads the codes of a thread's 4 vectors and their blocks' scales; beyond the tile, those of its first vector. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_read_codes(const dtrain__cuda_quantise_args *args,
                                                       dtrain__cuda_quantise_tile tile, dtrain__cuda_at at,
                                                       uint32_t *codes, uint32_t *scale)
@@ -5241,11 +5253,11 @@ static dtrain_status dtrain__cuda_unpack(dtrain_device *device, dtrain_dtype cod
 #endif
 
 /* ---- >>cuda-create ----
- * The table of operations, and devices made and freed. Stands last: it knows every operation. */
+ * The table of operations, and making and freeing devices. Stands last, as it names every operation. */
 #ifndef DTRAIN__CUDA_CREATE
 #define DTRAIN__CUDA_CREATE
 
-/* A row of the table: the operation, while the queue's GPU is the calling thread's current one. */
+/* A row of the table: does the operation while the queue's GPU is the calling thread's current one. */
 #define DTRAIN__CUDA_ROW(name, parameters, arguments) \
     static dtrain_status dtrain__cuda_row_##name parameters \
     { \
@@ -5261,7 +5273,7 @@ static dtrain_status dtrain__cuda_unpack(dtrain_device *device, dtrain_dtype cod
     static void dtrain__cuda_row_##name parameters \
     { \
         int before; \
-        /* If the GPU is lost, the CPU's part is freed all the same. */ \
+        /* Even if the GPU is lost, the CPU's part is freed. */ \
         dtrain__cuda_drop(dtrain__cuda_switch(device, &before)); \
         dtrain__cuda_##name arguments; \
         dtrain__cuda_leave(device, before); \
@@ -5273,7 +5285,7 @@ static dtrain_status dtrain__cuda_unpack(dtrain_device *device, dtrain_dtype cod
 #define DTRAIN__CUDA_HANDLES "cuda ipc"
 #endif
 
-/* A stream of its own on the same GPU. */
+/* Makes a queue with a stream of its own on the same GPU. */
 static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_device **made)
 {
     dtrain_cuda_desc desc;
@@ -5282,7 +5294,7 @@ static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_dev
     return dtrain_cuda_create(made, &desc);
 }
 
-/* The operations, in the order of the table: up to queues, and after them. */
+/* The operations in the order of the table: those before the queues, and those after them. */
 #define DTRAIN__CUDA_ROWS(ROW, VOID_ROW) \
     ROW(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer), \
         (device, memory, bytes, pointer)) \
@@ -5363,7 +5375,7 @@ DTRAIN_API dtrain_status dtrain_cuda_count(int *count)
     return status;
 }
 
-/* The driver's functions come through the runtime, so that nothing is linked with the driver; NULL: it has none. */
+/* The runtime hands out the driver's functions, so that nothing is linked with the driver. NULL: it has none. */
 #ifndef DTRAIN_CUDA_EMULATE
 static void *dtrain__cuda_driver(const char *name)
 {
@@ -5379,8 +5391,8 @@ static void *dtrain__cuda_driver(const char *name)
 }
 #endif
 
-/* The primary context, which the runtime uses too, is held until the process ends, as the runtime holds it: what the
- * program has in it outlives the queue. */
+/* Holds the primary context, which the runtime uses too, until the process ends, as the runtime does. What the program
+ * has in it outlives the queue. */
 static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
 {
     typedef int (*get_fn)(int *gpu, int index);
@@ -5408,7 +5420,7 @@ static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
         queue->context = NULL;
 }
 
-/* Has this build code for the GPU? Asked of one kernel, for all. */
+/* Finds out whether this build has code for the GPU, by asking for one kernel. */
 static cudaError_t dtrain__cuda_find_code(void)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -5419,7 +5431,7 @@ static cudaError_t dtrain__cuda_find_code(void)
 #endif
 }
 
-/* The caller's stream is tried with an event, which another GPU's stream or a destroyed one refuses. */
+/* Tries the caller's stream with an event. A destroyed stream, or another GPU's, refuses it. */
 static cudaError_t dtrain__cuda_try_stream(cudaStream_t stream)
 {
     cudaEvent_t event = NULL;
@@ -5431,7 +5443,7 @@ static cudaError_t dtrain__cuda_try_stream(cudaStream_t stream)
     return error;
 }
 
-/* Fills the queue, whose GPU is the current one. */
+/* Fills the queue; its GPU is the current one. */
 static dtrain_status dtrain__cuda_open(dtrain__cuda_queue *queue, void *stream)
 {
     cudaError_t error = cudaDeviceGetAttribute(&queue->processors, cudaDevAttrMultiProcessorCount, queue->index);

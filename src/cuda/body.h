@@ -1,10 +1,11 @@
 /* ---- >>cuda-body ----
- * How kernels are written: once, in C, as a function of where a thread stands, which a device's compiler makes a kernel
- * of, and an emulation (DTRAIN_CUDA_EMULATE) calls thread after thread on the CPU. A body is called once a phase; what
- * threads of a block have written to shared memory in one phase, all of them see in the next. The order in which the
- * threads of a phase and the blocks of a kernel come is open, and the emulation varies it.
- * Arithmetic goes through the functions below, each one rounding to nearest with subnormals kept, whatever the
- * compiler's flags say. */
+ * How kernels are written. A kernel's body is a C function of a thread's place. The device's compiler makes a kernel of
+ * it. The emulation (DTRAIN_CUDA_EMULATE) calls it thread after thread on the CPU. A body is called once a phase. What
+ * threads of a block write to shared memory in one phase, all of them see in the next. The order of threads within a
+ * phase, and of blocks, is open; the emulation varies it.
+ *
+ * Arithmetic goes through the functions below. Each rounds to nearest and keeps subnormals, whatever the compiler's
+ * flags. */
 #ifndef DTRAIN__CUDA_BODY
 #define DTRAIN__CUDA_BODY
 #include "cuda.h"
@@ -31,11 +32,11 @@ typedef struct dtrain__cuda_at {
     uint32_t thread, threads;
 } dtrain__cuda_at;
 
-typedef struct dtrain__cuda_none { /* shared memory, or variables, of kernels that have none */
+typedef struct dtrain__cuda_none { /* for kernels without shared memory, or without variables */
     char none;
 } dtrain__cuda_none;
 
-/* 16 bytes of any type, loaded and stored at once; at multiples of 16. */
+/* 16 bytes of any type, loaded and stored at once, at multiples of 16. */
 typedef struct dtrain__cuda_vector {
     uint32_t word[4];
 } __attribute__((aligned(16), may_alias)) dtrain__cuda_vector;
@@ -52,19 +53,19 @@ typedef uint64_t dtrain__cuda_u64 __attribute__((may_alias));
 #define DTRAIN__CUDA_ROLLED _Pragma("unroll 1")
 #endif
 
-/* Defines name_launch(device, caller, blocks, args), which runs name_body(args, at, shared, own, phase) for every
- * thread of blocks, phases 0 to phases - 1, and makes an error of the caller's. own: a thread's variables, which last
- * over its phases. */
+/* Defines name_launch(device, caller, blocks, args). It runs name_body(args, at, shared, own, phase) for every thread
+ * of the blocks, phases 0 to phases - 1. Errors name the caller. own: a thread's variables, which last over its phases.
+ */
 #define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases) \
     DTRAIN__CUDA_KERNEL_BY(0, (thread_count), name, args_type, shared_type, own_type, thread_count, phases)
 
-/* The same, of a kernel whose blocks all run at the same time, so that one may wait for what others, of any device, do:
- * no block begins a phase before all have ended the one before it. */
+/* Does the same for a kernel whose blocks all run at the same time, so that one may wait for others, on any device. No
+ * block begins a phase before all have ended the one before it. */
 #define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases) \
     DTRAIN__CUDA_KERNEL_BY(1, (thread_count, 1), name, args_type, shared_type, own_type, thread_count, phases)
 
 #ifdef DTRAIN_CUDA_EMULATE
-/* Which way threads and blocks are walked: up and down in turn. */
+/* The direction of the walk over threads and blocks, which alternates. */
 static __thread unsigned dtrain__cuda_turn;
 
 #define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases) \
@@ -111,7 +112,7 @@ static __thread unsigned dtrain__cuda_turn;
     } \
     static dtrain_status name##_launch(dtrain_device *device, const char *caller, size_t blocks, const args_type *args)\
     { \
-        void *list[] = {(void *)args}; /* not <<<>>>, whose error may be that of the program's own last call */ \
+        void *list[] = {(void *)args}; /* <<<>>> could report an error of the program's own last call */ \
         cudaStream_t stream = dtrain__cuda_queue_of(device)->stream; \
         const void *kernel = (const void *)name; \
         dim3 grid((unsigned)blocks), block(thread_count); \
@@ -122,8 +123,8 @@ static __thread unsigned dtrain__cuda_turn;
     }
 #endif
 
-/* Each operation on its own, not to be joined with a neighbour, nor to flush subnormals, as the compiler's own
- * operators are under --fmad and --use_fast_math. */
+/* Each operation stands alone: it is not joined with a neighbour, and keeps subnormals. The compiler's own operators do
+ * neither under --fmad and --use_fast_math. */
 #ifdef DTRAIN_CUDA_EMULATE
 #define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign) \
     DTRAIN__CUDA_FN type name(type a, type b) \
@@ -178,7 +179,7 @@ DTRAIN__CUDA_SAME_BITS(dtrain__cuda_float_of, float, uint32_t)
 DTRAIN__CUDA_SAME_BITS(dtrain__cuda_bits_f64, uint64_t, double)
 DTRAIN__CUDA_SAME_BITS(dtrain__cuda_double_of, double, uint64_t)
 
-/* Integer atomics, in shared or device memory; each returns what was there before. */
+/* Integer atomics in shared or device memory; each returns the old value. */
 #ifdef DTRAIN_CUDA_EMULATE
 #define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after) \
     DTRAIN__CUDA_FN type name(type *to, type value) \
@@ -201,7 +202,7 @@ DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_or_u32, uint32_t, unsigned, atomicOr, be
 
 /* ---- words at any address ----
  * `align`, the same for all threads, says what the address is a multiple of. 16: a vector is loaded and stored at once;
- * 4: a word is; 1: byte after byte. */
+ * 4: word by word; 1: byte by byte. */
 
 static int dtrain__cuda_align_of(const void *pointer)
 {
@@ -225,7 +226,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_word_store(unsigned char *to, uint32_t word, i
         memcpy(to, &word, sizeof word);
 }
 
-/* The first n words of a vector; zeros beyond. */
+/* Loads the first n words of a vector; the others are zero. */
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_vector_load(const unsigned char *from, size_t n, int align)
 {
     dtrain__cuda_vector x;

@@ -1,13 +1,13 @@
 /* ---- >>cuda-convert ----
- * Conversions between float dtypes, with the bits of >>dtype: its integer arithmetic, and the hardware's own where that
- * rounds the same. Between float32 and 16 bits a thread holds several groups; all other pairs, which no training step
- * waits for, go element by element through float64's bits. */
+ * Conversions between float dtypes, with the bits of >>dtype. They use its integer arithmetic, and the hardware's where
+ * that rounds the same. Between float32 and 16 bits a thread holds several groups. All other pairs go element by
+ * element through float64's bits; no training step waits for them. */
 #ifndef DTRAIN__CUDA_CONVERT
 #define DTRAIN__CUDA_CONVERT
 #include "copy.cu"
 #include "walk.cu"
 
-#define DTRAIN__CUDA_CONVERT_GROUPS 4 /* a thread, loaded before the first is stored */
+#define DTRAIN__CUDA_CONVERT_GROUPS 4 /* groups that a thread loads before it stores the first */
 
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_bf16_of(float x)
 {
@@ -16,7 +16,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_bf16_of(float x)
     return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
 }
 
-/* The nearest float16; of a NaN some NaN. */
+/* Returns the nearest float16; some NaN for a NaN. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_f16_of(float x)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -36,7 +36,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_f16_of(float x)
 #endif
 }
 
-/* The float16 in the lowest 16 bits, exactly; of a NaN some NaN. */
+/* Returns the float16 in the lowest 16 bits, exactly; some NaN for a NaN. */
 DTRAIN__CUDA_FN float dtrain__cuda_of_f16(uint32_t half)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -83,7 +83,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_both_bf16(float low, float high)
     return dtrain__cuda_bf16_of(low) | dtrain__cuda_bf16_of(high) << 16;
 }
 
-/* A format, with the fields of >>dtype: E4M3 alone is finite. */
+/* A format, with the fields of >>dtype. E4M3 is the one without infinities. */
 typedef struct dtrain__cuda_format {
     int exponent, mantissa, finite, bytes;
 } dtrain__cuda_format;
@@ -95,7 +95,7 @@ typedef struct dtrain__cuda_convert_args {
     dtrain__cuda_format from, to;
 } dtrain__cuda_convert_args;
 
-/* A conversion of float32 bits to 16 and back, with the sign and payload of a NaN. */
+/* Converts float32 bits to 16 bits and back; a NaN keeps its sign and payload. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_narrow_bf16_one(uint32_t bits)
 {
     return dtrain__cuda_bf16_of(dtrain__cuda_float_of(bits));
@@ -171,7 +171,7 @@ static dtrain__cuda_format dtrain__cuda_format_of(dtrain_dtype dtype)
     }
 }
 
-/* The float64 bits of a value of format f. */
+/* Returns the float64 bits of a value of format f. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_widen_generic(uint64_t bits, const dtrain__cuda_format f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
@@ -205,7 +205,7 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_narrow_generic(uint64_t bits, const dtrain
         return bits;
     if ((bits & 0x7fffffffffffffffu) > 0x7ff0000000000000u)
         return sign | infinity | (f.finite ? ones : mantissa >> shift | (uint64_t)1 << (f.mantissa - 1));
-    mantissa |= (uint64_t)1 << 52; /* a float64 subnormal rounds to zero in every narrower format all the same */
+    mantissa |= (uint64_t)1 << 52; /* a float64 subnormal rounds to zero in every narrower format anyway */
     if (exponent < 1)
         shift = 1 - exponent < 54 - shift ? shift + 1 - exponent : 54;
     rounded = (mantissa + ((uint64_t)1 << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;

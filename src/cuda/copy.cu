@@ -1,6 +1,6 @@
 /* ---- >>cuda-copy ----
- * Memory of a GPU, pinned memory, copies, fills and events: what the runtime does itself. A row of the table is the
- * function of the same name between DTRAIN__CUDA_ROW's, which sees to the calling thread's current GPU. */
+ * GPU memory, pinned memory, copies, fills and events: what the runtime does itself. DTRAIN__CUDA_ROW wraps the
+ * functions as rows of the table, and takes care of the calling thread's current GPU. */
 #ifndef DTRAIN__CUDA_COPY
 #define DTRAIN__CUDA_COPY
 #include "body.h"
@@ -21,7 +21,7 @@ static void dtrain__cuda_release(dtrain_device *device, dtrain_memory memory, vo
     dtrain__cuda_drop(memory == DTRAIN_MEMORY_PINNED ? cudaFreeHost(pointer) : cudaFree(pointer));
 }
 
-/* Says whether CUDA knows the memory, and refuses a range that is longer than it. */
+/* Finds out whether CUDA knows the memory. If it does, checks that the range is inside its allocation. */
 static dtrain_status dtrain__cuda_known(dtrain_device *device, const char *what, const void *pointer, size_t bytes,
                                         int *known)
 {
@@ -49,7 +49,7 @@ static dtrain_status dtrain__cuda_copy(dtrain_device *device, void *to, const vo
         return status;
     if (knows_to || knows_from)
         error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
-    /* Whether the runtime is done with memory that it does not know depends on the system and the direction. */
+    /* For memory that it does not know, the system and the direction decide whether the runtime is done with it. */
     if (error == cudaSuccess && !(knows_to && knows_from))
         error = cudaStreamSynchronize(stream);
     if (error == cudaSuccess && !knows_to && !knows_from)
@@ -59,8 +59,8 @@ static dtrain_status dtrain__cuda_copy(dtrain_device *device, void *to, const vo
 
 typedef struct dtrain__cuda_fill_args {
     unsigned char *to;
-    size_t head, vectors, tail; /* bytes before the first multiple of 16; 16 bytes each; bytes after the last */
-    uint64_t word;              /* 8 bytes as they are at multiples of 8 */
+    size_t head, vectors, tail; /* bytes before the first multiple of 16; groups of 16 bytes; bytes after the last */
+    uint64_t word;              /* 8 bytes as they repeat at multiples of 8 */
 } dtrain__cuda_fill_args;
 
 DTRAIN__CUDA_FN void dtrain__cuda_fill_all_body(const dtrain__cuda_fill_args *args, dtrain__cuda_at at,
@@ -94,7 +94,7 @@ static dtrain_status dtrain__cuda_fill(dtrain_device *device, void *to, const vo
     args.vectors = (bytes - args.head) / 16;
     args.tail = (bytes - args.head) % 16;
     args.word = 0;
-    for (size_t i = 0; i < 8; i++) /* address 8 k + i is byte (i - at) of an element, modulo its width, as 8 is */
+    for (size_t i = 0; i < 8; i++) /* address 8 k + i has byte (i - at) of an element, modulo its width */
         args.word |= (uint64_t)source[(i - at) % element_bytes] << 8 * i;
     size_t blocks = args.vectors / 256 + 1, most = 16 * (size_t)dtrain__cuda_queue_of(device)->processors;
     return dtrain__cuda_fill_all_launch(device, "device_fill", blocks < most ? blocks : most, &args);

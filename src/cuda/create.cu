@@ -1,5 +1,5 @@
 /* ---- >>cuda-create ----
- * The table of operations, and devices made and freed. Stands last: it knows every operation. */
+ * The table of operations, and making and freeing devices. Stands last, as it names every operation. */
 #ifndef DTRAIN__CUDA_CREATE
 #define DTRAIN__CUDA_CREATE
 #include "emulate_share.h"
@@ -15,7 +15,7 @@
 #include "topk_select.cu"
 #include "quantise.cu"
 
-/* A row of the table: the operation, while the queue's GPU is the calling thread's current one. */
+/* A row of the table: does the operation while the queue's GPU is the calling thread's current one. */
 #define DTRAIN__CUDA_ROW(name, parameters, arguments) \
     static dtrain_status dtrain__cuda_row_##name parameters \
     { \
@@ -31,7 +31,7 @@
     static void dtrain__cuda_row_##name parameters \
     { \
         int before; \
-        /* If the GPU is lost, the CPU's part is freed all the same. */ \
+        /* Even if the GPU is lost, the CPU's part is freed. */ \
         dtrain__cuda_drop(dtrain__cuda_switch(device, &before)); \
         dtrain__cuda_##name arguments; \
         dtrain__cuda_leave(device, before); \
@@ -43,7 +43,7 @@
 #define DTRAIN__CUDA_HANDLES "cuda ipc"
 #endif
 
-/* A stream of its own on the same GPU. */
+/* Makes a queue with a stream of its own on the same GPU. */
 static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_device **made)
 {
     dtrain_cuda_desc desc;
@@ -52,7 +52,7 @@ static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_dev
     return dtrain_cuda_create(made, &desc);
 }
 
-/* The operations, in the order of the table: up to queues, and after them. */
+/* The operations in the order of the table: those before the queues, and those after them. */
 #define DTRAIN__CUDA_ROWS(ROW, VOID_ROW) \
     ROW(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer), \
         (device, memory, bytes, pointer)) \
@@ -133,7 +133,7 @@ DTRAIN_API dtrain_status dtrain_cuda_count(int *count)
     return status;
 }
 
-/* The driver's functions come through the runtime, so that nothing is linked with the driver; NULL: it has none. */
+/* The runtime hands out the driver's functions, so that nothing is linked with the driver. NULL: it has none. */
 #ifndef DTRAIN_CUDA_EMULATE
 static void *dtrain__cuda_driver(const char *name)
 {
@@ -149,8 +149,8 @@ static void *dtrain__cuda_driver(const char *name)
 }
 #endif
 
-/* The primary context, which the runtime uses too, is held until the process ends, as the runtime holds it: what the
- * program has in it outlives the queue. */
+/* Holds the primary context, which the runtime uses too, until the process ends, as the runtime does. What the program
+ * has in it outlives the queue. */
 static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
 {
     typedef int (*get_fn)(int *gpu, int index);
@@ -178,7 +178,7 @@ static void dtrain__cuda_find_driver(dtrain__cuda_queue *queue)
         queue->context = NULL;
 }
 
-/* Has this build code for the GPU? Asked of one kernel, for all. */
+/* Finds out whether this build has code for the GPU, by asking for one kernel. */
 static cudaError_t dtrain__cuda_find_code(void)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -189,7 +189,7 @@ static cudaError_t dtrain__cuda_find_code(void)
 #endif
 }
 
-/* The caller's stream is tried with an event, which another GPU's stream or a destroyed one refuses. */
+/* Tries the caller's stream with an event. A destroyed stream, or another GPU's, refuses it. */
 static cudaError_t dtrain__cuda_try_stream(cudaStream_t stream)
 {
     cudaEvent_t event = NULL;
@@ -201,7 +201,7 @@ static cudaError_t dtrain__cuda_try_stream(cudaStream_t stream)
     return error;
 }
 
-/* Fills the queue, whose GPU is the current one. */
+/* Fills the queue; its GPU is the current one. */
 static dtrain_status dtrain__cuda_open(dtrain__cuda_queue *queue, void *stream)
 {
     cudaError_t error = cudaDeviceGetAttribute(&queue->processors, cudaDevAttrMultiProcessorCount, queue->index);

@@ -1,6 +1,6 @@
 /* ---- >>cuda-elementwise ----
- * Scale, axpy, adding a selection, and the search for what is not finite, with the bits of >>vector: a product is
- * rounded before it is added to anything, and 16-bit floats go through float32 and are rounded once. */
+ * Scale, axpy, adding a selection, and the search for NaNs and infinities, with the bits of >>vector. A product is
+ * rounded before it is added. 16-bit floats are computed as float32 and rounded once. */
 #ifndef DTRAIN__CUDA_ELEMENTWISE
 #define DTRAIN__CUDA_ELEMENTWISE
 #include "walk.cu"
@@ -9,7 +9,7 @@
 #include "body.h"
 #include "queue.cu"
 
-#define DTRAIN__CUDA_ELEMENTWISE_GROUPS 4 /* a thread, loaded before the first is stored */
+#define DTRAIN__CUDA_ELEMENTWISE_GROUPS 4 /* groups that a thread loads before it stores the first */
 
 typedef struct dtrain__cuda_axpy_args {
     const void *x; /* NULL: y[i] = by * y[i] */
@@ -23,7 +23,7 @@ typedef struct dtrain__cuda_axpy_held {
     dtrain__cuda_vector y, x;
 } dtrain__cuda_axpy_held;
 
-/* Kernels scale_kind and axpy_kind. `adds` is a constant in each, so that scale does not load x. */
+/* Defines kernels scale_kind and axpy_kind. `adds` is a constant in each, so that scale does not load x. */
 #define DTRAIN__CUDA_AXPY_BY(name, adds, partial, times, by, join, rounded, width) \
     DTRAIN__CUDA_FN dtrain__cuda_axpy_held name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole) \
     { \
@@ -52,7 +52,7 @@ DTRAIN__CUDA_AXPY(f16, dtrain__cuda_partial_f16, dtrain__cuda_times_wide, by_f32
 DTRAIN__CUDA_AXPY(bf16, dtrain__cuda_partial_bf16, dtrain__cuda_times_wide, by_f32, dtrain__cuda_join_wide,
                   dtrain__cuda_rounded_bf16, 2)
 
-/* y = by * y, or y + by * x. */
+/* Computes y = by * y, or y + by * x. */
 static dtrain_status dtrain__cuda_axpy_any(dtrain_device *device, const char *call, dtrain_dtype dtype, void *y,
                                            double by, const void *x, size_t count)
 {
@@ -66,7 +66,7 @@ static dtrain_status dtrain__cuda_axpy_any(dtrain_device *device, const char *ca
     const dtrain__cuda_array arrays[] = {
         {x != NULL ? "y" : "x", y, width, count, 0}, {"x", x, width, count, 0}, {NULL, NULL, 0, 0, 0}};
     dtrain__cuda_axpy_args args = {x, y, {0, 0, 0, 0}, by, 0};
-    /* whatever the CPU's floating-point mode */
+    /* does not depend on the CPU's floating-point mode */
     DTRAIN_IGNORE(dtrain_convert(&by, DTRAIN_F64, &args.by_f32, DTRAIN_F32, 1));
     dtrain_status status = dtrain__cuda_walk_arrays(device, call, arrays, &args.walk);
     return status == DTRAIN_OK ? walks[row][x != NULL](device, call, &args) : status;
@@ -83,17 +83,17 @@ static dtrain_status dtrain__cuda_axpy(dtrain_device *device, dtrain_dtype dtype
     return dtrain__cuda_axpy_any(device, "device_axpy", dtype, y, alpha, x, count);
 }
 
-/* What is not finite has an exponent of ones. A word holds that of a float32, those of two floats of 16 bits, or, where
- * it is odd, that of a float64. */
+/* A NaN or an infinity has an exponent of ones. A word holds the exponent of one float32 or of two 16-bit floats. An
+ * odd word holds that of a float64. */
 typedef struct dtrain__cuda_overflow_args {
     const void *x;
     uint32_t *found;
     dtrain__cuda_walk walk;
     size_t width;
-    uint32_t exponents[2]; /* in a word; the same where there is one */
+    uint32_t exponents[2]; /* masks in a word; both the same if it has one */
 } dtrain__cuda_overflow_args;
 
-/* The least of what exponents lack of ones: 0 where something is not finite. */
+/* Returns the least that an exponent lacks to be all ones: 0 if there is a NaN or an infinity. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_overflow_lacks(const dtrain__cuda_overflow_args *args, dtrain__cuda_vector v)
 {
     uint32_t least = 0xffffffffu;
@@ -113,7 +113,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_overflow_any_load(const dtrain_
     return dtrain__cuda_load(args->x, element, args->width, whole);
 }
 
-/* All that find something write the same 1, and none waits for another. */
+/* All threads that find one write the same 1, and none waits for another. */
 DTRAIN__CUDA_FN void dtrain__cuda_overflow_any_store(const dtrain__cuda_overflow_args *args, size_t element, int whole,
                                                      const dtrain__cuda_vector *held)
 {
@@ -143,17 +143,17 @@ static dtrain_status dtrain__cuda_overflow(dtrain_device *device, dtrain_dtype d
 }
 
 /* ---- adding a selection ----
- * Indices come once each, so that no two threads meet; what is out of range is left out, since nothing on the device
- * has checked it. */
+ * Each index comes once, so that no two threads meet. Indices out of range are skipped, as no check on the device has
+ * found them. */
 
 #define DTRAIN__CUDA_SPARSE_THREADS 256u
-#define DTRAIN__CUDA_SPARSE_EACH 4u /* elements a thread adds, side by side */
+#define DTRAIN__CUDA_SPARSE_EACH 4u /* elements that a thread adds, side by side */
 
 typedef struct dtrain__cuda_sparse_args {
     const unsigned char *indices, *values;
     unsigned char *data;
     size_t k, count;
-    int align; /* 16, 4 or 1: what all three addresses are multiples of, data's of 4 at most */
+    int align; /* 16, 4 or 1: all three addresses are multiples of it; data's of 4 at most */
 } dtrain__cuda_sparse_args;
 
 DTRAIN__CUDA_FN void dtrain__cuda_sparse_kernel_body(const dtrain__cuda_sparse_args *args, dtrain__cuda_at at,

@@ -1,8 +1,8 @@
 /* ---- >>cuda-emulate ----
- * DTRAIN_CUDA_EMULATE: what this header calls of the CUDA runtime, on the CPU, so that the code above it is the same.
- * There are two GPUs. Their memory is out of the CPU's reach but while a kernel, a copy or a fill runs, and what lies
- * beside an allocation is looked at when it is freed. Streams run at once. Every call reports the lasting error, once
- * there is one, as the runtime does after a kernel's fault. */
+ * DTRAIN_CUDA_EMULATE: the part of the CUDA runtime that this header calls, on the CPU, so that the code above it is
+ * the same. There are two GPUs. The CPU can touch their memory only while a kernel, a copy or a fill runs. The bytes
+ * beside an allocation are checked when it is freed. Streams run at once. After an error that lasts, every call reports
+ * it, as the runtime does after a kernel's fault. */
 #ifndef DTRAIN__CUDA_EMULATE
 #define DTRAIN__CUDA_EMULATE
 #include "cuda.h"
@@ -24,7 +24,7 @@
 #ifndef DTRAIN__CUDA_EMULATED_GPUS
 #define DTRAIN__CUDA_EMULATED_GPUS 2
 #endif
-#define DTRAIN__CUDA_EMULATED_FREE 0xee /* bytes that nobody has written */
+#define DTRAIN__CUDA_EMULATED_FREE 0xee /* bytes that were never written */
 
 typedef int cudaError_t;
 typedef void *cudaStream_t;
@@ -42,7 +42,7 @@ enum {
     cudaErrorInvalidDeviceFunction = 98,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
-    cudaErrorDeviceUninitialized = 201, /* what opens a handle of its own process' */
+    cudaErrorDeviceUninitialized = 201, /* a process opens its own handle */
     cudaErrorNoKernelImageForDevice = 209,
     cudaErrorJitCompilerNotFound = 221,
     cudaErrorUnsupportedPtxVersion = 222,
@@ -83,33 +83,33 @@ typedef struct cudaIpcMemHandle_t {
     char reserved[64];
 } cudaIpcMemHandle_t;
 
-/* Kinds of things beside the memory types: memory of a pool, and of another process. */
+/* Kinds of things besides the memory types: memory of a pool, and of another process. */
 enum { DTRAIN__CUDA_EMULATED_POOL = 10, DTRAIN__CUDA_EMULATED_OPENED };
 
 /* One allocation, stream or event of the emulation. */
 typedef struct dtrain__cuda_emulated_thing {
     struct dtrain__cuda_emulated_thing *next;
-    char *map; /* of memory: guard pages at both ends, the allocation before the last */
+    char *map; /* of memory: a guard page, the allocation, a guard page */
     char *pointer;
     size_t map_bytes, bytes;
-    int kind, gpu;  /* a memory type or one of the above, 's', 'e', or 'p' for a page that is registered */
-    int fd;         /* + 1, of what another process may open; 0: nothing */
-    uint64_t id;    /* of memory; of what is another process', its file's */
-    long opened_of; /* that process */
-    int opened;     /* how often */
+    int kind, gpu;  /* kind: a memory type or one of the above, 's', 'e', or 'p' for a registered page */
+    int fd;         /* 1 + the file that other processes may open; 0: none */
+    uint64_t id;    /* of memory; for another process's memory, its file's number */
+    long opened_of; /* the process that owns it */
+    int opened;     /* number of times */
 } dtrain__cuda_emulated_thing;
 
 typedef struct dtrain__cuda_emulation {
     pthread_mutex_t mutex;
     dtrain__cuda_emulated_thing *things;
     size_t used;
-    int open;                                  /* operations that run now */
-    char contexts[DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the GPU has one; they last */
+    int open;                                  /* number of operations that run now */
+    char contexts[DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the GPU has a context; contexts last */
     cudaError_t lasting;
-    cudaError_t next; /* for tests: what a call reports, once, that many calls that can fail from now */
+    cudaError_t next; /* for tests: the error that a later call reports, once */
     int after;
-    int no_ipc;   /* for tests: a GPU that shares no memory between processes, */
-    int no_words; /* and one whose streams neither write nor await words */
+    int no_ipc;   /* for tests: this GPU shares no memory between processes */
+    int no_words; /* for tests: this GPU's streams neither write nor await words */
     uint64_t made;
     int apart; /* for tests: 1: no GPU reaches another's memory */
     char peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's memory */
@@ -117,10 +117,10 @@ typedef struct dtrain__cuda_emulation {
 
 static dtrain__cuda_emulation dtrain__cuda_emulated = {
     PTHREAD_MUTEX_INITIALIZER, NULL, 0, 0, {0}, 0, 0, 0, 0, 0, 0, 0, {{0}}};
-static __thread int dtrain__cuda_emulated_gpu;          /* the current one */
-static __thread int dtrain__cuda_emulated_depth;        /* operations of this thread that run now */
-static __thread int dtrain__cuda_emulated_below;        /* that before a push */
-static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: what the program's own last call has left */
+static __thread int dtrain__cuda_emulated_gpu;          /* the current GPU */
+static __thread int dtrain__cuda_emulated_depth;        /* this thread's operations that run now */
+static __thread int dtrain__cuda_emulated_below;        /* the current GPU before a push */
+static __thread cudaError_t dtrain__cuda_emulated_last; /* for tests: the error of the program's own last call */
 
 static void dtrain__cuda_emulated_context(int gpu)
 {
@@ -133,7 +133,7 @@ static size_t dtrain__cuda_emulated_limit(void)
     return text != NULL ? (size_t)strtoull(text, NULL, 10) : (size_t)1 << 34;
 }
 
-/* What a call reports before it begins. */
+/* Returns the error that a call reports before it begins. */
 static cudaError_t dtrain__cuda_emulated_error(void)
 {
     cudaError_t error = dtrain__cuda_emulated.lasting;
@@ -144,28 +144,28 @@ static cudaError_t dtrain__cuda_emulated_error(void)
     return error;
 }
 
-/* What the CPU must not touch. */
+/* Returns whether the CPU must not touch memory of this kind. */
 static int dtrain__cuda_emulated_guarded(int kind)
 {
     return kind == cudaMemoryTypeDevice || kind == DTRAIN__CUDA_EMULATED_POOL || kind == DTRAIN__CUDA_EMULATED_OPENED;
 }
 
-/* Opening and closing all memory around each operation costs many system calls. Where a thread can open what has a key
- * by a register of its own, it does that. */
+/* Opening and closing all memory around each operation takes many system calls. With protection keys, a thread does it
+ * in a register of its own. */
 #if defined(__linux__) && defined(__x86_64__) && defined(SYS_pkey_alloc) && defined(SYS_pkey_mprotect)
-#define DTRAIN__CUDA_EMULATED_NO_ACCESS 1u /* of the two bits that a key has; the other forbids to write */
+#define DTRAIN__CUDA_EMULATED_NO_ACCESS 1u /* one of the two bits of a key; the other forbids writes */
 
 static int dtrain__cuda_emulated_key; /* 0: not asked for yet; negative: there is none */
 
-/* Sets what a key's holder may do; and which key, where the machine has them. Returns 0 or -1. */
+/* Sets the protection and, if the machine has them, the key of memory. Returns 0 or -1. */
 static int dtrain__cuda_emulated_lock(char *memory, size_t bytes, int protection, int key)
 {
-    if (__atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE) <= 0) /* key 0 is refused there, too */
+    if (__atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE) <= 0) /* the system refuses key 0 there */
         return mprotect(memory, bytes, protection);
     return (int)syscall(SYS_pkey_mprotect, memory, bytes, protection, key);
 }
 
-/* The key; 0: there is none. No bytes are locked to see whether the system has that call. */
+/* Returns the key, or 0. Locks no bytes first, to see whether the system has that call. */
 static int dtrain__cuda_emulated_get_key(void)
 {
     int key = __atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE), none = 0;
@@ -200,7 +200,7 @@ static void dtrain__cuda_emulated_turn_key(int key, int open)
 #define dtrain__cuda_emulated_lock(memory, bytes, protection, key) mprotect(memory, bytes, protection)
 #endif
 
-/* Sets the protection of an allocation, and its key: 0 for that of other memory. What the system refuses is an error
+/* Sets the protection of an allocation, and its key; 0: the key of other memory. A refusal by the system is an error
  * that lasts. */
 static void dtrain__cuda_emulated_guard(const dtrain__cuda_emulated_thing *thing, int protection, int key)
 {
@@ -220,7 +220,7 @@ static void dtrain__cuda_emulated_protect(int protection)
             dtrain__cuda_emulated_guard(thing, protection, 0);
 }
 
-/* Around what may touch a device's memory, which first looks whether an error lasts. */
+/* Stands before all that touches a device's memory; first checks for an error that lasts. */
 static void dtrain__cuda_emulated_enter(void)
 {
     int key = dtrain__cuda_emulated_get_key();
@@ -243,7 +243,7 @@ static void dtrain__cuda_emulated_leave(void)
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
 }
 
-/* Puts an allocation, which is in the book, out of the CPU's reach. */
+/* Puts a registered allocation out of the CPU's reach. */
 static void dtrain__cuda_emulated_shut(const dtrain__cuda_emulated_thing *thing)
 {
     int key = dtrain__cuda_emulated_get_key();
@@ -251,7 +251,7 @@ static void dtrain__cuda_emulated_shut(const dtrain__cuda_emulated_thing *thing)
         dtrain__cuda_emulated_guard(thing, PROT_READ | PROT_WRITE, key);
         return;
     }
-    dtrain__cuda_emulated_enter(); /* leaving shuts it, if nothing runs */
+    dtrain__cuda_emulated_enter(); /* leaving shuts the new one if nothing else runs */
     dtrain__cuda_emulated_leave();
 }
 
@@ -263,7 +263,7 @@ static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cud
         return cudaErrorMemoryAllocation;
     dtrain__cuda_emulated_context(dtrain__cuda_emulated_gpu);
     thing->kind = kind, thing->gpu = dtrain__cuda_emulated_gpu, thing->bytes = bytes;
-    thing->pointer = (char *)thing; /* of streams and events */
+    thing->pointer = (char *)thing; /* for streams and events */
     return cudaSuccess;
 }
 
@@ -276,7 +276,7 @@ static void dtrain__cuda_emulated_link(dtrain__cuda_emulated_thing *thing)
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
 }
 
-/* Finds a thing of a kind by any of its addresses, and takes it out of the book where asked to. kind -1: any memory. */
+/* Finds a thing of a kind by any of its addresses; take: removes it from the list. kind -1: any memory. */
 static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, dtrain__cuda_emulated_thing *found)
 {
     uintptr_t at = (uintptr_t)pointer;
@@ -302,7 +302,7 @@ static int dtrain__cuda_emulated_find(int kind, const void *pointer, int take, d
     return hit;
 }
 
-/* A stream of the current GPU, or its own, NULL. */
+/* Checks that a stream is of the current GPU; NULL is its own stream. */
 static cudaError_t dtrain__cuda_emulated_stream(cudaStream_t stream)
 {
     dtrain__cuda_emulated_thing thing;
@@ -314,13 +314,13 @@ static cudaError_t dtrain__cuda_emulated_stream(cudaStream_t stream)
     return cudaSuccess;
 }
 
-/* Before a kernel: may it run? */
+/* Checks before a kernel whether it may run. */
 static cudaError_t dtrain__cuda_emulated_launch(cudaStream_t stream, size_t blocks)
 {
     return blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration : dtrain__cuda_emulated_stream(stream);
 }
 
-/* How errors that texts are tested for are called, and what the runtime says of them. */
+/* Returns the name of an error that tests look for, or what the runtime says of it. */
 static const char *dtrain__cuda_emulated_text(cudaError_t error, int name)
 {
     static const struct {
@@ -372,7 +372,7 @@ static cudaError_t cudaSetDevice(int gpu)
     return cudaSuccess;
 }
 
-/* The driver's: a context is where its GPU's flag is. Pushed once at most. */
+/* Emulates the driver: the address of a GPU's flag stands for its context. At most one is pushed. */
 static int dtrain__cuda_emulated_get(int *gpu, int index)
 {
     *gpu = index;
@@ -452,7 +452,7 @@ static cudaError_t dtrain__cuda_emulated_end(int kind, void *made)
 #define cudaEventCreateWithFlags(event, flags) dtrain__cuda_emulated_make('e', event)
 #define cudaEventDestroy(event) dtrain__cuda_emulated_end('e', event)
 
-/* A file without a name; fd + 1. */
+/* Makes a file without a name; gives 1 + its descriptor. */
 static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
 {
     int made = -1;
@@ -498,7 +498,7 @@ static cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
     return dtrain__cuda_emulated_stream(stream);
 }
 
-/* Memory whose end lies before a guard page, but for what an alignment of 256 bytes leaves between. */
+/* Allocates memory that ends at a guard page, except for what an alignment of 256 bytes leaves between. */
 static cudaError_t dtrain__cuda_emulated_map(int kind, void **pointer, size_t bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), room;
@@ -529,7 +529,7 @@ static cudaError_t dtrain__cuda_emulated_map(int kind, void **pointer, size_t by
     return cudaSuccess;
 }
 
-/* Was anything written beside the allocation? */
+/* Returns whether bytes beside the allocation were written. */
 static int dtrain__cuda_emulated_overrun(const dtrain__cuda_emulated_thing *thing)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -585,7 +585,7 @@ static cudaError_t dtrain__cuda_emulated_allocate(int kind, void **pointer, size
 #define cudaHostAlloc(pointer, bytes, flags) dtrain__cuda_emulated_map(cudaMemoryTypeHost, pointer, bytes)
 #define cudaFreeHost(pointer) dtrain__cuda_emulated_unmap(cudaMemoryTypeHost, pointer)
 
-/* What a program may have beside: memory that cannot be opened by other processes. cudaFree frees it. */
+/* For tests: memory that other processes cannot open. cudaFree frees it. */
 #define cudaMallocAsync(pointer, bytes, stream) \
     dtrain__cuda_emulated_allocate(DTRAIN__CUDA_EMULATED_POOL, pointer, bytes)
 

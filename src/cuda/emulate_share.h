@@ -1,8 +1,8 @@
 /* ---- >>cuda-emulate-share ----
- * DTRAIN_CUDA_EMULATE: memory between processes, and words that order their streams. An allocation that is to be shared
- * moves into a file without a name, which others find by this process' number and the descriptor, as long as both are:
- * a process that is killed leaves nothing behind. Opened memory is out of the CPU's reach as the rest is, and outlives
- * its owner. */
+ * DTRAIN_CUDA_EMULATE: memory between processes, and words that order their streams. A shared allocation moves into a
+ * file without a name. Others find it by the number of this process and of the descriptor, while both exist, so a
+ * killed process leaves nothing behind. Opened memory is out of the CPU's reach like the rest, and outlives its owner.
+ */
 #ifndef DTRAIN__CUDA_EMULATE_SHARE
 #define DTRAIN__CUDA_EMULATE_SHARE
 #include "emulate.h"
@@ -12,15 +12,15 @@
 #include <sched.h>
 #include <sys/stat.h>
 
-/* What the bytes of a handle are. */
+/* The contents of a handle. */
 typedef struct dtrain__cuda_emulated_token {
-    uint64_t device, file; /* numbers of the file, which no other file has while it is */
+    uint64_t device, file; /* numbers of the file, unique while it exists */
     uint64_t map_bytes, at, bytes;
     int32_t process, fd, gpu;
 } dtrain__cuda_emulated_token;
 
-/* The driver's cuPointerGetAttribute, of BUFFER_ID, IS_LEGACY_CUDA_IPC_CAPABLE, RANGE_START_ADDR, RANGE_SIZE and
- * MEMPOOL_HANDLE. */
+/* Emulates the driver's cuPointerGetAttribute for BUFFER_ID, IS_LEGACY_CUDA_IPC_CAPABLE, RANGE_START_ADDR, RANGE_SIZE
+ * and MEMPOOL_HANDLE. */
 static int dtrain__cuda_emulated_attribute(void *data, int attribute, unsigned long long pointer)
 {
     dtrain__cuda_emulated_thing thing;
@@ -36,7 +36,7 @@ static int dtrain__cuda_emulated_attribute(void *data, int attribute, unsigned l
     }
 }
 
-/* Moves an allocation into a file; the mutex is held, and nothing runs. */
+/* Moves an allocation into a file. Hold the mutex; nothing may run. */
 static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), room = thing->map_bytes - 2 * page;
@@ -62,7 +62,7 @@ static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing
     return cudaErrorMemoryAllocation;
 }
 
-/* Finds an allocation that is to be shared; the mutex is held. */
+/* Finds an allocation that is to be shared. Hold the mutex. */
 static dtrain__cuda_emulated_thing *dtrain__cuda_emulated_whole(const void *pointer)
 {
     dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things;
@@ -84,7 +84,7 @@ static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer
     dtrain__cuda_emulated_thing *thing;
     while ((thing = dtrain__cuda_emulated_whole(pointer)) != NULL && thing->fd == 0 && dtrain__cuda_emulated.open > 0) {
         pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
-        sched_yield(); /* memory must not move under kernels of other threads */
+        sched_yield(); /* kernels of other threads run: memory must not move */
         pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
     }
     error = thing != NULL ? cudaSuccess : cudaErrorInvalidValue;
@@ -103,7 +103,7 @@ static cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer
     return error;
 }
 
-/* Opens a token's file: an error for one of this process', one that is gone, and one of a process that is. */
+/* Opens the file of a token. It is an error if the file is this process's own or gone, or if its process is gone. */
 static cudaError_t dtrain__cuda_emulated_take(const cudaIpcMemHandle_t *handle, dtrain__cuda_emulated_token *token,
                                               int *fd)
 {
@@ -127,7 +127,7 @@ static cudaError_t dtrain__cuda_emulated_take(const cudaIpcMemHandle_t *handle, 
     return cudaErrorInvalidResourceHandle;
 }
 
-/* What was opened before is opened again where it is. */
+/* Opens memory that is open already, at the same address. */
 static int dtrain__cuda_emulated_again(const dtrain__cuda_emulated_token *token, void **pointer)
 {
     pthread_mutex_lock(&dtrain__cuda_emulated.mutex);
@@ -173,7 +173,7 @@ static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handl
     thing->map = map, thing->map_bytes = (size_t)token.map_bytes, thing->pointer = map + token.at;
     thing->gpu = token.gpu, thing->id = token.file, thing->opened_of = (long)token.process, thing->opened = 1;
     dtrain__cuda_emulated_link(thing);
-    dtrain__cuda_emulated_shut(thing); /* without keys: not before what other threads run has ended */
+    dtrain__cuda_emulated_shut(thing); /* without keys: first waits for what other threads run */
     *pointer = thing->pointer;
     return cudaSuccess;
 }
@@ -223,7 +223,7 @@ static cudaError_t cudaHostGetDevicePointer(void **pointer, void *page, unsigned
     return dtrain__cuda_emulated_find('p', page, 0, NULL) ? dtrain__cuda_emulated_error() : cudaErrorInvalidValue;
 }
 
-/* Before a word: is it in a page? */
+/* Checks before a word whether it is in a registered page. */
 static cudaError_t dtrain__cuda_emulated_word(cudaStream_t stream, unsigned long long at)
 {
     cudaError_t error = dtrain__cuda_emulated_stream(stream);
@@ -235,7 +235,7 @@ static cudaError_t dtrain__cuda_emulated_word(cudaStream_t stream, unsigned long
     return error;
 }
 
-/* The driver's cuStreamWriteValue32. */
+/* Emulates the driver's cuStreamWriteValue32. */
 static int dtrain__cuda_emulated_write(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
 {
     cudaError_t error = dtrain__cuda_emulated_word(stream, at);
@@ -245,8 +245,8 @@ static int dtrain__cuda_emulated_write(cudaStream_t stream, unsigned long long a
     return error;
 }
 
-/* The driver's cuStreamWaitValue32. Streams run at once: a word that is there, as all are whose write came before what
- * says so, keeps nobody. */
+/* Emulates the driver's cuStreamWaitValue32. Streams run at once. A word whose write came before this call is there,
+ * and is not waited for. */
 static int dtrain__cuda_emulated_await(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
 {
     cudaError_t error = dtrain__cuda_emulated_word(stream, at);

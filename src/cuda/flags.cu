@@ -1,8 +1,9 @@
 /* ---- >>cuda-flags ----
  * Collectives of several GPUs in one kernel a rank: the folds of >>cuda-fold between two rounds of flags. A flag is a
- * word in memory of the rank that waits for it, one for every block, round and peer, written by the same block of the
- * peer's kernel: so all blocks of all ranks' kernels must run at the same time, and each rank's on a GPU of its own.
- * Thread p of a block sees to peer p; the barriers between phases carry what it releases and acquires to the others. */
+ * word in memory of the rank that waits for it. There is one for every block, round and peer, which the same block of
+ * the peer's kernel writes. So all blocks of all ranks' kernels must run at the same time, each rank's on a GPU of its
+ * own. Thread p of a block waits for peer p. The barriers between phases carry what it releases and acquires to the
+ * others. */
 #ifndef DTRAIN__CUDA_FLAGS
 #define DTRAIN__CUDA_FLAGS
 #include "body.h"
@@ -11,8 +12,8 @@
 #include <time.h>
 #endif
 
-#define DTRAIN__CUDA_FLAGS_MOST 64      /* ranks */
-#define DTRAIN__CUDA_FLAGS_GLANCE 100000 /* ns between looks at the error word, which lies in the CPU's memory */
+#define DTRAIN__CUDA_FLAGS_MOST 64      /* most ranks */
+#define DTRAIN__CUDA_FLAGS_GLANCE 100000 /* ns between looks at the error word, which is in the CPU's memory */
 
 typedef struct dtrain__cuda_flags {
     uint32_t *words[DTRAIN__CUDA_FLAGS_MOST];
@@ -56,7 +57,7 @@ DTRAIN__CUDA_SYSTEM(dtrain__cuda_acquire_u32, dtrain__cuda_release_u32, uint32_t
 DTRAIN__CUDA_SYSTEM(dtrain__cuda_error_load, dtrain__cuda_error_store, uint64_t, "l", "ld.relaxed.sys.u64",
                     "st.relaxed.sys.u64", __ATOMIC_RELAXED, __ATOMIC_RELAXED)
 
-/* The device's clock, in ns. */
+/* Returns the device's clock, in ns. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_clock(void)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -92,7 +93,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_flags_report(const dtrain__cuda_flags *args, u
             dtrain__cuda_error_store(args->errors[rank], error);
 }
 
-/* Waits for the peer of this thread; sets *stop where it is not to be waited for any longer. */
+/* Waits for this thread's peer. Sets *stop when it is to wait no longer. */
 DTRAIN__CUDA_FN void dtrain__cuda_flags_await(const dtrain__cuda_flags *args, dtrain__cuda_at at, int round, int *stop)
 {
     const uint32_t *word;
@@ -114,7 +115,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_flags_await(const dtrain__cuda_flags *args, dt
         if (late && !ended)
             dtrain__cuda_flags_report(args, at.thread);
         if (late || ended) {
-            *stop = 1; /* never 0: other threads wait for other peers */
+            *stop = 1; /* never set to 0: other threads wait for other peers */
             return;
         }
     }

@@ -1,17 +1,18 @@
 /* ---- >>cuda-fold ----
- * The reduction of >>fold: element i of n inputs becomes one value by the tree order, stored to m outputs. A thread
- * reads all inputs of its elements before it writes one. Float sums and products follow the tree: one, two, four and
- * eight inputs unrolled, any other number eight at a time under a binary counter of partial results, which gives the
- * same tree. What is exact in any order (integers, least and greatest) is folded from left to right. */
+ * The reduction of >>fold. Element i of n inputs becomes one value in the tree order, stored to m outputs. A thread
+ * reads all inputs of its elements before it writes one. Float sums and products follow the tree. One, two, four and
+ * eight inputs are unrolled. Any other number goes eight at a time, under a binary counter of partial results, which
+ * gives the same tree. Operations that are exact in any order (integers, least and greatest) fold from left to right.
+ */
 #ifndef DTRAIN__CUDA_FOLD
 #define DTRAIN__CUDA_FOLD
 #include "walk.cu"
 #include "convert.cu"
 #include "flags.cu"
 
-#define DTRAIN__CUDA_FOLD_MOST 64 /* inputs, and outputs */
+#define DTRAIN__CUDA_FOLD_MOST 64 /* most inputs, and most outputs */
 
-/* What becomes of a sum. A division by a power of two is a product, which is rounded alike. */
+/* How a sum is finished. A division by a power of two is a product, which rounds the same. */
 enum { DTRAIN__CUDA_FOLD_AS_IS, DTRAIN__CUDA_FOLD_MULTIPLY, DTRAIN__CUDA_FOLD_DIVIDE };
 
 typedef struct dtrain__cuda_fold {
@@ -21,7 +22,7 @@ typedef struct dtrain__cuda_fold {
     int n, m, op, finish;
     double by_f64;
     float by_f32;
-    uint32_t flip; /* 1: integers have a sign */
+    uint32_t flip; /* 1: signed integers */
 } dtrain__cuda_fold;
 
 /* Eight floats of 16 bits as float32: the low halves of four words, and the high ones. */
@@ -52,7 +53,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_lane_f64_set(dtrain__cuda_vector *v, int lane,
 
 /* ---- a op b, lane by lane ---- */
 
-/* r, whose words are each `expression` of a and b, words of left and right. */
+/* Gives r, whose words are each `expression` of a and b, the words of left and right. */
 #define DTRAIN__CUDA_WORDS(expression) \
     DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) \
     { \
@@ -99,7 +100,7 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_join_wide(int op, dtrain__cuda_wi
     return r;
 }
 
-/* The order of bits: -0 below +0, a NaN before all. */
+/* Compares by bits: -0 is below +0, and a NaN before all. */
 #define DTRAIN__CUDA_LEAST(kind, type, int_type, top, infinity, lanes) \
     DTRAIN__CUDA_FN type dtrain__cuda_pick_##kind(int op, type a, type b) \
     { \
@@ -132,7 +133,7 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip,
     return r;
 }
 
-/* Integers: flip turns the order of those with a sign into that of those without. */
+/* Integers. flip maps the order of signed ones to that of unsigned ones. */
 #define DTRAIN__CUDA_INTS(name, type, top, lanes) \
     DTRAIN__CUDA_FN dtrain__cuda_vector name(int op, uint32_t flip, dtrain__cuda_vector left, \
                                              dtrain__cuda_vector right) \
@@ -154,11 +155,11 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip,
 DTRAIN__CUDA_INTS(dtrain__cuda_join_u32, uint32_t, 31, DTRAIN__CUDA_WORDS)
 DTRAIN__CUDA_INTS(dtrain__cuda_join_u64, uint64_t, 63, DTRAIN__CUDA_LONGS)
 
-/* Four bytes of a word. */
+/* Combines the four bytes of a word. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_bytes(int op, uint32_t flip, uint32_t left, uint32_t right)
 {
     uint32_t r = 0, sign = flip << 7;
-    if (op == DTRAIN_SUM) /* seven bits of each, which do not carry into the next, and the eighth without its carry */
+    if (op == DTRAIN_SUM) /* seven bits of each, which do not carry into the next, and the eighth without a carry */
         return ((left & 0x7f7f7f7fu) + (right & 0x7f7f7f7fu)) ^ ((left ^ right) & 0x80808080u);
     DTRAIN__CUDA_UNROLL for (int i = 0; i < 32; i += 8)
     {
@@ -186,7 +187,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_same(dtrain__cuda_vector v)
     return v;
 }
 
-/* x[i] * by, each product rounded. */
+/* Returns x[i] * by, each product rounded. */
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_times_f32(dtrain__cuda_vector v, float by)
 {
     DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
@@ -234,7 +235,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f64(const dtrain__cuda_f
     return v;
 }
 
-/* Floats of 16 bits: as float32, rounded back, and finished. */
+/* Floats of 16 bits: widens them to float32, rounds them back, and finishes them. */
 #define DTRAIN__CUDA_HALVES(kind) \
     DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v) \
     { \
@@ -272,7 +273,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
 
 /* ---- kernels ---- */
 
-#define DTRAIN__CUDA_FOLD_PHASES 6 /* of a fold between two rounds of flags */
+#define DTRAIN__CUDA_FOLD_PHASES 6 /* phases of a fold between two rounds of flags */
 
 typedef struct dtrain__cuda_fold_flags {
     dtrain__cuda_fold fold;
@@ -280,7 +281,8 @@ typedef struct dtrain__cuda_fold_flags {
     int at_once;
 } dtrain__cuda_fold_flags;
 
-/* The kernel `name` of a fold, and name_flags, which does it between two rounds of flags. Threads hold name_held. */
+/* Defines the kernel `name` of a fold, and name_flags, which does it between two rounds of flags. Threads hold
+ * name_held. */
 #define DTRAIN__CUDA_FOLD_KERNELS(name, lanes, unroll) \
     DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, lanes, unroll) \
     typedef struct name##_kept { \
@@ -317,7 +319,7 @@ typedef struct dtrain__cuda_fold_flags {
     DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_fold_flags, dtrain__cuda_flags_block, name##_kept, \
                           DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FOLD_PHASES)
 
-/* The same of a fold whose threads hold its result. */
+/* Does the same for a fold whose threads hold its result. */
 #define DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width) \
     typedef wide name##_held; \
     DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held) \
@@ -350,8 +352,8 @@ typedef struct dtrain__cuda_fold_flags {
     } \
     DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), unroll)
 
-/* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs; which of them
- * are held is said by the bits of the number of eights. At the end the smaller joins the larger before it. */
+/* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs. The bits of
+ * the number of eights say which of them are held. At the end the smaller joins the larger before it. */
 #define DTRAIN__CUDA_FOLD_TREE(name, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FN wide name##_eight(const dtrain__cuda_fold *args, int from, size_t element, int whole) \
     { \
@@ -365,7 +367,7 @@ typedef struct dtrain__cuda_fold_flags {
                 join(args->op, part[k], part[k + step]); \
         return part[0]; \
     } \
-    /* 1 to 7 inputs: four, then two, then one, as many as there are. What is not there is the first again. */ \
+    /* 1 to 7 inputs: four, then two, then one of them. The first stands in for those that do not exist. */ \
     DTRAIN__CUDA_FN wide name##_rest(const dtrain__cuda_fold *args, int from, int some, size_t element, int whole) \
     { \
         dtrain__cuda_vector in[7]; \
@@ -417,7 +419,7 @@ typedef struct dtrain__cuda_fold_flags {
     } \
     DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
-/* What is exact in any order: four inputs at a time, from left to right. */
+/* Operations exact in any order: four inputs at a time, from left to right. */
 #define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole) \
     { \
@@ -433,7 +435,7 @@ typedef struct dtrain__cuda_fold_flags {
     } \
     DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
-/* A thread loads so many groups before it stores the first; the number of inputs times this are in flight. */
+/* A thread loads this many groups before it stores the first; the number of inputs times this are in flight. */
 #define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, 4, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, 4, wide, partial, join, finish, width) \
@@ -471,10 +473,10 @@ DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_sa
 
 /* ---- the operation ---- */
 
-/* Beside numbers of inputs: any number by the tree, or in a row. */
+/* In place of a number of inputs: any number by the tree, or in a row. */
 enum { DTRAIN__CUDA_FOLD_BY_TREE = -2, DTRAIN__CUDA_FOLD_IN_A_ROW = -1 };
 
-/* All folds: each(name, dtype, inputs). Integers with a sign go as those without. */
+/* All folds, as each(name, dtype, inputs). Signed integers go as unsigned ones. */
 #define DTRAIN__CUDA_FOLD_EACH(each) \
     each(dtrain__cuda_sum_f32_1, DTRAIN_F32, 1) each(dtrain__cuda_sum_f32_2, DTRAIN_F32, 2) \
     each(dtrain__cuda_sum_f32_4, DTRAIN_F32, 4) each(dtrain__cuda_sum_f32_8, DTRAIN_F32, 8) \
@@ -504,7 +506,7 @@ typedef struct dtrain__cuda_fold_kernel {
     dtrain__cuda_flags_launch flags;
 } dtrain__cuda_fold_kernel;
 
-/* The kernel of an operation on n inputs: of sums the one for that number, where there is one. */
+/* Finds the kernel of an operation on n inputs: for sums the one of that number, if there is one. */
 static const dtrain__cuda_fold_kernel *dtrain__cuda_fold_find(dtrain_dtype dtype, dtrain_op op, int n)
 {
 #define DTRAIN__CUDA_FOLD_ENTRY(name, dtype, inputs) {dtype, inputs, name##_walk, name##_flags_launch},
@@ -518,12 +520,12 @@ static const dtrain__cuda_fold_kernel *dtrain__cuda_fold_find(dtrain_dtype dtype
     return NULL;
 }
 
-/* How a mean ends. A power of two is told by its bits; its inverse must be normal too. */
+/* Says how a mean is finished. A power of two is recognised by its bits; its inverse must also be normal. */
 static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype, double divisor)
 {
     uint64_t bits;
     memcpy(&bits, &divisor, sizeof bits);
-    int exponent = (int)(bits >> 52) - 1023, most = dtype == DTRAIN_F64 ? 1022 : 126; /* a sign makes it larger */
+    int exponent = (int)(bits >> 52) - 1023, most = dtype == DTRAIN_F64 ? 1022 : 126; /* larger if negative */
     args->finish = DTRAIN__CUDA_FOLD_DIVIDE;
     if (bits << 12 == 0 && exponent >= -most && exponent <= most) {
         args->finish = exponent == 0 ? DTRAIN__CUDA_FOLD_AS_IS : DTRAIN__CUDA_FOLD_MULTIPLY;
@@ -531,11 +533,11 @@ static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype
         memcpy(&divisor, &bits, sizeof bits);
     }
     args->by_f64 = divisor;
-    /* whatever the CPU's floating-point mode */
+    /* does not depend on the CPU's floating-point mode */
     DTRAIN_IGNORE(dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1));
 }
 
-/* Takes over one of a list of arrays, which may be other GPUs'. */
+/* Takes over one of a list of arrays, which may be of other GPUs. */
 static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, const char *what, const void *const *list, int n,
                                                 size_t width, size_t begin, size_t count, const void **taken,
                                                 uint32_t *heads)
@@ -549,7 +551,7 @@ static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, const cha
     return status;
 }
 
-/* Makes the arguments of a reduction, of none too, and says by which kernel it goes. */
+/* Makes the arguments of a reduction, also of an empty one, and chooses its kernel. */
 static dtrain_status dtrain__cuda_fold_make(dtrain_device *device, dtrain__cuda_fold *args, dtrain_dtype dtype,
                                             dtrain_op op, double divisor, const void *const *in, int n,
                                             void *const *out, int m, size_t begin, size_t count,
@@ -591,7 +593,8 @@ static dtrain_status dtrain__cuda_reduce(dtrain_device *device, dtrain_dtype dty
 
 /* ---- between flags ---- */
 
-/* A block a processor is resident whatever the kernel, as these take 256 threads and next to no shared memory. */
+/* Reports one block a processor. They are resident with any kernel, as these take 256 threads and hardly any shared
+ * memory. */
 static dtrain_status dtrain__cuda_flag_traits(dtrain_device *device, dtrain_device_flag_traits *traits)
 {
     dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
@@ -607,7 +610,7 @@ static dtrain_status dtrain__cuda_flag_traits(dtrain_device *device, dtrain_devi
     return dtrain__cuda_status(device, "device_flag_traits", error);
 }
 
-/* The kernel's arguments, and which it is. */
+/* Makes the kernel's arguments, and chooses the kernel. */
 static dtrain_status dtrain__cuda_flags_make(dtrain_device *device, const dtrain_device_flags *part,
                                              dtrain__cuda_fold_flags *args, dtrain__cuda_flags_launch *launch)
 {

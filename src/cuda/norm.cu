@@ -1,20 +1,23 @@
 /* ---- >>cuda-norm ----
- * The exact sum of squares of >>norm on a GPU, and the clipping that stands on it. A square of a float32 is exact in
- * float64. A thread adds squares to three float64 that are integers times powers of two: each starts at 1.5 times its
- * anchor 2^(52 + p) and stays in that binade, so that its last place is worth 2^p throughout. An addition rounds to a
- * multiple of 2^p, the difference to what was there is exact, and so is the rest (Fast2Sum), which goes to the next.
- * With a window of squares in [2^(2b), 2^(2b + 76)), at most N = 2^10 of them, and g = 2b - 46, their last bit:
+ * The exact sum of squares of >>norm on a GPU, and the clipping by it. A square of a float32 is exact in float64. A
+ * thread adds squares to three float64 that are integers times powers of two. Each starts at 1.5 times its anchor 2^(52
+ * + p) and stays in that binade, so its last place is worth 2^p throughout. An addition rounds to a multiple of 2^p.
+ * The difference to the value before is exact, and so is the rest (Fast2Sum), which goes to the next one.
+ *
+ * A window has squares in [2^(2b), 2^(2b + 76)), at most N = 2^10 of them. Their last bit is g = 2b - 46.
  *
  *   first    p = g + 82: at most N 2^(g + 122) = 2^(p + 50), and N roundings of half a place; rests up to 2^(g + 81)
  *   second   p = g + 41: at most N 2^(g + 81) = 2^(p + 50), and N roundings of half a place; rests up to 2^(g + 40)
  *   third    p = g:      at most N 2^(g + 40) = 2^(p + 50), multiples of 2^g: nothing is rounded
  *
- * All stay within 2^(p + 51), half a binade. A rest is exact: its last bit is the square's or higher, and either it is
- * what was to be added, of 48 bits, or that reaches half a place, from which to its last bit are no more than 48. Each
- * block places its window by the largest of its first numbers, each thread moves it up where it must; what lies below
- * it goes to the block's limbs, one by one. The accumulators of a block are added as integers, go to limbs of 32 bits
- * that carry at once, and these to those of the caller, which are carried by every call. Every addition is of integers,
- * so that no grid and no order changes the sum.
+ * All stay within 2^(p + 51), half a binade. A rest is exact, as its last bit is the square's or higher, in one of two
+ * ways. Either the rest is what was to be added, of 48 bits. Or what was to be added reaches half a place, and from
+ * there to its last bit are at most 48 bits.
+ *
+ * Each block places its window by the largest of its first numbers, and a thread moves its window up if it must.
+ * Numbers below the window go to the block's limbs, one by one. The accumulators of a block are added as integers and
+ * go to limbs of 32 bits that carry at once. Those go to the caller's limbs, which every call carries. Every addition
+ * is of integers, so no grid and no order changes the sum.
  *
  *   source   Dekker, A floating-point technique for extending the available precision, 1971 (Fast2Sum)
  *            Demmel, Nguyen, Parallel reproducible summation, IEEE Transactions on Computers 64(7), 2015 (anchors) */
@@ -29,9 +32,9 @@
 #define DTRAIN__CUDA_NORM_NANS 22
 #define DTRAIN__CUDA_NORM_LOWEST (-298)
 #define DTRAIN__CUDA_NORM_BINADES 38u
-#define DTRAIN__CUDA_NORM_PLACES 41 /* between two accumulators */
-#define DTRAIN__CUDA_NORM_ABOVE 4u  /* binades that a window leaves above the largest number that placed it */
-#define DTRAIN__CUDA_NORM_ROUNDS 60 /* of 16 squares, which with those at the ends are fewer than 2^10 */
+#define DTRAIN__CUDA_NORM_PLACES 41 /* places between two accumulators */
+#define DTRAIN__CUDA_NORM_ABOVE 4u  /* binades of a window above the largest number that placed it */
+#define DTRAIN__CUDA_NORM_ROUNDS 60 /* of 16 squares; with those at the ends, fewer than 2^10 */
 #define DTRAIN__CUDA_INFINITY 0x7F800000u
 
 typedef struct dtrain__cuda_squares_args {
@@ -46,21 +49,20 @@ typedef struct dtrain__cuda_squares_shared {
     int64_t parts[3][DTRAIN__CUDA_NORM_THREADS], sums[3][16];
 } dtrain__cuda_squares_shared;
 
-/* A window holds what is from `lowest` on, for `span` of bits; the numbers' exponents, with their bias, are below
- * top. */
+/* A window holds numbers from `lowest` on, over `span` of bits. Their exponents, with the bias, are below top. */
 typedef struct dtrain__cuda_squares_own {
     double sums[3];
     uint32_t lowest, span, top;
 } dtrain__cuda_squares_own;
 
-/* Adds to one limb of a block's, and carries. */
+/* Adds to one limb of a block, and carries. */
 DTRAIN__CUDA_FN void dtrain__cuda_limb_add(uint32_t *limb, uint32_t value)
 {
     for (; value != 0; limb++)
         value = dtrain__cuda_atomic_add_u32(limb, value) > UINT32_MAX - value;
 }
 
-/* Adds a word whose bit 0 is that of a block's limbs at `position`. */
+/* Adds a word whose bit 0 is at bit `position` of a block's limbs. */
 DTRAIN__CUDA_FN void dtrain__cuda_limb_add_word(uint32_t *limbs, uint32_t position, uint64_t word)
 {
     uint64_t lower = (word & 0xFFFFFFFFu) << position % 32, upper = (word >> 32) << position % 32;
@@ -71,8 +73,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_limb_add_word(uint32_t *limbs, uint32_t positi
     dtrain__cuda_limb_add(limb + 2, (uint32_t)(upper >> 32));
 }
 
-/* Bit 0 of limb 0 is worth 2^-298; the last place of the last accumulator of a window, and of a number's square, is
- * worth so many bits more. */
+/* Returns a bit position in the limbs; bit 0 of limb 0 is worth 2^-298. It is that of the last place of a window's last
+ * accumulator, and of a number's square. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_position(uint32_t exponent)
 {
     return exponent > 0 ? 2 * exponent - 2 : 0;
@@ -90,7 +92,7 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_squares_anchor(uint32_t top, int accumulat
     return (uint64_t)(1023 + 52 + place) << 52 | (uint64_t)1 << 51;
 }
 
-/* The lowest window holds subnormals as well, whose last place is that of the smallest normal number. */
+/* The lowest window also holds subnormals, whose last place is that of the smallest normal number. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_place(dtrain__cuda_squares_own *own, uint32_t top)
 {
     uint32_t bottom = dtrain__cuda_squares_bottom(top);
@@ -101,21 +103,21 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_place(dtrain__cuda_squares_own *own, u
         own->sums[i] = dtrain__cuda_double_of(dtrain__cuda_squares_anchor(top, i));
 }
 
-/* The top of a window for numbers of up to this exponent. */
+/* Returns the top of a window for numbers of up to this exponent. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_top(uint32_t exponent)
 {
     uint32_t top = exponent + 1 + DTRAIN__CUDA_NORM_ABOVE, least = DTRAIN__CUDA_NORM_BINADES + 1;
     return top < least ? least : top > 255 ? 255 : top;
 }
 
-/* What an accumulator holds, in its last places. */
+/* Returns what an accumulator holds, in its last places. */
 DTRAIN__CUDA_FN int64_t dtrain__cuda_squares_places(const dtrain__cuda_squares_own *own, int accumulator)
 {
     return (int64_t)(dtrain__cuda_bits_f64(own->sums[accumulator]) -
                      dtrain__cuda_squares_anchor(own->top, accumulator));
 }
 
-/* Adds a 2^82 + b 2^41 + c, which is not negative, and a below 2^60, in last places of the window of top. */
+/* Adds a 2^82 + b 2^41 + c, in last places of the window of top. It is not negative, and a is below 2^60. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_flush(uint32_t *limbs, uint32_t top, int64_t a, int64_t b, int64_t c)
 {
     uint32_t position = dtrain__cuda_squares_position(dtrain__cuda_squares_bottom(top));
@@ -151,7 +153,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_accumulate(dtrain__cuda_squares_own *o
     own->sums[2] = dtrain__cuda_add_f64(own->sums[2], rest);
 }
 
-/* Says whether the window does not hold one of four numbers; it holds zero. */
+/* Returns whether the window does not hold one of four numbers. It holds zero. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_misses(const dtrain__cuda_squares_own *own, dtrain__cuda_vector v)
 {
     uint32_t misses = 0;
@@ -174,7 +176,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_put(uint32_t *limbs, uint32_t key)
     dtrain__cuda_limb_add_word(limbs, dtrain__cuda_squares_position(exponent), (uint64_t)mantissa * mantissa);
 }
 
-/* Any number. A window moves by steps of 16 binades, so that threads' windows seldom differ. */
+/* Adds any number. A window moves by steps of 16 binades, so that threads' windows seldom differ. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_any(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own,
                                               uint32_t key)
 {
@@ -195,8 +197,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_any(dtrain__cuda_squares_shared *share
     dtrain__cuda_squares_accumulate(own, dtrain__cuda_float_of(key));
 }
 
-/* Takes `vectors` times 4 numbers, `stride` numbers from 4 to 4, not all of which the window holds. They are read
- * again: few are, and registers are not indexed. */
+/* Adds `vectors` times 4 numbers, `stride` numbers from 4 to 4, if the window does not hold all. It reads them again:
+ * few come here, and registers cannot be indexed. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_each(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own,
                                                const float *x, size_t stride, uint32_t vectors)
 {
@@ -205,7 +207,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_each(dtrain__cuda_squares_shared *shar
         dtrain__cuda_squares_any(shared, own, dtrain__cuda_bits_f32(x[i / 4 * stride + i % 4]) & 0x7FFFFFFFu);
 }
 
-/* The numbers before and after those at multiples of 16 bytes, at most 6. */
+/* Adds the numbers before and after those at multiples of 16 bytes, at most 6. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_ends(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
 {
@@ -224,7 +226,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *a
     DTRAIN__CUDA_ROLLED
     for (; i < args->walk.groups && args->walk.groups - i > 3 * step; i += 4 * step) {
         dtrain__cuda_vector a = v[i], b = v[i + step], c = v[i + 2 * step], d = v[i + 3 * step];
-        /* The branch comes after all four loads, so that they are on their way together. */
+        /* The branch comes after all four loads, so that they are in flight together. */
         if (dtrain__cuda_squares_misses(own, a) | dtrain__cuda_squares_misses(own, b) |
             dtrain__cuda_squares_misses(own, c) | dtrain__cuda_squares_misses(own, d)) {
             dtrain__cuda_squares_each(shared, own, x + 4 * i, 4 * step, 4);
@@ -244,7 +246,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *a
         dtrain__cuda_squares_each(shared, own, x + 4 * i, 0, 1);
 }
 
-/* The largest exponent of the block's first numbers. */
+/* Finds the largest exponent of the block's first numbers. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_sample(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                  dtrain__cuda_squares_shared *shared)
 {
@@ -261,8 +263,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_sample(const dtrain__cuda_squares_args
     dtrain__cuda_atomic_max_u32(&shared->first_top, top);
 }
 
-/* Adds the block's limbs to the caller's. Block 0 carries these, by additions as well, so that it needs to wait for
- * nobody: limbs stay below 2^45 with any number of calls. */
+/* Adds the block's limbs to the caller's. Block 0 carries these, also by additions, so it waits for no block. Limbs
+ * stay below 2^45 after any number of calls. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_deliver(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                   const dtrain__cuda_squares_shared *shared)
 {
@@ -287,7 +289,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_deliver(const dtrain__cuda_squares_arg
     }
 }
 
-/* The accumulators of all threads whose window is the block's highest, as integers; the others go to the limbs. */
+/* Adds, as integers, the accumulators of all threads whose window is the block's highest; the others go to the limbs.
+ */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_part(dtrain__cuda_at at, dtrain__cuda_squares_shared *shared,
                                                dtrain__cuda_squares_own *own)
 {
@@ -343,7 +346,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_run_body(const dtrain__cuda_squares_ar
 DTRAIN__CUDA_KERNEL(dtrain__cuda_squares_run, dtrain__cuda_squares_args, dtrain__cuda_squares_shared,
                     dtrain__cuda_squares_own, DTRAIN__CUDA_NORM_THREADS, 8)
 
-/* As many blocks as the GPU holds at once, or fewer where there is less to do. */
+/* Returns as many blocks as the GPU holds at once, or fewer if there is less to do. */
 static size_t dtrain__cuda_norm_blocks(dtrain_device *device, size_t vectors)
 {
     size_t most = (size_t)dtrain__cuda_queue_of(device)->processors * 4;
@@ -378,7 +381,7 @@ typedef struct dtrain__cuda_clip_shared {
     int shorten;
 } dtrain__cuda_clip_shared;
 
-/* As dtrain__norm_value, of limbs that it carries. */
+/* Does what dtrain__norm_value does, and carries the limbs. */
 DTRAIN__CUDA_FN double dtrain__cuda_clip_value(int64_t *limbs)
 {
     int top = DTRAIN__CUDA_NORM_DIGITS - 1, zeros = 0;
@@ -459,7 +462,7 @@ static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *lim
     dtrain_status status = dtrain__cuda_arrays(device, call, sum);
     if (status == DTRAIN_OK)
         status = dtrain__cuda_walk_arrays(device, call, all, &args.walk);
-    /* one block writes the norm where nothing is to be shortened */
+    /* if nothing is shortened, one block writes the norm */
     size_t blocks = dtrain__cuda_norm_blocks(device, max_norm > 0.0f ? args.walk.groups : 0);
     return status == DTRAIN_OK ? dtrain__cuda_clip_run_launch(device, call, blocks, &args) : status;
 }

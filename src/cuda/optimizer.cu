@@ -1,12 +1,12 @@
 /* ---- >>cuda-optimizer ----
- * AdamW and SGD in one pass over memory, with the operations of >>train-kernels in their order, each rounded by itself;
- * the new parameters go out as BF16 too where a copy is asked for. */
+ * AdamW and SGD in one pass over memory. The operations are those of >>train-kernels, in their order, each rounded by
+ * itself. If a copy is asked for, the new parameters are also stored as BF16. */
 #ifndef DTRAIN__CUDA_OPTIMIZER
 #define DTRAIN__CUDA_OPTIMIZER
 #include "walk.cu"
 #include "convert.cu"
 
-#define DTRAIN__CUDA_OPTIMIZER_GROUPS 2 /* a thread, loaded from each array before the first is stored */
+#define DTRAIN__CUDA_OPTIMIZER_GROUPS 2 /* groups that a thread loads from each array before it stores the first */
 
 typedef struct dtrain__cuda_adamw_args {
     dtrain_device_adamw_step step;
@@ -20,7 +20,7 @@ typedef struct dtrain__cuda_sgd_args {
 } dtrain__cuda_sgd_args;
 
 typedef struct dtrain__cuda_step_held {
-    dtrain__cuda_vector p, g, m, v; /* m: SGD's velocity, too */
+    dtrain__cuda_vector p, g, m, v; /* m: also SGD's velocity */
 } dtrain__cuda_step_held;
 
 DTRAIN__CUDA_FN void dtrain__cuda_step_copy(uint16_t *copy, size_t element, int whole, dtrain__cuda_vector p)
@@ -141,7 +141,7 @@ static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device
     uint32_t coupled;
     args.step = *step;
     memcpy(&coupled, &step->coupled, sizeof coupled);
-    args.decays = coupled << 1 != 0; /* by its bits: the CPU may take a subnormal for zero */
+    args.decays = coupled << 1 != 0; /* by its bits, as the CPU may treat a subnormal as zero */
     args.remembers = step->velocity != NULL;
     dtrain_status status = dtrain__cuda_walk_arrays(device, "device_sgd", arrays, &args.walk);
     return status == DTRAIN_OK ? dtrain__cuda_sgd_all_walk(device, "device_sgd", &args) : status;

@@ -1,18 +1,19 @@
 /* ---- >>cuda-quantise ----
- * int8 and fp8 with a scale a block, in the layout and the bits of >>quantise: the scales of all blocks, then a byte an
- * element. Blocks of up to 4,096 elements come several to a tile, which a thread block holds in registers while it
- * finds their scales: one read. Longer ones have a thread block each, which reads them twice. A packed vector may stand
- * anywhere, and so may floats, but whole words are loaded and stored only where they lie as their size asks. */
+ * int8 and fp8 with a scale a block, in the layout and with the bits of >>quantise: the scales of all blocks, then a
+ * byte an element. A tile holds several blocks of up to 4,096 elements. A thread block keeps it in registers while it
+ * finds their scales, so it reads them once. A longer block has a thread block of its own, which reads it twice. Packed
+ * vectors and floats may start at any address. Whole words are loaded and stored only at addresses that suit their
+ * size. */
 #ifndef DTRAIN__CUDA_QUANTISE
 #define DTRAIN__CUDA_QUANTISE
 #include "body.h"
 #include "queue.cu"
 
 #define DTRAIN__CUDA_QUANTISE_THREADS 256u
-#define DTRAIN__CUDA_QUANTISE_VECTORS 4u /* of 4 elements, that a thread holds */
+#define DTRAIN__CUDA_QUANTISE_VECTORS 4u /* of 4 elements, held by a thread */
 #define DTRAIN__CUDA_QUANTISE_TILE (4u * DTRAIN__CUDA_QUANTISE_VECTORS * DTRAIN__CUDA_QUANTISE_THREADS)
-#define DTRAIN__CUDA_QUANTISE_SPREAD 8u /* words for a block's largest: few threads of a warp meet at one */
-#define DTRAIN__CUDA_QUANTISE_LONG 512u /* threads for a block of its own */
+#define DTRAIN__CUDA_QUANTISE_SPREAD 8u /* words for a block's largest, so that few threads of a warp meet */
+#define DTRAIN__CUDA_QUANTISE_LONG 512u /* threads for a long block */
 
 typedef struct dtrain__cuda_quantise_args {
     const unsigned char *in;
@@ -20,14 +21,14 @@ typedef struct dtrain__cuda_quantise_args {
     size_t count, block, blocks;
     uint32_t tile;   /* elements: whole blocks, or a part of a long one */
     uint32_t whole;  /* blocks in a tile */
-    uint32_t parts;  /* tiles in a long block; 1 where blocks are not longer than a tile */
+    uint32_t parts;  /* tiles in a long block; 1 if blocks fit a tile */
     uint32_t divide; /* 2^20 / vectors in a block, rounded up: see dtrain__cuda_quantise_block_of */
-    int floats;      /* 16, 4 or 1: what the floats' address is a multiple of */
-    int packed;      /* and that of the packed bytes, whose codes are loaded and stored 4 at a time */
-    int add;         /* unpack: to what is there */
+    int floats;      /* 16, 4 or 1: the floats' address is a multiple of it */
+    int packed;      /* the same for the packed bytes, whose codes are loaded and stored 4 at a time */
+    int add;         /* unpack adds to the floats */
 } dtrain__cuda_quantise_args;
 
-/* Where a tile is: its first element, that element's block, and how many there are. */
+/* A tile: its first element, that element's block, and the number of elements. */
 typedef struct dtrain__cuda_quantise_tile {
     size_t begin, block;
     uint32_t count;
@@ -37,7 +38,7 @@ typedef struct dtrain__cuda_quantise_own {
     dtrain__cuda_vector x[DTRAIN__CUDA_QUANTISE_VECTORS];
 } dtrain__cuda_quantise_own;
 
-/* For each block of a tile, of 8 elements or more: first its largest magnitude, spread; then what to multiply by. */
+/* For each block of a tile, of 8 elements or more: first its largest magnitude, spread; then its factors. */
 typedef struct dtrain__cuda_quantise_shared {
     uint32_t word[DTRAIN__CUDA_QUANTISE_TILE / 8][DTRAIN__CUDA_QUANTISE_SPREAD];
 } dtrain__cuda_quantise_shared;
@@ -50,8 +51,8 @@ typedef struct dtrain__cuda_quantise_long_shared {
     uint32_t largest[DTRAIN__CUDA_QUANTISE_LONG], grow, inverse;
 } dtrain__cuda_quantise_long_shared;
 
-/* The 4 vectors that a thread has of n floats, `stride` vectors apart, from vector `first` on; n is above 0. What it
- * has beyond them is some other of them, or zeros: aligned loads are not held up by asking. */
+/* Loads a thread's 4 vectors of n floats, `stride` vectors apart, from vector `first` on; n is above 0. Vectors beyond
+ * the floats are others of them, or zeros, so that aligned loads need no branch. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_read(const unsigned char *from, uint32_t n, uint32_t first, uint32_t stride,
                                                 int align, dtrain__cuda_vector *x)
 {
@@ -79,8 +80,8 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_largest(dtrain__cuda_vector x)
                                      dtrain__cuda_quantise_max(x.word[2] & 0x7fffffffu, x.word[3] & 0x7fffffffu));
 }
 
-/* Which block of its tile a vector is in. Vectors and blocks' vectors are at most 1,024: the remainders that rounding
- * 2^20 / vectors up adds stay below 1,023 * 1,023 < 2^20 in all, which is less than the quotient's next step. */
+/* Returns which block of its tile a vector is in. There are at most 1,024 vectors, and as many in a block. Rounding up
+ * 2^20 / vectors adds remainders below 1,023 * 1,023 < 2^20 in all, which is less than the quotient's next step. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_block_of(const dtrain__cuda_quantise_args *args, uint32_t vector)
 {
     return args->parts > 1 ? 0 : vector * args->divide >> 20;
@@ -104,8 +105,8 @@ DTRAIN__CUDA_FN dtrain__cuda_quantise_tile dtrain__cuda_quantise_tile_of(const d
     return tile;
 }
 
-/* A block's scale as bits, and what its numbers are multiplied by: grow, then inverse. grow is 0 where the block has a
- * NaN or an infinity, whose codes are 0. Less than 2^-100 grows first, as in dtrain__quantise_scale_of. */
+/* Returns a block's scale as bits, and the factors of its numbers: first *grow, then *inverse. In a block with a NaN or
+ * an infinity *grow is 0, and so are its codes. Blocks below 2^-100 grow first, as in dtrain__quantise_scale_of. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_scale(uint32_t largest, float top, uint32_t *grow, uint32_t *inverse)
 {
     float value = dtrain__cuda_float_of(largest), by = dtrain__cuda_float_of(0x3f800000u);
@@ -142,7 +143,7 @@ DTRAIN__CUDA_FN float dtrain__cuda_quantise_decode(uint32_t code, int fp8)
     return dtrain__cuda_float_of(bits | (code & 0x80u) << 24);
 }
 
-/* The codes of 4 numbers, the first one lowest. */
+/* Returns the codes of 4 numbers, the first one lowest. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_codes(dtrain__cuda_vector x, uint32_t grow, uint32_t inverse, int fp8)
 {
     float by = dtrain__cuda_float_of(grow), and_by = dtrain__cuda_float_of(inverse);
@@ -165,7 +166,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_put_codes(unsigned char *to, uint32_t
             to[k] = (unsigned char)(codes >> (8 * k));
 }
 
-/* Phase 2 of a tile: the scales of its blocks. */
+/* Runs phase 2 of a tile: the scales of its blocks. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_scales(const dtrain__cuda_quantise_args *args,
                                                   dtrain__cuda_quantise_tile tile, uint32_t thread, float top,
                                                   dtrain__cuda_quantise_shared *shared)
@@ -179,7 +180,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_scales(const dtrain__cuda_quantise_ar
     }
 }
 
-/* A tile of whole blocks: loads, largest magnitudes, scales, codes. */
+/* Packs a tile of whole blocks: loads, largest magnitudes, scales, codes. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_pack_tile(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,
                                                      dtrain__cuda_quantise_shared *shared,
                                                      dtrain__cuda_quantise_own *own, int phase, int fp8)
@@ -209,7 +210,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_pack_tile(const dtrain__cuda_quantise
     }
 }
 
-/* Phases 1 and 2 of a long block: the largest of all threads, then the scale. */
+/* Runs phases 1 and 2 of a long block: the largest of all threads, then the scale. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_long_scale(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,
                                                       dtrain__cuda_quantise_long_shared *shared, int phase, float top)
 {
@@ -226,7 +227,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_long_scale(const dtrain__cuda_quantis
                                 args->packed);
 }
 
-/* A block longer than a tile: its largest magnitude, its scale, and its numbers once more for the codes. */
+/* Packs a block longer than a tile: its largest magnitude, its scale, and its numbers once more for the codes. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_pack_long(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,
                                                      dtrain__cuda_quantise_long_shared *shared,
                                                      dtrain__cuda_quantise_long_own *own, int phase, int fp8)
@@ -255,7 +256,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_pack_long(const dtrain__cuda_quantise
         shared->largest[at.thread] = own->largest;
 }
 
-/* Multiplies 4 decoded numbers by their scale, adds what is there where asked, and stores those below n. */
+/* Multiplies 4 decoded numbers by their scale, adds the old values if asked to, and stores those below n. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_put_floats(const dtrain__cuda_quantise_args *args, unsigned char *to,
                                                       uint32_t codes, uint32_t scale, dtrain__cuda_vector old,
                                                       uint32_t n, int fp8)
@@ -280,7 +281,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_quantise_get_codes(const unsigned char *fr
     return codes;
 }
 
-/* The codes of a thread's 4 vectors and their blocks' scales; beyond the tile, those of its first vector. */
+/* Loads the codes of a thread's 4 vectors and their blocks' scales; beyond the tile, those of its first vector. */
 DTRAIN__CUDA_FN void dtrain__cuda_quantise_read_codes(const dtrain__cuda_quantise_args *args,
                                                       dtrain__cuda_quantise_tile tile, dtrain__cuda_at at,
                                                       uint32_t *codes, uint32_t *scale)

@@ -1,12 +1,12 @@
 /* ---- >>cuda-queue ----
- * What every operation needs of a device: its stream, errors as status and text, and whether a pointer is memory that
- * a kernel may touch. */
+ * What every operation needs of a device: its stream, errors as status and text, and whether a kernel may touch a
+ * pointer. */
 #ifndef DTRAIN__CUDA_QUEUE
 #define DTRAIN__CUDA_QUEUE
 #include "cuda.h"
 #include "body.h"
 
-/* Functions of the driver's, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent,
+/* Functions of the driver, which the runtime hands out: cuPointerGetAttribute, cuCtxPushCurrent, cuCtxPopCurrent,
  * cuStreamWriteValue32 and cuStreamWaitValue32. */
 typedef int (*dtrain__cuda_attribute_fn)(void *data, int attribute, unsigned long long pointer);
 typedef int (*dtrain__cuda_push_fn)(void *context);
@@ -20,8 +20,8 @@ typedef struct dtrain__cuda_queue {
     int processors; /* of the GPU */
     uint64_t peers; /* bit g: memory of GPU g is open to this one */
     char name[16];
-    dtrain__cuda_attribute_fn attribute; /* NULL: where allocations end is not known */
-    void *context;                       /* the GPU's primary one; NULL: cudaSetDevice does without */
+    dtrain__cuda_attribute_fn attribute; /* NULL: the ends of allocations are unknown */
+    void *context;                       /* the GPU's primary context; NULL: cudaSetDevice is used instead */
     dtrain__cuda_push_fn push;
     dtrain__cuda_pop_fn pop;
     dtrain__cuda_word_fn word_write, word_await; /* NULL: the driver has none */
@@ -32,7 +32,8 @@ static dtrain__cuda_queue *dtrain__cuda_queue_of(dtrain_device *device)
     return (dtrain__cuda_queue *)device->self;
 }
 
-/* Errors after which every call of this process fails: of a kernel, and of the GPU's memory or links. */
+/* Returns whether every later call of this process fails after this error, of a kernel or of the GPU's memory or links.
+ */
 static int dtrain__cuda_lost(cudaError_t error)
 {
     int code = (int)error;
@@ -40,7 +41,7 @@ static int dtrain__cuda_lost(cudaError_t error)
            code == 721 || code == 214 || code == 220 || code == 226 || code == 810;
 }
 
-/* Which status an error of the runtime is, and what its reader can do. */
+/* Returns the status of an error of the runtime, and what its reader can do. */
 static dtrain_status dtrain__cuda_meaning(cudaError_t error, const char **cure)
 {
     switch ((int)error) {
@@ -54,7 +55,7 @@ static dtrain_status dtrain__cuda_meaning(cudaError_t error, const char **cure)
         *cure = "no GPU here that this build can use (CUDA_VISIBLE_DEVICES hides some); go on without";
         return DTRAIN_ERR_UNSUPPORTED;
     case cudaErrorNoKernelImageForDevice:
-    case cudaErrorInvalidDeviceFunction: /* what cudaFuncGetAttributes says of a kernel that has no code here */
+    case cudaErrorInvalidDeviceFunction: /* cudaFuncGetAttributes reports it for a kernel without code here */
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorJitCompilerNotFound:
     case cudaErrorJitCompilationDisabled:
@@ -81,7 +82,7 @@ static dtrain_status dtrain__cuda_meaning(cudaError_t error, const char **cure)
     return DTRAIN_ERR_IO;
 }
 
-/* Makes an error of what the CUDA runtime said to `call`, or passes success on. */
+/* Makes an error of what the CUDA runtime returned to `call`, or passes success on. */
 static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call, cudaError_t error)
 {
     const char *cure, *name = device != NULL ? device->name : "CUDA";
@@ -89,7 +90,7 @@ static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call
     size_t free_bytes = 0, total = 0;
     if (error == cudaSuccess)
         return DTRAIN_OK;
-    (void)cudaGetLastError(); /* or the program's next call would report this one */
+    (void)cudaGetLastError(); /* or the program's next call would report it */
     dtrain_status status = dtrain__cuda_meaning(error, &cure);
     if (status == DTRAIN_ERR_MEMORY && cudaMemGetInfo(&free_bytes, &total) == cudaSuccess)
         snprintf(memory, sizeof memory, ", %zu of %zu bytes are free", free_bytes, total);
@@ -97,17 +98,17 @@ static dtrain_status dtrain__cuda_status(dtrain_device *device, const char *call
                             cudaGetErrorName(error), (int)error, memory, cure);
 }
 
-/* Drops the error of a call that cannot report it: the next one that can reports what lasts. An error that the program
- * itself has not asked for yet stays where it is. */
+/* Drops the error of a call that cannot report it; an error that lasts is reported by the next call that can. Leaves an
+ * error that the program itself has not asked for yet. */
 static void dtrain__cuda_drop(cudaError_t error)
 {
     if (error != cudaSuccess)
         (void)cudaGetLastError();
 }
 
-/* Makes the queue's GPU the calling thread's own, and says in *before which was. Its context is put on top of whatever
- * there is, and taken off again: cudaSetDevice, to go back, would make a context on a GPU that had none, which is
- * hundreds of megabytes of GPU 0's memory for each process that works on another. */
+/* Makes the queue's GPU the calling thread's current one; *before: the one before it. It pushes the GPU's context and
+ * pops it later. cudaSetDevice back would make a context on a GPU that had none. That takes hundreds of megabytes of
+ * GPU 0's memory for each process that works on another. */
 static cudaError_t dtrain__cuda_switch(dtrain_device *device, int *before)
 {
     dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
@@ -131,7 +132,7 @@ static void dtrain__cuda_leave(dtrain_device *device, int before)
         dtrain__cuda_drop(cudaSetDevice(before));
 }
 
-/* Bytes from pointer to the end of its allocation; SIZE_MAX where nobody can tell. */
+/* Returns the bytes from pointer to the end of its allocation, or SIZE_MAX if the driver cannot tell. */
 static size_t dtrain__cuda_room(const dtrain__cuda_queue *queue, const void *pointer)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -144,7 +145,7 @@ static size_t dtrain__cuda_room(const dtrain__cuda_queue *queue, const void *poi
     enum { plain = 10, range_start = 11, range_bytes = 12 }; /* CU_POINTER_ATTRIBUTE_... */
     unsigned long long start = 0, at = (unsigned long long)(uintptr_t)pointer;
     size_t bytes = 0;
-    int is_plain = 0; /* a range that is mapped piece by piece may go on in the next piece */
+    int is_plain = 0; /* a range mapped piece by piece may go on in the next piece */
     if (queue->attribute == NULL || queue->attribute(&is_plain, plain, at) != 0 || !is_plain ||
         queue->attribute(&start, range_start, at) != 0 || queue->attribute(&bytes, range_bytes, at) != 0 ||
         at < start || at - start > bytes)
@@ -153,7 +154,7 @@ static size_t dtrain__cuda_room(const dtrain__cuda_queue *queue, const void *poi
 #endif
 }
 
-/* Refuses a range that is longer than what is left of its allocation. */
+/* Refuses a range that reaches beyond its allocation. */
 static dtrain_status dtrain__cuda_fits(dtrain_device *device, const char *call, const char *what, const void *pointer,
                                        size_t bytes)
 {
@@ -167,10 +168,10 @@ static dtrain_status dtrain__cuda_fits(dtrain_device *device, const char *call, 
 }
 
 /* ---- memory of other GPUs ----
- * A GPU's memory is opened to another when the other is first handed some of it by a reduction, as groups of devices
- * do; it stays open, as it is the process's. */
+ * A reduction opens a GPU's memory to another GPU when the other is first given some of it, as groups of devices do. It
+ * stays open, as it belongs to the process. */
 
-/* Opens a peer's memory, which this and that GPU's program may have done before. *can: whether it is open now. */
+/* Opens a peer's memory, which the program may have done already. *can: it is open. */
 static cudaError_t dtrain__cuda_open_peer(dtrain__cuda_queue *queue, int peer, int *can)
 {
     uint64_t bit = peer < 64 ? (uint64_t)1 << peer : 0;
@@ -190,7 +191,7 @@ static cudaError_t dtrain__cuda_open_peer(dtrain__cuda_queue *queue, int peer, i
     return error;
 }
 
-/* Memory of a pool, or mapped piece by piece, is open to whom its maker has said. */
+/* Returns whether memory of a pool, or mapped piece by piece, was opened to this GPU by its maker. */
 static int dtrain__cuda_is_open(const dtrain__cuda_queue *queue, const void *pointer)
 {
 #ifdef DTRAIN_CUDA_EMULATE
@@ -224,10 +225,10 @@ static dtrain_status dtrain__cuda_reach(dtrain_device *device, const char *call,
                                 : "this GPU cannot reach (cudaDeviceCanAccessPeer)");
 }
 
-/* ---- what a call is handed ---- */
+/* ---- arguments of a call ---- */
 
-/* Says whether `bytes` bytes at pointer are memory that the device's kernels may touch: its own, pinned, or, where
- * `peers`, that of a GPU that it reaches. */
+/* Checks that the device's kernels may touch `bytes` bytes at pointer: its own memory, pinned memory, or with `peers`
+ * that of a GPU that it reaches. */
 static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call, const char *what, const void *pointer,
                                          size_t bytes, int peers)
 {
@@ -257,11 +258,11 @@ static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call
 
 /* An array of a call. */
 typedef struct dtrain__cuda_array {
-    const char *what;    /* NULL: there are no more */
+    const char *what;    /* NULL: ends the list */
     const void *pointer; /* NULL: no array */
     size_t width, count;
-    int whole; /* 1: at multiples of an element's width only: elsewhere a kernel's first access would cost the process
-                * the GPU */
+    int whole; /* 1: must lie at multiples of an element's width; a kernel's first access elsewhere would cost the
+                  process the GPU */
 } dtrain__cuda_array;
 
 static dtrain_status dtrain__cuda_arrays(dtrain_device *device, const char *call, const dtrain__cuda_array *arrays)

@@ -1,8 +1,8 @@
 /* ---- >>cuda-share ----
- * Memory of a GPU as other processes of the host have it, by CUDA's legacy IPC: a handle names a whole allocation of
- * cudaMalloc's, and where in it a pointer is travels beside. Streams of processes are ordered by words in memory of the
- * CPU's that all have mapped: an event of a process that was killed may keep those who wait for it for ever, a word can
- * be written for it. */
+ * Sharing a GPU's memory with other processes of the host, by CUDA's legacy IPC. A handle names a whole allocation of
+ * cudaMalloc; the place of a pointer in it travels beside. Streams of processes are ordered by words in memory of the
+ * CPU that all have mapped. Waits for an event of a killed process may never end; a word can be written for that
+ * process. */
 #ifndef DTRAIN__CUDA_SHARE
 #define DTRAIN__CUDA_SHARE
 #include "emulate_share.h"
@@ -11,7 +11,7 @@
 #define DTRAIN__CUDA_CURE \
     "allocate it with dtrain_device_alloc or cudaMalloc, or make the group with DTRAIN_DEVICE_STAGED"
 
-/* What says that processes, or GPUs, cannot share: UNSUPPORTED, but for a lost GPU and want of memory. */
+/* Reports that processes or GPUs cannot share: UNSUPPORTED, except for a lost GPU and lack of memory. */
 static dtrain_status dtrain__cuda_apart(dtrain_device *device, const char *call, cudaError_t error)
 {
     if (error == cudaSuccess || error == cudaErrorMemoryAllocation || dtrain__cuda_lost(error))
@@ -31,7 +31,7 @@ static dtrain_status dtrain__cuda_unshared(dtrain_device *device, const void *po
         device->name, what);
 }
 
-/* Refuses memory that other processes cannot have, by what it is. */
+/* Refuses memory of a kind that other processes cannot open. */
 static dtrain_status dtrain__cuda_sharable(dtrain_device *device, const void *pointer)
 {
     enum { legacy = 10, pool = 17 }; /* CU_POINTER_ATTRIBUTE_... */
@@ -99,7 +99,7 @@ static void dtrain__cuda_memory_close(dtrain_device *device, void *base)
         dtrain__cuda_drop(cudaIpcCloseMemHandle(base));
 }
 
-/* A page is registered for all GPUs of the process. */
+/* Registers a page for all GPUs of the process. */
 static dtrain_status dtrain__cuda_page_open(dtrain_device *device, void *page, size_t bytes, void **queues)
 {
     const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
@@ -121,10 +121,10 @@ static void dtrain__cuda_page_close(dtrain_device *device, void *page)
     dtrain__cuda_drop(cudaHostUnregister(page));
 }
 
-/* What the driver says of a word; that it takes none at all is found when it is tried. */
+/* Reports what the driver returned for a word. A driver that takes no words is found by trying. */
 static dtrain_status dtrain__cuda_word(dtrain_device *device, const char *call, int code)
 {
-    cudaError_t error = (cudaError_t)code; /* the driver's numbers are the runtime's */
+    cudaError_t error = (cudaError_t)code; /* the driver and the runtime have the same numbers */
     if (error == cudaErrorNotSupported || error == cudaErrorInvalidValue)
         return dtrain__cuda_apart(device, call, error);
     return dtrain__cuda_status(device, call, error);
@@ -132,7 +132,7 @@ static dtrain_status dtrain__cuda_word(dtrain_device *device, const char *call, 
 
 static dtrain_status dtrain__cuda_word_write(dtrain_device *device, uint32_t *word, uint32_t value)
 {
-    enum { fenced = 0 }; /* CU_STREAM_WRITE_VALUE_DEFAULT: what the stream has done is seen before the word */
+    enum { fenced = 0 }; /* CU_STREAM_WRITE_VALUE_DEFAULT: the stream's earlier work is seen before the word */
     const dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
     unsigned long long at = (unsigned long long)(uintptr_t)word;
     return dtrain__cuda_word(device, "cuStreamWriteValue32", queue->word_write(queue->stream, at, value, fenced));

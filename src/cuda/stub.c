@@ -1,6 +1,6 @@
 /* ---- >>cuda-stub ----
  * DTRAIN_CUDA_STUB: the implementation for a program that is built without a CUDA Toolkit, by a compiler of C or C++.
- * Stands before the rest of the implementation, and takes its place. */
+ * Stands before the rest of the implementation, and replaces it. */
 #ifndef DTRAIN__CUDA_STUB
 #define DTRAIN__CUDA_STUB
 #include "cuda.h"

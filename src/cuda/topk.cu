@@ -1,9 +1,9 @@
 /* ---- >>cuda-topk ----
- * The k elements of largest magnitude on a GPU, with the bits and the order of >>topk: keys are a number's bits without
- * the sign, all NaNs one key above infinity. A sample of the keys gives a bar that a few more than k should pass. Then
- * the vector is read, once: a block takes a tile, adds what is to be added, and lists in order what passes the bar. The
- * lists, which come anywhere in one array, are found again by their tiles; >>cuda-topk-select chooses among them. Where
- * the bar was wrong, so that fewer than k passed, or more than there is room for, it reads the vector instead: answers
+ * The k elements of largest magnitude on a GPU, with the bits and the order of >>topk. A key is a number's bits without
+ * the sign; all NaNs have one key, above infinity. A sample of the keys gives a bar that slightly more than k should
+ * pass. Then the vector is read once. A block takes a tile, adds the addend, and lists in order what passes the bar.
+ * The lists come in any order in one array, and are found again by their tiles; >>cuda-topk-select chooses among them.
+ * If the bar was wrong, and fewer than k passed or more than there is room for, it reads the vector instead. So results
  * never depend on the bar.
  *
  * A position is an index counted from the last multiple of 16 bytes before the vector. */
@@ -12,16 +12,17 @@
 #include "fold.cu"
 
 #define DTRAIN__CUDA_TOPK_THREADS 256
-#define DTRAIN__CUDA_TOPK_VECTORS 8 /* of 4 a thread */
+#define DTRAIN__CUDA_TOPK_VECTORS 8 /* of 4 elements, for a thread */
 #define DTRAIN__CUDA_TOPK_TILE 8192u
-#define DTRAIN__CUDA_TOPK_TILES 8u  /* a chunk, which a block counts and lists */
-#define DTRAIN__CUDA_TOPK_PARTS 32u /* of a tile, one a thread of these */
+#define DTRAIN__CUDA_TOPK_TILES 8u  /* in a chunk, which a block counts and lists */
+#define DTRAIN__CUDA_TOPK_PARTS 32u /* of a tile; each of as many threads has one */
 #define DTRAIN__CUDA_TOPK_BINS 2048
 #define DTRAIN__CUDA_TOPK_SAMPLE 16384u
 #define DTRAIN__CUDA_TOPK_NEVER 0x80000000u /* a bar above every key */
 #define DTRAIN__CUDA_TOPK_NAN 0x7F800001u
 
-/* Of chunks, at most 256, so that nobody adds the counts of all chunks before his; fewer make each longer. */
+/* Groups of chunks, at most 256, so that no block adds the counts of all chunks before its own. Fewer make each longer.
+ */
 #ifndef DTRAIN__CUDA_TOPK_SPANS
 #define DTRAIN__CUDA_TOPK_SPANS 256u
 #endif
@@ -31,50 +32,50 @@ typedef struct dtrain__cuda_topk_search {
     uint32_t prefix, left;
 } dtrain__cuda_topk_search;
 
-/* In device memory, from step to step; zero at first. */
+/* State in device memory that lasts from step to step; zero at first. */
 typedef struct dtrain__cuda_topk_state {
     uint32_t bar;
-    uint32_t sampled; /* blocks that have sampled */
+    uint32_t sampled; /* number of blocks that have sampled */
     uint32_t passed;
-    uint32_t listed; /* the lists hold the k largest: written for the last kernel */
+    uint32_t listed; /* the lists hold the k largest; for the last kernel */
     dtrain__cuda_topk_search search[3];
     uint32_t bins[3][DTRAIN__CUDA_TOPK_BINS];
-    uint64_t spans[DTRAIN__CUDA_TOPK_SPANS]; /* counts: keys above the k-th, and 2^32 times those equal to it */
+    uint64_t spans[DTRAIN__CUDA_TOPK_SPANS]; /* counts: keys above the k-th, plus 2^32 times the keys equal to it */
 } dtrain__cuda_topk_state;
 
 typedef struct dtrain__cuda_topk_run {
     uint32_t start, count;
 } dtrain__cuda_topk_run;
 
-/* Of all kernels. */
+/* The arguments of all kernels. */
 typedef struct dtrain__cuda_topk_args {
-    float *data;      /* the sum, with add */
+    float *data;      /* with add: becomes the sum */
     const float *add; /* or NULL */
     size_t count, k;
     size_t first, end; /* positions of the vector */
     size_t tiles, chunks;
     dtrain__cuda_topk_state *state;
-    dtrain__cuda_topk_run *runs; /* a tile's list */
+    dtrain__cuda_topk_run *runs; /* one a tile: its list */
     uint32_t *sample;            /* keys */
     uint64_t *totals, *parts;    /* counts of a chunk, and of its threads */
-    uint32_t *listed_indices;    /* with values: room for `room` */
+    uint32_t *listed_indices;    /* and values, each with room for `room` */
     float *listed_values;
     size_t room;
     uint32_t *indices;
     float *values;
-    uint32_t bar;         /* of every step; 0: from a sample */
-    int level, add_whole; /* add is at multiples of 16 bytes where data is */
+    uint32_t bar;         /* the bar of every step; 0: from a sample */
+    int level, add_whole; /* add_whole: add is at multiples of 16 bytes where data is */
 } dtrain__cuda_topk_args;
 
 typedef struct dtrain__cuda_topk_collect_shared {
-    uint32_t words[DTRAIN__CUDA_TOPK_TILE / 32]; /* a bit an element: it passes */
+    uint32_t words[DTRAIN__CUDA_TOPK_TILE / 32]; /* one bit an element: it passes */
     uint32_t before[DTRAIN__CUDA_TOPK_TILE / 32], groups[16];
     uint32_t start, fits;
 } dtrain__cuda_topk_collect_shared;
 
 typedef struct dtrain__cuda_topk_collect_own {
     dtrain__cuda_vector v[DTRAIN__CUDA_TOPK_VECTORS];
-    uint32_t mask; /* a bit an element: it passes */
+    uint32_t mask; /* one bit an element: it passes */
 } dtrain__cuda_topk_collect_own;
 
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_key(uint32_t bits)
@@ -92,7 +93,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_ones(uint32_t word)
 #endif
 }
 
-/* What the thread has written is seen by all blocks before what it writes next. */
+/* Lets all blocks see what the thread has written before they see its later writes. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_fence(void)
 {
 #ifndef DTRAIN_CUDA_EMULATE
@@ -111,7 +112,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_load(const float *data, si
     return v;
 }
 
-/* Four numbers to be added, all of which there are. */
+/* Loads four addends, all of which exist. */
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_addend(const float *add, int whole)
 {
     dtrain__cuda_vector v;
@@ -122,7 +123,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_addend(const float *add, i
     return v;
 }
 
-/* A tile that lies inside the vector. All loads of a half come before its stores. */
+/* Reads a tile that lies inside the vector. All loads of a half come before its stores. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_read_whole(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                   dtrain__cuda_topk_collect_own *own)
 {
@@ -144,7 +145,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_read_whole(const dtrain__cuda_topk_args *
     }
 }
 
-/* The first tile, or the last. */
+/* Reads the first or the last tile. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_read_end(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                 dtrain__cuda_topk_collect_own *own)
 {
@@ -162,7 +163,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_read_end(const dtrain__cuda_topk_args *ar
     }
 }
 
-/* Positions outside the vector read as zero, which no bar lets pass. */
+/* Reads a tile. Positions outside the vector read as zero, which no bar lets pass. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_read(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                             dtrain__cuda_topk_collect_own *own)
 {
@@ -183,7 +184,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_word(uint32_t thread, int j)
     return (uint32_t)j * (DTRAIN__CUDA_TOPK_THREADS / 8) + thread / 8;
 }
 
-/* Writes what passes of a thread's elements to its place in the tile's list. */
+/* Writes a thread's passing elements to their place in the tile's list. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_list(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                             const dtrain__cuda_topk_collect_shared *shared,
                                             const dtrain__cuda_topk_collect_own *own)
@@ -206,7 +207,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_list(const dtrain__cuda_topk_args *args, 
     }
 }
 
-/* Takes room for the tile's list; which comes where is open, and of no consequence. */
+/* Takes room for the tile's list. The order of lists is open and does not matter. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_reserve(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                dtrain__cuda_topk_collect_shared *shared)
 {

@@ -1,13 +1,14 @@
 /* ---- >>cuda-topk-select ----
- * Finds the k-th largest key among what >>cuda-topk has listed, or, where the lists do not hold it, in the vector: by
- * 11, 10 and 10 bits from the top, a kernel each, which counts keys by these bits. Then each chunk of tiles is counted:
- * keys above the k-th, and equal to it, of which the first are taken; and written, from where the counts of those
- * before it say. Every kernel reads from either source by the same code, and no block waits for another. */
+ * Finds the k-th largest key in the lists of >>cuda-topk, or in the vector if the lists do not hold it. It does so by
+ * 11, 10 and 10 bits from the top. For each a kernel counts keys by these bits. Then each chunk of tiles is counted:
+ * keys above the k-th, and equal to it. Of the equal ones the first are taken. Last, each chunk is written at the place
+ * that the counts of the chunks before it give. Every kernel reads either source by the same code, and no block waits
+ * for another. */
 #ifndef DTRAIN__CUDA_TOPK_SELECT
 #define DTRAIN__CUDA_TOPK_SELECT
 #include "topk.cu"
 
-/* Where the keys are: positions from first to end of data, counted from the last multiple of 16 bytes before it. */
+/* The keys: positions first to end of data, counted from the last multiple of 16 bytes before it. */
 typedef struct dtrain__cuda_topk_source {
     const float *data;
     size_t first, end;
@@ -36,7 +37,7 @@ typedef struct dtrain__cuda_topk_chunk_shared {
     dtrain__cuda_topk_find_shared find;
 } dtrain__cuda_topk_chunk_shared;
 
-/* A thread's part of a tile: positions of a source. */
+/* A thread's part of a tile, as positions of a source. */
 typedef struct dtrain__cuda_topk_part {
     size_t begin, end;
 } dtrain__cuda_topk_part;
@@ -57,8 +58,8 @@ DTRAIN__CUDA_FN dtrain__cuda_topk_source dtrain__cuda_topk_source_of(const dtrai
     return source;
 }
 
-/* Finds the next bits of the key from the counts of a level, in phases 0 to 2; known: what is known of it. Threads have
- * the bins from the top on, 8 each, or 4 of the 1024 of later levels. */
+/* Finds the next bits of the key from the counts of a level, in phases 0 to 2; known: the bits found before. Each
+ * thread has 8 bins from the top on, or 4 of the 1024 of later levels. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_find(const uint32_t *bins, dtrain__cuda_topk_search known, dtrain__cuda_at at,
                                             dtrain__cuda_topk_find_shared *shared, int level, int phase)
 {
@@ -90,7 +91,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_find(const uint32_t *bins, dtrain__cuda_t
     }
 }
 
-/* As the kernels after a level find it. */
+/* Does the same as the kernels after a level. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_find_level(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                   dtrain__cuda_topk_find_shared *shared, int level, int phase)
 {
@@ -100,14 +101,14 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_find_level(const dtrain__cuda_topk_args *
     dtrain__cuda_topk_find(args->state->bins[level], known, at, shared, level, phase);
 }
 
-/* How many numbers the sample has. */
+/* Returns the number of elements in the sample. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_sample(const dtrain__cuda_topk_args *args)
 {
     size_t quarter = (args->count + 3) / 4;
     return quarter < DTRAIN__CUDA_TOPK_SAMPLE ? (uint32_t)quarter : DTRAIN__CUDA_TOPK_SAMPLE;
 }
 
-/* The place in the sample of a key that k of all should pass, 4 deviations below that of k. */
+/* Returns the place in the sample of a key that k of all should pass: 4 deviations below that of k. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_place(const dtrain__cuda_topk_args *args)
 {
     uint32_t sample = dtrain__cuda_topk_sample(args);
@@ -118,8 +119,8 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_place(const dtrain__cuda_topk_args *a
     return place < sample ? place : sample;
 }
 
-/* Counts the upper bits of a key of the sample: one of each of equal pieces, at a place that no pattern of the data
- * will follow. */
+/* Counts the upper bits of a sampled key. The vector is cut into equal pieces, and one key of each is taken, at a place
+ * that no pattern of the data follows. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_look(const dtrain__cuda_topk_args *args, dtrain__cuda_at at)
 {
     uint32_t sample = dtrain__cuda_topk_sample(args), i = (uint32_t)at.block * at.threads + at.thread;
@@ -137,7 +138,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_look(const dtrain__cuda_topk_args *args, 
     dtrain__cuda_atomic_add_u32(args->state->bins[0] + (key >> 20), 1);
 }
 
-/* Finds the upper 21 bits of the key, by those of the blocks' counts and by those of the keys that share these. */
+/* Finds the upper 21 bits of the key: some from the blocks' counts, the rest from the keys that share those. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_at(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                               dtrain__cuda_topk_aim_shared *shared, int phase)
 {
@@ -157,7 +158,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_at(const dtrain__cuda_topk_args *args
     }
 }
 
-/* The last of the blocks to have sampled finds the bar from what all have. */
+/* The last block to sample finds the bar from all samples. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_body(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                 dtrain__cuda_topk_aim_shared *shared, dtrain__cuda_none *own, int phase)
 {
@@ -190,12 +191,12 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_aim_body(const dtrain__cuda_topk_args *ar
 DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_aim, dtrain__cuda_topk_args, dtrain__cuda_topk_aim_shared, dtrain__cuda_none,
                     DTRAIN__CUDA_TOPK_THREADS, 10)
 
-/* How a level counts: the bits of a key that it knows, and those that it finds. */
+/* The bits of a key that a level knows, and those that it finds. */
 typedef struct dtrain__cuda_topk_level {
     uint32_t known, prefix, shift, mask;
 } dtrain__cuda_topk_level;
 
-/* Counts 4 keys from position `at` on, of those that the source has. */
+/* Counts 4 keys from position `at` on, if the source has them. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_count4(uint32_t *bins, dtrain__cuda_topk_level level,
                                               dtrain__cuda_topk_source source, dtrain__cuda_vector v, size_t at)
 {
@@ -206,7 +207,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count4(uint32_t *bins, dtrain__cuda_topk_
     }
 }
 
-/* Says whether one of 4 keys has the bits known. */
+/* Returns whether one of 4 keys has the known bits. */
 DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_any(dtrain__cuda_topk_level level, dtrain__cuda_vector v)
 {
     uint32_t any = 0;
@@ -215,7 +216,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_any(dtrain__cuda_topk_level level, dt
     return any;
 }
 
-/* Counts the keys of the source by the bits of a level, of those that have the bits found before. */
+/* Counts the keys of the source that have the known bits, by the bits of a level. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                   dtrain__cuda_topk_bins_shared *shared)
 {
@@ -230,7 +231,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
     dtrain__cuda_topk_source source = dtrain__cuda_topk_source_of(args, listed);
     size_t step = 4 * at.blocks * at.threads, i = 4 * (at.block * at.threads + at.thread);
     source.end = listed ? args->state->passed : source.end;
-    if (i < source.first) { /* what comes after it is whole, but for the end */
+    if (i < source.first) { /* what follows is whole, except at the end */
         dtrain__cuda_topk_count4(shared->bins, level, source,
                                  dtrain__cuda_topk_load(source.data, i, source.first, source.end), i);
         i += step;
@@ -239,7 +240,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
         const dtrain__cuda_vector *from = (const dtrain__cuda_vector *)(source.data + (i - source.first));
         dtrain__cuda_vector v[4];
         uint32_t any = 0;
-        /* The branch comes after all four loads, so that they are on their way together. */
+        /* The branch comes after all four loads, so that they are in flight together. */
         for (size_t j = 0; j < 4; j++)
             v[j] = from[step / 4 * j];
         for (int j = 0; j < 4; j++)
@@ -252,7 +253,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
                                  dtrain__cuda_topk_load(source.data, i, source.first, source.end), i);
 }
 
-/* What block 0 does besides: it keeps what was found, and clears what this step will add to. */
+/* Block 0 also keeps what was found, and clears what this step will add to. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_keep(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                             const dtrain__cuda_topk_bins_shared *shared)
 {
@@ -289,7 +290,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_bins_body(const dtrain__cuda_topk_args *a
 DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_bins, dtrain__cuda_topk_args, dtrain__cuda_topk_bins_shared, dtrain__cuda_none,
                     DTRAIN__CUDA_TOPK_THREADS, 5)
 
-/* The part of a chunk that is a thread's: threads are in the order of the elements. */
+/* Returns a thread's part of a chunk. Threads come in the order of the elements. */
 DTRAIN__CUDA_FN dtrain__cuda_topk_part dtrain__cuda_topk_part_of(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                                  int listed)
 {
@@ -311,7 +312,7 @@ DTRAIN__CUDA_FN dtrain__cuda_topk_part dtrain__cuda_topk_part_of(const dtrain__c
     return its;
 }
 
-/* Keys of a part above the k-th, and 2^32 times those equal to it. */
+/* Returns the keys of a part above the k-th, plus 2^32 times the keys equal to it. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_count_part(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                                       uint32_t least)
 {
@@ -331,7 +332,7 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_count_part(const dtrain__cuda_topk_ar
     return counts;
 }
 
-/* The last kernel finds here what it needs, as it clears the rest for the next step. */
+/* Keeps here what the last kernel needs, as it clears the rest for the next step. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_settle(const dtrain__cuda_topk_args *args, dtrain__cuda_at at,
                                               dtrain__cuda_topk_search found)
 {
@@ -385,7 +386,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_body(const dtrain__cuda_topk_args *
 DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_count, dtrain__cuda_topk_args, dtrain__cuda_topk_chunk_shared, dtrain__cuda_none,
                     DTRAIN__CUDA_TOPK_THREADS, 6)
 
-/* The thread's share of the counts of all chunks before the block's. */
+/* Returns the thread's share of the counts of all chunks before the block's. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_before(const dtrain__cuda_topk_args *args, dtrain__cuda_at at)
 {
     size_t each = dtrain__cuda_topk_span(args), span = at.block / each;
@@ -395,7 +396,7 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_topk_before(const dtrain__cuda_topk_args *
     return sum;
 }
 
-/* Writes what is chosen of a part, with `counts` keys above the k-th and equal to it before it. */
+/* Writes what is chosen of a part. `counts`: keys before it that are above the k-th, and equal to it. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_write(const dtrain__cuda_topk_args *args, dtrain__cuda_at at, uint64_t counts)
 {
     int listed = (int)args->state->listed;
@@ -409,7 +410,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_write(const dtrain__cuda_topk_args *args,
         for (uint32_t j = 0; j < 4; j++) {
             uint32_t key = dtrain__cuda_topk_key(v.word[j]);
             if (i + j < part.begin || i + j >= part.end || key < least || (key == least && taken == left) ||
-                to == args->k) /* never, but where somebody writes the vector meanwhile */
+                to == args->k) /* only if the vector is written meanwhile */
                 continue;
             taken += key == least;
             args->indices[to] = listed ? args->listed_indices[i + j] : (uint32_t)(i + j - source.first);
@@ -450,10 +451,10 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_fill_body(const dtrain__cuda_topk_args *a
 DTRAIN__CUDA_KERNEL(dtrain__cuda_topk_fill, dtrain__cuda_topk_args, dtrain__cuda_topk_chunk_shared, dtrain__cuda_none,
                     DTRAIN__CUDA_TOPK_THREADS, 3)
 
-/* What dtrain_device_selection stands for. */
+/* What a dtrain_device_selection points to. */
 typedef struct dtrain__cuda_selection {
     void *memory;
-    dtrain__cuda_topk_args args; /* but for what a step brings */
+    dtrain__cuda_topk_args args; /* those that do not change from step to step */
 } dtrain__cuda_selection;
 
 static void *dtrain__cuda_topk_take(uintptr_t *at, size_t bytes)
@@ -463,7 +464,7 @@ static void *dtrain__cuda_topk_take(uintptr_t *at, size_t bytes)
     return taken;
 }
 
-/* Lays the workspace out from memory on, and returns its bytes. */
+/* Lays out the workspace from memory on; returns its bytes. */
 static size_t dtrain__cuda_topk_lay(dtrain__cuda_topk_args *args, void *memory)
 {
     size_t tiles = (args->count + 3 + DTRAIN__CUDA_TOPK_TILE - 1) / DTRAIN__CUDA_TOPK_TILE;
@@ -515,7 +516,7 @@ static void dtrain__cuda_selection_destroy(dtrain_device *device, dtrain_device_
     free(selection);
 }
 
-/* The kernels of a step, in order. */
+/* Launches the kernels of a step, in order. */
 static dtrain_status dtrain__cuda_topk_launch(dtrain_device *device, dtrain__cuda_topk_args *args)
 {
     const char *call = "device_select";

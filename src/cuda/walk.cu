@@ -1,22 +1,22 @@
 /* ---- >>cuda-walk ----
- * How kernels go over flat arrays: 16 bytes of the widest array at a time where all pointers come to a multiple of that
- * at one index, and single elements before that index, at the end, and where there is none. An element belongs to one
- * thread, which reads all of it before it writes, so that outputs may be inputs. Any alignment will do, that of no
- * element included. */
+ * How kernels walk flat arrays. They take groups of 16 bytes of the widest array if all pointers reach a multiple of
+ * that at one index. Before that index, after the last group, and if there is no such index, they take single elements.
+ * An element belongs to one thread, which reads all of it before it writes, so outputs may be inputs. Any alignment
+ * will do, even one that does not suit an element. */
 #ifndef DTRAIN__CUDA_WALK
 #define DTRAIN__CUDA_WALK
 #include "body.h"
 #include "queue.cu"
 
 #define DTRAIN__CUDA_THREADS 256
-#define DTRAIN__CUDA_BLOCKS 32 /* a processor, at most: enough that the last ones to end are few among many */
+#define DTRAIN__CUDA_BLOCKS 32 /* most blocks a processor; enough that the last to end are few among many */
 
 /* Elements [head, head + groups * lanes) go by groups; the rest, `singles`, one by one. */
 typedef struct dtrain__cuda_walk {
     size_t head, groups, singles, lanes;
 } dtrain__cuda_walk;
 
-/* Bit h says that pointer, h elements on, is a multiple of what `lanes` elements take. */
+/* Bit h of the result: pointer, h elements on, is at a multiple of the bytes of `lanes` elements. */
 static uint32_t dtrain__cuda_heads(const void *pointer, size_t width, size_t lanes)
 {
     uint32_t heads = 0;
@@ -26,7 +26,7 @@ static uint32_t dtrain__cuda_heads(const void *pointer, size_t width, size_t lan
     return heads;
 }
 
-/* heads: what dtrain__cuda_heads says of all the pointers, joined by &. */
+/* heads: the results of dtrain__cuda_heads for all pointers, joined by &. */
 static dtrain__cuda_walk dtrain__cuda_walk_make(uint32_t heads, size_t lanes, size_t count)
 {
     dtrain__cuda_walk walk = {0, 0, 0, lanes};
@@ -38,7 +38,7 @@ static dtrain__cuda_walk dtrain__cuda_walk_make(uint32_t heads, size_t lanes, si
     return walk;
 }
 
-/* Checks the arrays of a call, which has as many elements as the first, and says how they are walked together. */
+/* Checks the arrays of a call, all as long as the first, and says how to walk them together. */
 static dtrain_status dtrain__cuda_walk_arrays(dtrain_device *device, const char *call, const dtrain__cuda_array *arrays,
                                               dtrain__cuda_walk *walk)
 {
@@ -53,7 +53,7 @@ static dtrain_status dtrain__cuda_walk_arrays(dtrain_device *device, const char 
     return dtrain__cuda_arrays(device, call, arrays);
 }
 
-/* The blocks of a kernel whose threads hold `unroll` groups at once. */
+/* Returns the blocks of a kernel whose threads hold `unroll` groups at once. */
 static size_t dtrain__cuda_walk_blocks(dtrain_device *device, const dtrain__cuda_walk *walk, size_t unroll)
 {
     size_t most = (size_t)dtrain__cuda_queue_of(device)->processors * DTRAIN__CUDA_BLOCKS;
@@ -62,7 +62,7 @@ static size_t dtrain__cuda_walk_blocks(dtrain_device *device, const dtrain__cuda
     return blocks < most ? blocks : most;
 }
 
-/* The bits of one element of 1, 2, 4 or 8 bytes. */
+/* Returns the bits of one element of 1, 2, 4 or 8 bytes. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_element(const unsigned char *at, size_t width)
 {
     uint64_t bits = 0;
@@ -95,7 +95,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_element_store(unsigned char *at, size_t width,
         *(dtrain__cuda_u64 *)at = bits;
 }
 
-/* A whole group from element number `element` on, or that element alone, in the lowest lane above zeros. */
+/* Loads a whole group from element number `element` on, or that element alone, in the lowest lane above zeros. */
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_load(const void *from, size_t element, size_t width, int whole)
 {
     const unsigned char *at = (const unsigned char *)from + element * width;
@@ -118,7 +118,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_store(void *to, size_t element, size_t width, 
         dtrain__cuda_element_store(at, width, v.word[0] | (uint64_t)v.word[1] << 32);
 }
 
-/* The same for groups of 4 elements of 16 bits beside groups of 32, in one word of 64. */
+/* Does the same for groups of 4 elements of 16 bits that accompany groups of 32 bits, in one 64-bit word. */
 DTRAIN__CUDA_FN uint64_t dtrain__cuda_load_half(const void *from, size_t element, int whole)
 {
     const unsigned char *at = (const unsigned char *)from + element * 2;
@@ -134,9 +134,9 @@ DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole
         dtrain__cuda_element_store(at, 2, bits);
 }
 
-/* Defines name_walk(device, call, args), which queues a walk args->walk: name_load(args, element, whole) returns what a
- * thread holds of a group or an element, name_store(args, element, whole, &held) does the rest. `unroll` groups are
- * loaded before the first is stored; past the end a thread loads its first again, which takes no branch. */
+/* Defines name_walk(device, call, args), which queues a walk args->walk. name_load(args, element, whole) returns what a
+ * thread holds of a group or an element; name_store(args, element, whole, &held) does the rest. A thread loads `unroll`
+ * groups before it stores the first. Past the end it loads its first group again, which takes no branch. */
 #define DTRAIN__CUDA_WALK_KERNEL(name, args_type, held_type, lanes, unroll) \
     DTRAIN__CUDA_FN void name##_body(const args_type *args, dtrain__cuda_at at, dtrain__cuda_none *shared, \
                                      dtrain__cuda_none *own, int phase) \

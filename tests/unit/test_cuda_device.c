@@ -256,7 +256,7 @@ TEST(wrong_pointers_are_refused)
     CHECK_ERROR(dtrain_device_fill(device, freed, "x", 1, 64), DTRAIN_ERR_INVALID, "must be memory of the device");
     CHECK_ERROR(dtrain_device_fill(device, on + 1, "x", 1, room), DTRAIN_ERR_INVALID, "ends after 2097151");
     CHECK_ERROR(dtrain_device_copy(device, on + room - 10, host, 11), DTRAIN_ERR_INVALID, "to (");
-    CHECK_CONTAINS(dtrain_last_error(), "must hold 11 bytes, its allocation ends after 10");
+    CHECK_CONTAINS(dtrain_last_error(), "must hold 11 bytes, and its allocation ends after 10");
     CHECK_ERROR(dtrain_device_copy(device, host, on + room - 1, 2), DTRAIN_ERR_INVALID, "from (");
     CHECK_OK(dtrain_device_fill(device, on, "x", 1, room));
     CHECK_OK(dtrain_device_fill(device, pinned, "x", 1, 64));
