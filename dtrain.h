@@ -29643,17 +29643,18 @@ static void dtrain_device_group_destroy(dtrain_device_group *group)
 #ifndef DTRAIN_NO_COMPRESS
 
 /* ---- >>topk ----
- * The k elements of largest magnitude. A key is a number's bits without the sign, all NaNs one key above infinity, so
- * that the order is one of integers and the same everywhere. A sample of the keys gives a bar that a few more than k
- * will pass; one pass over the data, which adds to it on request, collects those, and a radix search among them finds
- * the k-th. Where the sample misled, a histogram of the upper bits of all keys gives the bar. Results never depend on
- * the way taken. */
+ * The k elements of largest magnitude. Elements are ordered by a key: their bits without the sign, and one key above
+ * infinity for all NaNs. So the order is that of integers, and the same everywhere.
+ *
+ * A sample of the keys gives a bar that a few more than k elements should reach. One pass over the data collects those;
+ * it can also add a vector to the data. A radix search among them finds the k-th. If the sample was misleading, a
+ * histogram of the upper bits of all keys gives the bar. Both ways give the same result. */
 #ifndef DTRAIN__TOPK
 #define DTRAIN__TOPK
 DTRAIN__FAST_BEGIN
 
-/* Some elements of a vector, in ascending order of their index. Zero but for the allocator before its first use: what
- * fills it grows its arrays and keeps them. */
+/* Some elements of a vector, in ascending order of index. Before its first use all but the allocator is zero. Calls
+ * that fill it grow its arrays, which it keeps. */
 typedef struct dtrain__sparse {
     uint32_t *indices; /* ascending, none twice, below original_count */
     float *values;
@@ -29663,15 +29664,15 @@ typedef struct dtrain__sparse {
     dtrain_allocator *allocator; /* NULL: the C library */
 } dtrain__sparse;
 
-#define DTRAIN__TOPK_BLOCK ((size_t)1024)      /* elements collected at once: room beyond the last needs as many */
+#define DTRAIN__TOPK_BLOCK ((size_t)1024)      /* elements collected at once, and room beyond the last in arrays */
 #define DTRAIN__TOPK_SAMPLE ((size_t)65536)    /* keys of the largest sample */
 #define DTRAIN__TOPK_SAMPLED ((size_t)1 << 16) /* smaller vectors are not sampled */
 #define DTRAIN__TOPK_BINS 2048
 #define DTRAIN__TOPK_NEVER 0x80000000u /* a bar above every key */
 #define DTRAIN__TOPK_KEY_NAN 0x7f800001u
 
-/* Adds add to sum where there is one, then lists the numbers whose key is at least the bar, count at most
- * DTRAIN__TOPK_BLOCK; data is sum then. Returns how many; indices and values have room for all. */
+/* Lists the elements of a block whose key is at least the bar, and returns how many. If sum is not NULL, it is data,
+ * and add is added to it first. count is at most DTRAIN__TOPK_BLOCK; indices and values have room for all. */
 typedef size_t (*dtrain__topk_block)(const float *data, float *sum, const float *add, size_t count, uint32_t bar,
                                      uint32_t first, uint32_t *indices, float *values);
 
@@ -29706,7 +29707,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
 }
 
 #if defined(DTRAIN__X86)
-/* Sums a vector of `width` numbers; what remains of a block is left to the scalar form. */
+/* A form for vectors of `width` numbers; the scalar form does the rest of a block. */
 #define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list) \
     target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count, \
                                                   uint32_t bar, uint32_t first, uint32_t *indices, float *values) \
@@ -29730,7 +29731,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
         values[found++] = data[i + lane]; \
     }
 
-/* Keys and bars but DTRAIN__TOPK_NEVER are positive numbers: a signed comparison with one less will do. */
+/* Keys are not negative, so that a signed "greater than bar - 1" serves. It holds for DTRAIN__TOPK_NEVER, too. */
 #define DTRAIN__TOPK_PASS_sse2 \
     __m128i keys = \
         _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff)); \
@@ -29777,8 +29778,8 @@ static dtrain_allocator *dtrain__topk_allocator(const dtrain__sparse *sparse, dt
     return sparse->allocator != NULL ? sparse->allocator : heap;
 }
 
-/* Room for count elements and what a vector's store writes beyond them, half more where it has to grow, as counts vary
- * a little; what is in the arrays, which are one block, is lost. */
+/* Makes room for count elements, and for what a vector store writes beyond them. It grows by half more than needed,
+ * because counts vary a little from step to step. The arrays are one block, and lose their contents. */
 static dtrain_status dtrain__topk_reserve(dtrain__sparse *sparse, size_t count)
 {
     dtrain_allocator heap;
@@ -29856,15 +29857,15 @@ static double dtrain__topk_ratio(const dtrain_topk_schedule *schedule, uint64_t 
 
 DTRAIN__EXACT_END
 
-/* A search for the k-th largest key, by bits from the top: 11, 10 and 10 of them. */
+/* A search for the k-th largest key by its bits, from the top: 11, 10 and 10 of them. */
 typedef struct dtrain__topk_search {
-    uint32_t prefix; /* the bits known of it */
-    int shift;       /* how many are not */
-    size_t left;     /* its place among the keys that have the prefix: 1 is the largest */
-    size_t equal;    /* how many these are */
+    uint32_t prefix; /* its bits found so far */
+    int shift;       /* how many are not found yet */
+    size_t left;     /* its place among the keys with this prefix: 1 is the largest */
+    size_t equal;    /* how many keys have this prefix */
 } dtrain__topk_search;
 
-/* Finds the next bits of the key. Two tables, as equal neighbours would wait for each other's count. */
+/* Finds the next bits of the key. Two tables take turns: equal neighbours would wait for each other's increment. */
 static void dtrain__topk_narrow(dtrain__topk_search *search, const float *data, size_t count)
 {
     uint32_t bins[2][DTRAIN__TOPK_BINS];
@@ -29896,7 +29897,7 @@ static dtrain__topk_search dtrain__topk_begin(size_t k)
     return search;
 }
 
-/* The k-th largest key of count, 1 <= k <= count. */
+/* Finds the k-th largest key of count, 1 <= k <= count. */
 static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, size_t k)
 {
     dtrain__topk_search search = dtrain__topk_begin(k);
@@ -29905,7 +29906,7 @@ static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, si
     return search;
 }
 
-/* Keeps the k largest of what has been collected: all keys above the k-th, and the first of those equal to it. */
+/* Keeps the k largest of the collected elements: those above the k-th key, and the first of those equal to it. */
 static void dtrain__topk_keep(dtrain__sparse *sparse, size_t k)
 {
     if (sparse->count == k)
@@ -29924,7 +29925,7 @@ static void dtrain__topk_keep(dtrain__sparse *sparse, size_t k)
     sparse->count = kept;
 }
 
-/* Where a selection reads: data, or with add the sum that the first pass makes. */
+/* What a selection reads: data. If sum is not NULL, it is data, and the first pass adds add to it. */
 typedef struct dtrain__topk_source {
     const float *data;
     float *sum;
@@ -29932,8 +29933,8 @@ typedef struct dtrain__topk_source {
     size_t count, k;
 } dtrain__topk_source;
 
-/* Collects every element whose key is at least the bar; 0 when they are more than there is room for. The sum is
- * complete in either case. */
+/* Collects every element whose key is at least the bar. Returns 0 if they do not fit; the sum is complete all the same.
+ */
 static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain__sparse *sparse)
 {
     dtrain__topk_block block = dtrain__topk_block_get();
@@ -29954,7 +29955,7 @@ static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain_
     return fits;
 }
 
-/* Collects the k elements that a finished search names, of which the equal ones may be many. */
+/* Collects the k elements that a finished search found. Many may equal the k-th. */
 static void dtrain__topk_exactly(const dtrain__topk_source *from, const dtrain__topk_search *search,
                                  dtrain__sparse *sparse)
 {
@@ -29988,9 +29989,9 @@ static size_t dtrain__topk_root(size_t square)
     return root;
 }
 
-/* A bar that a few more than k elements should pass: the key of a place in a sample, 4 deviations below that of k.
- * The sample takes one element of each of equal pieces, at a place that no pattern of the data will follow. It is
- * written to values. */
+/* Returns a bar that a few more than k elements should reach: the key at a place in a sample, 4 standard deviations
+ * below that of k. The sample has one element of each of equal pieces, at a pseudorandom place, so that patterns in the
+ * data do no harm. It is written to values. */
 static uint32_t dtrain__topk_guess(const dtrain__topk_source *from, float *values, size_t sample)
 {
     uint64_t mode = dtrain__fpmode_enter();
@@ -30008,8 +30009,8 @@ static uint32_t dtrain__topk_guess(const dtrain__topk_source *from, float *value
     return dtrain__topk_find(values, sample, place < sample ? place : sample).prefix;
 }
 
-/* The way that always arrives: the bar from a histogram of all keys, exact where too many are equal in their upper
- * bits. */
+/* Selects by a histogram of the upper bits of all keys, which always works. If too many keys share those bits, it finds
+ * the k-th key exactly. */
 static void dtrain__topk_surely(dtrain__topk_source *from, dtrain__sparse *sparse)
 {
     dtrain__topk_search search = dtrain__topk_begin(from->k);
@@ -30027,7 +30028,7 @@ static void dtrain__topk_surely(dtrain__topk_source *from, dtrain__sparse *spars
     dtrain__topk_exactly(from, &search, sparse);
 }
 
-/* Elements that a selection of k of n needs room for. */
+/* Returns how many elements a selection of k of n needs room for. */
 static size_t dtrain__topk_room(size_t n, size_t k)
 {
     size_t room = n / 64 + k + k / 2;
@@ -30060,15 +30061,15 @@ static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain__spar
     return DTRAIN_OK;
 }
 
-/* Selects the k elements of largest magnitude, k <= count, NaN and then infinity before all numbers, of equals the
- * first; allocates only what sparse lacks. */
+/* Selects the k elements of largest magnitude, k <= count. NaN and then infinity come before all numbers, and of equal
+ * magnitudes the first. It allocates only what sparse lacks. */
 static dtrain_status dtrain__topk_pick(const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, k};
     return dtrain__topk_select(&from, sparse);
 }
 
-/* Adds data to sum, and selects of the sum, in one pass. */
+/* Adds data to sum and selects from the sum, in one pass. */
 static dtrain_status dtrain__topk_add(float *sum, const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {sum, sum, data, count, k};
@@ -30089,10 +30090,14 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>sparse ----
- * Sparse vectors as bytes and back, and into dense ones. Packed: a header of 32 bytes (magic, index form, dtype of
- * the values, count, count of the whole vector, bytes of indices), the indices, the values; in the byte order of the
- * machine, which all ranks of a group share. Unpacking trusts nothing: lengths are compared before memory is asked
- * for, and every index before any is used. */
+ * Sparse vectors as bytes and back, and into dense ones. The packed form has the byte order of the machine, which all
+ * ranks of a group share:
+ *
+ *   header    32 bytes: magic, index form, dtype of the values, count, count of the whole vector, bytes of indices
+ *   indices   see dtrain_index_form
+ *   values
+ *
+ * Unpacking trusts nothing. It compares lengths before it allocates, and checks all indices before it uses any. */
 #ifndef DTRAIN__SPARSE
 #define DTRAIN__SPARSE
 DTRAIN__FAST_BEGIN
@@ -30115,13 +30120,13 @@ static void dtrain__sparse_write(const dtrain__sparse *sparse, float *data)
         data[sparse->indices[i]] = sparse->values[i];
 }
 
-/* How many elements were left out before the i-th. */
+/* Returns how many elements are skipped before the i-th. */
 static uint32_t dtrain__sparse_gap(const dtrain__sparse *sparse, size_t i)
 {
     return i == 0 ? sparse->indices[0] : sparse->indices[i] - sparse->indices[i - 1] - 1;
 }
 
-/* The bytes of a vector's indices; SIZE_MAX for a form that cannot be. */
+/* Returns the bytes of a vector's indices; SIZE_MAX if the form does not fit. */
 static size_t dtrain__sparse_index_bytes(const dtrain__sparse *sparse, dtrain_index_form form)
 {
     size_t bytes = sparse->count;
@@ -30139,7 +30144,7 @@ static size_t dtrain__sparse_index_bytes(const dtrain__sparse *sparse, dtrain_in
     }
 }
 
-/* The shortest form, of equals the first. */
+/* Returns the shortest form; of equally short ones the first. */
 static dtrain_index_form dtrain__sparse_shortest(const dtrain__sparse *sparse, size_t width)
 {
     dtrain_index_form best = DTRAIN_INDEX_U32;
@@ -30161,7 +30166,7 @@ static size_t dtrain__sparse_width(dtrain_dtype values)
     return values == DTRAIN_F32 ? 4 : values == DTRAIN_BF16 || values == DTRAIN_F16 ? 2 : 0;
 }
 
-/* Settles the form and returns the packed size. */
+/* Chooses the form if it is AUTO, and returns the packed size. */
 static size_t dtrain__sparse_size(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form *form)
 {
     size_t width = dtrain__sparse_width(values);
@@ -30187,7 +30192,7 @@ static void dtrain__sparse_pack_indices(const dtrain__sparse *sparse, dtrain_ind
     }
 }
 
-/* Every element of the vector, tile by tile. */
+/* Packs every element of the vector, tile by tile. */
 static void dtrain__sparse_pack_dense(const dtrain__sparse *sparse, dtrain_dtype values, unsigned char *out)
 {
     float tile[DTRAIN__SPARSE_TILE];
@@ -30202,7 +30207,7 @@ static void dtrain__sparse_pack_dense(const dtrain__sparse *sparse, dtrain_dtype
     }
 }
 
-/* Packs a vector into as many bytes as dtrain__sparse_size has said, values rounded to the nearest. */
+/* Packs a vector into as many bytes as dtrain__sparse_size returned. Values are rounded to the nearest. */
 static void dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
                                 unsigned char *out)
 {
@@ -30224,7 +30229,7 @@ static void dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype value
     dtrain__fpmode_restore(mode);
 }
 
-/* Says whether the header and the number of bytes fit each other and what was expected; counts are below 2^32 then. */
+/* Checks the header against the number of bytes and the expected count. Counts are below 2^32 afterwards. */
 static dtrain_status dtrain__sparse_check_header(const dtrain__sparse_header *header, size_t bytes,
                                                  size_t original_count)
 {
@@ -30266,13 +30271,13 @@ static const unsigned char *dtrain__sparse_read_gap(const unsigned char *from, c
     return NULL;
 }
 
-/* Reads the indices into the private arrays; returns the number of the first bad one, or count. */
+/* Reads the indices. Returns the number of the first bad one, or count. */
 static size_t dtrain__sparse_read_indices(dtrain__sparse *sparse, const dtrain__sparse_header *header,
                                           const unsigned char *from)
 {
     const unsigned char *end = from + header->index_bytes;
     size_t n = (size_t)header->count;
-    uint64_t next = 0; /* the least that the next index may be */
+    uint64_t next = 0; /* least value of the next index */
     for (size_t i = 0; i < n; i++) {
         uint64_t index = i;
         uint16_t narrow;
@@ -30297,10 +30302,10 @@ static size_t dtrain__sparse_read_indices(dtrain__sparse *sparse, const dtrain__
     return header->form != DTRAIN_INDEX_DELTA || from == end ? n : 0;
 }
 
-/* Unpacks what dtrain__sparse_pack made, of a vector of original_count elements. The bytes may come from anywhere.
+/* Unpacks what dtrain__sparse_pack made from a vector of original_count elements. The bytes may come from anywhere.
  *
- *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
- *                                range, out of order or twice. The text says which; sparse has count 0
+ *   errors   DTRAIN_ERR_CORRUPT  the bytes are not a packed vector of so many elements: another length, or an index out
+ *                                of range, out of order or twice. The text says which; sparse has count 0
  *            DTRAIN_ERR_MEMORY */
 static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *data, size_t bytes,
                                            size_t original_count)
@@ -30337,15 +30342,17 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>quantise ----
- * Fewer bits a number: casts, int8 and fp8 with a scale a block, one bit. A packed vector is the scales of all blocks,
- * then the codes. Every code is one rounding of one product, found by adding a constant whose last place is that of
- * the code, and every scale comes of integers or of sums in a fixed order, so that all instruction sets agree. */
+ * Fewer bits a number: casts, int8 and fp8 with a scale for each block, one bit. A packed vector is the scales of all
+ * blocks, then the codes. A code is one product, rounded once by adding a constant whose last place is that of the
+ * code. A scale is computed from integers, or from sums in a fixed order. So all instruction sets give the same bytes.
+ */
 #ifndef DTRAIN__QUANTISE
 #define DTRAIN__QUANTISE
 
 #define DTRAIN__QUANTISE_LANES 16
 #define DTRAIN__QUANTISE_TINY \
-    0x0d800000u /* 2^-100: 448 over less may be infinite, so such blocks grow by 2^100 first */
+    0x0d800000u /* 2^-100: 448 divided by less may be infinite, so that smaller blocks are multiplied by 2^100 first \
+                 */
 
 static DTRAIN__NOINLINE size_t dtrain__quantise_blocks(size_t count, size_t block)
 {
@@ -30354,10 +30361,10 @@ static DTRAIN__NOINLINE size_t dtrain__quantise_blocks(size_t count, size_t bloc
 
 DTRAIN__EXACT_BEGIN
 
-/* What a block's numbers are multiplied by, one after the other. */
+/* The scale of a block. Its numbers are multiplied by grow, then by inverse. */
 typedef struct dtrain__quantise_scale {
     float scale, grow, inverse;
-    int bad; /* a NaN or infinity is among them */
+    int bad; /* the block has a NaN or infinity */
 } dtrain__quantise_scale;
 
 DTRAIN__INLINE dtrain__quantise_scale dtrain__quantise_scale_of(uint32_t largest, float top)
@@ -30458,7 +30465,7 @@ DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
 DTRAIN__QUANTISE_BYTES(dtrain__quantise_int8, 127.0f, dtrain__quantise_int8, DTRAIN__QUANTISE_FROM_INT8)
 DTRAIN__QUANTISE_BYTES(dtrain__quantise_fp8, 448.0f, dtrain__quantise_fp8, dtrain__quantise_from_fp8)
 
-/* The mean magnitude: lane i % 16 takes element i; lanes are joined as a tree. */
+/* The mean magnitude: lane i % 16 adds element i; lanes are added as a tree. */
 DTRAIN__INLINE float dtrain__quantise_sign_scale(const dtrain__u32 *bits, size_t count)
 {
     float lanes[DTRAIN__QUANTISE_LANES] = {0}, magnitude;
@@ -30535,7 +30542,7 @@ static size_t dtrain__quantise_sign_bytes(const dtrain_compressor *compressor, s
     return 4 * dtrain__quantise_blocks(count, compressor->block) + count / 8 + (count % 8 != 0);
 }
 
-/* The table's functions over the kernels, in the default floating-point mode. */
+/* The functions of a compressor: the kernels in the default floating-point mode. */
 #define DTRAIN__QUANTISE_TABLE(name) \
     static void name##_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out) \
     { \
@@ -30554,7 +30561,7 @@ DTRAIN__QUANTISE_TABLE(dtrain__quantise_int8)
 DTRAIN__QUANTISE_TABLE(dtrain__quantise_fp8)
 DTRAIN__QUANTISE_TABLE(dtrain__quantise_sign)
 
-/* The dtype of a cast stands where others have their block. */
+/* A cast has its dtype in block. */
 static void dtrain__quantise_cast_pack_now(const dtrain_compressor *compressor, const float *in, size_t count,
                                            void *out)
 {
@@ -30599,7 +30606,7 @@ static void dtrain__quantise_destroy(dtrain_compressor *compressor)
     memset(compressor, 0, sizeof *compressor);
 }
 
-/* Says whether a table can be used, own or not. */
+/* Checks that a compressor, the library's or the program's, can be used. */
 static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *compressor, const char *call)
 {
     int blocks = compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;
@@ -30621,24 +30628,24 @@ static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *
 #endif
 
 /* ---- >>device_selection ----
- * Top-k and quantisers on a device, or without one by the CPU's functions at once. A selection is the library's own and
- * holds the device's, so that its sizes and its device can be checked. */
+ * Top-k and quantisers on a device; with device NULL the CPU's functions run at once. A selection is an object of the
+ * library that holds the device's own, so that its sizes and its device can be checked. */
 #ifndef DTRAIN__DEVICE_SELECTION
 #define DTRAIN__DEVICE_SELECTION
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__DEVICE_TILE ((size_t)1024) /* elements that are unpacked at once to be added */
+#define DTRAIN__DEVICE_TILE ((size_t)1024) /* elements unpacked at once before they are added */
 
-/* What a dtrain_device_selection of the caller's points to. */
+/* The caller's dtrain_device_selection points to this. */
 typedef struct dtrain__device_selection {
     dtrain_allocator heap;
     dtrain_device *device;
-    dtrain_device_selection *made; /* the device's; NULL: the CPU's */
-    dtrain__sparse sparse;         /* the CPU's */
+    dtrain_device_selection *made; /* used on a device */
+    dtrain__sparse sparse;         /* used on the CPU */
     size_t count, k;
 } dtrain__device_selection;
 
-/* Checks that k of count elements can be told by indices. */
+/* Checks that 32-bit indices can name k of count elements. */
 static dtrain_status dtrain__device_check_k(const dtrain_device *device, const char *call, size_t k, size_t count)
 {
     if (k > count)
@@ -30716,7 +30723,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
     dtrain__device_selection *mine = (dtrain__device_selection *)(void *)selection;
     if (mine == NULL)
         return;
-    (void)device; /* its own is where its memory is */
+    (void)device; /* the selection knows its device */
     if (mine->device != NULL && mine->device->ops->selection_destroy != NULL)
         mine->device->ops->selection_destroy(mine->device, mine->made);
     dtrain__sparse_destroy(&mine->sparse);
@@ -30753,7 +30760,7 @@ DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const u
 
 /* ---- quantisers ---- */
 
-/* Checks a call's code, pointers, and block, of which 0 becomes the default. */
+/* Checks a call's code, block and pointers. A block of 0 becomes the default. */
 static dtrain_status dtrain__device_check_code(const dtrain_device *device, const char *call, dtrain_dtype code,
                                                size_t *block, const void *in, const void *out, size_t count)
 {
@@ -30787,7 +30794,7 @@ DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype 
     return DTRAIN_OK;
 }
 
-/* Adds what is unpacked, a tile at a time: a tile with its block's scale before it is a packed vector of one block. */
+/* Adds the unpacked numbers in tiles. The scale of a block followed by a tile of its codes is a packed vector, too. */
 static void dtrain__device_unpack_add(const dtrain_compressor *compressor, const unsigned char *in, float *out,
                                       size_t count)
 {
@@ -30828,9 +30835,10 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>feedback ----
- * What is done to a vector before and after it is compressed: shortened when it is too long, folded into a velocity,
- * and what was not sent taken from the sum. Elementwise, each operation rounded; a length is the root of squares
- * added in float64 in a fixed order. And the buffers that compressing needs, which grow and stay. */
+ * What happens to a vector before and after compression. It is shortened if it is too long, and added to a velocity.
+ * What was sent is subtracted from the residual. These work element by element, each operation rounded by itself. A
+ * length is the root of squares added in float64 in a fixed order. Here are also the buffers of compression, which grow
+ * and stay. */
 #ifndef DTRAIN__FEEDBACK
 #define DTRAIN__FEEDBACK
 
@@ -30845,7 +30853,7 @@ DTRAIN__INLINE void dtrain__feedback_velocity_body(float *velocity, const float 
         dtrain__isa_rounded_f32(velocity[i] * momentum, zero) + dtrain__isa_rounded_f32(in[i] * factor, zero);
 }
 
-/* residual = residual - sent; 0 where that is no number, as what is none would stay for ever */
+/* residual = residual - sent; a NaN or infinity becomes 0, because it would stay forever */
 DTRAIN__INLINE void dtrain__feedback_left_body(float *residual, const float *sent, size_t count)
 {
     DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)
@@ -30864,7 +30872,8 @@ DTRAIN__KERNEL(dtrain__feedback_velocity,
                (velocity, in, momentum, factor, count))
 DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_t count), (residual, sent, count))
 
-/* What a vector is multiplied by so that it is no longer than most; 1 where it is not, or has no length. */
+/* Returns the factor that shortens a vector to the length `most`; 1 if it is not longer, or its length is not finite.
+ */
 static float dtrain__feedback_factor(const float *in, size_t count, double most)
 {
     double length = dtrain__vector_sqrt_f64(dtrain__vector_sum_squares(in, count));
@@ -30875,7 +30884,7 @@ static float dtrain__feedback_factor(const float *in, size_t count, double most)
 
 DTRAIN__EXACT_END
 
-/* A number of steps as a checkpoint keeps it: its lower and upper 24 bits. */
+/* Reads a number of steps as a checkpoint keeps it: its lower and upper 24 bits. */
 static uint64_t dtrain__feedback_steps(const float step[2])
 {
     return (uint64_t)step[0] + ((uint64_t)step[1] << 24);
@@ -30887,8 +30896,8 @@ static void dtrain__feedback_set_steps(float step[2], uint64_t steps)
     step[1] = (float)(steps >> 24 & 0xffffff);
 }
 
-/* Sees to it that a block has so many bytes. It grows by half more than is needed, as what a step packs varies a
- * little; its contents are lost. */
+/* Makes a block at least `bytes` long. It grows by half more than needed, because packed sizes vary a little from step
+ * to step. A block that grows loses its contents. */
 static dtrain_status dtrain__feedback_reserve(unsigned char **block, dtrain_allocator *allocator, size_t bytes)
 {
     size_t whole;
@@ -30902,7 +30911,7 @@ static dtrain_status dtrain__feedback_reserve(unsigned char **block, dtrain_allo
     return DTRAIN_OK;
 }
 
-/* This rank cannot go on in the middle of an exchange, because of what is `where`: no other may, either. */
+/* Breaks the group: this rank cannot go on in the middle of an exchange. `where` says what failed. */
 static dtrain_status dtrain__feedback_abort(dtrain_comm *comm, dtrain_status status, const char *where)
 {
     dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm), where,
@@ -30912,7 +30921,7 @@ static dtrain_status dtrain__feedback_abort(dtrain_comm *comm, dtrain_status sta
     return dtrain__report(&kept);
 }
 
-/* The same, as what rank `from` sent is wrong. */
+/* Breaks the group because of data from rank `from`. */
 static dtrain_status dtrain__feedback_broken(dtrain_comm *comm, dtrain_status status, int from)
 {
     char where[32];
@@ -30923,29 +30932,29 @@ static dtrain_status dtrain__feedback_broken(dtrain_comm *comm, dtrain_status st
 #endif
 
 /* ---- >>device_vector ----
- * What an all-reduce through a compressor does to a vector of a device, or of the CPU where the device is NULL, and the
- * memory between the two. All of it is queued on the device; the CPU waits where it reads what it will send, once a
- * step for a selection. As each step waits before it writes pinned memory, what the step before has queued from there
- * is over by then.
- * A device has no kernels that write single elements, or look for what is no number and drop it: bits are multiplied
- * by ones and zeros as integers instead, which leaves them as they are or makes them zero, whatever they mean. */
+ * A vector on a device (on the CPU if device is NULL), what compression does to it, and the memory between device and
+ * CPU. All work is queued on the device. The CPU waits before it reads what it sends: once a step for a selection. Each
+ * step waits before it writes pinned memory, so that copies from there that the step before queued have ended.
+ *
+ * A device has no kernels that set single elements to zero, or that drop NaN and infinity. Instead, elements are
+ * multiplied as integers by 1 or 0. That keeps their bits, or makes them zero, whatever they are. */
 #ifndef DTRAIN__DEVICE_VECTOR
 #define DTRAIN__DEVICE_VECTOR
 
-/* Memory that grows, by half more than is needed. Its contents are lost then. */
+/* Memory that grows by half more than needed. It loses its contents when it grows. */
 typedef struct dtrain__device_buffer {
     unsigned char *data;
     size_t bytes;
 } dtrain__device_buffer;
 
-/* What is in a vector's buffers. */
+/* The buffers of a vector. */
 enum {
-    DTRAIN__DEVICE_OUT, /* pinned: packed parts, to all ranks and from them */
-    DTRAIN__DEVICE_IN,
+    DTRAIN__DEVICE_OUT,       /* pinned: packed parts to all ranks */
+    DTRAIN__DEVICE_IN,        /* pinned: packed parts from all ranks */
     DTRAIN__DEVICE_WHOLE,     /* pinned: all elements */
-    DTRAIN__DEVICE_OUT_THERE, /* the device's from here on: those parts; the CPU's vector has them in the first two */
+    DTRAIN__DEVICE_OUT_THERE, /* on the device from here on: OUT and IN there, which a vector on the CPU does not use */
     DTRAIN__DEVICE_IN_THERE,
-    DTRAIN__DEVICE_WIDE,   /* what parts unpack to */
+    DTRAIN__DEVICE_WIDE,   /* unpacked parts */
     DTRAIN__DEVICE_SPREAD, /* a constant */
     DTRAIN__DEVICE_BUFFERS
 };
@@ -30964,15 +30973,16 @@ typedef struct dtrain__device_vector {
     dtrain_allocator *allocator; /* of the CPU's memory */
     size_t count;
     float *residual, *velocity; /* NULL: none */
-    float *out;                 /* of this call: written at its end, and room until then */
-    int masks;                  /* the velocity of what was sent starts anew */
+    float *out;                 /* of this call: the result at its end, temporary room before */
+    int masks;                  /* 1: the velocity of elements that were sent starts again from 0 */
     dtrain_device_selection *selection;
     size_t k; /* of the selection */
     dtrain__device_elements chosen, left, kept, sums;
     dtrain__device_buffer buffers[DTRAIN__DEVICE_BUFFERS];
 } dtrain__device_vector;
 
-/* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
+/* Breaks the group if a device failed in the middle of a step, or has no memory for it, so that no rank waits for this
+ * one. */
 static DTRAIN__NOINLINE dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device,
                                                                    dtrain_status status)
 {
@@ -31011,7 +31021,7 @@ static dtrain_status dtrain__device_buffer_reserve(dtrain__device_vector *v, dtr
     return status;
 }
 
-/* Sees to it that one of a vector's buffers has so many bytes. */
+/* Makes one of a vector's buffers at least `bytes` long. */
 static dtrain_status dtrain__device_vector_reserve(dtrain__device_vector *v, int which, size_t bytes)
 {
     dtrain_memory memory = which <= DTRAIN__DEVICE_WHOLE ? DTRAIN_MEMORY_PINNED : DTRAIN_MEMORY_DEVICE;
@@ -31023,7 +31033,7 @@ static float *dtrain__device_vector_floats(const dtrain__device_vector *v, int w
     return (float *)(void *)v->buffers[which].data;
 }
 
-/* Makes room for count elements of a list; what was in it is lost. */
+/* Makes room for count elements in a list, which loses its contents. */
 static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, dtrain__device_elements *list,
                                                      size_t count)
 {
@@ -31034,7 +31044,7 @@ static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, d
     list->capacity = 0;
     if (!dtrain__add_size(count, count / 2 + 64, &capacity) || !dtrain__mul_size(capacity, 8, &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a list of %zu elements", count);
-    capacity -= capacity % 16; /* values are as well aligned as indices */
+    capacity -= capacity % 16; /* so that values are aligned as indices are */
     dtrain_status status = dtrain__device_buffer_reserve(v, DTRAIN_MEMORY_PINNED, &list->here, bytes);
     if (status == DTRAIN_OK)
         status = dtrain__device_buffer_reserve(v, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
@@ -31048,7 +31058,7 @@ static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, d
     return DTRAIN_OK;
 }
 
-/* Fresh memory of zeros. */
+/* Allocates the vector's number of elements, all zeros. */
 static dtrain_status dtrain__device_vector_zeros(dtrain__device_vector *v, float **made)
 {
     const uint32_t zero = 0;
@@ -31061,7 +31071,7 @@ static dtrain_status dtrain__device_vector_zeros(dtrain__device_vector *v, float
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", v->count);
     if (v->device == NULL)
         return DTRAIN_OK;
-    /* also for none: a state that is listed has an address */
+    /* also for 0 elements: a state in a checkpoint's list has an address */
     dtrain_status status = dtrain_device_alloc(v->device, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &memory);
     *made = (float *)memory;
     return status == DTRAIN_OK ? dtrain_device_fill(v->device, memory, &zero, 4, v->count) : status;
@@ -31084,7 +31094,7 @@ static void dtrain__device_vector_destroy(dtrain__device_vector *v)
 
 /* ---- arithmetic ---- */
 
-/* a = a op b, element by element; both are bits where dtype is an integer's. */
+/* a = a op b, element by element; with an integer dtype on the bits. */
 static dtrain_status dtrain__device_vector_pair(dtrain__device_vector *v, dtrain_dtype dtype, dtrain_op op, void *a,
                                                 const void *b, size_t count)
 {
@@ -31095,7 +31105,7 @@ static dtrain_status dtrain__device_vector_pair(dtrain__device_vector *v, dtrain
     return dtrain_device_reduce(v->device, dtype, op, in, 2, out, 1, 0, count);
 }
 
-/* Makes zero of the elements of data that are infinite or NaN, with room for as many numbers in a and b. */
+/* Replaces infinities and NaN in data by zero. a and b: temporary room for count numbers each. */
 static dtrain_status dtrain__device_vector_finite(dtrain__device_vector *v, float *data, float *a, float *b,
                                                   size_t count)
 {
@@ -31103,10 +31113,10 @@ static dtrain_status dtrain__device_vector_finite(dtrain__device_vector *v, floa
         uint32_t constant;
         dtrain_dtype dtype;
         dtrain_op op;
-    } steps[] = {{0x7f800000u, DTRAIN_U32, DTRAIN_AND}, /* the exponent: all ones for what is no number, to which one */
-                 {0x00800000u, DTRAIN_U32, DTRAIN_SUM}, /* more is the sign, so that of integers it is the least */
+    } steps[] = {{0x7f800000u, DTRAIN_U32, DTRAIN_AND}, /* the exponent: all ones for NaN and infinity */
+                 {0x00800000u, DTRAIN_U32, DTRAIN_SUM}, /* carries those into the sign bit: the least integer */
                  {1, DTRAIN_I32, DTRAIN_MIN},
-                 {1, DTRAIN_U32, DTRAIN_AND}};
+                 {1, DTRAIN_U32, DTRAIN_AND}}; /* 0 for NaN and infinity, 1 for numbers */
     dtrain_status status = dtrain_device_copy(v->device, a, data, count * sizeof(float));
     for (size_t i = 0; status == DTRAIN_OK && i < sizeof steps / sizeof steps[0]; i++) {
         status = dtrain_device_fill(v->device, b, &steps[i].constant, 4, count);
@@ -31116,8 +31126,9 @@ static dtrain_status dtrain__device_vector_finite(dtrain__device_vector *v, floa
     return status == DTRAIN_OK ? dtrain__device_vector_pair(v, DTRAIN_U32, DTRAIN_PROD, data, a, count) : status;
 }
 
-/* Makes zero of `count` elements of data. Their values' room on the device is written, and v->out: ones all over, which
- * are the least positive float, and minus that is added where zeros shall be. */
+/* Sets `count` elements of data to zero. It overwrites values and v->out. v->out gets integer ones, each the bits of
+ * the least positive float. Adding minus that float makes zeros of the chosen ones. Then data is multiplied by v->out.
+ */
 static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float *data, const uint32_t *indices,
                                                 float *values, size_t count)
 {
@@ -31131,7 +31142,7 @@ static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float 
                                : status;
 }
 
-/* velocity = velocity * momentum + in * factor, which on a device is 1 */
+/* velocity = velocity * momentum + in * factor; on a device factor is 1 */
 static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum, float factor)
 {
     if (v->device == NULL) {
@@ -31154,8 +31165,8 @@ static dtrain_status dtrain__device_vector_can_divide(const dtrain__device_vecto
                         dtrain_comm_rank(v->comm), dtrain_device_name(v->device), ranks, DTRAIN__DEVICE_MOST);
 }
 
-/* out = out / ranks. On a device, by a power of two that is a product; else it is the mean with as many -0 as are
- * missing, which leave any sum as it is. */
+/* out = out / ranks. A device multiplies if ranks is a power of two. Otherwise it takes the mean of out and ranks - 1
+ * times -0, which changes no sum. */
 static dtrain_status dtrain__device_vector_divide(dtrain__device_vector *v, int ranks)
 {
     const uint32_t minus = 0x80000000u;
@@ -31182,7 +31193,7 @@ static dtrain_status dtrain__device_vector_divide(dtrain__device_vector *v, int 
 
 /* ---- selections ---- */
 
-/* Makes the selection of k elements, unless that is the last step's. */
+/* Makes the selection of k elements, unless it exists from the step before. */
 static dtrain_status dtrain__device_vector_aim(dtrain__device_vector *v, size_t k)
 {
     if (v->count == 0 || (v->selection != NULL && v->k == k))
@@ -31194,7 +31205,7 @@ static dtrain_status dtrain__device_vector_aim(dtrain__device_vector *v, size_t 
     return status == DTRAIN_OK ? dtrain__device_elements_reserve(v, &v->chosen, k) : status;
 }
 
-/* Adds `in` to the residual where there is one, and selects k elements, of which the CPU gets a copy. */
+/* Adds `in` to the residual if there is one, selects k elements, and copies them to the CPU. */
 static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, const float *in, size_t k)
 {
     dtrain__device_elements *list = &v->chosen;
@@ -31202,7 +31213,7 @@ static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, cons
     list->count = k;
     if (status != DTRAIN_OK || k == 0)
         return dtrain__device_vector_broken(v->comm, v->device, status);
-    float *from = v->residual != NULL ? v->residual : (float *)(uintptr_t)in; /* alone, it is only read */
+    float *from = v->residual != NULL ? v->residual : (float *)(uintptr_t)in; /* without add, select only reads it */
     status = dtrain_device_select(v->device, v->selection, from, v->residual != NULL ? in : NULL, list->indices_there,
                                   list->values_there);
     if (status == DTRAIN_OK)
@@ -31214,8 +31225,8 @@ static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, cons
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Lists in v->left what leaves the residual: the values that are sent, negative, and the indices of those that leave
- * there what is no number. Returns how many these are. */
+/* Writes to v->left what is added to the residual: the sent values, negated. Its indices name the elements whose rest
+ * is a NaN or infinity. Returns how many those are. */
 static size_t dtrain__device_vector_count_bad(dtrain__device_vector *v, const float *sent)
 {
     size_t bad = 0;
@@ -31230,7 +31241,7 @@ static size_t dtrain__device_vector_count_bad(dtrain__device_vector *v, const fl
     return bad;
 }
 
-/* Takes from the residual what is sent of each chosen element, and from the velocity all of it. */
+/* Subtracts the sent values of chosen elements from the residual, and sets their velocity to zero. */
 static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const float *sent)
 {
     dtrain__device_elements *left = &v->left;
@@ -31255,7 +31266,7 @@ static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Makes room for at most count elements of a list that the CPU fills. */
+/* Makes room for up to count elements in a list that the CPU fills. */
 static dtrain_status dtrain__device_vector_begin(dtrain__device_vector *v, dtrain__device_elements *list, size_t count)
 {
     return dtrain__device_vector_broken(v->comm, v->device, dtrain__device_elements_reserve(v, list, count));
@@ -31275,7 +31286,7 @@ static dtrain_status dtrain__device_vector_add(dtrain__device_vector *v, dtrain_
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Makes the result of v->sums: a sum with zero, so that none is -0. */
+/* Writes the result: v->sums added to zeros, so that no element is -0. */
 static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
 {
     const uint32_t zero = 0;
@@ -31288,11 +31299,11 @@ static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
 #endif
 
 /* ---- >>selections ----
- * The all-reduce of selections. Gathered: every rank gets every selection and merges them by the tree. Split: each
- * rank merges its part of the vector, and all get the merged parts. A merge adds what both have and copies what one
- * has, so that a sum's bits are those of the dense tree in which absent elements are zeros; that none is -0 is settled
- * at the end. Lengths are exchanged before data. Of a vector on a device, that selects, and gets the sums as a list;
- * pieces are the CPU's here as there. */
+ * The all-reduce of selections. In form GATHER every rank gets every selection and merges them by the tree. In form
+ * SPLIT each rank merges its part of the vector, and all get the merged parts. A merge adds elements that both have and
+ * copies those that one has. So sums have the bits of the dense tree with zeros for absent elements; at the end -0
+ * becomes 0. Lengths are exchanged before data. A device selects from its own vector and gets the sums as a list; the
+ * CPU merges in either case. */
 #ifndef DTRAIN__SELECTIONS
 #define DTRAIN__SELECTIONS
 DTRAIN__FAST_BEGIN
@@ -31303,13 +31314,13 @@ typedef struct dtrain__selections_state {
     float step[2]; /* see >>feedback */
     int ranks;
     dtrain__sparse chosen, picked;
-    dtrain__sparse *pieces;  /* 2 * ranks: a level of the tree, and the next */
-    uint64_t *sizes;         /* 2 * ranks: to each rank, from each rank */
-    size_t *numbers;         /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
-    unsigned char *out, *in; /* what goes out and what comes in; they grow */
+    dtrain__sparse *pieces;  /* 2 * ranks: one level of the tree, and the next */
+    uint64_t *sizes;         /* 2 * ranks: bytes to each rank, from each rank */
+    size_t *numbers;         /* 5 * ranks + 1: the same bytes as counts and offsets, then the bounds of parts */
+    unsigned char *out, *in; /* packed selections that are sent and received; they grow */
 } dtrain__selections_state;
 
-/* What one call is about. */
+/* The arguments of one call. */
 typedef struct dtrain__selections {
     dtrain__selections_state *state;
     dtrain__device_vector *v;
@@ -31332,7 +31343,7 @@ static void dtrain__selections_free(dtrain__selections_state *state)
     state->ranks = 0;
 }
 
-/* Makes room for a group of so many ranks. */
+/* Allocates for a group of so many ranks. */
 static dtrain_status dtrain__selections_open(dtrain__selections_state *state, int ranks)
 {
     size_t n = (size_t)ranks;
@@ -31352,7 +31363,7 @@ static dtrain_status dtrain__selections_open(dtrain__selections_state *state, in
     return DTRAIN_OK;
 }
 
-/* out = a + b, where an element that one of them lacks is the other's. */
+/* out = a + b; an element that only one has is copied. */
 static dtrain_status dtrain__selections_merge(const dtrain__sparse *a, const dtrain__sparse *b, dtrain__sparse *out)
 {
     dtrain_status status = dtrain__topk_reserve(out, a->count + b->count);
@@ -31377,7 +31388,7 @@ static dtrain_status dtrain__selections_merge(const dtrain__sparse *a, const dtr
     return DTRAIN_OK;
 }
 
-/* Merges the pieces of all ranks by the tree: neighbours first, one that has none goes up as it is. */
+/* Merges the pieces of all ranks by the tree: neighbours first; a piece without a neighbour goes up as it is. */
 static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__sparse **merged)
 {
     dtrain__sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
@@ -31394,7 +31405,7 @@ static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__spar
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->v->comm, status, x->rank);
 }
 
-/* Rounds values to what the wire carries. */
+/* Rounds values to the dtype in which they are sent. */
 static void dtrain__selections_round(const dtrain__selections_state *state, dtrain__sparse *sparse)
 {
     unsigned char tile[2 * DTRAIN__SPARSE_TILE];
@@ -31406,7 +31417,7 @@ static void dtrain__selections_round(const dtrain__selections_state *state, dtra
     }
 }
 
-/* whole - part, or 0 where that is no number. */
+/* whole - part; 0 if that is a NaN or infinity. */
 static float dtrain__selections_rest(float whole, float part)
 {
     float left = whole - part;
@@ -31415,7 +31426,7 @@ static float dtrain__selections_rest(float whole, float part)
     return (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
 }
 
-/* The number, 0 in the place of -0. */
+/* Returns x, or 0 for -0. */
 static float dtrain__selections_unsigned(float x)
 {
     uint32_t bits;
@@ -31425,13 +31436,13 @@ static float dtrain__selections_unsigned(float x)
     return x;
 }
 
-/* This rank has no memory for what it shall send or take in. */
+/* Breaks the group if this rank has no memory for its part of the exchange. */
 static dtrain_status dtrain__selections_broken(const dtrain__selections *x, dtrain_status status)
 {
     return dtrain__device_vector_broken(x->v->comm, x->v->device, status);
 }
 
-/* Counts a step, of which it notes the ratio; returns how many elements that is. */
+/* Counts a step and notes its ratio. Returns how many elements it selects. */
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
@@ -31441,7 +31452,7 @@ static size_t dtrain__selections_next(dtrain__selections *x)
     return dtrain_topk_count(x->v->count, x->ratio);
 }
 
-/* Has the device select, round and keep. */
+/* Selects on the device, rounds, and updates residual and velocity there. */
 static dtrain_status dtrain__selections_select_there(dtrain__selections *x, const float *in)
 {
     dtrain__sparse *chosen = &x->state->chosen;
@@ -31462,7 +31473,7 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
     return dtrain__device_vector_leave(x->v, chosen->values);
 }
 
-/* Selects of what is to be sent, rounds that, leaves the rest in the residual, and nothing in the velocity. */
+/* Selects and rounds on the CPU. The rest stays in the residual; the velocity of what is sent becomes 0. */
 static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
 {
     const dtrain__device_vector *v = x->v;
@@ -31488,7 +31499,7 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
     return DTRAIN_OK;
 }
 
-/* Turns the sizes that ranks told into counts and offsets; each of a vector of at most `most` elements. */
+/* Turns announced sizes into counts and offsets. Each is of a selection from at most `most` elements. */
 static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint64_t *sizes, size_t most, size_t *counts,
                                               size_t *offsets, size_t *total)
 {
@@ -31507,7 +31518,7 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
     return DTRAIN_OK;
 }
 
-/* A corrupt piece, or no memory for one, ends the exchange for all. */
+/* Unpacks a piece. If it is corrupt, or there is no memory, the exchange ends for all ranks. */
 static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, size_t at, size_t bytes, size_t count,
                                                dtrain__sparse *piece)
 {
@@ -31515,7 +31526,7 @@ static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, 
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->v->comm, status, from);
 }
 
-/* Begins a result of at most `most` elements that are not 0. */
+/* Begins a result with at most `most` elements that are not 0. */
 static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most)
 {
     if (x->v->device != NULL)
@@ -31525,7 +31536,7 @@ static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most
     return DTRAIN_OK;
 }
 
-/* Writes some elements of the part of the result from `begin` on. */
+/* Writes elements of the part of the result that begins at `begin`. */
 static void dtrain__selections_write(dtrain__selections *x, const dtrain__sparse *sparse, size_t begin)
 {
     dtrain__device_elements *list = x->v->device != NULL ? &x->v->sums : NULL;
@@ -31542,7 +31553,7 @@ static dtrain_status dtrain__selections_end(dtrain__selections *x)
     return x->v->device != NULL ? dtrain__device_vector_end(x->v) : DTRAIN_OK;
 }
 
-/* The selections are longer than the vectors: adds up these. */
+/* All-reduces the whole vectors, because the selections are longer. */
 static dtrain_status dtrain__selections_dense(dtrain__selections *x)
 {
     dtrain__device_vector *v = x->v;
@@ -31565,7 +31576,7 @@ static dtrain_status dtrain__selections_dense(dtrain__selections *x)
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Settles the form of what this rank gives to all, and where all ranks' packed selections come in, total bytes. */
+/* Announces the size of what this rank gives to all. Finds where the selections of all ranks arrive; *total: bytes. */
 static dtrain_status dtrain__selections_announce(dtrain__selections *x, const dtrain__sparse *mine,
                                                  dtrain_index_form *form, size_t *total)
 {
@@ -31579,7 +31590,7 @@ static dtrain_status dtrain__selections_announce(dtrain__selections *x, const dt
                                : status;
 }
 
-/* Gathers them. */
+/* Gathers the packed selections of all ranks. */
 static dtrain_status dtrain__selections_exchange(dtrain__selections *x, const dtrain__sparse *mine,
                                                  dtrain_index_form form, size_t total)
 {
@@ -31617,7 +31628,7 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
     return dtrain__selections_end(x);
 }
 
-/* The elements of the selection that are in a rank's part of the vector, which bounds say. */
+/* Returns the elements of the selection in a rank's part of the vector, by the bounds of parts. */
 static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int rank)
 {
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
@@ -31630,7 +31641,7 @@ static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int r
     return part;
 }
 
-/* Finds the bounds between parts. From here on, indices count from the begin of their part. */
+/* Finds the bounds of parts. Indices count from the begin of their part afterwards. */
 static void dtrain__selections_cut(dtrain__selections *x)
 {
     const dtrain__sparse *chosen = &x->state->chosen;
@@ -31670,7 +31681,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
     return dtrain__selections_broken(x, status);
 }
 
-/* Sends each rank its part of the selection, and unpacks what came for this rank's. */
+/* Sends each rank its part of the selection, and unpacks what arrives for this rank's part. */
 static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t part)
 {
     dtrain__selections_state *state = x->state;
@@ -31691,7 +31702,7 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     return status;
 }
 
-/* Adds to the residual what is not passed on of an element of this rank's part. */
+/* Adds to the residual what is not passed on of an element in this rank's part. */
 static void dtrain__selections_keep(dtrain__selections *x, size_t index, float left)
 {
     dtrain__device_elements *kept = &x->v->kept;
@@ -31705,7 +31716,8 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
     }
 }
 
-/* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
+/* Decides which sums of the part are passed on: all, or with SPLIT_TOPK the largest, as many as quota says. The others,
+ * and what rounding loses, go to the residual. */
 static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin,
                                                size_t quota)
 {
@@ -31729,7 +31741,7 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sp
     return DTRAIN_OK;
 }
 
-/* Gathers every rank's sums, each straight into its part of the result. */
+/* Gathers every rank's sums, and unpacks each into its part of the result. */
 static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain__sparse *merged)
 {
     dtrain__selections_state *state = x->state;
@@ -31739,7 +31751,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     dtrain_status status = dtrain__selections_announce(x, merged, &form, &total);
     if (status == DTRAIN_OK)
         status = dtrain__selections_exchange(x, merged, form, total);
-    if (status == DTRAIN_OK) /* no value has less than 2 bytes */
+    if (status == DTRAIN_OK) /* every value has at least 2 bytes */
         status = dtrain__selections_begin(x, total / 2 < count ? total / 2 : count);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
         size_t begin, part = dtrain__split(count, x->ranks, r, &begin);
@@ -31767,7 +31779,7 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
 }
 
-/* Sums what all ranks send of `in` and of their residuals into v->out. */
+/* Sums over ranks what each sends of `in` and its residual into v->out. */
 static dtrain_status dtrain__selections_run(const dtrain_compressor *compressor, dtrain__device_vector *v,
                                             const float *in, uint64_t *sent)
 {
@@ -31870,9 +31882,9 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>powersgd ----
- * A matrix as the product of two thin ones: P = M Q, summed over ranks and made orthonormal; Q = M' P, summed; the
- * result is P Q'. Q, kept transposed, is where the next step starts. Every rank computes the result for itself, so the
- * products here have loops of their own whose bits are the same on every instruction set, as those of gemm are not. */
+ * A matrix M as the product of two thin ones. P = M Q is summed over ranks and made orthonormal. Q = M' P is summed.
+ * The result is P Q'. The next step starts from Q, which is kept transposed. Every rank computes the result for itself.
+ * So the products here have loops of their own, with the same bits on every instruction set; those of gemm differ. */
 #ifndef DTRAIN__POWERSGD
 #define DTRAIN__POWERSGD
 
@@ -31889,7 +31901,7 @@ typedef struct dtrain__powersgd {
 
 DTRAIN__EXACT_BEGIN
 
-/* left = m right': lane i % 16 takes element i of a row; lanes are joined as a tree. */
+/* left = m right': lane i % 16 adds element i of a row; lanes are added as a tree. */
 DTRAIN__INLINE void dtrain__powersgd_left_body(const float *m, const float *right, float *left, size_t rows,
                                                size_t columns, size_t rank)
 {
@@ -31911,7 +31923,7 @@ DTRAIN__INLINE void dtrain__powersgd_left_body(const float *m, const float *righ
         }
 }
 
-/* right = left' m, row after row of m. */
+/* right = left' m, one row of m after the other. */
 DTRAIN__INLINE void dtrain__powersgd_right_body(const float *m, float *right, const float *left, size_t rows,
                                                 size_t columns, size_t rank)
 {
@@ -31927,7 +31939,7 @@ DTRAIN__INLINE void dtrain__powersgd_right_body(const float *m, float *right, co
         }
 }
 
-/* out = left right, term after term. */
+/* out = left right, one term after the other. */
 DTRAIN__INLINE void dtrain__powersgd_product_body(float *out, const float *right, const float *left, size_t rows,
                                                   size_t columns, size_t rank)
 {
@@ -31954,7 +31966,7 @@ DTRAIN__KERNEL(dtrain__powersgd_product,
                (float *out, const float *right, const float *left, size_t rows, size_t columns, size_t rank),
                (out, right, left, rows, columns, rank))
 
-/* The product of two columns of left. */
+/* The dot product of two columns of left. */
 static double dtrain__powersgd_dot(const float *left, size_t rows, size_t rank, size_t a, size_t b)
 {
     uint32_t zero = dtrain__isa_zero;
@@ -31964,8 +31976,8 @@ static double dtrain__powersgd_dot(const float *left, size_t rows, size_t rank, 
     return sum;
 }
 
-/* Makes columns orthonormal, one after the other against those before; twice, as float32 keeps little of nearly equal
- * ones. One that has nothing of its own becomes zero. */
+/* Makes columns orthonormal, each against those before it. It does so twice, because float32 keeps few bits of the
+ * difference of nearly equal columns. A column that depends on those before it becomes zero. */
 static void dtrain__powersgd_orthonormalize(float *left, size_t rows, size_t rank)
 {
     uint32_t zero = dtrain__isa_zero;
@@ -31990,7 +32002,7 @@ static void dtrain__powersgd_orthonormalize(float *left, size_t rows, size_t ran
 
 DTRAIN__EXACT_END
 
-/* Draws anew every row of the start that is zero or no number: what has been lost would not come back. */
+/* Draws every row of the start again that is all zeros, or has a NaN or infinity. It would stay so otherwise. */
 static void dtrain__powersgd_restart(dtrain__powersgd *p)
 {
     for (size_t j = 0; j < p->rank; j++) {
@@ -32006,7 +32018,7 @@ static void dtrain__powersgd_restart(dtrain__powersgd *p)
     }
 }
 
-/* A vector that is no longer than its thin matrices. */
+/* All-reduces a vector that is not longer than its thin matrices. */
 static dtrain_status dtrain__powersgd_whole(dtrain_comm *comm, const float *in, float *residual, float *out,
                                             size_t count, uint64_t *sent)
 {
@@ -32107,27 +32119,30 @@ DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compresso
 #endif
 
 /* ---- >>packed ----
- * The all-reduce of a vector by a compressor that packs: give each rank its part of all, add as float32 by the tree,
- * pack the sum, gather. A part's owner keeps what its second packing lost. Where the vector is a device's, that packs,
- * unpacks and adds up; packed bytes alone are copied to the CPU, and sent by it as its own. Where one of them stands
- * for what is no number, which the CPU sees in them, such is dropped from what is left. */
+ * The all-reduce of a vector by a compressor that packs. Each rank gets its part of all vectors, packed. It adds the
+ * parts as float32 by the tree and packs the sum, and all ranks gather the sums. The owner of a part keeps what packing
+ * the sum loses.
+ *
+ * A vector on a device is packed, unpacked and added up there. Only packed bytes are copied to the CPU, which sends
+ * them. The CPU sees in them whether a NaN or infinity was packed. Only then are the residuals searched for such
+ * elements. */
 #ifndef DTRAIN__PACKED
 #define DTRAIN__PACKED
 
-/* What one call is about. */
+/* The arguments and memory of one call. */
 typedef struct dtrain__packed {
     dtrain__device_vector *v;
     const dtrain_compressor *q;
     size_t *counts, *offsets, *in_counts, *in_offsets; /* of packed parts, in bytes */
-    unsigned char *out_here, *in_here;                 /* these parts, where they are sent from, and come in */
-    unsigned char *out, *in;                           /* the same on the device; the CPU's are those */
-    float *wide;                                       /* what comes in, unpacked */
-    size_t begin, part;                                /* this rank's */
+    unsigned char *out_here, *in_here;                 /* packed parts on the CPU: sent and received ones */
+    unsigned char *out, *in;                           /* the same on the device; on the CPU the same memory */
+    float *wide;                                       /* received parts, unpacked */
+    size_t begin, part;                                /* this rank's part */
     int rank, ranks;
     uint64_t *sent;
 } dtrain__packed;
 
-/* Whether a device can pack so. */
+/* Whether a device supports this compressor. */
 static int dtrain__packed_can(const dtrain_compressor *q)
 {
     return q->reduce == NULL && (q->pack == dtrain__quantise_int8_pack_now ||
@@ -32139,7 +32154,7 @@ static dtrain_dtype dtrain__packed_code(const dtrain_compressor *q)
     return q->pack == dtrain__quantise_int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3;
 }
 
-/* Packs some elements to their place among all parts. */
+/* Packs some elements to their place `at` among all parts. */
 static dtrain_status dtrain__packed_pack(const dtrain__packed *p, const float *in, size_t count, size_t at)
 {
     dtrain_device *device = p->v->device;
@@ -32164,8 +32179,7 @@ static dtrain_status dtrain__packed_unpack(const dtrain__packed *p, const unsign
     return DTRAIN_OK;
 }
 
-/* Whether packed bytes on the CPU may stand for an infinity or NaN: of a cast a number, of others the largest of a
- * block, which its scale tells. */
+/* Whether packed bytes on the CPU may hold an infinity or NaN: any number of a cast, or the scale of a block. */
 static int dtrain__packed_bad(const dtrain_compressor *q, const unsigned char *packed, size_t count)
 {
     float top = q->pack == dtrain__quantise_int8_pack_now ? 127.0f : 448.0f;
@@ -32181,20 +32195,20 @@ static int dtrain__packed_bad(const dtrain_compressor *q, const unsigned char *p
     return 0;
 }
 
-/* Between the CPU and the device; on the CPU they are the same. */
+/* Copies between CPU and device; nothing to do for a vector on the CPU. */
 static dtrain_status dtrain__packed_move(const dtrain__packed *p, unsigned char *to, const unsigned char *from,
                                          size_t bytes)
 {
     return to == from ? DTRAIN_OK : dtrain_device_copy(p->v->device, to, from, bytes);
 }
 
-/* All bytes of the packed vector. */
+/* Returns the bytes of all packed parts. */
 static size_t dtrain__packed_total(const dtrain__packed *p)
 {
     return p->offsets[p->ranks - 1] + p->counts[p->ranks - 1];
 }
 
-/* Begins a call: places the packed parts, and makes all memory that it needs. `numbers` has room for 4 a rank. */
+/* Begins a call: places the packed parts, and allocates all memory. `numbers` has room for 4 a rank. */
 static dtrain_status dtrain__packed_open(dtrain__packed *p, dtrain__device_vector *v, const dtrain_compressor *q,
                                          size_t *numbers, uint64_t *sent)
 {
@@ -32239,7 +32253,7 @@ static dtrain_status dtrain__packed_open(dtrain__packed *p, dtrain__device_vecto
     return status;
 }
 
-/* data = data - sent, 0 where that is no number; here: the bytes of `sent`, whose numbers are lost. */
+/* data = data - sent; a NaN or infinity becomes 0. here: packed bytes of `sent` on the CPU. It may overwrite sent. */
 static dtrain_status dtrain__packed_subtract(const dtrain__packed *p, float *data, float *sent,
                                              const unsigned char *here, size_t count)
 {
@@ -32257,7 +32271,7 @@ static dtrain_status dtrain__packed_subtract(const dtrain__packed *p, float *dat
                                : status;
 }
 
-/* Unpacks all parts to v->out; takes: and takes them from the residual. */
+/* Unpacks all parts to v->out; takes: also subtracts them from the residual. */
 static dtrain_status dtrain__packed_unpack_all(const dtrain__packed *p, int takes)
 {
     dtrain_status status = DTRAIN_OK;
@@ -32270,7 +32284,7 @@ static dtrain_status dtrain__packed_unpack_all(const dtrain__packed *p, int take
     return status;
 }
 
-/* Packs every rank's part of what is to be sent; the CPU has it when this returns. */
+/* Packs every rank's part. The CPU has the bytes when this returns. */
 static dtrain_status dtrain__packed_send(const dtrain__packed *p, const float *in)
 {
     dtrain__device_vector *v = p->v;
@@ -32292,8 +32306,8 @@ static dtrain_status dtrain__packed_send(const dtrain__packed *p, const float *i
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Adds up the unpacked parts of all ranks in this rank's part of v->out, as many at once as a device takes. So many are
- * a whole subtree, as that is a power of two. */
+/* Adds up the unpacked parts of all ranks in this rank's part of v->out, as many at once as a device takes. That number
+ * is a power of two, so that they are a whole subtree. */
 static dtrain_status dtrain__packed_tree(const dtrain__packed *p)
 {
     size_t ranks = (size_t)p->ranks, stride = 1;
@@ -32314,8 +32328,8 @@ static dtrain_status dtrain__packed_tree(const dtrain__packed *p)
     return status;
 }
 
-/* Packs the sum of a rank's part of v->out to its place, and keeps what that loses; the CPU has it when this returns.
- */
+/* Packs a rank's part of v->out, which is a sum, to its place, and keeps what that loses. The CPU has the bytes when
+ * this returns. */
 static dtrain_status dtrain__packed_settle(const dtrain__packed *p, int rank)
 {
     dtrain__device_vector *v = p->v;
@@ -32338,7 +32352,7 @@ static dtrain_status dtrain__packed_settle(const dtrain__packed *p, int rank)
                                : status;
 }
 
-/* Adds up what came for this rank's part, and packs the sum. */
+/* Adds up what has arrived for this rank's part, and packs the sum. */
 static dtrain_status dtrain__packed_sum(const dtrain__packed *p)
 {
     dtrain__device_vector *v = p->v;
@@ -32352,7 +32366,7 @@ static dtrain_status dtrain__packed_sum(const dtrain__packed *p)
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Sums what all ranks send of `in` and of their residuals into v->out. */
+/* Sums over ranks what each sends of `in` and its residual into v->out. */
 static dtrain_status dtrain__packed_reduce(dtrain__device_vector *v, const dtrain_compressor *q, size_t *numbers,
                                            const float *in, uint64_t *sent)
 {
@@ -32380,8 +32394,8 @@ static dtrain_status dtrain__packed_reduce(dtrain__device_vector *v, const dtrai
 #endif
 
 /* ---- >>compressed ----
- * The all-reduce of one vector through a compressor, and what a step hands to the next: >>selections, >>powersgd or
- * >>packed does it, on the vector that >>device_vector describes. */
+ * The compressed all-reduce of one vector, and the state that it keeps between steps. >>selections, >>powersgd or
+ * >>packed does the work, on a vector of >>device_vector. */
 #ifndef DTRAIN__COMPRESSED
 #define DTRAIN__COMPRESSED
 DTRAIN__FAST_BEGIN
@@ -32390,8 +32404,8 @@ struct dtrain_compressed {
     dtrain__device_vector vector;
     dtrain_compressor compressor;
     dtrain_compressed_desc desc;
-    float dense_steps[2]; /* not compressed, up to start_step; see >>feedback */
-    size_t *numbers;      /* of >>packed: 4 * ranks */
+    float dense_steps[2]; /* steps not compressed, up to start_step; see >>feedback */
+    size_t *numbers;      /* 4 a rank, for >>packed */
     dtrain_compressed_stats stats;
 };
 
@@ -32400,7 +32414,7 @@ static int dtrain__compressed_is_topk(const dtrain_compressed *c)
     return c->compressor.reduce == dtrain__selections_reduce;
 }
 
-/* Shortens the vector, and folds it into the velocity. *in: what is to be sent then, which may be in out. */
+/* Shortens the vector, and adds it to the velocity. *in: what to send afterwards, which may be in out. */
 static dtrain_status dtrain__compressed_prepare(dtrain_compressed *c, const float **in, float *out)
 {
     dtrain__device_vector *v = &c->vector;
@@ -32435,7 +32449,7 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
     return DTRAIN_OK;
 }
 
-/* Says how many steps were made before the next one, for an owner that counts them itself. */
+/* Sets the number of steps before the next one, for an owner that counts steps itself. */
 static void dtrain__compressed_at_step(dtrain_compressed *c, uint64_t step)
 {
     dtrain__feedback_set_steps(c->dense_steps, step < c->desc.start_step ? step : c->desc.start_step);
@@ -32545,7 +32559,7 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
     return dtrain__quantise_check_compressor(compressor, "compressed_create");
 }
 
-/* Refuses what a device cannot do with the CPU's bits. */
+/* Refuses what a device does not support with the bits of the CPU. */
 static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
 {
     const char *device = dtrain_device_name(c->desc.device), *cure = "or keep the vector on the CPU, device NULL";
@@ -32575,7 +32589,7 @@ static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
     return DTRAIN_OK;
 }
 
-/* Makes all memory that steps on a device need. */
+/* Allocates all memory that steps on a device need. */
 static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c)
 {
     dtrain__device_vector *v = &c->vector;
@@ -32583,11 +32597,11 @@ static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c)
     if (!dtrain__compressed_is_topk(c))
         return dtrain__packed_open(&unused, v, &c->compressor, c->numbers, &c->stats.sent_bytes);
     const dtrain__selections_state *state = (const dtrain__selections_state *)c->compressor.self;
-    double ratio = dtrain__topk_ratio(&state->desc.schedule, 0); /* of the first step */
+    double ratio = dtrain__topk_ratio(&state->desc.schedule, 0); /* that of the first step, which is the largest */
     return dtrain__device_vector_aim(v, dtrain_topk_count(v->count, ratio));
 }
 
-/* Fills what is there already but for its memory; what fails is the caller's to destroy. */
+/* Checks the desc and allocates memory. If it fails, the caller destroys the state. */
 static dtrain_status dtrain__compressed_init(dtrain_compressed *c)
 {
     dtrain__device_vector *v = &c->vector;
@@ -32659,22 +32673,22 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     dtrain__free(allocator, compressed);
 }
 
-/* ---- for owners of the state of a vector of the CPU's ---- */
+/* ---- for other modules that own the state of a vector on the CPU ---- */
 
-/* NULL: it has none. */
+/* Returns the residual; NULL: there is none. */
 static float *dtrain__compressed_residual(const dtrain_compressed *c)
 {
     return c->vector.residual;
 }
 
-/* How much memory the state takes but for what a step packs, which its owner lends. */
+/* Returns the bytes of the state, without the memory for packing that the owner lends. */
 static size_t dtrain__compressed_bytes(size_t count, int ranks, const dtrain_compressed_desc *desc)
 {
     return sizeof(dtrain_compressed) + 4 * (size_t)ranks * sizeof(size_t) +
            (desc->no_feedback ? 0 : count * sizeof(float));
 }
 
-/* Lends memory for what a step packs, what comes in, and that unpacked, or takes it back: NULL. */
+/* Lends memory for packed parts that go out, that come in, and for unpacked ones. With rooms NULL it takes it back. */
 static void dtrain__compressed_lend(dtrain_compressed *c, unsigned char *const *rooms, const size_t *bytes)
 {
     static const int which[3] = {DTRAIN__DEVICE_OUT, DTRAIN__DEVICE_IN, DTRAIN__DEVICE_WIDE};
@@ -32684,13 +32698,13 @@ static void dtrain__compressed_lend(dtrain_compressed *c, unsigned char *const *
     }
 }
 
-/* Goes on in another group, of no more ranks. */
+/* Goes on in another group, which has no more ranks. */
 static void dtrain__compressed_move(dtrain_compressed *c, dtrain_comm *comm)
 {
     c->vector.comm = comm;
 }
 
-/* Packs `in`, unless it is NULL, for an owner that sends what is packed itself; out: room for the sum. */
+/* Packs `in`, unless it is NULL, for an owner that sends packed parts itself. out: room for the sum. */
 static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__packed *p, const float *in, float *out)
 {
     dtrain_status status = dtrain__packed_open(p, &c->vector, &c->compressor, c->numbers, &c->stats.sent_bytes);
@@ -41293,8 +41307,8 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
  * The place for DTRAIN_EVALUATE has room for two outputs, which layers use in turn.
  *
  * All places share one block for gradients of activations, because a backward pass ends before the next begins. Layers
- * use its two halves in turn. If a backward pass comes in halves, the place also
- * keeps the gradients that the second half reads, and what layers without a second half have added. */
+ * use its two halves in turn. If a backward pass comes in halves, the place also keeps the gradients that the second
+ * half reads, and what layers without a second half have added. */
 #ifndef DTRAIN__MODULE_MEMORY
 #define DTRAIN__MODULE_MEMORY
 
@@ -44080,16 +44094,16 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
 #ifndef DTRAIN_NO_LOOSE
 
 /* ---- >>server_core ----
- * What both forms of the parameter server share: the cut of all trained parameters into pieces, packing, top-k
- * as a packing, and the groups of two with their loss. A link's server is rank 0 of its group, its worker rank 1.
- * Every buffer that a message is sent from or received into belongs to the object, and a group is destroyed, which
- * ends its messages, before they are freed. */
+ * What both forms of the parameter server share: the cut of all trained parameters into pieces, packing, top-k as a
+ * packing, and the links. A link is a group of two: the server is its rank 0, the worker its rank 1. Messages are sent
+ * from and received into buffers of the object. Destroying a group ends its messages; the buffers are freed after that.
+ */
 #ifndef DTRAIN__SERVER
 #define DTRAIN__SERVER
 
 /* ---- top-k ----
- * Top-k as a compressor that packs: of each piece the k elements of largest magnitude, whose number depends on the
- * length of the piece alone, and so the bytes do. What is unpacked is checked in full first. */
+ * Top-k as a compressor that packs. It selects the k elements of largest magnitude in each piece. k, and so the number
+ * of packed bytes, depends on the length of the piece alone. Packed bytes are checked in full before they are used. */
 
 typedef struct dtrain__server_topk {
     dtrain_allocator *allocator;
@@ -44099,7 +44113,7 @@ typedef struct dtrain__server_topk {
     dtrain_status status; /* of the last unpacking */
 } dtrain__server_topk;
 
-/* The form of a piece's indices: none where that is shorter. */
+/* Returns the form of a piece's indices: none if that is shorter. */
 static dtrain_index_form dtrain__server_topk_form(const dtrain__server_topk *topk, size_t count, size_t k)
 {
     size_t width = dtrain__sparse_width(topk->values), index = count <= 65536 ? 2 : 4;
@@ -44118,7 +44132,7 @@ static size_t dtrain__server_topk_bytes(const dtrain_compressor *compressor, siz
     return DTRAIN__SPARSE_HEADER + k * (width + (form == DTRAIN_INDEX_U16 ? 2 : 4));
 }
 
-/* Without memory it packs what nobody takes for a selection, so that it is not hidden. */
+/* Without memory it packs zeros, which no rank accepts as a selection, so that the failure shows. */
 static void dtrain__server_topk_pack(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
@@ -44185,57 +44199,57 @@ static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtr
 #define DTRAIN__SERVER_PREFIX sizeof(double)
 #define DTRAIN__SERVER_HEADER 4 /* words */
 
-/* A part of what all trained parameters are in a row: of one packed parameter, or of several that are not. */
+/* A piece of all trained parameters in a row: part of one packed parameter, or of several that are not packed. */
 typedef struct dtrain__server_piece {
     size_t begin, count; /* elements */
-    size_t param;        /* the first of them is in */
-    size_t at, bytes;    /* in a message of all pieces */
+    size_t param;        /* the parameter that it begins in */
+    size_t at, bytes;    /* place in a message of all pieces */
     int packed;
 } dtrain__server_piece;
 
 typedef struct dtrain__server_link {
-    dtrain_comm *comm; /* NULL: none, left or lost */
-    int rank;          /* of the other end in the whole group */
+    dtrain_comm *comm; /* NULL: the other end has left or is lost */
+    int rank;          /* of the other end, in the server's group */
     dtrain_work *in[DTRAIN__SERVER_WINDOW], *out[DTRAIN__SERVER_WINDOW];
     unsigned char *in_frames; /* of the synchronous form; see dtrain__server_frame */
     float *wide;              /* synchronous server: what an incoming piece unpacks to */
-    /* of the asynchronous server */
-    int state, fresh; /* fresh: has pulled since it pushed */
-    uint64_t clock;   /* its gradients that came */
+    /* on the asynchronous server */
+    int state, fresh; /* fresh: the worker has pulled since it pushed */
+    uint64_t clock;   /* gradients that have arrived from it */
     uint64_t version; /* updates when it pulled */
     uint64_t staleness;
-    int64_t held_ns; /* since when its pull waits; 0: it does not */
-    double weight;   /* of the gradient under way */
+    int64_t held_ns; /* since when its pull waits; 0: no pull waits */
+    double weight;   /* of the gradient that is arriving */
     uint64_t header_in[DTRAIN__SERVER_HEADER], header_out[DTRAIN__SERVER_HEADER];
     unsigned char *message;
-    float *view; /* the parameters that it has, where they travel packed */
+    float *view; /* the parameters as the worker has them; NULL if they do not travel packed */
 } dtrain__server_link;
 
 struct dtrain_server {
     dtrain_comm *comm;
     dtrain_allocator *allocator;
     dtrain_server_desc desc;
-    dtrain_compressor compressor; /* where packs */
+    dtrain_compressor compressor; /* used if packs */
     int packs, feedback;
-    size_t least; /* elements of a parameter that is packed */
+    size_t least; /* smaller parameters are not packed */
     int rank, ranks, serves;
     dtrain_param *table;
-    size_t count, *elements, *begins; /* of each parameter: trained elements, and those before it */
+    size_t count, *elements, *begins; /* for each parameter: trained elements, and trained elements before it */
     size_t total;
     dtrain__server_piece *pieces;
-    size_t piece_count, largest, message_bytes; /* largest: bytes of a piece and its prefix, at most */
+    size_t piece_count, largest, message_bytes; /* largest: most bytes of a piece with its prefix */
     dtrain__server_link *links;
     int link_count;
-    float *residual; /* 2 kinds: a worker's of its gradients, the synchronous server's of its sums */
+    float *residual; /* a worker's from its gradients, or the synchronous server's from its sums */
     float *own, *wide;
     unsigned char *out_frames;
-    const void **inputs; /* of a fold, and their weights */
+    const void **inputs; /* of a fold; weights has theirs */
     double *weights;
     uint64_t clock; /* a worker's pushes */
     int fresh, left;
-    int turn; /* the link that an idle server waits for next */
+    int turn; /* the link that an idle server waits on next */
     dtrain_server_stats stats;
-    uint64_t dense_bytes; /* sent_bytes, had nothing been packed */
+    uint64_t dense_bytes; /* what sent_bytes would be without packing */
     dtrain__error broken;
 };
 
@@ -44248,13 +44262,13 @@ static int dtrain__server_slot(size_t piece)
     return (int)(piece % DTRAIN__SERVER_WINDOW);
 }
 
-/* A piece's frame: its weight, then the piece. */
+/* Returns the frame of a piece: its weight, then the piece. */
 static unsigned char *dtrain__server_frame(const dtrain_server *s, unsigned char *frames, size_t piece)
 {
     return frames + piece % DTRAIN__SERVER_WINDOW * s->largest;
 }
 
-/* Leaves a link; its messages end. */
+/* Leaves a link and ends its messages. */
 static void dtrain__server_close(dtrain__server_link *link)
 {
     dtrain_comm_destroy(link->comm);
@@ -44263,7 +44277,7 @@ static void dtrain__server_close(dtrain__server_link *link)
     memset(link->out, 0, sizeof link->out);
 }
 
-/* A worker no longer counts; the thread's last error says why. */
+/* Goes on without a worker; the thread's last error says why. */
 static void dtrain__server_drop(dtrain_server *s, dtrain__server_link *link)
 {
     dtrain__error cause = dtrain__thread_error;
@@ -44274,7 +44288,7 @@ static void dtrain__server_drop(dtrain_server *s, dtrain__server_link *link)
                 s->rank, link->rank, s->stats.workers, cause.text);
 }
 
-/* Nothing can go on: every other end hears why. Returns the cause, the thread's last error. */
+/* Breaks the server, and tells every other end why. Returns the cause, the thread's last error. */
 static dtrain_status dtrain__server_break(dtrain_server *s)
 {
     s->broken = dtrain__thread_error;
@@ -44286,7 +44300,7 @@ static dtrain_status dtrain__server_break(dtrain_server *s)
     return dtrain__report(&s->broken);
 }
 
-/* A worker's link is of no more use; the thread's last error says why. */
+/* Breaks a worker whose link has failed; the thread's last error says why. */
 static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtrain_status status)
 {
     dtrain__fail(NULL, status, "%s on rank %d, with rank %d, the parameter server: %.500s", call, s->rank,
@@ -44296,8 +44310,10 @@ static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtr
 
 /* ---- pieces ---- */
 
-/* The next elements of a piece that are in one parameter, of which *param is the one before or already that; returns
- * how many, and where in it they begin. */
+/* Finds the next run of a piece's elements that lies in one parameter, and returns its length.
+ *
+ *   param   in: the parameter of the run before; out: that of this run
+ *   from    out: where in it the run begins */
 static size_t dtrain__server_next(const dtrain_server *s, const dtrain__server_piece *piece, size_t done, size_t *param,
                                   size_t *from)
 {
@@ -44309,7 +44325,7 @@ static size_t dtrain__server_next(const dtrain_server *s, const dtrain__server_p
     return n < piece->count - done ? n : piece->count - done;
 }
 
-/* Copies a piece of the gradients, or of the parameters, to one place. */
+/* Copies a piece of the gradients, or with `data` of the parameters, to one place. */
 static void dtrain__server_take(const dtrain_server *s, const dtrain_param *table, const dtrain__server_piece *piece,
                                 int data, float *to)
 {
@@ -44320,7 +44336,7 @@ static void dtrain__server_take(const dtrain_server *s, const dtrain_param *tabl
     }
 }
 
-/* Copies a piece from one place to the gradients, divided unless divisor is 0, or to the parameters. */
+/* Copies a piece from one place to the gradients, or with `data` to the parameters. Divides by a divisor above 0. */
 static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table, const dtrain__server_piece *piece,
                                int data, const float *values, double divisor)
 {
@@ -44334,8 +44350,7 @@ static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table
     }
 }
 
-/* Packs a piece with what the last one left, and keeps what this one leaves. Returns what the other end will have:
- * from, or back. */
+/* Packs a piece plus its residual, and keeps the new residual. Returns what the other end will have: from, or back. */
 static const float *dtrain__server_pack(dtrain_server *s, const dtrain__server_piece *piece, const float *from,
                                         unsigned char *to, float *back)
 {
@@ -44356,7 +44371,7 @@ static const float *dtrain__server_pack(dtrain_server *s, const dtrain__server_p
     return back;
 }
 
-/* Unpacks what came; only of top-k can it be wrong. */
+/* Unpacks a piece that has arrived. Only packed top-k can be invalid. */
 static dtrain_status dtrain__server_unpack(const dtrain_server *s, const dtrain__server_piece *piece,
                                            const unsigned char *from, float *to)
 {
@@ -44370,7 +44385,7 @@ static dtrain_status dtrain__server_unpack(const dtrain_server *s, const dtrain_
                : DTRAIN_OK;
 }
 
-/* Cuts the parameters into pieces; without s->pieces it only counts them. Returns 0 on an overflow. */
+/* Cuts the parameters into pieces; with s->pieces NULL it only counts them. Returns 0 on an overflow. */
 static int dtrain__server_cut(dtrain_server *s)
 {
     dtrain__server_piece piece;
@@ -44402,15 +44417,15 @@ static int dtrain__server_cut(dtrain_server *s)
                 s->pieces[used - 1] = piece;
         }
     }
-    s->piece_count = used > 0 ? used : 1; /* an empty one carries the weights */
+    s->piece_count = used > 0 ? used : 1; /* an empty piece carries the weights */
     return good;
 }
 
 #endif
 
 /* ---- >>server_create ----
- * Making and freeing a parameter server. All ranks compare what they were given, and whether they could make their
- * end, before the first group is made, so that either every rank has its server or every rank has an error. */
+ * Creation and destruction of a parameter server. Before the first group is made, all ranks compare their tables and
+ * descs, and whether each could make its end. So either every rank has its server, or every rank has an error. */
 #ifndef DTRAIN__SERVER_CREATE
 #define DTRAIN__SERVER_CREATE
 
@@ -44454,7 +44469,7 @@ static dtrain_status dtrain__server_check_desc(dtrain_server *s)
     return status == DTRAIN_OK ? dtrain__quantise_check_compressor(&s->compressor, "dtrain_server_create") : status;
 }
 
-/* The table's copy and its cut. */
+/* Copies the table and cuts it into pieces. */
 static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param *table, size_t count)
 {
     size_t bytes = 0;
@@ -44466,7 +44481,7 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
         return dtrain__server_no_memory(count * (sizeof *table + 2 * sizeof(size_t)));
     memcpy(s->table, table, count * sizeof *table);
     for (size_t i = 0; i < count; i++) {
-        s->table[i].part = NULL; /* the caller's, and not needed */
+        s->table[i].part = NULL; /* it is the caller's, and a server does not need it */
         s->elements[i] = dtrain__params_gradients(&table[i]);
         s->begins[i] = s->total;
         s->total += s->elements[i]; /* they are in memory, so they add up */
@@ -44481,8 +44496,7 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
     return DTRAIN_OK;
 }
 
-/* Takes, or with `frees` gives back, a buffer; what is not needed has no elements and stays NULL. Returns 0 when there
- * is no memory. */
+/* Allocates a buffer, or frees it if `frees`. A buffer of 0 elements stays NULL. Returns 0 if there is no memory. */
 static int dtrain__server_buffer(dtrain_server *s, int frees, void *place, size_t count, size_t width)
 {
     size_t bytes;
@@ -44547,7 +44561,7 @@ static const dtrain__alike_field dtrain__server_fields[] = {
 
 enum { DTRAIN__SERVER_FIELDS = sizeof dtrain__server_fields / sizeof dtrain__server_fields[0] };
 
-/* A group of the server and each worker, one after the other. */
+/* Makes the groups of the server and each worker, one after the other. */
 static dtrain_status dtrain__server_connect(dtrain_server *s)
 {
     dtrain_status status = DTRAIN_OK;
@@ -44583,7 +44597,7 @@ static dtrain_status dtrain__server_init(dtrain_server *s, const dtrain_param *t
         for (size_t p = 0; p < s->piece_count; p++)
             dtrain__server_take(s, table, &s->pieces[p], 1, s->links[l].view + s->pieces[p].begin);
     s->fresh = 1;
-    s->desc.compress = NULL; /* not ours to keep */
+    s->desc.compress = NULL; /* it is the caller's */
     return status;
 }
 
@@ -44643,14 +44657,14 @@ DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *serv
 #endif
 
 /* ---- >>server_sync ----
- * The synchronous parameter server. Each piece of the gradients is a message to the server, and its sum one back, each
- * with a weight before it; DTRAIN__SERVER_WINDOW of them are under way in either direction. A worker is at most that
- * many pieces ahead of what it has back, and the server receives piece p of all before it waits for room to send the
- * sum, so that neither waits for the other. */
+ * The synchronous parameter server. Each piece of the gradients is one message to the server, and its sum one message
+ * back, each after a weight. DTRAIN__SERVER_WINDOW messages are under way in each direction. A worker sends at most
+ * that many pieces before it gets sums back. The server receives piece p from all workers before it waits for room to
+ * send its sum. So server and workers never wait for each other. */
 #ifndef DTRAIN__SERVER_SYNC
 #define DTRAIN__SERVER_SYNC
 
-/* Starts to receive a piece, where there is one. */
+/* Starts to receive a piece, if there is one. */
 static dtrain_status dtrain__server_expect(dtrain_server *s, dtrain__server_link *link, size_t piece)
 {
     int slot = dtrain__server_slot(piece);
@@ -44660,7 +44674,7 @@ static dtrain_status dtrain__server_expect(dtrain_server *s, dtrain__server_link
                              DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes, DTRAIN_U8, s->serves, &link->in[slot]);
 }
 
-/* Starts to send what is in a piece's frame. */
+/* Starts to send a piece's frame. */
 static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *link, size_t piece)
 {
     int slot = dtrain__server_slot(piece);
@@ -44737,7 +44751,7 @@ static dtrain_status dtrain__server_work(dtrain_server *s, const dtrain_param *t
 
 /* ---- the server ---- */
 
-/* What a link's failure means: a lost worker is left out, anything else ends the call. */
+/* Handles an error of a link. The server goes on without a lost worker; any other error ends the call. */
 static dtrain_status dtrain__server_judge(dtrain_server *s, dtrain__server_link *link, dtrain_status status)
 {
     if (status == DTRAIN_OK)
@@ -44758,8 +44772,7 @@ static void dtrain__server_input(dtrain_server *s, int *n, const void *values, d
     s->weights[(*n)++] = weight;
 }
 
-/* Takes a piece from every worker that is left, in the order of ranks, this one's own among them. Returns in *n how
- * many there are. */
+/* Collects a piece from every worker that is left and from this rank, in the order of ranks. *n: how many there are. */
 static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param *table, size_t p, double weight,
                                             int *n)
 {
@@ -44769,7 +44782,7 @@ static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param
     dtrain__server_take(s, table, piece, 0, s->own);
     for (int i = 0; i <= s->link_count && status == DTRAIN_OK; i++) {
         double theirs = 0.0;
-        if (i == s->rank) /* its links are those of the ranks before it, then those after it */
+        if (i == s->rank) /* links go to the ranks before this one, then to those after it */
             dtrain__server_input(s, n, s->own, weight);
         if (i == s->link_count || s->links[i].comm == NULL)
             continue;
@@ -44786,7 +44799,7 @@ static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param
     return status;
 }
 
-/* Every worker has taken what was sent from a slot, or is lost. */
+/* Waits until every worker has taken what was sent from a slot, or is lost. */
 static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
 {
     dtrain_status status = DTRAIN_OK;
@@ -44796,7 +44809,7 @@ static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
     return status;
 }
 
-/* Folds a piece, sends it to every worker, and keeps the mean. */
+/* Adds up a piece, sends the sum to every worker, and writes the mean to this rank's gradients. */
 static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param *table, size_t p, int n, double *total)
 {
     const dtrain__server_piece *piece = &s->pieces[p];
@@ -44861,10 +44874,14 @@ static dtrain_status dtrain__server_sync(dtrain_server *s, const dtrain_param *t
 #endif
 
 /* ---- >>server_worker ----
- * A worker of the asynchronous parameter server speaks, the server answers: a header PUSH and then the gradients; a
- * header PULL, answered by a header, unless refused with the parameters after it; a header LEAVE. A header holds the
- * number of gradients pushed before it. The message buffer is used for one thing at a time: nobody pulls before his
- * gradients have gone. */
+ * A worker of the asynchronous parameter server, and the protocol. A worker speaks, the server answers:
+ *
+ *   worker    header PUSH, then the gradients
+ *   worker    header PULL;     server: header GRANT, then the parameters; or header REFUSE
+ *   worker    header LEAVE
+ *
+ * A worker's header holds the number of gradients pushed before it. The message buffer serves one message at a time: a
+ * worker pulls only after its gradients have been sent. */
 #ifndef DTRAIN__SERVER_WORKER
 #define DTRAIN__SERVER_WORKER
 
@@ -44884,7 +44901,7 @@ static void dtrain__server_count_staleness(dtrain_server_stats *stats, uint64_t 
     stats->largest_staleness = staleness > stats->largest_staleness ? staleness : stats->largest_staleness;
 }
 
-/* What is wrong with a call of a worker's; async: of the asynchronous form. */
+/* Checks that a call comes from a worker of an asynchronous server. */
 static dtrain_status dtrain__server_check_worker(const dtrain_server *s, const char *call)
 {
     if (s == NULL)
@@ -44922,7 +44939,7 @@ static dtrain_status dtrain__server_write(dtrain__server_link *link, int slot, u
     return dtrain_send_async(link->comm, link->header_out, DTRAIN__SERVER_HEADER, DTRAIN_U64, peer, &link->out[slot]);
 }
 
-/* Everything that was sent has gone. */
+/* Waits until everything has been sent. */
 static dtrain_status dtrain__server_flush(dtrain__server_link *link)
 {
     dtrain_status status = dtrain__work_settle(&link->out[0]);
@@ -44957,7 +44974,7 @@ static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *t
     return DTRAIN_OK;
 }
 
-/* Takes the parameters over, or, where they travel packed, what has changed in them. */
+/* Writes the parameters that have arrived into the table; if they travel packed, adds their change. */
 static dtrain_status dtrain__server_adopt(dtrain_server *s, const dtrain_param *table)
 {
     for (size_t p = 0; p < s->piece_count; p++) {
@@ -44985,7 +45002,7 @@ static dtrain_status dtrain__server_ask(dtrain_server *s)
     if (status != DTRAIN_OK)
         return status;
     status = dtrain_recv(link->comm, link->header_in, DTRAIN__SERVER_HEADER, DTRAIN_U64, 0);
-    /* The server refuses before the deadline, and knows whom it has waited for. On a busy host its word may be late. */
+    /* The server refuses before this deadline, and says whom it waited for. On a busy host its answer may be late. */
     if (status == DTRAIN_ERR_TIMEOUT && !dtrain__group_is_broken(link->comm))
         status = dtrain_recv(link->comm, link->header_in, DTRAIN__SERVER_HEADER, DTRAIN_U64, 0);
     return status;
@@ -45017,7 +45034,7 @@ static dtrain_status dtrain__server_pull(dtrain_server *s, const dtrain_param *t
         status = dtrain__server_adopt(s, table);
     if (status != DTRAIN_OK)
         return dtrain__server_gone(s, "server_pull", status);
-    if (!s->fresh || s->clock == 0) /* a second pull in a row counts for no other gradient */
+    if (!s->fresh || s->clock == 0) /* a second pull in a row is for the same gradient */
         dtrain__server_count_staleness(&s->stats, header[2]);
     s->fresh = 1;
     s->stats.pulls++;
@@ -45070,23 +45087,23 @@ DTRAIN_API dtrain_status dtrain_server_leave(dtrain_server *server)
 #endif
 
 /* ---- >>server_async ----
- * The asynchronous parameter server itself: it turns to whichever link has something, applies each gradient once it is
- * there in full, and holds a pull back until the slowest worker is near enough. */
+ * The asynchronous parameter server itself. It serves whichever link has something. It applies each gradient once all
+ * of it has arrived, and holds a pull back until the slowest worker is near enough. */
 #ifndef DTRAIN__SERVER_ASYNC
 #define DTRAIN__SERVER_ASYNC
 
-/* What the server awaits of a worker. */
+/* What the server waits for on a link. */
 enum {
     DTRAIN__SERVER_AWAITS_HEADER = 0,
     DTRAIN__SERVER_AWAITS_GRADIENT,
-    DTRAIN__SERVER_AWAITS_OTHERS,  /* nothing: its pull waits for others */
-    DTRAIN__SERVER_AWAITS_ANSWERED /* that it takes the answer */
+    DTRAIN__SERVER_AWAITS_OTHERS,  /* nothing: the worker's pull waits for other workers */
+    DTRAIN__SERVER_AWAITS_ANSWERED /* until the answer has been sent */
 };
 
-#define DTRAIN__SERVER_IDLE_TURNS 64u /* rounds in which nothing came before the server sleeps */
+#define DTRAIN__SERVER_IDLE_TURNS 64u /* rounds without a message before the server sleeps */
 #define DTRAIN__SERVER_SLEEP_NS 500000
 
-/* The worker that has pushed least; NULL when none is left. */
+/* Returns the worker with the fewest pushes; NULL if none is left. */
 static dtrain__server_link *dtrain__server_slowest(const dtrain_server *s)
 {
     dtrain__server_link *slowest = NULL;
@@ -45119,7 +45136,7 @@ static dtrain_status dtrain__server_update(dtrain_server *s, dtrain__server_link
     return desc->on_update != NULL ? desc->on_update(desc->user, link->rank, &s->stats) : DTRAIN_OK;
 }
 
-/* Puts a whole gradient into the table, divided by its weight. What it returns ends the link. */
+/* Puts a whole gradient into the table, divided by its weight. An error ends the link. */
 static dtrain_status dtrain__server_accept(dtrain_server *s, dtrain__server_link *link)
 {
     dtrain_status status = DTRAIN_OK;
@@ -45137,7 +45154,7 @@ static dtrain_status dtrain__server_accept(dtrain_server *s, dtrain__server_link
     return status;
 }
 
-/* The parameters as they are now, or what has changed since this worker had them. */
+/* Writes the answer to a pull: the parameters or, packed, their change since this worker's last pull. */
 static void dtrain__server_copy(dtrain_server *s, dtrain__server_link *link)
 {
     uint64_t mode = dtrain__fpmode_enter();
@@ -45157,7 +45174,7 @@ static void dtrain__server_copy(dtrain_server *s, dtrain__server_link *link)
     dtrain__fpmode_restore(mode);
 }
 
-/* Answers a pull if that can be now: 1 in *moved. */
+/* Answers a pull if the worker need not wait. *moved: whether it did. */
 static dtrain_status dtrain__server_answer(dtrain_server *s, dtrain__server_link *link, int *moved)
 {
     const dtrain__server_link *slowest = dtrain__server_slowest(s);
@@ -45179,7 +45196,7 @@ static dtrain_status dtrain__server_answer(dtrain_server *s, dtrain__server_link
         s->stats.sent_bytes += s->message_bytes;
         s->dense_bytes += s->total * sizeof(float);
     } else if (link->held_ns != 0 && now - link->held_ns >= limit - limit / 8) {
-        /* before the worker's own deadline, which would not know whom it has waited for */
+        /* before the worker's own deadline: the worker cannot know whom it waits for */
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_REFUSE, (uint64_t)slowest->rank, slowest->clock, 0, 1);
         s->stats.waits++;
     } else {
@@ -45192,7 +45209,7 @@ static dtrain_status dtrain__server_answer(dtrain_server *s, dtrain__server_link
     return status;
 }
 
-/* Reads a header that has come. */
+/* Handles a header that has arrived. */
 static dtrain_status dtrain__server_read(dtrain_server *s, dtrain__server_link *link)
 {
     const uint64_t *header = link->header_in;
@@ -45218,7 +45235,7 @@ static dtrain_status dtrain__server_read(dtrain_server *s, dtrain__server_link *
     return dtrain_recv_async(link->comm, link->message, s->message_bytes, DTRAIN_U8, 1, &link->in[0]);
 }
 
-/* The message that a link waits for. */
+/* Returns the message that a link waits for. */
 static dtrain_work **dtrain__server_pending(dtrain__server_link *link)
 {
     if (link->state == DTRAIN__SERVER_AWAITS_ANSWERED)
@@ -45226,7 +45243,7 @@ static dtrain_work **dtrain__server_pending(dtrain__server_link *link)
     return &link->in[0];
 }
 
-/* Drives a link's message until until_ns; 1 when it has ended, with its status. */
+/* Drives a link's message until until_ns. Returns 1 if it has ended, and its status. */
 static int dtrain__server_ended(dtrain__server_link *link, int64_t until_ns, dtrain_status *status)
 {
     dtrain_work **work = dtrain__server_pending(link);
@@ -45239,7 +45256,7 @@ static int dtrain__server_ended(dtrain__server_link *link, int64_t until_ns, dtr
     return ended;
 }
 
-/* Goes on with a link; what it returns ends the link, but for on_update's status in *ends, which ends the call. */
+/* Serves a link. An error that it returns ends the link. A status of on_update in *ends ends dtrain_server_run. */
 static dtrain_status dtrain__server_turn(dtrain_server *s, dtrain__server_link *link, const dtrain_serve_desc *desc,
                                          int *moved, dtrain_status *ends)
 {
@@ -45254,7 +45271,7 @@ static dtrain_status dtrain__server_turn(dtrain_server *s, dtrain__server_link *
         return DTRAIN_OK;
     if (status == DTRAIN_ERR_TIMEOUT && link->state == DTRAIN__SERVER_AWAITS_HEADER &&
         !dtrain__group_is_broken(link->comm))
-        return DTRAIN_OK; /* it computes for long: its header is awaited anew */
+        return DTRAIN_OK; /* the worker is computing: wait for its header again */
     *moved = 1;
     if (status != DTRAIN_OK)
         return status;
@@ -45269,7 +45286,7 @@ static dtrain_status dtrain__server_turn(dtrain_server *s, dtrain__server_link *
     return status;
 }
 
-/* One round over all workers. */
+/* Serves each link once. */
 static dtrain_status dtrain__server_round(dtrain_server *s, const dtrain_serve_desc *desc, int *moved)
 {
     dtrain_status ends = DTRAIN_OK;
@@ -45284,7 +45301,7 @@ static dtrain_status dtrain__server_round(dtrain_server *s, const dtrain_serve_d
     return ends;
 }
 
-/* Sleeps until the next link in turn has something, but not for long. */
+/* Sleeps for a short time, or until one of the links, taken in turn, has something. */
 static void dtrain__server_sleep(dtrain_server *s)
 {
     int64_t until = dtrain__os_now_ns() + DTRAIN__SERVER_SLEEP_NS;
@@ -45293,7 +45310,7 @@ static void dtrain__server_sleep(dtrain_server *s)
         s->turn %= s->link_count;
         if (link->comm == NULL || link->state == DTRAIN__SERVER_AWAITS_OTHERS || *dtrain__server_pending(link) == NULL)
             continue;
-        dtrain__work_help(*dtrain__server_pending(link), until); /* its end is met in the next round */
+        dtrain__work_help(*dtrain__server_pending(link), until); /* the next round sees its end */
         return;
     }
 }
@@ -45333,7 +45350,7 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
     dtrain_status status = dtrain__server_check_run(s, desc);
     if (status != DTRAIN_OK)
         return status;
-    int64_t limit = dtrain__server_timeout_ns(s), heard_ns = dtrain__os_now_ns(); /* when anything last came */
+    int64_t limit = dtrain__server_timeout_ns(s), heard_ns = dtrain__os_now_ns(); /* when something last arrived */
     while (s->stats.workers > 0 && status == DTRAIN_OK) {
         int moved;
         status = dtrain__server_round(s, desc, &moved);
@@ -45389,7 +45406,7 @@ static dtrain_compressed_stats dtrain__server_counters(const void *self)
     return stats;
 }
 
-/* Lists what packing has left for the next step; an asynchronous server has nothing of it. */
+/* Lists the residuals of packing. An asynchronous server has none. */
 static dtrain_status dtrain__server_list(const dtrain_pieces *list, dtrain__lister *lister)
 {
     const dtrain_server *s = (const dtrain_server *)list->object;
@@ -45415,46 +45432,48 @@ DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server)
 #endif
 
 /* ---- >>rounds-state ----
- * What a local SGD object keeps, how much memory that is, and what a training thread does with it: a snapshot of how
- * far it has come, and the application of what a round brought. The parameters are touched by the training thread
- * alone; all else that both threads use is the mutex's, held for as long as it takes to go through memory once. */
+ * The data of a local SGD object, its size, and what the training thread does with it. That thread takes snapshots of
+ * how far it has come, and applies the results of rounds. Only the training thread touches the parameters. The mutex
+ * protects all other data that both threads use. A thread holds it at most for one pass over memory. */
 #ifndef DTRAIN__ROUNDS_STATE
 #define DTRAIN__ROUNDS_STATE
 
 enum {
     DTRAIN__ROUNDS_IDLE = 0, /* no difference is handed in */
-    DTRAIN__ROUNDS_READY,    /* one is, and may be replaced by a later one */
-    DTRAIN__ROUNDS_FLYING,   /* the thread has it in a round */
-    DTRAIN__ROUNDS_LANDED    /* its round was made, and waits to be applied */
+    DTRAIN__ROUNDS_READY,    /* a difference is handed in; a later one may replace it */
+    DTRAIN__ROUNDS_FLYING,   /* the thread has the difference in a round */
+    DTRAIN__ROUNDS_LANDED    /* the round is done; its result is not applied yet */
 };
 
-/* What a member says of a fragment to the one that opens rounds. */
+/* Flags that a member sends for each fragment to the member that opens rounds: it has handed in; that opens a window;
+ * it has finished. */
 enum { DTRAIN__ROUNDS_IN = 1, DTRAIN__ROUNDS_OPENS = 2, DTRAIN__ROUNDS_FINAL = 4 };
 
-enum { DTRAIN__ROUNDS_WORDS = 4 }; /* that a member says at the beginning of a round */
+enum { DTRAIN__ROUNDS_WORDS = 4 }; /* of a hello, which each member sends at the beginning of a round */
 
-/* Of rounds through a server: pieces under way to and from each member, and elements of one that is not packed. */
+/* Rounds through a server: pieces under way in each direction for each member, and elements of a piece that is not
+ * packed. */
 enum { DTRAIN__ROUNDS_WAYS = 2 };
 #define DTRAIN__ROUNDS_PIECE DTRAIN__TUNED(rounds_piece, (size_t)131072)
 
 typedef struct dtrain__rounds_fragment {
     size_t begin, count;     /* in the object's own order of elements */
-    int boundary;            /* its snapshots are after steps that leave this rest */
-    int state, flags;        /* flags: of the difference, DTRAIN__ROUNDS_IN and on */
-    int due;                 /* a boundary has passed while a round had the last difference */
-    int behind;              /* a round was made without this rank since it started */
-    int closed;              /* in the last round every member finished */
+    int boundary;            /* a snapshot follows each step whose number modulo desc.steps is this */
+    int state, flags;        /* flags: of the difference, DTRAIN__ROUNDS_IN and others */
+    int due;                 /* a boundary has passed while the last difference was in a round */
+    int behind;              /* a round was made without this rank since its last result */
+    int closed;              /* every member had finished in the last round */
     uint64_t snapshot;       /* the step of the difference */
-    double handed;           /* its weight */
-    int64_t opened_ns;       /* when its window was, or will be, opened; 0: nobody has come */
-    dtrain_compressed *pack; /* NULL: as it is */
+    double handed;           /* the weight of the difference */
+    int64_t opened_ns;       /* when its window opened or will open; 0: no member has handed in */
+    dtrain_compressed *pack; /* NULL: not packed */
 } dtrain__rounds_fragment;
 
 typedef struct dtrain__rounds_sizes {
     size_t total, largest;  /* elements of all fragments, and of the largest */
     size_t works;           /* handles */
-    size_t saved;           /* of the largest that has a residual */
-    size_t rooms[3], packs; /* bytes of the rooms, and of the state of packing */
+    size_t saved;           /* elements of the largest fragment that has a residual */
+    size_t rooms[3], packs; /* bytes of the rooms, and of the packing states */
     size_t all;             /* bytes of everything that is allocated */
 } dtrain__rounds_sizes;
 
@@ -45463,13 +45482,13 @@ struct dtrain_local_sgd {
     dtrain_local_sgd_desc desc;
     dtrain_compress_desc compress;
     int rank, ranks;   /* in the caller's group */
-    int server;        /* its rank in group; -1: none */
-    int server_origin; /* in the world */
+    int server;        /* rank of the server in group; -1: none */
+    int server_origin; /* its rank in the world */
     int64_t timeout_ms;
     dtrain__params params;
     dtrain__rounds_sizes sizes;
     dtrain__rounds_fragment *fragments;
-    unsigned char *block;                                /* all of these arrays; see dtrain__rounds_place */
+    unsigned char *block;                                /* holds all of these arrays; see dtrain__rounds_place */
     float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity: NULL without momentum */
     double *weights;                                     /* of the steps since each fragment's snapshot */
     uint64_t *counters;                                  /* steps, then rounds of each fragment */
@@ -45477,24 +45496,24 @@ struct dtrain_local_sgd {
     pthread_mutex_t mutex;
     dtrain__worker worker;
     dtrain__bell to_caller;
-    uint32_t news; /* counts what the caller's bell was rung for */
-    /* the worker's own */
+    uint32_t news; /* counts rings of the caller's bell */
+    /* used by the worker thread only */
     unsigned idle;                  /* turns since it did something */
-    dtrain_comm *group, *up, *down; /* for rounds, for handing in, and for opening them; NULL: alone. Replaced under the
-                                       mutex */
+    dtrain_comm *group, *up, *down; /* for rounds, for handing in, and for opening rounds; NULL: alone. Replaced under
+                                       the mutex */
     int busy;                       /* in a call that may wait for others; under the mutex */
     int told;                       /* this member has handed in since the last round */
-    dtrain_work **works;     /* a rank of up: what receives from it; of others than rank 0 the first is of down; after
-                                these what a server's transfer has under way */
-    uint64_t *words;         /* flags, a fragment each: of every rank that has sent them, the first this one's own */
-    uint64_t *inbox;         /* the same, of those that are being received */
-    uint64_t opening[2];     /* the fragment and its round that rank 0 opens */
-    int64_t recalled_ns;     /* when all were asked to hand in anew */
+    dtrain_work **works;     /* on rank 0 of up one receive for each rank; on other ranks the first receives from down.
+                                Then the transfers of a server */
+    uint64_t *words;         /* flags of each fragment, for each rank that has sent them; first this rank's own */
+    uint64_t *inbox;         /* the same, while they are being received */
+    uint64_t opening[2];     /* the fragment and the round that rank 0 opens */
+    int64_t recalled_ns;     /* when all members were asked to hand in again */
     int64_t made_ns, gap_ns; /* when the last round was made, and how long after the one before */
-    uint64_t *hellos;        /* DTRAIN__ROUNDS_WORDS each, this rank's and then those of all */
-    const void **parts;      /* a rank each, for folds */
+    uint64_t *hellos;        /* DTRAIN__ROUNDS_WORDS each: this rank's, then those of all */
+    const void **parts;      /* inputs of folds, one a rank */
     int *last;               /* members of the last round */
-    unsigned char *rooms[3]; /* out, in and wide of the pack under way */
+    unsigned char *rooms[3]; /* lent to the packing under way: out, in, wide */
     dtrain__error error;
 };
 
@@ -45543,7 +45562,7 @@ static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, con
     return DTRAIN_OK;
 }
 
-/* The compressor of a fragment; it must own nothing and pack. */
+/* Makes the compressor of a fragment. It must pack and own nothing. */
 static dtrain_status dtrain__rounds_compressor(const dtrain_compress_desc *desc, dtrain_allocator *allocator,
                                                dtrain_compressor *made)
 {
@@ -45584,14 +45603,14 @@ static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, 
     return count;
 }
 
-/* What rounds of count elements need over any number of members up to ranks, as those may become fewer. q: what packs
- * them; NULL: nothing. serves: pieces of all come in here. */
+/* Sizes the rooms for rounds of count elements. Members may become fewer, so the rooms fit every number of members up
+ * to ranks. q: the compressor, or NULL. serves: pieces of all members arrive here. */
 static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks,
                                  int serves)
 {
     for (int r = 2; r <= ranks; r++) {
         size_t part = dtrain__split(count, r, 0, NULL), shorter = dtrain__split(count, r, r - 1, NULL);
-        size_t longer = count - shorter * (size_t)r; /* parts that have one more */
+        size_t longer = count - shorter * (size_t)r; /* parts that are one longer */
         size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE, need[3] = {0, 0, 0};
         size_t piece = q != NULL ? q->bytes(q, part) : dense * sizeof(float);
         if (q != NULL) {
@@ -45606,7 +45625,7 @@ static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compr
     }
 }
 
-/* The next array of a block, `at` in it; without a block it only counts. */
+/* Returns the next array in a block and advances *at; without a block it only counts. */
 static void *dtrain__rounds_next(unsigned char *block, size_t *at, size_t count, size_t size)
 {
     size_t from = (*at + 63) / 64 * 64;
@@ -45642,7 +45661,7 @@ static size_t dtrain__rounds_place(dtrain_local_sgd *local, unsigned char *block
     return at;
 }
 
-/* Sizes of everything on this rank; the elements are in memory, so that a few times as many bytes need not fit. */
+/* Computes all sizes on this rank. The elements are in memory, but a few times as many bytes may overflow. */
 static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
 {
     const dtrain__params *params = &local->params;
@@ -45678,9 +45697,10 @@ static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
     return DTRAIN_OK;
 }
 
-/* Where the fragment's elements and the table's meet: calls piece for each run of them, inside one float mode. */
+/* Called for each run of a fragment's elements that lie in one parameter. */
 typedef void (*dtrain__rounds_piece)(dtrain_local_sgd *local, float *data, size_t at, size_t count);
 
+/* Calls piece for each run of a fragment, in the default floating-point mode. */
 static void dtrain__rounds_walk(dtrain_local_sgd *local, int fragment, dtrain__rounds_piece piece)
 {
     const dtrain__params *params = &local->params;
@@ -45728,12 +45748,12 @@ static void dtrain__rounds_mix(dtrain_local_sgd *local, float *data, size_t at, 
     }
 }
 
-/* Takes a fragment's difference, in the place of one that no round has taken. The mutex is held. */
+/* Hands in a fragment's difference. It replaces one that no round has taken. The mutex is held. */
 static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int final)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     f->handed = (f->state == DTRAIN__ROUNDS_READY ? f->handed : 0.0) + local->weights[fragment];
-    f->handed = (double)(float)f->handed; /* as it multiplies */
+    f->handed = (double)(float)f->handed; /* rounded as the product below rounds it */
     local->weights[fragment] = 0.0;
     dtrain__rounds_walk(local, fragment, dtrain__rounds_subtract);
     if (f->count > 0) {
@@ -45741,7 +45761,7 @@ static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int f
         dtrain__fold_weigh_f32(local->diff + f->begin, f->handed, local->diff + f->begin, f->count);
         dtrain__fpmode_restore(mode);
     }
-    /* who was late opens no window, as the others are in the middle of their steps */
+    /* a member that was late opens no window, because the others are in the middle of their steps */
     f->flags = DTRAIN__ROUNDS_IN | (final ? DTRAIN__ROUNDS_FINAL : f->behind ? 0 : DTRAIN__ROUNDS_OPENS);
     f->state = DTRAIN__ROUNDS_READY;
     f->due = 0;
@@ -45750,7 +45770,7 @@ static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int f
     dtrain__worker_call(&local->worker);
 }
 
-/* Applies what came of a fragment's round, if something has. The mutex is held. */
+/* Applies the result of a fragment's round, if there is one. The mutex is held. */
 static void dtrain__rounds_apply(dtrain_local_sgd *local, int fragment)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
@@ -45767,20 +45787,20 @@ static void dtrain__rounds_apply(dtrain_local_sgd *local, int fragment)
 #endif
 
 /* ---- >>rounds-groups ----
- * The groups of a local SGD object: made, and made anew from those left when a member is gone. A broken group is left
- * in one order by all: abort all three, agree (on nothing, where no round was under way), shrink. A member whose others
- * are lost, or have given it up, is alone: its groups are NULL. */
+ * The groups of a local SGD object. When a member is gone, the others make new groups. All leave a broken group in the
+ * same order: abort all three groups, agree, shrink. If no round was under way, they agree on nothing. A member that is
+ * the only one left, or that the others have given up, goes on alone: its groups are NULL. */
 #ifndef DTRAIN__ROUNDS_GROUPS
 #define DTRAIN__ROUNDS_GROUPS
 
-#define DTRAIN__ROUNDS_SLICE_MS 100 /* of waits that end when the object is destroyed */
+#define DTRAIN__ROUNDS_SLICE_MS 100 /* waits are this short, so that they end when the object is destroyed */
 
 static int dtrain__rounds_stopping(const dtrain_local_sgd *local)
 {
     return dtrain__worker_stopping(&local->worker);
 }
 
-/* Says to the training thread that something has changed. */
+/* Wakes the training thread: something has changed. */
 static void dtrain__rounds_tell(dtrain_local_sgd *local)
 {
     __atomic_add_fetch(&local->news, 1, __ATOMIC_SEQ_CST);
@@ -45794,7 +45814,7 @@ static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
     pthread_mutex_unlock(&local->mutex);
 }
 
-/* Who destroys the object does not wait for what the thread waits for. The mutex is held. */
+/* Aborts the groups if the object is being destroyed while the thread may wait for others. The mutex is held. */
 static void dtrain__rounds_cut(dtrain_local_sgd *local)
 {
     dtrain_comm *groups[3];
@@ -45806,7 +45826,7 @@ static void dtrain__rounds_cut(dtrain_local_sgd *local)
             DTRAIN_IGNORE(dtrain_comm_abort(groups[i], "it leaves local SGD"));
 }
 
-/* The thread may wait for others from here on, or no more. */
+/* Says whether the thread may wait for others from here on. */
 static void dtrain__rounds_busy(dtrain_local_sgd *local, int busy)
 {
     pthread_mutex_lock(&local->mutex);
@@ -45815,21 +45835,21 @@ static void dtrain__rounds_busy(dtrain_local_sgd *local, int busy)
     pthread_mutex_unlock(&local->mutex);
 }
 
-/* Agrees with all that are left whether each of them can. Returns 1 or 0, or -1 when the others go on without this
- * rank, or it leaves. */
+/* Agrees with all members that are left. Returns 1 if every one of them can, 0 if one cannot, and -1 if the others go
+ * on without this rank or this rank leaves. */
 static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
 {
     uint64_t flags = can != 0;
     dtrain_status status;
     dtrain__group_set_timeout(local->group, DTRAIN__ROUNDS_SLICE_MS);
-    do /* a late one counts: the vote stands, and what is decided stays so */
+    do /* after a timeout ask again: this rank's vote stands, and so does a decision */
         status = dtrain_comm_agree(local->group, &flags);
     while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
     dtrain__group_set_timeout(local->group, local->timeout_ms);
     return status == DTRAIN_OK ? flags == 1 : -1;
 }
 
-/* The server's rank in a group; -1: it is not in it, or there is none. */
+/* Returns the server's rank in a group; -1: there is no server, or it is not in the group. */
 static int dtrain__rounds_find_server(const dtrain_local_sgd *local, const dtrain_comm *group)
 {
     int server = local->desc.through_server && group != NULL ? dtrain_comm_size(group) - 1 : -1;
@@ -45850,7 +45870,7 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
     for (int i = 0; i < local->desc.fragments; i++)
         local->fragments[i].opened_ns = 0;
     local->told = 0;
-    memset(local->works, 0, local->sizes.works * sizeof *local->works); /* handles die with their group */
+    memset(local->works, 0, local->sizes.works * sizeof *local->works); /* a group's handles end with it */
     if (old_up != up)
         dtrain_comm_destroy(old_up);
     if (old_down != down)
@@ -45863,8 +45883,8 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
             dtrain__compressed_move(local->fragments[i].pack, group);
 }
 
-/* Makes the two groups over which rounds are opened; a server is rank 0 of them. Collective; on an error there is
- * none. */
+/* Makes the two groups over which rounds are opened. A server is rank 0 of both. Collective. On an error it makes
+ * neither. */
 static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm **up,
                                          dtrain_comm **down)
 {
@@ -45879,12 +45899,12 @@ static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_c
         *up = NULL;
         return dtrain__report(&cause);
     }
-    dtrain__group_set_timeout(*up, -1); /* who has nothing to say is silent for as long as it trains */
+    dtrain__group_set_timeout(*up, -1); /* a member sends nothing for as long as it trains */
     dtrain__group_set_timeout(*down, -1);
     return DTRAIN_OK;
 }
 
-/* From here on this rank makes its rounds alone. */
+/* This rank makes its rounds alone from here on. */
 static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
 {
     pthread_mutex_lock(&local->mutex);
@@ -45896,7 +45916,8 @@ static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
     dtrain__rounds_set_groups(local, NULL, NULL, NULL);
 }
 
-/* One attempt at groups of those left. Returns 1: made; 0: others were lost meanwhile; -1: this rank is alone. */
+/* Tries to make groups of the members that are left. Returns 1 if made, 0 if more members were lost meanwhile, and -1
+ * if this rank is alone. */
 static int dtrain__rounds_shrink(dtrain_local_sgd *local)
 {
     dtrain_comm *group = NULL, *up = NULL, *down = NULL;
@@ -45920,7 +45941,7 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     dtrain__rounds_busy(local, 0);
     if (status != DTRAIN_OK)
         DTRAIN_IGNORE(dtrain_comm_abort(group, dtrain_last_error()));
-    int all = dtrain__rounds_agree(local, status == DTRAIN_OK); /* one without would never be heard */
+    int all = dtrain__rounds_agree(local, status == DTRAIN_OK); /* a member without these groups would never be heard */
     if (all == 1) {
         dtrain__rounds_set_groups(local, group, up, down);
     } else {
@@ -45930,11 +45951,11 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     return all;
 }
 
-/* Goes on with those that are left; agreed: all have agreed already that the group is to be left. */
+/* Goes on with the members that are left. agreed: all have agreed already to leave the group. */
 static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const char *why)
 {
     dtrain__error cause;
-    int before = dtrain_comm_size(local->group), made = 0, closed = 1; /* closed: who leaves then is no loss */
+    int before = dtrain_comm_size(local->group), made = 0, closed = 1; /* closed: all have finished, and may leave */
     pthread_mutex_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         closed &= local->fragments[i].closed;
@@ -45967,12 +45988,13 @@ static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const ch
 #endif
 
 /* ---- >>rounds-server ----
- * The transfers of a round that goes through a server: one member that leads the rounds, hears of all what they bring,
- * folds it in the order of ranks, and sends the sum to all. Members speak with it alone, and who brings nothing only
- * receives; all make the outer step themselves, so that they have the same bits as by an all-reduce.
+ * The transfers of a round that goes through a server. The server is a member that leads the rounds. It receives the
+ * differences of all members, adds them up in the order of ranks, and sends the sum to all. Members talk to the server
+ * only. A member without a difference only receives. Every member makes the outer step itself, so that all have the
+ * bits of an all-reduce.
  *
- * Pieces follow each other, DTRAIN__ROUNDS_WAYS of them under way in either direction. What is packed is cut as an
- * all-reduce cuts it, for its blocks to be the same. */
+ * Data travels in pieces, DTRAIN__ROUNDS_WAYS of them at once in each direction. Packed data is cut as an all-reduce
+ * cuts it, so that its blocks are the same. */
 #ifndef DTRAIN__ROUNDS_SERVER
 #define DTRAIN__ROUNDS_SERVER
 
@@ -45981,14 +46003,14 @@ typedef struct dtrain__rounds_transfer {
     dtrain_local_sgd *local;
     const dtrain__rounds_fragment *f;
     int packs;
-    dtrain__packed packed; /* where it packs */
-    const float *in;       /* what this rank brings; NULL: nothing */
+    dtrain__packed packed; /* used if packs */
+    const float *in;       /* this rank's difference; NULL: none */
     int n, server;
     size_t pieces;
     uint64_t sent;
 } dtrain__rounds_transfer;
 
-/* Where a piece is, and how long. */
+/* Returns the elements of a piece. *begin: where it begins. */
 static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, size_t *begin)
 {
     if (t->packs)
@@ -46003,7 +46025,7 @@ static size_t dtrain__rounds_slice_bytes(const dtrain__rounds_transfer *t, size_
     return t->packs ? t->packed.counts[p] : dtrain__rounds_slice(t, p, &begin) * sizeof(float);
 }
 
-/* Whether another rank of the group brings something, by what it said. */
+/* Whether another rank has a difference in this round, by its hello. */
 static int dtrain__rounds_brings(const dtrain__rounds_transfer *t, int rank)
 {
     const uint64_t *said = t->local->hellos + DTRAIN__ROUNDS_WORDS * (rank + 1);
@@ -46012,7 +46034,7 @@ static int dtrain__rounds_brings(const dtrain__rounds_transfer *t, int rank)
     return (said[0] >> 32) != 0 && weight > 0.0;
 }
 
-/* What a piece is sent from: this rank's or, on the server, the sum. */
+/* Returns where a piece is sent from: this rank's difference or, on the server, the sum. */
 static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t p, const float *values)
 {
     size_t begin;
@@ -46020,14 +46042,14 @@ static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t 
     return t->packs ? (const void *)(t->packed.out + t->packed.offsets[p]) : values + begin;
 }
 
-/* The handle of what is received from a peer in a piece's turn; after it that of what is sent there. */
+/* Two handles for a peer and the turn of a piece: of what is received from it, then of what is sent to it. */
 static dtrain_work **dtrain__rounds_work(const dtrain__rounds_transfer *t, int peer, size_t p)
 {
     size_t turn = p % DTRAIN__ROUNDS_WAYS;
     return t->local->works + t->local->ranks + 2 * ((size_t)peer * DTRAIN__ROUNDS_WAYS + turn);
 }
 
-/* What is under way to and from a peer in a piece's turn has come to its end. */
+/* Waits for what is under way to and from a peer in a piece's turn. */
 static dtrain_status dtrain__rounds_settle(const dtrain__rounds_transfer *t, int peer, size_t p)
 {
     dtrain_work **works = dtrain__rounds_work(t, peer, p);
@@ -46051,7 +46073,7 @@ static dtrain_status dtrain__rounds_give(dtrain__rounds_transfer *t, int peer, s
 
 /* ---- a worker ---- */
 
-/* Where a piece of the sum comes in. */
+/* Returns where a piece of the sum arrives. */
 static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, size_t p)
 {
     size_t begin;
@@ -46079,7 +46101,7 @@ static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
 
 /* ---- the server ---- */
 
-/* Where a rank's piece comes in on the server: those of all ranks in a row, one row a turn. */
+/* Returns where a rank's piece arrives on the server. There is one row a turn, with the pieces of all ranks. */
 static unsigned char *dtrain__rounds_inbox(const dtrain__rounds_transfer *t, int rank, size_t p)
 {
     size_t longest = dtrain__rounds_slice_bytes(t, 0), row = p % DTRAIN__ROUNDS_WAYS * (size_t)t->n;
@@ -46095,7 +46117,7 @@ static dtrain_status dtrain__rounds_expect_all(dtrain__rounds_transfer *t, size_
     return status;
 }
 
-/* Everything that is under way in a piece's turn has come to its end. */
+/* Waits for everything that is under way in a piece's turn. */
 static dtrain_status dtrain__rounds_wait_turn(dtrain__rounds_transfer *t, size_t p)
 {
     dtrain_status status = DTRAIN_OK;
@@ -46104,7 +46126,7 @@ static dtrain_status dtrain__rounds_wait_turn(dtrain__rounds_transfer *t, size_t
     return status;
 }
 
-/* A rank's part of a fold: zeros of those that bring nothing. */
+/* Returns a rank's input of a fold: zeros if it has no difference. */
 static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int rank, size_t p)
 {
     size_t begin, count = dtrain__rounds_slice(t, p, &begin);
@@ -46121,7 +46143,8 @@ static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int ra
     return wide;
 }
 
-/* Adds up a piece of all ranks, by the tree, and packs the sum, of which all have what that leaves. */
+/* Adds up a piece over all ranks by the tree. If it packs, the server also replaces its sum by the packed sum unpacked,
+ * which is what the members get. */
 static dtrain_status dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
 {
     size_t begin, count = dtrain__rounds_slice(t, p, &begin);
@@ -46161,7 +46184,7 @@ static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
 
 /* ---- both ---- */
 
-/* The sum of what the members bring, in local->sum; in: this rank's, or NULL. */
+/* Sums the members' differences into local->sum. in: this rank's difference, or NULL. */
 static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in)
 {
     dtrain__rounds_transfer t;
@@ -46180,7 +46203,7 @@ static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrai
     if (status == DTRAIN_OK)
         status = dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
     dtrain__fpmode_restore(mode);
-    if (status != DTRAIN_OK) { /* nothing may be under way when the buffers are used again */
+    if (status != DTRAIN_OK) { /* end all transfers before the buffers are used again */
         dtrain__error cause = dtrain__thread_error;
         DTRAIN_IGNORE(dtrain_comm_abort(local->group, cause.text));
         for (size_t i = (size_t)local->ranks; i < local->sizes.works; i++)
@@ -46191,7 +46214,7 @@ static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrai
     return status;
 }
 
-/* Exchanges what all members say at the beginning of a round, as an all-gather does. */
+/* Exchanges the hellos of all members, as an all-gather would. */
 static dtrain_status dtrain__rounds_say_through(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all)
 {
     const size_t words = DTRAIN__ROUNDS_WORDS;
@@ -46217,20 +46240,24 @@ static dtrain_status dtrain__rounds_say_through(dtrain_local_sgd *local, const u
 #endif
 
 /* ---- >>rounds-thread ----
- * The thread that carries the rounds of a local SGD object. It owns three groups: up, over which members hand in to
- * rank 0 of those left, or to the server, down, over which that opens rounds, and group, over which a round sums.
- * Between two rounds each member sends up once, at the latest when a round is opened, so that the calls that receive it
- * all come to an end. All threads always answer, so that a round is collectives over all that are left: who brings what
- * weight, the sum, and an agreement by which the outer step is made on every survivor or on none. Therefore outer
- * weights, momentum and round numbers are the same on all members at all times, whoever dies when, and a group of those
- * left goes on as it is. */
+ * The thread that runs the rounds of a local SGD object. It uses three groups:
+ *
+ *   up      members hand in to its rank 0: the first member that is left, or the server
+ *   down    rank 0 opens rounds
+ *   group   a round sums
+ *
+ * Between two rounds each member sends once over up, at the latest when a round is opened. So every receive of rank 0
+ * ends. The threads of all members always answer, so that a round can be three collectives over all that are left: the
+ * weights (hellos), the sum, and an agreement. The agreement makes the outer step happen on every survivor or on none.
+ * Therefore all members have the same outer weights, momentum and round numbers at all times, and those that are left
+ * can go on from them. */
 #ifndef DTRAIN__ROUNDS_THREAD
 #define DTRAIN__ROUNDS_THREAD
 
-#define DTRAIN__ROUNDS_RECALL_NS 20000000 /* at least between two of these */
-#define DTRAIN__ROUNDS_RECALL UINT64_MAX  /* in a fragment's place: no round, but hand in anew */
+#define DTRAIN__ROUNDS_RECALL_NS 20000000 /* at least this long between two recalls */
+#define DTRAIN__ROUNDS_RECALL UINT64_MAX  /* in place of a fragment: no round; hand in again */
 
-/* Makes the outer step of a fragment, whose weighted sum is in sum, and notes who was in it. all: what members said. */
+/* Makes the outer step of a fragment from the weighted sum in local->sum, and notes who took part. all: the hellos. */
 static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int mine, double total, const uint64_t *all,
                                   int members)
 {
@@ -46242,7 +46269,7 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     outer.nesterov = 1;
     pthread_mutex_lock(&local->mutex);
     if (local->counters[1 + fragment] < (uint64_t)local->desc.warmup_rounds)
-        outer.momentum = 0.0f; /* which leaves the velocity alone */
+        outer.momentum = 0.0f; /* leaves the velocity as it is */
     if (total > 0.0 && f->count > 0) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__fold_divide_f32(local->sum, total, f->count);
@@ -46274,7 +46301,7 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     dtrain__rounds_tell(local);
 }
 
-/* Takes what this rank has handed in, if it has. Returns its flags. */
+/* Takes this rank's difference into a round. Returns its flags; 0: none is handed in. */
 static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *weight)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
@@ -46290,7 +46317,7 @@ static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *we
     return flags;
 }
 
-/* Gathers what all members say at the beginning of a round. */
+/* Gathers the hellos of all members. */
 static dtrain_status dtrain__rounds_say(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all, int n)
 {
     if (local->server >= 0)
@@ -46299,8 +46326,7 @@ static dtrain_status dtrain__rounds_say(dtrain_local_sgd *local, const uint64_t 
     return dtrain_all_gather(local->group, mine, all, DTRAIN__ROUNDS_WORDS * (size_t)n, DTRAIN_U64);
 }
 
-/* Says what this rank brings, and hears it of all: which fragment and flags, which round, the weight, the rank. Their
- * sum is added by the tree. */
+/* Exchanges hellos: fragment and flags, round, weight, rank. *total: the sum of all weights, added by the tree. */
 static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment, int flags, double weight,
                                           double *total)
 {
@@ -46334,7 +46360,7 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
     return status;
 }
 
-/* The sum over the members of what each brings, in sum; in: this rank's, or NULL, and then sum is zero. */
+/* Sums the members' differences into local->sum. in: this rank's, or NULL; local->sum is zeros then. */
 static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
 {
     const float *from = in != NULL ? in : local->sum, *residual;
@@ -46361,8 +46387,8 @@ static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__roun
     return status;
 }
 
-/* One attempt at a round with all that are left. Returns 1 when it was made; 0: not, and the group is to be left;
- * -1: this rank is out. */
+/* Tries to make a round with all members that are left. Returns 1 if it was made, 0 if the group must be left, and -1
+ * if the others go on without this rank. */
 static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
@@ -46388,7 +46414,7 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     }
     if (reduced && f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL)
         memcpy(dtrain__compressed_residual(f->pack), local->saved, f->count * sizeof(float));
-    pthread_mutex_lock(&local->mutex); /* what this rank had handed in is handed in again */
+    pthread_mutex_lock(&local->mutex); /* this rank hands its difference in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
     pthread_mutex_unlock(&local->mutex);
@@ -46400,7 +46426,7 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     return made;
 }
 
-/* Makes a round, and groups anew when it failed. Returns 1 when it was made. */
+/* Makes a round; if that fails, makes new groups. Returns 1 if the round was made. */
 static int dtrain__rounds_run(dtrain_local_sgd *local, int fragment)
 {
     int made = dtrain__rounds_round(local, fragment);
@@ -46411,7 +46437,7 @@ static int dtrain__rounds_run(dtrain_local_sgd *local, int fragment)
     return made == 1;
 }
 
-/* A round of one member: the outer step over its own difference. */
+/* Makes rounds of one member: the outer step with its own difference. Returns whether there was one. */
 static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
 {
     int ran = 0;
@@ -46432,7 +46458,7 @@ static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
     return ran;
 }
 
-/* What this rank has handed in, a fragment each, into its own words. Returns whether there is anything. */
+/* Writes this rank's flags of each fragment to words. Returns whether it has handed in any. */
 static int dtrain__rounds_flags(dtrain_local_sgd *local, uint64_t *words)
 {
     int any = 0;
@@ -46456,8 +46482,9 @@ static dtrain_status dtrain__rounds_send(dtrain_local_sgd *local, dtrain_comm *o
     return status;
 }
 
-/* Whether a message has come; -1: the group is broken. A group ends its calls in their order, so that one whose message
- * has come may have to wait for others before it counts as done: whoever drives the group knows. */
+/* Returns 1 if a message has arrived, 0 if not, and -1 if the group is broken. A group completes its calls in order, so
+ * that a receive can have its message before it counts as done. So it reads the operation's own state, under the lock
+ * of whoever drives the group. */
 static int dtrain__rounds_came(dtrain_work *work)
 {
     dtrain_comm *comm = work->comm;
@@ -46469,8 +46496,8 @@ static int dtrain__rounds_came(dtrain_work *work)
     return came && dtrain__report(&error) != DTRAIN_OK ? -1 : came;
 }
 
-/* The moment a fragment's window opens, by what one member says of it; 0: not by that. Who was late gives the others as
- * long as lay between the last two rounds. */
+/* Returns when a fragment's window opens because of one member's flags; 0: it does not. A member that was late gives
+ * the others as much time as there was between the last two rounds. */
 static int64_t dtrain__rounds_opens(const dtrain_local_sgd *local, uint64_t flags, int64_t now)
 {
     if ((flags & DTRAIN__ROUNDS_IN) == 0 || (flags & DTRAIN__ROUNDS_FINAL) != 0)
@@ -46478,8 +46505,8 @@ static int64_t dtrain__rounds_opens(const dtrain_local_sgd *local, uint64_t flag
     return (flags & DTRAIN__ROUNDS_OPENS) != 0 ? now : now + local->gap_ns;
 }
 
-/* The fragment whose round begins: all have handed in, or its window has passed; -1: none yet. *until: when one may.
- * The words of those whose message has not come are zero. */
+/* Returns the fragment whose round begins, because all have handed in or its window has passed; -1: none yet. *until:
+ * when the next window ends. Words of members whose message has not arrived are zero. */
 static int dtrain__rounds_choose(dtrain_local_sgd *local, int64_t *until)
 {
     int n = dtrain_comm_size(local->up), chosen = -1;
@@ -46504,7 +46531,7 @@ static int dtrain__rounds_choose(dtrain_local_sgd *local, int64_t *until)
     return chosen;
 }
 
-/* Hears who has handed in since the last round. Returns 0 when up is broken. */
+/* Receives who has handed in since the last round. Returns 0 if up is broken. */
 static int dtrain__rounds_hear(dtrain_local_sgd *local)
 {
     int n = dtrain_comm_size(local->up), fragments = local->desc.fragments;
@@ -46526,7 +46553,8 @@ static int dtrain__rounds_hear(dtrain_local_sgd *local)
     return 1;
 }
 
-/* A round was made: every other member has sent up meanwhile, or is about to. Returns 0 when up is broken. */
+/* After a round: waits for the messages of all members, which have sent theirs or are about to. Returns 0 if up is
+ * broken. */
 static int dtrain__rounds_heard_all(dtrain_local_sgd *local)
 {
     dtrain_status status = DTRAIN_OK;
@@ -46541,7 +46569,7 @@ static int dtrain__rounds_heard_all(dtrain_local_sgd *local)
     return status == DTRAIN_OK;
 }
 
-/* Tells all others that rank 0 opens a round, and of which fragment. */
+/* Opens a round: sends its fragment and number to all others. */
 static dtrain_status dtrain__rounds_open(dtrain_local_sgd *local, uint64_t fragment, uint64_t round)
 {
     dtrain_status status = DTRAIN_OK;
@@ -46552,8 +46580,8 @@ static dtrain_status dtrain__rounds_open(dtrain_local_sgd *local, uint64_t fragm
     return status;
 }
 
-/* Whether all have handed in, but different fragments, and no window will end that: those who handed in the one before
- * they had the other must be asked again. *until: when. */
+/* Whether all have handed in, but different fragments, and no window is open that would end this. Then rank 0 asks all
+ * to hand in again, because a member may have another fragment by now. *until: when it may ask next. */
 static int dtrain__rounds_crossed(const dtrain_local_sgd *local, int64_t *until)
 {
     int n = dtrain_comm_size(local->up), fragments = local->desc.fragments;
@@ -46570,8 +46598,8 @@ static int dtrain__rounds_crossed(const dtrain_local_sgd *local, int64_t *until)
     return dtrain__os_now_ns() >= *until;
 }
 
-/* What rank 0 of those left does: hears who has handed in, and opens rounds. Returns 1 when something was done, 0 when
- * not, -1 when the groups are broken. */
+/* A turn of rank 0 of up: receives who has handed in, and opens rounds. Returns 1 if it did something, 0 if not, and -1
+ * if the groups are broken. */
 static int dtrain__rounds_lead(dtrain_local_sgd *local, int64_t *until)
 {
     if (!dtrain__rounds_hear(local))
@@ -46590,7 +46618,7 @@ static int dtrain__rounds_lead(dtrain_local_sgd *local, int64_t *until)
     return !dtrain__rounds_run(local, fragment) || dtrain__rounds_heard_all(local) ? 1 : -1;
 }
 
-/* What the others do: they hand in, and wait until a round is opened. */
+/* A turn of the others: they hand in, and take part once a round is opened. Returns as dtrain__rounds_lead. */
 static int dtrain__rounds_follow(dtrain_local_sgd *local)
 {
     uint64_t *mine = local->words, *opening = local->opening;
@@ -46627,8 +46655,8 @@ static int dtrain__rounds_follow(dtrain_local_sgd *local)
     return 1;
 }
 
-/* A turn of the worker. What comes over a group does not call it, so that it looks again soon, and less often the
- * longer nothing has come. */
+/* A turn of the worker. Messages of a group do not wake it, so that it polls: every 0.5 ms, and after 100 turns without
+ * work every 5 ms. */
 static int64_t dtrain__rounds_turn(void *owner)
 {
     dtrain_local_sgd *local = (dtrain_local_sgd *)owner;
@@ -46638,7 +46666,7 @@ static int64_t dtrain__rounds_turn(void *owner)
         did = dtrain__rounds_run_alone(local);
     } else {
         int leads = dtrain_comm_rank(local->up) == 0;
-        /* rank 0 may have received all that it waits for, and would not hear of a member that is gone */
+        /* rank 0 may have no receive under way that would tell it of a lost member */
         did = dtrain__group_gone(local->up) != DTRAIN_OK ? -1
               : leads                                    ? dtrain__rounds_lead(local, &until)
                                                          : dtrain__rounds_follow(local);
@@ -46655,7 +46683,7 @@ static int64_t dtrain__rounds_turn(void *owner)
 #endif
 
 /* ---- >>rounds-calls ----
- * The calls of local SGD: making the object, the step of the training thread, waiting for rounds, and the end. */
+ * The public calls of local SGD: creation, the step of the training thread, waiting for rounds, and the end. */
 #ifndef DTRAIN__ROUNDS_CALLS
 #define DTRAIN__ROUNDS_CALLS
 
@@ -46671,7 +46699,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
     dtrain__free(allocator, local);
 }
 
-/* Gives the fragments their places, and those that travel packed their state. */
+/* Assigns elements to fragments, and makes the packing state of those that travel packed. */
 static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm *comm)
 {
     int64_t n = local->desc.fragments, steps = local->desc.steps;
@@ -46694,7 +46722,7 @@ static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm
     return DTRAIN_OK;
 }
 
-/* Allocates what the plan says. */
+/* Allocates the block that dtrain__rounds_plan has sized. */
 static dtrain_status dtrain__rounds_allocate(dtrain_local_sgd *local, dtrain_comm *comm)
 {
     local->block = (unsigned char *)dtrain__alloc(local->allocator, dtrain__rounds_place(local, NULL));
@@ -46740,22 +46768,22 @@ static const dtrain__alike_field dtrain__rounds_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, steps, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, outer_lr, FLOAT),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, outer_momentum, FLOAT),
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, no_momentum, OWN), /* has set outer_momentum */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, no_momentum, OWN), /* outer_momentum is 0 then */
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, warmup_rounds, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, fragments, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, overlap, NUMBER),
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, mixing, OWN),   /* of this rank's weights */
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, blocking, OWN), /* this rank waits, or not */
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, compress, OWN), /* by its own table */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, mixing, OWN),   /* concerns this rank's weights only */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, blocking, OWN), /* concerns this rank's waits only */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, compress, OWN), /* compared field by field elsewhere */
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, window_ms, NUMBER),
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, max_bytes, OWN), /* of this rank's memory */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, max_bytes, OWN), /* concerns this rank's memory only */
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, no_broadcast, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, through_server, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, server, NUMBER)};
 
 enum { DTRAIN__ROUNDS_FIELDS = sizeof dtrain__rounds_fields / sizeof dtrain__rounds_fields[0] };
 
-/* Gives all ranks the same parameters, and the object its groups and its thread. */
+/* Broadcasts the parameters, and makes the groups and the thread of the object. */
 static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *comm, const dtrain_param *table,
                                          size_t count)
 {
@@ -46766,7 +46794,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
     if (status == DTRAIN_OK && local->ranks > 1)
         status = dtrain_comm_split(comm, 0, 0, &group);
     if (group != NULL)
-        group->apart = 1; /* the thread's, and so are the groups made from it */
+        group->apart = 1; /* the thread uses it, and the groups made from it */
     if (status == DTRAIN_OK && local->ranks > 1)
         status = dtrain__rounds_talk(local, group, &up, &down);
     if (status != DTRAIN_OK) {
@@ -46821,7 +46849,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     return dtrain__report(&cause);
 }
 
-/* Something that a training thread waits for. */
+/* A training thread waits until news changes. */
 typedef struct dtrain__rounds_wait {
     dtrain_local_sgd *local;
     uint32_t news;
@@ -46833,7 +46861,7 @@ static int dtrain__rounds_has_news(void *pointer)
     return __atomic_load_n(&wait->local->news, __ATOMIC_SEQ_CST) != wait->news;
 }
 
-/* Whether a fragment's difference is handed in or in a round; fragment -1: any one's. *news: as it was then. */
+/* Whether a fragment's difference is handed in or in a round; -1: that of any fragment. *news: its value before. */
 static int dtrain__rounds_under_way(dtrain_local_sgd *local, int fragment, uint32_t *news)
 {
     int under_way = 0;
@@ -46858,7 +46886,7 @@ static void dtrain__rounds_wait_for_news(dtrain_local_sgd *local, uint32_t news,
     pthread_mutex_unlock(&local->mutex);
 }
 
-/* How long a round may take from now on, with its window or without. */
+/* Returns the deadline of a round that begins now, with its window or without. */
 static int64_t dtrain__rounds_deadline(const dtrain_local_sgd *local, int window)
 {
     int64_t now = dtrain__os_now_ns();
@@ -46868,7 +46896,7 @@ static int64_t dtrain__rounds_deadline(const dtrain_local_sgd *local, int window
     return window ? now + dtrain__os_ms_to_ns(local->desc.window_ms) : now;
 }
 
-/* Waits until the rounds of a fragment, or of all, are over, or for too long; then 0. */
+/* Waits until the round of a fragment (-1: of every fragment) is over. Returns 0 if it takes too long. */
 static int dtrain__rounds_wait_round(dtrain_local_sgd *local, int fragment)
 {
     int64_t until = dtrain__rounds_deadline(local, 1);
@@ -46881,8 +46909,8 @@ static int dtrain__rounds_wait_round(dtrain_local_sgd *local, int fragment)
     return 1;
 }
 
-/* A fragment's part of a step: what has come and may be applied; a snapshot at its boundary. Returns 1 when this step
- * is to wait for the fragment's round. */
+/* A fragment's part of a step: applies a result if there is one, and takes a snapshot at the boundary. Returns 1 if
+ * this step must wait for the fragment's round. */
 static int dtrain__rounds_step_fragment(dtrain_local_sgd *local, int fragment)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
@@ -46943,8 +46971,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
                                local->rank);
 }
 
-/* Applies what has come, and hands everything in for the last time. Returns 1 when all members have finished. *made:
- * the number of rounds so far. */
+/* Applies results, and hands in all fragments for the last time. Returns 1 once all members have finished. *made: the
+ * number of rounds so far. */
 static int dtrain__rounds_close(dtrain_local_sgd *local, uint64_t *made)
 {
     int closed = 1;

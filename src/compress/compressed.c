@@ -1,6 +1,6 @@
 /* ---- >>compressed ----
- * The all-reduce of one vector through a compressor, and what a step hands to the next: >>selections, >>powersgd or
- * >>packed does it, on the vector that >>device_vector describes. */
+ * The compressed all-reduce of one vector, and the state that it keeps between steps. >>selections, >>powersgd or
+ * >>packed does the work, on a vector of >>device_vector. */
 #ifndef DTRAIN__COMPRESSED
 #define DTRAIN__COMPRESSED
 #include "compress.h"
@@ -16,8 +16,8 @@ struct dtrain_compressed {
     dtrain__device_vector vector;
     dtrain_compressor compressor;
     dtrain_compressed_desc desc;
-    float dense_steps[2]; /* not compressed, up to start_step; see >>feedback */
-    size_t *numbers;      /* of >>packed: 4 * ranks */
+    float dense_steps[2]; /* steps not compressed, up to start_step; see >>feedback */
+    size_t *numbers;      /* 4 a rank, for >>packed */
     dtrain_compressed_stats stats;
 };
 
@@ -26,7 +26,7 @@ static int dtrain__compressed_is_topk(const dtrain_compressed *c)
     return c->compressor.reduce == dtrain__selections_reduce;
 }
 
-/* Shortens the vector, and folds it into the velocity. *in: what is to be sent then, which may be in out. */
+/* Shortens the vector, and adds it to the velocity. *in: what to send afterwards, which may be in out. */
 static dtrain_status dtrain__compressed_prepare(dtrain_compressed *c, const float **in, float *out)
 {
     dtrain__device_vector *v = &c->vector;
@@ -61,7 +61,7 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
     return DTRAIN_OK;
 }
 
-/* Says how many steps were made before the next one, for an owner that counts them itself. */
+/* Sets the number of steps before the next one, for an owner that counts steps itself. */
 static void dtrain__compressed_at_step(dtrain_compressed *c, uint64_t step)
 {
     dtrain__feedback_set_steps(c->dense_steps, step < c->desc.start_step ? step : c->desc.start_step);
@@ -171,7 +171,7 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
     return dtrain__quantise_check_compressor(compressor, "compressed_create");
 }
 
-/* Refuses what a device cannot do with the CPU's bits. */
+/* Refuses what a device does not support with the bits of the CPU. */
 static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
 {
     const char *device = dtrain_device_name(c->desc.device), *cure = "or keep the vector on the CPU, device NULL";
@@ -201,7 +201,7 @@ static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
     return DTRAIN_OK;
 }
 
-/* Makes all memory that steps on a device need. */
+/* Allocates all memory that steps on a device need. */
 static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c)
 {
     dtrain__device_vector *v = &c->vector;
@@ -209,11 +209,11 @@ static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c)
     if (!dtrain__compressed_is_topk(c))
         return dtrain__packed_open(&unused, v, &c->compressor, c->numbers, &c->stats.sent_bytes);
     const dtrain__selections_state *state = (const dtrain__selections_state *)c->compressor.self;
-    double ratio = dtrain__topk_ratio(&state->desc.schedule, 0); /* of the first step */
+    double ratio = dtrain__topk_ratio(&state->desc.schedule, 0); /* that of the first step, which is the largest */
     return dtrain__device_vector_aim(v, dtrain_topk_count(v->count, ratio));
 }
 
-/* Fills what is there already but for its memory; what fails is the caller's to destroy. */
+/* Checks the desc and allocates memory. If it fails, the caller destroys the state. */
 static dtrain_status dtrain__compressed_init(dtrain_compressed *c)
 {
     dtrain__device_vector *v = &c->vector;
@@ -285,22 +285,22 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     dtrain__free(allocator, compressed);
 }
 
-/* ---- for owners of the state of a vector of the CPU's ---- */
+/* ---- for other modules that own the state of a vector on the CPU ---- */
 
-/* NULL: it has none. */
+/* Returns the residual; NULL: there is none. */
 static float *dtrain__compressed_residual(const dtrain_compressed *c)
 {
     return c->vector.residual;
 }
 
-/* How much memory the state takes but for what a step packs, which its owner lends. */
+/* Returns the bytes of the state, without the memory for packing that the owner lends. */
 static size_t dtrain__compressed_bytes(size_t count, int ranks, const dtrain_compressed_desc *desc)
 {
     return sizeof(dtrain_compressed) + 4 * (size_t)ranks * sizeof(size_t) +
            (desc->no_feedback ? 0 : count * sizeof(float));
 }
 
-/* Lends memory for what a step packs, what comes in, and that unpacked, or takes it back: NULL. */
+/* Lends memory for packed parts that go out, that come in, and for unpacked ones. With rooms NULL it takes it back. */
 static void dtrain__compressed_lend(dtrain_compressed *c, unsigned char *const *rooms, const size_t *bytes)
 {
     static const int which[3] = {DTRAIN__DEVICE_OUT, DTRAIN__DEVICE_IN, DTRAIN__DEVICE_WIDE};
@@ -310,13 +310,13 @@ static void dtrain__compressed_lend(dtrain_compressed *c, unsigned char *const *
     }
 }
 
-/* Goes on in another group, of no more ranks. */
+/* Goes on in another group, which has no more ranks. */
 static void dtrain__compressed_move(dtrain_compressed *c, dtrain_comm *comm)
 {
     c->vector.comm = comm;
 }
 
-/* Packs `in`, unless it is NULL, for an owner that sends what is packed itself; out: room for the sum. */
+/* Packs `in`, unless it is NULL, for an owner that sends packed parts itself. out: room for the sum. */
 static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__packed *p, const float *in, float *out)
 {
     dtrain_status status = dtrain__packed_open(p, &c->vector, &c->compressor, c->numbers, &c->stats.sent_bytes);

@@ -1,6 +1,6 @@
 /* ---- >>device_selection ----
- * Top-k and quantisers on a device, or without one by the CPU's functions at once. A selection is the library's own and
- * holds the device's, so that its sizes and its device can be checked. */
+ * Top-k and quantisers on a device; with device NULL the CPU's functions run at once. A selection is an object of the
+ * library that holds the device's own, so that its sizes and its device can be checked. */
 #ifndef DTRAIN__DEVICE_SELECTION
 #define DTRAIN__DEVICE_SELECTION
 #include "compress.h"
@@ -9,18 +9,18 @@
 #include "quantise.c"
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__DEVICE_TILE ((size_t)1024) /* elements that are unpacked at once to be added */
+#define DTRAIN__DEVICE_TILE ((size_t)1024) /* elements unpacked at once before they are added */
 
-/* What a dtrain_device_selection of the caller's points to. */
+/* The caller's dtrain_device_selection points to this. */
 typedef struct dtrain__device_selection {
     dtrain_allocator heap;
     dtrain_device *device;
-    dtrain_device_selection *made; /* the device's; NULL: the CPU's */
-    dtrain__sparse sparse;         /* the CPU's */
+    dtrain_device_selection *made; /* used on a device */
+    dtrain__sparse sparse;         /* used on the CPU */
     size_t count, k;
 } dtrain__device_selection;
 
-/* Checks that k of count elements can be told by indices. */
+/* Checks that 32-bit indices can name k of count elements. */
 static dtrain_status dtrain__device_check_k(const dtrain_device *device, const char *call, size_t k, size_t count)
 {
     if (k > count)
@@ -98,7 +98,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
     dtrain__device_selection *mine = (dtrain__device_selection *)(void *)selection;
     if (mine == NULL)
         return;
-    (void)device; /* its own is where its memory is */
+    (void)device; /* the selection knows its device */
     if (mine->device != NULL && mine->device->ops->selection_destroy != NULL)
         mine->device->ops->selection_destroy(mine->device, mine->made);
     dtrain__sparse_destroy(&mine->sparse);
@@ -135,7 +135,7 @@ DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const u
 
 /* ---- quantisers ---- */
 
-/* Checks a call's code, pointers, and block, of which 0 becomes the default. */
+/* Checks a call's code, block and pointers. A block of 0 becomes the default. */
 static dtrain_status dtrain__device_check_code(const dtrain_device *device, const char *call, dtrain_dtype code,
                                                size_t *block, const void *in, const void *out, size_t count)
 {
@@ -169,7 +169,7 @@ DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype 
     return DTRAIN_OK;
 }
 
-/* Adds what is unpacked, a tile at a time: a tile with its block's scale before it is a packed vector of one block. */
+/* Adds the unpacked numbers in tiles. The scale of a block followed by a tile of its codes is a packed vector, too. */
 static void dtrain__device_unpack_add(const dtrain_compressor *compressor, const unsigned char *in, float *out,
                                       size_t count)
 {

@@ -1,10 +1,10 @@
 /* ---- >>device_vector ----
- * What an all-reduce through a compressor does to a vector of a device, or of the CPU where the device is NULL, and the
- * memory between the two. All of it is queued on the device; the CPU waits where it reads what it will send, once a
- * step for a selection. As each step waits before it writes pinned memory, what the step before has queued from there
- * is over by then.
- * A device has no kernels that write single elements, or look for what is no number and drop it: bits are multiplied
- * by ones and zeros as integers instead, which leaves them as they are or makes them zero, whatever they mean. */
+ * A vector on a device (on the CPU if device is NULL), what compression does to it, and the memory between device and
+ * CPU. All work is queued on the device. The CPU waits before it reads what it sends: once a step for a selection. Each
+ * step waits before it writes pinned memory, so that copies from there that the step before queued have ended.
+ *
+ * A device has no kernels that set single elements to zero, or that drop NaN and infinity. Instead, elements are
+ * multiplied as integers by 1 or 0. That keeps their bits, or makes them zero, whatever they are. */
 #ifndef DTRAIN__DEVICE_VECTOR
 #define DTRAIN__DEVICE_VECTOR
 #include "compress.h"
@@ -13,20 +13,20 @@
 #include "device_selection.c"
 #include "feedback.c"
 
-/* Memory that grows, by half more than is needed. Its contents are lost then. */
+/* Memory that grows by half more than needed. It loses its contents when it grows. */
 typedef struct dtrain__device_buffer {
     unsigned char *data;
     size_t bytes;
 } dtrain__device_buffer;
 
-/* What is in a vector's buffers. */
+/* The buffers of a vector. */
 enum {
-    DTRAIN__DEVICE_OUT, /* pinned: packed parts, to all ranks and from them */
-    DTRAIN__DEVICE_IN,
+    DTRAIN__DEVICE_OUT,       /* pinned: packed parts to all ranks */
+    DTRAIN__DEVICE_IN,        /* pinned: packed parts from all ranks */
     DTRAIN__DEVICE_WHOLE,     /* pinned: all elements */
-    DTRAIN__DEVICE_OUT_THERE, /* the device's from here on: those parts; the CPU's vector has them in the first two */
+    DTRAIN__DEVICE_OUT_THERE, /* on the device from here on: OUT and IN there, which a vector on the CPU does not use */
     DTRAIN__DEVICE_IN_THERE,
-    DTRAIN__DEVICE_WIDE,   /* what parts unpack to */
+    DTRAIN__DEVICE_WIDE,   /* unpacked parts */
     DTRAIN__DEVICE_SPREAD, /* a constant */
     DTRAIN__DEVICE_BUFFERS
 };
@@ -45,15 +45,16 @@ typedef struct dtrain__device_vector {
     dtrain_allocator *allocator; /* of the CPU's memory */
     size_t count;
     float *residual, *velocity; /* NULL: none */
-    float *out;                 /* of this call: written at its end, and room until then */
-    int masks;                  /* the velocity of what was sent starts anew */
+    float *out;                 /* of this call: the result at its end, temporary room before */
+    int masks;                  /* 1: the velocity of elements that were sent starts again from 0 */
     dtrain_device_selection *selection;
     size_t k; /* of the selection */
     dtrain__device_elements chosen, left, kept, sums;
     dtrain__device_buffer buffers[DTRAIN__DEVICE_BUFFERS];
 } dtrain__device_vector;
 
-/* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
+/* Breaks the group if a device failed in the middle of a step, or has no memory for it, so that no rank waits for this
+ * one. */
 static DTRAIN__NOINLINE dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device,
                                                                    dtrain_status status)
 {
@@ -92,7 +93,7 @@ static dtrain_status dtrain__device_buffer_reserve(dtrain__device_vector *v, dtr
     return status;
 }
 
-/* Sees to it that one of a vector's buffers has so many bytes. */
+/* Makes one of a vector's buffers at least `bytes` long. */
 static dtrain_status dtrain__device_vector_reserve(dtrain__device_vector *v, int which, size_t bytes)
 {
     dtrain_memory memory = which <= DTRAIN__DEVICE_WHOLE ? DTRAIN_MEMORY_PINNED : DTRAIN_MEMORY_DEVICE;
@@ -104,7 +105,7 @@ static float *dtrain__device_vector_floats(const dtrain__device_vector *v, int w
     return (float *)(void *)v->buffers[which].data;
 }
 
-/* Makes room for count elements of a list; what was in it is lost. */
+/* Makes room for count elements in a list, which loses its contents. */
 static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, dtrain__device_elements *list,
                                                      size_t count)
 {
@@ -115,7 +116,7 @@ static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, d
     list->capacity = 0;
     if (!dtrain__add_size(count, count / 2 + 64, &capacity) || !dtrain__mul_size(capacity, 8, &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a list of %zu elements", count);
-    capacity -= capacity % 16; /* values are as well aligned as indices */
+    capacity -= capacity % 16; /* so that values are aligned as indices are */
     dtrain_status status = dtrain__device_buffer_reserve(v, DTRAIN_MEMORY_PINNED, &list->here, bytes);
     if (status == DTRAIN_OK)
         status = dtrain__device_buffer_reserve(v, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
@@ -129,7 +130,7 @@ static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, d
     return DTRAIN_OK;
 }
 
-/* Fresh memory of zeros. */
+/* Allocates the vector's number of elements, all zeros. */
 static dtrain_status dtrain__device_vector_zeros(dtrain__device_vector *v, float **made)
 {
     const uint32_t zero = 0;
@@ -142,7 +143,7 @@ static dtrain_status dtrain__device_vector_zeros(dtrain__device_vector *v, float
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", v->count);
     if (v->device == NULL)
         return DTRAIN_OK;
-    /* also for none: a state that is listed has an address */
+    /* also for 0 elements: a state in a checkpoint's list has an address */
     dtrain_status status = dtrain_device_alloc(v->device, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &memory);
     *made = (float *)memory;
     return status == DTRAIN_OK ? dtrain_device_fill(v->device, memory, &zero, 4, v->count) : status;
@@ -165,7 +166,7 @@ static void dtrain__device_vector_destroy(dtrain__device_vector *v)
 
 /* ---- arithmetic ---- */
 
-/* a = a op b, element by element; both are bits where dtype is an integer's. */
+/* a = a op b, element by element; with an integer dtype on the bits. */
 static dtrain_status dtrain__device_vector_pair(dtrain__device_vector *v, dtrain_dtype dtype, dtrain_op op, void *a,
                                                 const void *b, size_t count)
 {
@@ -176,7 +177,7 @@ static dtrain_status dtrain__device_vector_pair(dtrain__device_vector *v, dtrain
     return dtrain_device_reduce(v->device, dtype, op, in, 2, out, 1, 0, count);
 }
 
-/* Makes zero of the elements of data that are infinite or NaN, with room for as many numbers in a and b. */
+/* Replaces infinities and NaN in data by zero. a and b: temporary room for count numbers each. */
 static dtrain_status dtrain__device_vector_finite(dtrain__device_vector *v, float *data, float *a, float *b,
                                                   size_t count)
 {
@@ -184,10 +185,10 @@ static dtrain_status dtrain__device_vector_finite(dtrain__device_vector *v, floa
         uint32_t constant;
         dtrain_dtype dtype;
         dtrain_op op;
-    } steps[] = {{0x7f800000u, DTRAIN_U32, DTRAIN_AND}, /* the exponent: all ones for what is no number, to which one */
-                 {0x00800000u, DTRAIN_U32, DTRAIN_SUM}, /* more is the sign, so that of integers it is the least */
+    } steps[] = {{0x7f800000u, DTRAIN_U32, DTRAIN_AND}, /* the exponent: all ones for NaN and infinity */
+                 {0x00800000u, DTRAIN_U32, DTRAIN_SUM}, /* carries those into the sign bit: the least integer */
                  {1, DTRAIN_I32, DTRAIN_MIN},
-                 {1, DTRAIN_U32, DTRAIN_AND}};
+                 {1, DTRAIN_U32, DTRAIN_AND}}; /* 0 for NaN and infinity, 1 for numbers */
     dtrain_status status = dtrain_device_copy(v->device, a, data, count * sizeof(float));
     for (size_t i = 0; status == DTRAIN_OK && i < sizeof steps / sizeof steps[0]; i++) {
         status = dtrain_device_fill(v->device, b, &steps[i].constant, 4, count);
@@ -197,8 +198,9 @@ static dtrain_status dtrain__device_vector_finite(dtrain__device_vector *v, floa
     return status == DTRAIN_OK ? dtrain__device_vector_pair(v, DTRAIN_U32, DTRAIN_PROD, data, a, count) : status;
 }
 
-/* Makes zero of `count` elements of data. Their values' room on the device is written, and v->out: ones all over, which
- * are the least positive float, and minus that is added where zeros shall be. */
+/* Sets `count` elements of data to zero. It overwrites values and v->out. v->out gets integer ones, each the bits of
+ * the least positive float. Adding minus that float makes zeros of the chosen ones. Then data is multiplied by v->out.
+ */
 static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float *data, const uint32_t *indices,
                                                 float *values, size_t count)
 {
@@ -212,7 +214,7 @@ static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float 
                                : status;
 }
 
-/* velocity = velocity * momentum + in * factor, which on a device is 1 */
+/* velocity = velocity * momentum + in * factor; on a device factor is 1 */
 static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum, float factor)
 {
     if (v->device == NULL) {
@@ -235,8 +237,8 @@ static dtrain_status dtrain__device_vector_can_divide(const dtrain__device_vecto
                         dtrain_comm_rank(v->comm), dtrain_device_name(v->device), ranks, DTRAIN__DEVICE_MOST);
 }
 
-/* out = out / ranks. On a device, by a power of two that is a product; else it is the mean with as many -0 as are
- * missing, which leave any sum as it is. */
+/* out = out / ranks. A device multiplies if ranks is a power of two. Otherwise it takes the mean of out and ranks - 1
+ * times -0, which changes no sum. */
 static dtrain_status dtrain__device_vector_divide(dtrain__device_vector *v, int ranks)
 {
     const uint32_t minus = 0x80000000u;
@@ -263,7 +265,7 @@ static dtrain_status dtrain__device_vector_divide(dtrain__device_vector *v, int 
 
 /* ---- selections ---- */
 
-/* Makes the selection of k elements, unless that is the last step's. */
+/* Makes the selection of k elements, unless it exists from the step before. */
 static dtrain_status dtrain__device_vector_aim(dtrain__device_vector *v, size_t k)
 {
     if (v->count == 0 || (v->selection != NULL && v->k == k))
@@ -275,7 +277,7 @@ static dtrain_status dtrain__device_vector_aim(dtrain__device_vector *v, size_t 
     return status == DTRAIN_OK ? dtrain__device_elements_reserve(v, &v->chosen, k) : status;
 }
 
-/* Adds `in` to the residual where there is one, and selects k elements, of which the CPU gets a copy. */
+/* Adds `in` to the residual if there is one, selects k elements, and copies them to the CPU. */
 static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, const float *in, size_t k)
 {
     dtrain__device_elements *list = &v->chosen;
@@ -283,7 +285,7 @@ static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, cons
     list->count = k;
     if (status != DTRAIN_OK || k == 0)
         return dtrain__device_vector_broken(v->comm, v->device, status);
-    float *from = v->residual != NULL ? v->residual : (float *)(uintptr_t)in; /* alone, it is only read */
+    float *from = v->residual != NULL ? v->residual : (float *)(uintptr_t)in; /* without add, select only reads it */
     status = dtrain_device_select(v->device, v->selection, from, v->residual != NULL ? in : NULL, list->indices_there,
                                   list->values_there);
     if (status == DTRAIN_OK)
@@ -295,8 +297,8 @@ static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, cons
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Lists in v->left what leaves the residual: the values that are sent, negative, and the indices of those that leave
- * there what is no number. Returns how many these are. */
+/* Writes to v->left what is added to the residual: the sent values, negated. Its indices name the elements whose rest
+ * is a NaN or infinity. Returns how many those are. */
 static size_t dtrain__device_vector_count_bad(dtrain__device_vector *v, const float *sent)
 {
     size_t bad = 0;
@@ -311,7 +313,7 @@ static size_t dtrain__device_vector_count_bad(dtrain__device_vector *v, const fl
     return bad;
 }
 
-/* Takes from the residual what is sent of each chosen element, and from the velocity all of it. */
+/* Subtracts the sent values of chosen elements from the residual, and sets their velocity to zero. */
 static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const float *sent)
 {
     dtrain__device_elements *left = &v->left;
@@ -336,7 +338,7 @@ static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Makes room for at most count elements of a list that the CPU fills. */
+/* Makes room for up to count elements in a list that the CPU fills. */
 static dtrain_status dtrain__device_vector_begin(dtrain__device_vector *v, dtrain__device_elements *list, size_t count)
 {
     return dtrain__device_vector_broken(v->comm, v->device, dtrain__device_elements_reserve(v, list, count));
@@ -356,7 +358,7 @@ static dtrain_status dtrain__device_vector_add(dtrain__device_vector *v, dtrain_
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Makes the result of v->sums: a sum with zero, so that none is -0. */
+/* Writes the result: v->sums added to zeros, so that no element is -0. */
 static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
 {
     const uint32_t zero = 0;

@@ -1,7 +1,8 @@
 /* ---- >>feedback ----
- * What is done to a vector before and after it is compressed: shortened when it is too long, folded into a velocity,
- * and what was not sent taken from the sum. Elementwise, each operation rounded; a length is the root of squares
- * added in float64 in a fixed order. And the buffers that compressing needs, which grow and stay. */
+ * What happens to a vector before and after compression. It is shortened if it is too long, and added to a velocity.
+ * What was sent is subtracted from the residual. These work element by element, each operation rounded by itself. A
+ * length is the root of squares added in float64 in a fixed order. Here are also the buffers of compression, which grow
+ * and stay. */
 #ifndef DTRAIN__FEEDBACK
 #define DTRAIN__FEEDBACK
 #include "compress.h"
@@ -21,7 +22,7 @@ DTRAIN__INLINE void dtrain__feedback_velocity_body(float *velocity, const float 
         dtrain__isa_rounded_f32(velocity[i] * momentum, zero) + dtrain__isa_rounded_f32(in[i] * factor, zero);
 }
 
-/* residual = residual - sent; 0 where that is no number, as what is none would stay for ever */
+/* residual = residual - sent; a NaN or infinity becomes 0, because it would stay forever */
 DTRAIN__INLINE void dtrain__feedback_left_body(float *residual, const float *sent, size_t count)
 {
     DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)
@@ -40,7 +41,8 @@ DTRAIN__KERNEL(dtrain__feedback_velocity,
                (velocity, in, momentum, factor, count))
 DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_t count), (residual, sent, count))
 
-/* What a vector is multiplied by so that it is no longer than most; 1 where it is not, or has no length. */
+/* Returns the factor that shortens a vector to the length `most`; 1 if it is not longer, or its length is not finite.
+ */
 static float dtrain__feedback_factor(const float *in, size_t count, double most)
 {
     double length = dtrain__vector_sqrt_f64(dtrain__vector_sum_squares(in, count));
@@ -51,7 +53,7 @@ static float dtrain__feedback_factor(const float *in, size_t count, double most)
 
 DTRAIN__EXACT_END
 
-/* A number of steps as a checkpoint keeps it: its lower and upper 24 bits. */
+/* Reads a number of steps as a checkpoint keeps it: its lower and upper 24 bits. */
 static uint64_t dtrain__feedback_steps(const float step[2])
 {
     return (uint64_t)step[0] + ((uint64_t)step[1] << 24);
@@ -63,8 +65,8 @@ static void dtrain__feedback_set_steps(float step[2], uint64_t steps)
     step[1] = (float)(steps >> 24 & 0xffffff);
 }
 
-/* Sees to it that a block has so many bytes. It grows by half more than is needed, as what a step packs varies a
- * little; its contents are lost. */
+/* Makes a block at least `bytes` long. It grows by half more than needed, because packed sizes vary a little from step
+ * to step. A block that grows loses its contents. */
 static dtrain_status dtrain__feedback_reserve(unsigned char **block, dtrain_allocator *allocator, size_t bytes)
 {
     size_t whole;
@@ -78,7 +80,7 @@ static dtrain_status dtrain__feedback_reserve(unsigned char **block, dtrain_allo
     return DTRAIN_OK;
 }
 
-/* This rank cannot go on in the middle of an exchange, because of what is `where`: no other may, either. */
+/* Breaks the group: this rank cannot go on in the middle of an exchange. `where` says what failed. */
 static dtrain_status dtrain__feedback_abort(dtrain_comm *comm, dtrain_status status, const char *where)
 {
     dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm), where,
@@ -88,7 +90,7 @@ static dtrain_status dtrain__feedback_abort(dtrain_comm *comm, dtrain_status sta
     return dtrain__report(&kept);
 }
 
-/* The same, as what rank `from` sent is wrong. */
+/* Breaks the group because of data from rank `from`. */
 static dtrain_status dtrain__feedback_broken(dtrain_comm *comm, dtrain_status status, int from)
 {
     char where[32];

@@ -1,28 +1,31 @@
 /* ---- >>packed ----
- * The all-reduce of a vector by a compressor that packs: give each rank its part of all, add as float32 by the tree,
- * pack the sum, gather. A part's owner keeps what its second packing lost. Where the vector is a device's, that packs,
- * unpacks and adds up; packed bytes alone are copied to the CPU, and sent by it as its own. Where one of them stands
- * for what is no number, which the CPU sees in them, such is dropped from what is left. */
+ * The all-reduce of a vector by a compressor that packs. Each rank gets its part of all vectors, packed. It adds the
+ * parts as float32 by the tree and packs the sum, and all ranks gather the sums. The owner of a part keeps what packing
+ * the sum loses.
+ *
+ * A vector on a device is packed, unpacked and added up there. Only packed bytes are copied to the CPU, which sends
+ * them. The CPU sees in them whether a NaN or infinity was packed. Only then are the residuals searched for such
+ * elements. */
 #ifndef DTRAIN__PACKED
 #define DTRAIN__PACKED
 #include "compress.h"
 #include "quantise.c"
 #include "device_vector.c"
 
-/* What one call is about. */
+/* The arguments and memory of one call. */
 typedef struct dtrain__packed {
     dtrain__device_vector *v;
     const dtrain_compressor *q;
     size_t *counts, *offsets, *in_counts, *in_offsets; /* of packed parts, in bytes */
-    unsigned char *out_here, *in_here;                 /* these parts, where they are sent from, and come in */
-    unsigned char *out, *in;                           /* the same on the device; the CPU's are those */
-    float *wide;                                       /* what comes in, unpacked */
-    size_t begin, part;                                /* this rank's */
+    unsigned char *out_here, *in_here;                 /* packed parts on the CPU: sent and received ones */
+    unsigned char *out, *in;                           /* the same on the device; on the CPU the same memory */
+    float *wide;                                       /* received parts, unpacked */
+    size_t begin, part;                                /* this rank's part */
     int rank, ranks;
     uint64_t *sent;
 } dtrain__packed;
 
-/* Whether a device can pack so. */
+/* Whether a device supports this compressor. */
 static int dtrain__packed_can(const dtrain_compressor *q)
 {
     return q->reduce == NULL && (q->pack == dtrain__quantise_int8_pack_now ||
@@ -34,7 +37,7 @@ static dtrain_dtype dtrain__packed_code(const dtrain_compressor *q)
     return q->pack == dtrain__quantise_int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3;
 }
 
-/* Packs some elements to their place among all parts. */
+/* Packs some elements to their place `at` among all parts. */
 static dtrain_status dtrain__packed_pack(const dtrain__packed *p, const float *in, size_t count, size_t at)
 {
     dtrain_device *device = p->v->device;
@@ -59,8 +62,7 @@ static dtrain_status dtrain__packed_unpack(const dtrain__packed *p, const unsign
     return DTRAIN_OK;
 }
 
-/* Whether packed bytes on the CPU may stand for an infinity or NaN: of a cast a number, of others the largest of a
- * block, which its scale tells. */
+/* Whether packed bytes on the CPU may hold an infinity or NaN: any number of a cast, or the scale of a block. */
 static int dtrain__packed_bad(const dtrain_compressor *q, const unsigned char *packed, size_t count)
 {
     float top = q->pack == dtrain__quantise_int8_pack_now ? 127.0f : 448.0f;
@@ -76,20 +78,20 @@ static int dtrain__packed_bad(const dtrain_compressor *q, const unsigned char *p
     return 0;
 }
 
-/* Between the CPU and the device; on the CPU they are the same. */
+/* Copies between CPU and device; nothing to do for a vector on the CPU. */
 static dtrain_status dtrain__packed_move(const dtrain__packed *p, unsigned char *to, const unsigned char *from,
                                          size_t bytes)
 {
     return to == from ? DTRAIN_OK : dtrain_device_copy(p->v->device, to, from, bytes);
 }
 
-/* All bytes of the packed vector. */
+/* Returns the bytes of all packed parts. */
 static size_t dtrain__packed_total(const dtrain__packed *p)
 {
     return p->offsets[p->ranks - 1] + p->counts[p->ranks - 1];
 }
 
-/* Begins a call: places the packed parts, and makes all memory that it needs. `numbers` has room for 4 a rank. */
+/* Begins a call: places the packed parts, and allocates all memory. `numbers` has room for 4 a rank. */
 static dtrain_status dtrain__packed_open(dtrain__packed *p, dtrain__device_vector *v, const dtrain_compressor *q,
                                          size_t *numbers, uint64_t *sent)
 {
@@ -134,7 +136,7 @@ static dtrain_status dtrain__packed_open(dtrain__packed *p, dtrain__device_vecto
     return status;
 }
 
-/* data = data - sent, 0 where that is no number; here: the bytes of `sent`, whose numbers are lost. */
+/* data = data - sent; a NaN or infinity becomes 0. here: packed bytes of `sent` on the CPU. It may overwrite sent. */
 static dtrain_status dtrain__packed_subtract(const dtrain__packed *p, float *data, float *sent,
                                              const unsigned char *here, size_t count)
 {
@@ -152,7 +154,7 @@ static dtrain_status dtrain__packed_subtract(const dtrain__packed *p, float *dat
                                : status;
 }
 
-/* Unpacks all parts to v->out; takes: and takes them from the residual. */
+/* Unpacks all parts to v->out; takes: also subtracts them from the residual. */
 static dtrain_status dtrain__packed_unpack_all(const dtrain__packed *p, int takes)
 {
     dtrain_status status = DTRAIN_OK;
@@ -165,7 +167,7 @@ static dtrain_status dtrain__packed_unpack_all(const dtrain__packed *p, int take
     return status;
 }
 
-/* Packs every rank's part of what is to be sent; the CPU has it when this returns. */
+/* Packs every rank's part. The CPU has the bytes when this returns. */
 static dtrain_status dtrain__packed_send(const dtrain__packed *p, const float *in)
 {
     dtrain__device_vector *v = p->v;
@@ -187,8 +189,8 @@ static dtrain_status dtrain__packed_send(const dtrain__packed *p, const float *i
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Adds up the unpacked parts of all ranks in this rank's part of v->out, as many at once as a device takes. So many are
- * a whole subtree, as that is a power of two. */
+/* Adds up the unpacked parts of all ranks in this rank's part of v->out, as many at once as a device takes. That number
+ * is a power of two, so that they are a whole subtree. */
 static dtrain_status dtrain__packed_tree(const dtrain__packed *p)
 {
     size_t ranks = (size_t)p->ranks, stride = 1;
@@ -209,8 +211,8 @@ static dtrain_status dtrain__packed_tree(const dtrain__packed *p)
     return status;
 }
 
-/* Packs the sum of a rank's part of v->out to its place, and keeps what that loses; the CPU has it when this returns.
- */
+/* Packs a rank's part of v->out, which is a sum, to its place, and keeps what that loses. The CPU has the bytes when
+ * this returns. */
 static dtrain_status dtrain__packed_settle(const dtrain__packed *p, int rank)
 {
     dtrain__device_vector *v = p->v;
@@ -233,7 +235,7 @@ static dtrain_status dtrain__packed_settle(const dtrain__packed *p, int rank)
                                : status;
 }
 
-/* Adds up what came for this rank's part, and packs the sum. */
+/* Adds up what has arrived for this rank's part, and packs the sum. */
 static dtrain_status dtrain__packed_sum(const dtrain__packed *p)
 {
     dtrain__device_vector *v = p->v;
@@ -247,7 +249,7 @@ static dtrain_status dtrain__packed_sum(const dtrain__packed *p)
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Sums what all ranks send of `in` and of their residuals into v->out. */
+/* Sums over ranks what each sends of `in` and its residual into v->out. */
 static dtrain_status dtrain__packed_reduce(dtrain__device_vector *v, const dtrain_compressor *q, size_t *numbers,
                                            const float *in, uint64_t *sent)
 {

@@ -1,7 +1,7 @@
 /* ---- >>powersgd ----
- * A matrix as the product of two thin ones: P = M Q, summed over ranks and made orthonormal; Q = M' P, summed; the
- * result is P Q'. Q, kept transposed, is where the next step starts. Every rank computes the result for itself, so the
- * products here have loops of their own whose bits are the same on every instruction set, as those of gemm are not. */
+ * A matrix M as the product of two thin ones. P = M Q is summed over ranks and made orthonormal. Q = M' P is summed.
+ * The result is P Q'. The next step starts from Q, which is kept transposed. Every rank computes the result for itself.
+ * So the products here have loops of their own, with the same bits on every instruction set; those of gemm differ. */
 #ifndef DTRAIN__POWERSGD
 #define DTRAIN__POWERSGD
 #include "compress.h"
@@ -22,7 +22,7 @@ typedef struct dtrain__powersgd {
 
 DTRAIN__EXACT_BEGIN
 
-/* left = m right': lane i % 16 takes element i of a row; lanes are joined as a tree. */
+/* left = m right': lane i % 16 adds element i of a row; lanes are added as a tree. */
 DTRAIN__INLINE void dtrain__powersgd_left_body(const float *m, const float *right, float *left, size_t rows,
                                                size_t columns, size_t rank)
 {
@@ -44,7 +44,7 @@ DTRAIN__INLINE void dtrain__powersgd_left_body(const float *m, const float *righ
         }
 }
 
-/* right = left' m, row after row of m. */
+/* right = left' m, one row of m after the other. */
 DTRAIN__INLINE void dtrain__powersgd_right_body(const float *m, float *right, const float *left, size_t rows,
                                                 size_t columns, size_t rank)
 {
@@ -60,7 +60,7 @@ DTRAIN__INLINE void dtrain__powersgd_right_body(const float *m, float *right, co
         }
 }
 
-/* out = left right, term after term. */
+/* out = left right, one term after the other. */
 DTRAIN__INLINE void dtrain__powersgd_product_body(float *out, const float *right, const float *left, size_t rows,
                                                   size_t columns, size_t rank)
 {
@@ -87,7 +87,7 @@ DTRAIN__KERNEL(dtrain__powersgd_product,
                (float *out, const float *right, const float *left, size_t rows, size_t columns, size_t rank),
                (out, right, left, rows, columns, rank))
 
-/* The product of two columns of left. */
+/* The dot product of two columns of left. */
 static double dtrain__powersgd_dot(const float *left, size_t rows, size_t rank, size_t a, size_t b)
 {
     uint32_t zero = dtrain__isa_zero;
@@ -97,8 +97,8 @@ static double dtrain__powersgd_dot(const float *left, size_t rows, size_t rank, 
     return sum;
 }
 
-/* Makes columns orthonormal, one after the other against those before; twice, as float32 keeps little of nearly equal
- * ones. One that has nothing of its own becomes zero. */
+/* Makes columns orthonormal, each against those before it. It does so twice, because float32 keeps few bits of the
+ * difference of nearly equal columns. A column that depends on those before it becomes zero. */
 static void dtrain__powersgd_orthonormalize(float *left, size_t rows, size_t rank)
 {
     uint32_t zero = dtrain__isa_zero;
@@ -123,7 +123,7 @@ static void dtrain__powersgd_orthonormalize(float *left, size_t rows, size_t ran
 
 DTRAIN__EXACT_END
 
-/* Draws anew every row of the start that is zero or no number: what has been lost would not come back. */
+/* Draws every row of the start again that is all zeros, or has a NaN or infinity. It would stay so otherwise. */
 static void dtrain__powersgd_restart(dtrain__powersgd *p)
 {
     for (size_t j = 0; j < p->rank; j++) {
@@ -139,7 +139,7 @@ static void dtrain__powersgd_restart(dtrain__powersgd *p)
     }
 }
 
-/* A vector that is no longer than its thin matrices. */
+/* All-reduces a vector that is not longer than its thin matrices. */
 static dtrain_status dtrain__powersgd_whole(dtrain_comm *comm, const float *in, float *residual, float *out,
                                             size_t count, uint64_t *sent)
 {

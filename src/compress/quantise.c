@@ -1,7 +1,8 @@
 /* ---- >>quantise ----
- * Fewer bits a number: casts, int8 and fp8 with a scale a block, one bit. A packed vector is the scales of all blocks,
- * then the codes. Every code is one rounding of one product, found by adding a constant whose last place is that of
- * the code, and every scale comes of integers or of sums in a fixed order, so that all instruction sets agree. */
+ * Fewer bits a number: casts, int8 and fp8 with a scale for each block, one bit. A packed vector is the scales of all
+ * blocks, then the codes. A code is one product, rounded once by adding a constant whose last place is that of the
+ * code. A scale is computed from integers, or from sums in a fixed order. So all instruction sets give the same bytes.
+ */
 #ifndef DTRAIN__QUANTISE
 #define DTRAIN__QUANTISE
 #include "compress.h"
@@ -11,7 +12,8 @@
 
 #define DTRAIN__QUANTISE_LANES 16
 #define DTRAIN__QUANTISE_TINY \
-    0x0d800000u /* 2^-100: 448 over less may be infinite, so such blocks grow by 2^100 first */
+    0x0d800000u /* 2^-100: 448 divided by less may be infinite, so that smaller blocks are multiplied by 2^100 first \
+                 */
 
 static DTRAIN__NOINLINE size_t dtrain__quantise_blocks(size_t count, size_t block)
 {
@@ -20,10 +22,10 @@ static DTRAIN__NOINLINE size_t dtrain__quantise_blocks(size_t count, size_t bloc
 
 DTRAIN__EXACT_BEGIN
 
-/* What a block's numbers are multiplied by, one after the other. */
+/* The scale of a block. Its numbers are multiplied by grow, then by inverse. */
 typedef struct dtrain__quantise_scale {
     float scale, grow, inverse;
-    int bad; /* a NaN or infinity is among them */
+    int bad; /* the block has a NaN or infinity */
 } dtrain__quantise_scale;
 
 DTRAIN__INLINE dtrain__quantise_scale dtrain__quantise_scale_of(uint32_t largest, float top)
@@ -124,7 +126,7 @@ DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
 DTRAIN__QUANTISE_BYTES(dtrain__quantise_int8, 127.0f, dtrain__quantise_int8, DTRAIN__QUANTISE_FROM_INT8)
 DTRAIN__QUANTISE_BYTES(dtrain__quantise_fp8, 448.0f, dtrain__quantise_fp8, dtrain__quantise_from_fp8)
 
-/* The mean magnitude: lane i % 16 takes element i; lanes are joined as a tree. */
+/* The mean magnitude: lane i % 16 adds element i; lanes are added as a tree. */
 DTRAIN__INLINE float dtrain__quantise_sign_scale(const dtrain__u32 *bits, size_t count)
 {
     float lanes[DTRAIN__QUANTISE_LANES] = {0}, magnitude;
@@ -201,7 +203,7 @@ static size_t dtrain__quantise_sign_bytes(const dtrain_compressor *compressor, s
     return 4 * dtrain__quantise_blocks(count, compressor->block) + count / 8 + (count % 8 != 0);
 }
 
-/* The table's functions over the kernels, in the default floating-point mode. */
+/* The functions of a compressor: the kernels in the default floating-point mode. */
 #define DTRAIN__QUANTISE_TABLE(name) \
     static void name##_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out) \
     { \
@@ -220,7 +222,7 @@ DTRAIN__QUANTISE_TABLE(dtrain__quantise_int8)
 DTRAIN__QUANTISE_TABLE(dtrain__quantise_fp8)
 DTRAIN__QUANTISE_TABLE(dtrain__quantise_sign)
 
-/* The dtype of a cast stands where others have their block. */
+/* A cast has its dtype in block. */
 static void dtrain__quantise_cast_pack_now(const dtrain_compressor *compressor, const float *in, size_t count,
                                            void *out)
 {
@@ -265,7 +267,7 @@ static void dtrain__quantise_destroy(dtrain_compressor *compressor)
     memset(compressor, 0, sizeof *compressor);
 }
 
-/* Says whether a table can be used, own or not. */
+/* Checks that a compressor, the library's or the program's, can be used. */
 static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *compressor, const char *call)
 {
     int blocks = compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;

@@ -1,9 +1,9 @@
 /* ---- >>selections ----
- * The all-reduce of selections. Gathered: every rank gets every selection and merges them by the tree. Split: each
- * rank merges its part of the vector, and all get the merged parts. A merge adds what both have and copies what one
- * has, so that a sum's bits are those of the dense tree in which absent elements are zeros; that none is -0 is settled
- * at the end. Lengths are exchanged before data. Of a vector on a device, that selects, and gets the sums as a list;
- * pieces are the CPU's here as there. */
+ * The all-reduce of selections. In form GATHER every rank gets every selection and merges them by the tree. In form
+ * SPLIT each rank merges its part of the vector, and all get the merged parts. A merge adds elements that both have and
+ * copies those that one has. So sums have the bits of the dense tree with zeros for absent elements; at the end -0
+ * becomes 0. Lengths are exchanged before data. A device selects from its own vector and gets the sums as a list; the
+ * CPU merges in either case. */
 #ifndef DTRAIN__SELECTIONS
 #define DTRAIN__SELECTIONS
 #include "compress.h"
@@ -20,13 +20,13 @@ typedef struct dtrain__selections_state {
     float step[2]; /* see >>feedback */
     int ranks;
     dtrain__sparse chosen, picked;
-    dtrain__sparse *pieces;  /* 2 * ranks: a level of the tree, and the next */
-    uint64_t *sizes;         /* 2 * ranks: to each rank, from each rank */
-    size_t *numbers;         /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
-    unsigned char *out, *in; /* what goes out and what comes in; they grow */
+    dtrain__sparse *pieces;  /* 2 * ranks: one level of the tree, and the next */
+    uint64_t *sizes;         /* 2 * ranks: bytes to each rank, from each rank */
+    size_t *numbers;         /* 5 * ranks + 1: the same bytes as counts and offsets, then the bounds of parts */
+    unsigned char *out, *in; /* packed selections that are sent and received; they grow */
 } dtrain__selections_state;
 
-/* What one call is about. */
+/* The arguments of one call. */
 typedef struct dtrain__selections {
     dtrain__selections_state *state;
     dtrain__device_vector *v;
@@ -49,7 +49,7 @@ static void dtrain__selections_free(dtrain__selections_state *state)
     state->ranks = 0;
 }
 
-/* Makes room for a group of so many ranks. */
+/* Allocates for a group of so many ranks. */
 static dtrain_status dtrain__selections_open(dtrain__selections_state *state, int ranks)
 {
     size_t n = (size_t)ranks;
@@ -69,7 +69,7 @@ static dtrain_status dtrain__selections_open(dtrain__selections_state *state, in
     return DTRAIN_OK;
 }
 
-/* out = a + b, where an element that one of them lacks is the other's. */
+/* out = a + b; an element that only one has is copied. */
 static dtrain_status dtrain__selections_merge(const dtrain__sparse *a, const dtrain__sparse *b, dtrain__sparse *out)
 {
     dtrain_status status = dtrain__topk_reserve(out, a->count + b->count);
@@ -94,7 +94,7 @@ static dtrain_status dtrain__selections_merge(const dtrain__sparse *a, const dtr
     return DTRAIN_OK;
 }
 
-/* Merges the pieces of all ranks by the tree: neighbours first, one that has none goes up as it is. */
+/* Merges the pieces of all ranks by the tree: neighbours first; a piece without a neighbour goes up as it is. */
 static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__sparse **merged)
 {
     dtrain__sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
@@ -111,7 +111,7 @@ static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__spar
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->v->comm, status, x->rank);
 }
 
-/* Rounds values to what the wire carries. */
+/* Rounds values to the dtype in which they are sent. */
 static void dtrain__selections_round(const dtrain__selections_state *state, dtrain__sparse *sparse)
 {
     unsigned char tile[2 * DTRAIN__SPARSE_TILE];
@@ -123,7 +123,7 @@ static void dtrain__selections_round(const dtrain__selections_state *state, dtra
     }
 }
 
-/* whole - part, or 0 where that is no number. */
+/* whole - part; 0 if that is a NaN or infinity. */
 static float dtrain__selections_rest(float whole, float part)
 {
     float left = whole - part;
@@ -132,7 +132,7 @@ static float dtrain__selections_rest(float whole, float part)
     return (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
 }
 
-/* The number, 0 in the place of -0. */
+/* Returns x, or 0 for -0. */
 static float dtrain__selections_unsigned(float x)
 {
     uint32_t bits;
@@ -142,13 +142,13 @@ static float dtrain__selections_unsigned(float x)
     return x;
 }
 
-/* This rank has no memory for what it shall send or take in. */
+/* Breaks the group if this rank has no memory for its part of the exchange. */
 static dtrain_status dtrain__selections_broken(const dtrain__selections *x, dtrain_status status)
 {
     return dtrain__device_vector_broken(x->v->comm, x->v->device, status);
 }
 
-/* Counts a step, of which it notes the ratio; returns how many elements that is. */
+/* Counts a step and notes its ratio. Returns how many elements it selects. */
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
@@ -158,7 +158,7 @@ static size_t dtrain__selections_next(dtrain__selections *x)
     return dtrain_topk_count(x->v->count, x->ratio);
 }
 
-/* Has the device select, round and keep. */
+/* Selects on the device, rounds, and updates residual and velocity there. */
 static dtrain_status dtrain__selections_select_there(dtrain__selections *x, const float *in)
 {
     dtrain__sparse *chosen = &x->state->chosen;
@@ -179,7 +179,7 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
     return dtrain__device_vector_leave(x->v, chosen->values);
 }
 
-/* Selects of what is to be sent, rounds that, leaves the rest in the residual, and nothing in the velocity. */
+/* Selects and rounds on the CPU. The rest stays in the residual; the velocity of what is sent becomes 0. */
 static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
 {
     const dtrain__device_vector *v = x->v;
@@ -205,7 +205,7 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
     return DTRAIN_OK;
 }
 
-/* Turns the sizes that ranks told into counts and offsets; each of a vector of at most `most` elements. */
+/* Turns announced sizes into counts and offsets. Each is of a selection from at most `most` elements. */
 static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint64_t *sizes, size_t most, size_t *counts,
                                               size_t *offsets, size_t *total)
 {
@@ -224,7 +224,7 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
     return DTRAIN_OK;
 }
 
-/* A corrupt piece, or no memory for one, ends the exchange for all. */
+/* Unpacks a piece. If it is corrupt, or there is no memory, the exchange ends for all ranks. */
 static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, size_t at, size_t bytes, size_t count,
                                                dtrain__sparse *piece)
 {
@@ -232,7 +232,7 @@ static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, 
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->v->comm, status, from);
 }
 
-/* Begins a result of at most `most` elements that are not 0. */
+/* Begins a result with at most `most` elements that are not 0. */
 static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most)
 {
     if (x->v->device != NULL)
@@ -242,7 +242,7 @@ static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most
     return DTRAIN_OK;
 }
 
-/* Writes some elements of the part of the result from `begin` on. */
+/* Writes elements of the part of the result that begins at `begin`. */
 static void dtrain__selections_write(dtrain__selections *x, const dtrain__sparse *sparse, size_t begin)
 {
     dtrain__device_elements *list = x->v->device != NULL ? &x->v->sums : NULL;
@@ -259,7 +259,7 @@ static dtrain_status dtrain__selections_end(dtrain__selections *x)
     return x->v->device != NULL ? dtrain__device_vector_end(x->v) : DTRAIN_OK;
 }
 
-/* The selections are longer than the vectors: adds up these. */
+/* All-reduces the whole vectors, because the selections are longer. */
 static dtrain_status dtrain__selections_dense(dtrain__selections *x)
 {
     dtrain__device_vector *v = x->v;
@@ -282,7 +282,7 @@ static dtrain_status dtrain__selections_dense(dtrain__selections *x)
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Settles the form of what this rank gives to all, and where all ranks' packed selections come in, total bytes. */
+/* Announces the size of what this rank gives to all. Finds where the selections of all ranks arrive; *total: bytes. */
 static dtrain_status dtrain__selections_announce(dtrain__selections *x, const dtrain__sparse *mine,
                                                  dtrain_index_form *form, size_t *total)
 {
@@ -296,7 +296,7 @@ static dtrain_status dtrain__selections_announce(dtrain__selections *x, const dt
                                : status;
 }
 
-/* Gathers them. */
+/* Gathers the packed selections of all ranks. */
 static dtrain_status dtrain__selections_exchange(dtrain__selections *x, const dtrain__sparse *mine,
                                                  dtrain_index_form form, size_t total)
 {
@@ -334,7 +334,7 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
     return dtrain__selections_end(x);
 }
 
-/* The elements of the selection that are in a rank's part of the vector, which bounds say. */
+/* Returns the elements of the selection in a rank's part of the vector, by the bounds of parts. */
 static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int rank)
 {
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
@@ -347,7 +347,7 @@ static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int r
     return part;
 }
 
-/* Finds the bounds between parts. From here on, indices count from the begin of their part. */
+/* Finds the bounds of parts. Indices count from the begin of their part afterwards. */
 static void dtrain__selections_cut(dtrain__selections *x)
 {
     const dtrain__sparse *chosen = &x->state->chosen;
@@ -387,7 +387,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
     return dtrain__selections_broken(x, status);
 }
 
-/* Sends each rank its part of the selection, and unpacks what came for this rank's. */
+/* Sends each rank its part of the selection, and unpacks what arrives for this rank's part. */
 static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t part)
 {
     dtrain__selections_state *state = x->state;
@@ -408,7 +408,7 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     return status;
 }
 
-/* Adds to the residual what is not passed on of an element of this rank's part. */
+/* Adds to the residual what is not passed on of an element in this rank's part. */
 static void dtrain__selections_keep(dtrain__selections *x, size_t index, float left)
 {
     dtrain__device_elements *kept = &x->v->kept;
@@ -422,7 +422,8 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
     }
 }
 
-/* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
+/* Decides which sums of the part are passed on: all, or with SPLIT_TOPK the largest, as many as quota says. The others,
+ * and what rounding loses, go to the residual. */
 static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin,
                                                size_t quota)
 {
@@ -446,7 +447,7 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sp
     return DTRAIN_OK;
 }
 
-/* Gathers every rank's sums, each straight into its part of the result. */
+/* Gathers every rank's sums, and unpacks each into its part of the result. */
 static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain__sparse *merged)
 {
     dtrain__selections_state *state = x->state;
@@ -456,7 +457,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     dtrain_status status = dtrain__selections_announce(x, merged, &form, &total);
     if (status == DTRAIN_OK)
         status = dtrain__selections_exchange(x, merged, form, total);
-    if (status == DTRAIN_OK) /* no value has less than 2 bytes */
+    if (status == DTRAIN_OK) /* every value has at least 2 bytes */
         status = dtrain__selections_begin(x, total / 2 < count ? total / 2 : count);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
         size_t begin, part = dtrain__split(count, x->ranks, r, &begin);
@@ -484,7 +485,7 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
 }
 
-/* Sums what all ranks send of `in` and of their residuals into v->out. */
+/* Sums over ranks what each sends of `in` and its residual into v->out. */
 static dtrain_status dtrain__selections_run(const dtrain_compressor *compressor, dtrain__device_vector *v,
                                             const float *in, uint64_t *sent)
 {

@@ -1,8 +1,12 @@
 /* ---- >>sparse ----
- * Sparse vectors as bytes and back, and into dense ones. Packed: a header of 32 bytes (magic, index form, dtype of
- * the values, count, count of the whole vector, bytes of indices), the indices, the values; in the byte order of the
- * machine, which all ranks of a group share. Unpacking trusts nothing: lengths are compared before memory is asked
- * for, and every index before any is used. */
+ * Sparse vectors as bytes and back, and into dense ones. The packed form has the byte order of the machine, which all
+ * ranks of a group share:
+ *
+ *   header    32 bytes: magic, index form, dtype of the values, count, count of the whole vector, bytes of indices
+ *   indices   see dtrain_index_form
+ *   values
+ *
+ * Unpacking trusts nothing. It compares lengths before it allocates, and checks all indices before it uses any. */
 #ifndef DTRAIN__SPARSE
 #define DTRAIN__SPARSE
 #include "compress.h"
@@ -28,13 +32,13 @@ static void dtrain__sparse_write(const dtrain__sparse *sparse, float *data)
         data[sparse->indices[i]] = sparse->values[i];
 }
 
-/* How many elements were left out before the i-th. */
+/* Returns how many elements are skipped before the i-th. */
 static uint32_t dtrain__sparse_gap(const dtrain__sparse *sparse, size_t i)
 {
     return i == 0 ? sparse->indices[0] : sparse->indices[i] - sparse->indices[i - 1] - 1;
 }
 
-/* The bytes of a vector's indices; SIZE_MAX for a form that cannot be. */
+/* Returns the bytes of a vector's indices; SIZE_MAX if the form does not fit. */
 static size_t dtrain__sparse_index_bytes(const dtrain__sparse *sparse, dtrain_index_form form)
 {
     size_t bytes = sparse->count;
@@ -52,7 +56,7 @@ static size_t dtrain__sparse_index_bytes(const dtrain__sparse *sparse, dtrain_in
     }
 }
 
-/* The shortest form, of equals the first. */
+/* Returns the shortest form; of equally short ones the first. */
 static dtrain_index_form dtrain__sparse_shortest(const dtrain__sparse *sparse, size_t width)
 {
     dtrain_index_form best = DTRAIN_INDEX_U32;
@@ -74,7 +78,7 @@ static size_t dtrain__sparse_width(dtrain_dtype values)
     return values == DTRAIN_F32 ? 4 : values == DTRAIN_BF16 || values == DTRAIN_F16 ? 2 : 0;
 }
 
-/* Settles the form and returns the packed size. */
+/* Chooses the form if it is AUTO, and returns the packed size. */
 static size_t dtrain__sparse_size(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form *form)
 {
     size_t width = dtrain__sparse_width(values);
@@ -100,7 +104,7 @@ static void dtrain__sparse_pack_indices(const dtrain__sparse *sparse, dtrain_ind
     }
 }
 
-/* Every element of the vector, tile by tile. */
+/* Packs every element of the vector, tile by tile. */
 static void dtrain__sparse_pack_dense(const dtrain__sparse *sparse, dtrain_dtype values, unsigned char *out)
 {
     float tile[DTRAIN__SPARSE_TILE];
@@ -115,7 +119,7 @@ static void dtrain__sparse_pack_dense(const dtrain__sparse *sparse, dtrain_dtype
     }
 }
 
-/* Packs a vector into as many bytes as dtrain__sparse_size has said, values rounded to the nearest. */
+/* Packs a vector into as many bytes as dtrain__sparse_size returned. Values are rounded to the nearest. */
 static void dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
                                 unsigned char *out)
 {
@@ -137,7 +141,7 @@ static void dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype value
     dtrain__fpmode_restore(mode);
 }
 
-/* Says whether the header and the number of bytes fit each other and what was expected; counts are below 2^32 then. */
+/* Checks the header against the number of bytes and the expected count. Counts are below 2^32 afterwards. */
 static dtrain_status dtrain__sparse_check_header(const dtrain__sparse_header *header, size_t bytes,
                                                  size_t original_count)
 {
@@ -179,13 +183,13 @@ static const unsigned char *dtrain__sparse_read_gap(const unsigned char *from, c
     return NULL;
 }
 
-/* Reads the indices into the private arrays; returns the number of the first bad one, or count. */
+/* Reads the indices. Returns the number of the first bad one, or count. */
 static size_t dtrain__sparse_read_indices(dtrain__sparse *sparse, const dtrain__sparse_header *header,
                                           const unsigned char *from)
 {
     const unsigned char *end = from + header->index_bytes;
     size_t n = (size_t)header->count;
-    uint64_t next = 0; /* the least that the next index may be */
+    uint64_t next = 0; /* least value of the next index */
     for (size_t i = 0; i < n; i++) {
         uint64_t index = i;
         uint16_t narrow;
@@ -210,10 +214,10 @@ static size_t dtrain__sparse_read_indices(dtrain__sparse *sparse, const dtrain__
     return header->form != DTRAIN_INDEX_DELTA || from == end ? n : 0;
 }
 
-/* Unpacks what dtrain__sparse_pack made, of a vector of original_count elements. The bytes may come from anywhere.
+/* Unpacks what dtrain__sparse_pack made from a vector of original_count elements. The bytes may come from anywhere.
  *
- *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
- *                                range, out of order or twice. The text says which; sparse has count 0
+ *   errors   DTRAIN_ERR_CORRUPT  the bytes are not a packed vector of so many elements: another length, or an index out
+ *                                of range, out of order or twice. The text says which; sparse has count 0
  *            DTRAIN_ERR_MEMORY */
 static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *data, size_t bytes,
                                            size_t original_count)

@@ -1,9 +1,10 @@
 /* ---- >>topk ----
- * The k elements of largest magnitude. A key is a number's bits without the sign, all NaNs one key above infinity, so
- * that the order is one of integers and the same everywhere. A sample of the keys gives a bar that a few more than k
- * will pass; one pass over the data, which adds to it on request, collects those, and a radix search among them finds
- * the k-th. Where the sample misled, a histogram of the upper bits of all keys gives the bar. Results never depend on
- * the way taken. */
+ * The k elements of largest magnitude. Elements are ordered by a key: their bits without the sign, and one key above
+ * infinity for all NaNs. So the order is that of integers, and the same everywhere.
+ *
+ * A sample of the keys gives a bar that a few more than k elements should reach. One pass over the data collects those;
+ * it can also add a vector to the data. A radix search among them finds the k-th. If the sample was misleading, a
+ * histogram of the upper bits of all keys gives the bar. Both ways give the same result. */
 #ifndef DTRAIN__TOPK
 #define DTRAIN__TOPK
 #include "compress.h"
@@ -11,8 +12,8 @@
 #include "../tensor/isa.c"
 DTRAIN__FAST_BEGIN
 
-/* Some elements of a vector, in ascending order of their index. Zero but for the allocator before its first use: what
- * fills it grows its arrays and keeps them. */
+/* Some elements of a vector, in ascending order of index. Before its first use all but the allocator is zero. Calls
+ * that fill it grow its arrays, which it keeps. */
 typedef struct dtrain__sparse {
     uint32_t *indices; /* ascending, none twice, below original_count */
     float *values;
@@ -22,15 +23,15 @@ typedef struct dtrain__sparse {
     dtrain_allocator *allocator; /* NULL: the C library */
 } dtrain__sparse;
 
-#define DTRAIN__TOPK_BLOCK ((size_t)1024)      /* elements collected at once: room beyond the last needs as many */
+#define DTRAIN__TOPK_BLOCK ((size_t)1024)      /* elements collected at once, and room beyond the last in arrays */
 #define DTRAIN__TOPK_SAMPLE ((size_t)65536)    /* keys of the largest sample */
 #define DTRAIN__TOPK_SAMPLED ((size_t)1 << 16) /* smaller vectors are not sampled */
 #define DTRAIN__TOPK_BINS 2048
 #define DTRAIN__TOPK_NEVER 0x80000000u /* a bar above every key */
 #define DTRAIN__TOPK_KEY_NAN 0x7f800001u
 
-/* Adds add to sum where there is one, then lists the numbers whose key is at least the bar, count at most
- * DTRAIN__TOPK_BLOCK; data is sum then. Returns how many; indices and values have room for all. */
+/* Lists the elements of a block whose key is at least the bar, and returns how many. If sum is not NULL, it is data,
+ * and add is added to it first. count is at most DTRAIN__TOPK_BLOCK; indices and values have room for all. */
 typedef size_t (*dtrain__topk_block)(const float *data, float *sum, const float *add, size_t count, uint32_t bar,
                                      uint32_t first, uint32_t *indices, float *values);
 
@@ -65,7 +66,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
 }
 
 #if defined(DTRAIN__X86)
-/* Sums a vector of `width` numbers; what remains of a block is left to the scalar form. */
+/* A form for vectors of `width` numbers; the scalar form does the rest of a block. */
 #define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list) \
     target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count, \
                                                   uint32_t bar, uint32_t first, uint32_t *indices, float *values) \
@@ -89,7 +90,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
         values[found++] = data[i + lane]; \
     }
 
-/* Keys and bars but DTRAIN__TOPK_NEVER are positive numbers: a signed comparison with one less will do. */
+/* Keys are not negative, so that a signed "greater than bar - 1" serves. It holds for DTRAIN__TOPK_NEVER, too. */
 #define DTRAIN__TOPK_PASS_sse2 \
     __m128i keys = \
         _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff)); \
@@ -136,8 +137,8 @@ static dtrain_allocator *dtrain__topk_allocator(const dtrain__sparse *sparse, dt
     return sparse->allocator != NULL ? sparse->allocator : heap;
 }
 
-/* Room for count elements and what a vector's store writes beyond them, half more where it has to grow, as counts vary
- * a little; what is in the arrays, which are one block, is lost. */
+/* Makes room for count elements, and for what a vector store writes beyond them. It grows by half more than needed,
+ * because counts vary a little from step to step. The arrays are one block, and lose their contents. */
 static dtrain_status dtrain__topk_reserve(dtrain__sparse *sparse, size_t count)
 {
     dtrain_allocator heap;
@@ -215,15 +216,15 @@ static double dtrain__topk_ratio(const dtrain_topk_schedule *schedule, uint64_t 
 
 DTRAIN__EXACT_END
 
-/* A search for the k-th largest key, by bits from the top: 11, 10 and 10 of them. */
+/* A search for the k-th largest key by its bits, from the top: 11, 10 and 10 of them. */
 typedef struct dtrain__topk_search {
-    uint32_t prefix; /* the bits known of it */
-    int shift;       /* how many are not */
-    size_t left;     /* its place among the keys that have the prefix: 1 is the largest */
-    size_t equal;    /* how many these are */
+    uint32_t prefix; /* its bits found so far */
+    int shift;       /* how many are not found yet */
+    size_t left;     /* its place among the keys with this prefix: 1 is the largest */
+    size_t equal;    /* how many keys have this prefix */
 } dtrain__topk_search;
 
-/* Finds the next bits of the key. Two tables, as equal neighbours would wait for each other's count. */
+/* Finds the next bits of the key. Two tables take turns: equal neighbours would wait for each other's increment. */
 static void dtrain__topk_narrow(dtrain__topk_search *search, const float *data, size_t count)
 {
     uint32_t bins[2][DTRAIN__TOPK_BINS];
@@ -255,7 +256,7 @@ static dtrain__topk_search dtrain__topk_begin(size_t k)
     return search;
 }
 
-/* The k-th largest key of count, 1 <= k <= count. */
+/* Finds the k-th largest key of count, 1 <= k <= count. */
 static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, size_t k)
 {
     dtrain__topk_search search = dtrain__topk_begin(k);
@@ -264,7 +265,7 @@ static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, si
     return search;
 }
 
-/* Keeps the k largest of what has been collected: all keys above the k-th, and the first of those equal to it. */
+/* Keeps the k largest of the collected elements: those above the k-th key, and the first of those equal to it. */
 static void dtrain__topk_keep(dtrain__sparse *sparse, size_t k)
 {
     if (sparse->count == k)
@@ -283,7 +284,7 @@ static void dtrain__topk_keep(dtrain__sparse *sparse, size_t k)
     sparse->count = kept;
 }
 
-/* Where a selection reads: data, or with add the sum that the first pass makes. */
+/* What a selection reads: data. If sum is not NULL, it is data, and the first pass adds add to it. */
 typedef struct dtrain__topk_source {
     const float *data;
     float *sum;
@@ -291,8 +292,8 @@ typedef struct dtrain__topk_source {
     size_t count, k;
 } dtrain__topk_source;
 
-/* Collects every element whose key is at least the bar; 0 when they are more than there is room for. The sum is
- * complete in either case. */
+/* Collects every element whose key is at least the bar. Returns 0 if they do not fit; the sum is complete all the same.
+ */
 static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain__sparse *sparse)
 {
     dtrain__topk_block block = dtrain__topk_block_get();
@@ -313,7 +314,7 @@ static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain_
     return fits;
 }
 
-/* Collects the k elements that a finished search names, of which the equal ones may be many. */
+/* Collects the k elements that a finished search found. Many may equal the k-th. */
 static void dtrain__topk_exactly(const dtrain__topk_source *from, const dtrain__topk_search *search,
                                  dtrain__sparse *sparse)
 {
@@ -347,9 +348,9 @@ static size_t dtrain__topk_root(size_t square)
     return root;
 }
 
-/* A bar that a few more than k elements should pass: the key of a place in a sample, 4 deviations below that of k.
- * The sample takes one element of each of equal pieces, at a place that no pattern of the data will follow. It is
- * written to values. */
+/* Returns a bar that a few more than k elements should reach: the key at a place in a sample, 4 standard deviations
+ * below that of k. The sample has one element of each of equal pieces, at a pseudorandom place, so that patterns in the
+ * data do no harm. It is written to values. */
 static uint32_t dtrain__topk_guess(const dtrain__topk_source *from, float *values, size_t sample)
 {
     uint64_t mode = dtrain__fpmode_enter();
@@ -367,8 +368,8 @@ static uint32_t dtrain__topk_guess(const dtrain__topk_source *from, float *value
     return dtrain__topk_find(values, sample, place < sample ? place : sample).prefix;
 }
 
-/* The way that always arrives: the bar from a histogram of all keys, exact where too many are equal in their upper
- * bits. */
+/* Selects by a histogram of the upper bits of all keys, which always works. If too many keys share those bits, it finds
+ * the k-th key exactly. */
 static void dtrain__topk_surely(dtrain__topk_source *from, dtrain__sparse *sparse)
 {
     dtrain__topk_search search = dtrain__topk_begin(from->k);
@@ -386,7 +387,7 @@ static void dtrain__topk_surely(dtrain__topk_source *from, dtrain__sparse *spars
     dtrain__topk_exactly(from, &search, sparse);
 }
 
-/* Elements that a selection of k of n needs room for. */
+/* Returns how many elements a selection of k of n needs room for. */
 static size_t dtrain__topk_room(size_t n, size_t k)
 {
     size_t room = n / 64 + k + k / 2;
@@ -419,15 +420,15 @@ static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain__spar
     return DTRAIN_OK;
 }
 
-/* Selects the k elements of largest magnitude, k <= count, NaN and then infinity before all numbers, of equals the
- * first; allocates only what sparse lacks. */
+/* Selects the k elements of largest magnitude, k <= count. NaN and then infinity come before all numbers, and of equal
+ * magnitudes the first. It allocates only what sparse lacks. */
 static dtrain_status dtrain__topk_pick(const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, k};
     return dtrain__topk_select(&from, sparse);
 }
 
-/* Adds data to sum, and selects of the sum, in one pass. */
+/* Adds data to sum and selects from the sum, in one pass. */
 static dtrain_status dtrain__topk_add(float *sum, const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {sum, sum, data, count, k};

@@ -1,5 +1,5 @@
 /* ---- >>rounds-calls ----
- * The calls of local SGD: making the object, the step of the training thread, waiting for rounds, and the end. */
+ * The public calls of local SGD: creation, the step of the training thread, waiting for rounds, and the end. */
 #ifndef DTRAIN__ROUNDS_CALLS
 #define DTRAIN__ROUNDS_CALLS
 #include "rounds_thread.c"
@@ -16,7 +16,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
     dtrain__free(allocator, local);
 }
 
-/* Gives the fragments their places, and those that travel packed their state. */
+/* Assigns elements to fragments, and makes the packing state of those that travel packed. */
 static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm *comm)
 {
     int64_t n = local->desc.fragments, steps = local->desc.steps;
@@ -39,7 +39,7 @@ static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm
     return DTRAIN_OK;
 }
 
-/* Allocates what the plan says. */
+/* Allocates the block that dtrain__rounds_plan has sized. */
 static dtrain_status dtrain__rounds_allocate(dtrain_local_sgd *local, dtrain_comm *comm)
 {
     local->block = (unsigned char *)dtrain__alloc(local->allocator, dtrain__rounds_place(local, NULL));
@@ -85,22 +85,22 @@ static const dtrain__alike_field dtrain__rounds_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, steps, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, outer_lr, FLOAT),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, outer_momentum, FLOAT),
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, no_momentum, OWN), /* has set outer_momentum */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, no_momentum, OWN), /* outer_momentum is 0 then */
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, warmup_rounds, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, fragments, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, overlap, NUMBER),
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, mixing, OWN),   /* of this rank's weights */
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, blocking, OWN), /* this rank waits, or not */
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, compress, OWN), /* by its own table */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, mixing, OWN),   /* concerns this rank's weights only */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, blocking, OWN), /* concerns this rank's waits only */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, compress, OWN), /* compared field by field elsewhere */
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, window_ms, NUMBER),
-    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, max_bytes, OWN), /* of this rank's memory */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, max_bytes, OWN), /* concerns this rank's memory only */
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, no_broadcast, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, through_server, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, server, NUMBER)};
 
 enum { DTRAIN__ROUNDS_FIELDS = sizeof dtrain__rounds_fields / sizeof dtrain__rounds_fields[0] };
 
-/* Gives all ranks the same parameters, and the object its groups and its thread. */
+/* Broadcasts the parameters, and makes the groups and the thread of the object. */
 static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *comm, const dtrain_param *table,
                                          size_t count)
 {
@@ -111,7 +111,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
     if (status == DTRAIN_OK && local->ranks > 1)
         status = dtrain_comm_split(comm, 0, 0, &group);
     if (group != NULL)
-        group->apart = 1; /* the thread's, and so are the groups made from it */
+        group->apart = 1; /* the thread uses it, and the groups made from it */
     if (status == DTRAIN_OK && local->ranks > 1)
         status = dtrain__rounds_talk(local, group, &up, &down);
     if (status != DTRAIN_OK) {
@@ -166,7 +166,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     return dtrain__report(&cause);
 }
 
-/* Something that a training thread waits for. */
+/* A training thread waits until news changes. */
 typedef struct dtrain__rounds_wait {
     dtrain_local_sgd *local;
     uint32_t news;
@@ -178,7 +178,7 @@ static int dtrain__rounds_has_news(void *pointer)
     return __atomic_load_n(&wait->local->news, __ATOMIC_SEQ_CST) != wait->news;
 }
 
-/* Whether a fragment's difference is handed in or in a round; fragment -1: any one's. *news: as it was then. */
+/* Whether a fragment's difference is handed in or in a round; -1: that of any fragment. *news: its value before. */
 static int dtrain__rounds_under_way(dtrain_local_sgd *local, int fragment, uint32_t *news)
 {
     int under_way = 0;
@@ -203,7 +203,7 @@ static void dtrain__rounds_wait_for_news(dtrain_local_sgd *local, uint32_t news,
     pthread_mutex_unlock(&local->mutex);
 }
 
-/* How long a round may take from now on, with its window or without. */
+/* Returns the deadline of a round that begins now, with its window or without. */
 static int64_t dtrain__rounds_deadline(const dtrain_local_sgd *local, int window)
 {
     int64_t now = dtrain__os_now_ns();
@@ -213,7 +213,7 @@ static int64_t dtrain__rounds_deadline(const dtrain_local_sgd *local, int window
     return window ? now + dtrain__os_ms_to_ns(local->desc.window_ms) : now;
 }
 
-/* Waits until the rounds of a fragment, or of all, are over, or for too long; then 0. */
+/* Waits until the round of a fragment (-1: of every fragment) is over. Returns 0 if it takes too long. */
 static int dtrain__rounds_wait_round(dtrain_local_sgd *local, int fragment)
 {
     int64_t until = dtrain__rounds_deadline(local, 1);
@@ -226,8 +226,8 @@ static int dtrain__rounds_wait_round(dtrain_local_sgd *local, int fragment)
     return 1;
 }
 
-/* A fragment's part of a step: what has come and may be applied; a snapshot at its boundary. Returns 1 when this step
- * is to wait for the fragment's round. */
+/* A fragment's part of a step: applies a result if there is one, and takes a snapshot at the boundary. Returns 1 if
+ * this step must wait for the fragment's round. */
 static int dtrain__rounds_step_fragment(dtrain_local_sgd *local, int fragment)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
@@ -288,8 +288,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
                                local->rank);
 }
 
-/* Applies what has come, and hands everything in for the last time. Returns 1 when all members have finished. *made:
- * the number of rounds so far. */
+/* Applies results, and hands in all fragments for the last time. Returns 1 once all members have finished. *made: the
+ * number of rounds so far. */
 static int dtrain__rounds_close(dtrain_local_sgd *local, uint64_t *made)
 {
     int closed = 1;

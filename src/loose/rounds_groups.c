@@ -1,20 +1,20 @@
 /* ---- >>rounds-groups ----
- * The groups of a local SGD object: made, and made anew from those left when a member is gone. A broken group is left
- * in one order by all: abort all three, agree (on nothing, where no round was under way), shrink. A member whose others
- * are lost, or have given it up, is alone: its groups are NULL. */
+ * The groups of a local SGD object. When a member is gone, the others make new groups. All leave a broken group in the
+ * same order: abort all three groups, agree, shrink. If no round was under way, they agree on nothing. A member that is
+ * the only one left, or that the others have given up, goes on alone: its groups are NULL. */
 #ifndef DTRAIN__ROUNDS_GROUPS
 #define DTRAIN__ROUNDS_GROUPS
 #include "rounds_state.c"
 #include "../comm/survive.c"
 
-#define DTRAIN__ROUNDS_SLICE_MS 100 /* of waits that end when the object is destroyed */
+#define DTRAIN__ROUNDS_SLICE_MS 100 /* waits are this short, so that they end when the object is destroyed */
 
 static int dtrain__rounds_stopping(const dtrain_local_sgd *local)
 {
     return dtrain__worker_stopping(&local->worker);
 }
 
-/* Says to the training thread that something has changed. */
+/* Wakes the training thread: something has changed. */
 static void dtrain__rounds_tell(dtrain_local_sgd *local)
 {
     __atomic_add_fetch(&local->news, 1, __ATOMIC_SEQ_CST);
@@ -28,7 +28,7 @@ static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
     pthread_mutex_unlock(&local->mutex);
 }
 
-/* Who destroys the object does not wait for what the thread waits for. The mutex is held. */
+/* Aborts the groups if the object is being destroyed while the thread may wait for others. The mutex is held. */
 static void dtrain__rounds_cut(dtrain_local_sgd *local)
 {
     dtrain_comm *groups[3];
@@ -40,7 +40,7 @@ static void dtrain__rounds_cut(dtrain_local_sgd *local)
             DTRAIN_IGNORE(dtrain_comm_abort(groups[i], "it leaves local SGD"));
 }
 
-/* The thread may wait for others from here on, or no more. */
+/* Says whether the thread may wait for others from here on. */
 static void dtrain__rounds_busy(dtrain_local_sgd *local, int busy)
 {
     pthread_mutex_lock(&local->mutex);
@@ -49,21 +49,21 @@ static void dtrain__rounds_busy(dtrain_local_sgd *local, int busy)
     pthread_mutex_unlock(&local->mutex);
 }
 
-/* Agrees with all that are left whether each of them can. Returns 1 or 0, or -1 when the others go on without this
- * rank, or it leaves. */
+/* Agrees with all members that are left. Returns 1 if every one of them can, 0 if one cannot, and -1 if the others go
+ * on without this rank or this rank leaves. */
 static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
 {
     uint64_t flags = can != 0;
     dtrain_status status;
     dtrain__group_set_timeout(local->group, DTRAIN__ROUNDS_SLICE_MS);
-    do /* a late one counts: the vote stands, and what is decided stays so */
+    do /* after a timeout ask again: this rank's vote stands, and so does a decision */
         status = dtrain_comm_agree(local->group, &flags);
     while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
     dtrain__group_set_timeout(local->group, local->timeout_ms);
     return status == DTRAIN_OK ? flags == 1 : -1;
 }
 
-/* The server's rank in a group; -1: it is not in it, or there is none. */
+/* Returns the server's rank in a group; -1: there is no server, or it is not in the group. */
 static int dtrain__rounds_find_server(const dtrain_local_sgd *local, const dtrain_comm *group)
 {
     int server = local->desc.through_server && group != NULL ? dtrain_comm_size(group) - 1 : -1;
@@ -84,7 +84,7 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
     for (int i = 0; i < local->desc.fragments; i++)
         local->fragments[i].opened_ns = 0;
     local->told = 0;
-    memset(local->works, 0, local->sizes.works * sizeof *local->works); /* handles die with their group */
+    memset(local->works, 0, local->sizes.works * sizeof *local->works); /* a group's handles end with it */
     if (old_up != up)
         dtrain_comm_destroy(old_up);
     if (old_down != down)
@@ -97,8 +97,8 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
             dtrain__compressed_move(local->fragments[i].pack, group);
 }
 
-/* Makes the two groups over which rounds are opened; a server is rank 0 of them. Collective; on an error there is
- * none. */
+/* Makes the two groups over which rounds are opened. A server is rank 0 of both. Collective. On an error it makes
+ * neither. */
 static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm **up,
                                          dtrain_comm **down)
 {
@@ -113,12 +113,12 @@ static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_c
         *up = NULL;
         return dtrain__report(&cause);
     }
-    dtrain__group_set_timeout(*up, -1); /* who has nothing to say is silent for as long as it trains */
+    dtrain__group_set_timeout(*up, -1); /* a member sends nothing for as long as it trains */
     dtrain__group_set_timeout(*down, -1);
     return DTRAIN_OK;
 }
 
-/* From here on this rank makes its rounds alone. */
+/* This rank makes its rounds alone from here on. */
 static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
 {
     pthread_mutex_lock(&local->mutex);
@@ -130,7 +130,8 @@ static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
     dtrain__rounds_set_groups(local, NULL, NULL, NULL);
 }
 
-/* One attempt at groups of those left. Returns 1: made; 0: others were lost meanwhile; -1: this rank is alone. */
+/* Tries to make groups of the members that are left. Returns 1 if made, 0 if more members were lost meanwhile, and -1
+ * if this rank is alone. */
 static int dtrain__rounds_shrink(dtrain_local_sgd *local)
 {
     dtrain_comm *group = NULL, *up = NULL, *down = NULL;
@@ -154,7 +155,7 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     dtrain__rounds_busy(local, 0);
     if (status != DTRAIN_OK)
         DTRAIN_IGNORE(dtrain_comm_abort(group, dtrain_last_error()));
-    int all = dtrain__rounds_agree(local, status == DTRAIN_OK); /* one without would never be heard */
+    int all = dtrain__rounds_agree(local, status == DTRAIN_OK); /* a member without these groups would never be heard */
     if (all == 1) {
         dtrain__rounds_set_groups(local, group, up, down);
     } else {
@@ -164,11 +165,11 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     return all;
 }
 
-/* Goes on with those that are left; agreed: all have agreed already that the group is to be left. */
+/* Goes on with the members that are left. agreed: all have agreed already to leave the group. */
 static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const char *why)
 {
     dtrain__error cause;
-    int before = dtrain_comm_size(local->group), made = 0, closed = 1; /* closed: who leaves then is no loss */
+    int before = dtrain_comm_size(local->group), made = 0, closed = 1; /* closed: all have finished, and may leave */
     pthread_mutex_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         closed &= local->fragments[i].closed;

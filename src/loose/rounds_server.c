@@ -1,10 +1,11 @@
 /* ---- >>rounds-server ----
- * The transfers of a round that goes through a server: one member that leads the rounds, hears of all what they bring,
- * folds it in the order of ranks, and sends the sum to all. Members speak with it alone, and who brings nothing only
- * receives; all make the outer step themselves, so that they have the same bits as by an all-reduce.
+ * The transfers of a round that goes through a server. The server is a member that leads the rounds. It receives the
+ * differences of all members, adds them up in the order of ranks, and sends the sum to all. Members talk to the server
+ * only. A member without a difference only receives. Every member makes the outer step itself, so that all have the
+ * bits of an all-reduce.
  *
- * Pieces follow each other, DTRAIN__ROUNDS_WAYS of them under way in either direction. What is packed is cut as an
- * all-reduce cuts it, for its blocks to be the same. */
+ * Data travels in pieces, DTRAIN__ROUNDS_WAYS of them at once in each direction. Packed data is cut as an all-reduce
+ * cuts it, so that its blocks are the same. */
 #ifndef DTRAIN__ROUNDS_SERVER
 #define DTRAIN__ROUNDS_SERVER
 #include "rounds_groups.c"
@@ -14,14 +15,14 @@ typedef struct dtrain__rounds_transfer {
     dtrain_local_sgd *local;
     const dtrain__rounds_fragment *f;
     int packs;
-    dtrain__packed packed; /* where it packs */
-    const float *in;       /* what this rank brings; NULL: nothing */
+    dtrain__packed packed; /* used if packs */
+    const float *in;       /* this rank's difference; NULL: none */
     int n, server;
     size_t pieces;
     uint64_t sent;
 } dtrain__rounds_transfer;
 
-/* Where a piece is, and how long. */
+/* Returns the elements of a piece. *begin: where it begins. */
 static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, size_t *begin)
 {
     if (t->packs)
@@ -36,7 +37,7 @@ static size_t dtrain__rounds_slice_bytes(const dtrain__rounds_transfer *t, size_
     return t->packs ? t->packed.counts[p] : dtrain__rounds_slice(t, p, &begin) * sizeof(float);
 }
 
-/* Whether another rank of the group brings something, by what it said. */
+/* Whether another rank has a difference in this round, by its hello. */
 static int dtrain__rounds_brings(const dtrain__rounds_transfer *t, int rank)
 {
     const uint64_t *said = t->local->hellos + DTRAIN__ROUNDS_WORDS * (rank + 1);
@@ -45,7 +46,7 @@ static int dtrain__rounds_brings(const dtrain__rounds_transfer *t, int rank)
     return (said[0] >> 32) != 0 && weight > 0.0;
 }
 
-/* What a piece is sent from: this rank's or, on the server, the sum. */
+/* Returns where a piece is sent from: this rank's difference or, on the server, the sum. */
 static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t p, const float *values)
 {
     size_t begin;
@@ -53,14 +54,14 @@ static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t 
     return t->packs ? (const void *)(t->packed.out + t->packed.offsets[p]) : values + begin;
 }
 
-/* The handle of what is received from a peer in a piece's turn; after it that of what is sent there. */
+/* Two handles for a peer and the turn of a piece: of what is received from it, then of what is sent to it. */
 static dtrain_work **dtrain__rounds_work(const dtrain__rounds_transfer *t, int peer, size_t p)
 {
     size_t turn = p % DTRAIN__ROUNDS_WAYS;
     return t->local->works + t->local->ranks + 2 * ((size_t)peer * DTRAIN__ROUNDS_WAYS + turn);
 }
 
-/* What is under way to and from a peer in a piece's turn has come to its end. */
+/* Waits for what is under way to and from a peer in a piece's turn. */
 static dtrain_status dtrain__rounds_settle(const dtrain__rounds_transfer *t, int peer, size_t p)
 {
     dtrain_work **works = dtrain__rounds_work(t, peer, p);
@@ -84,7 +85,7 @@ static dtrain_status dtrain__rounds_give(dtrain__rounds_transfer *t, int peer, s
 
 /* ---- a worker ---- */
 
-/* Where a piece of the sum comes in. */
+/* Returns where a piece of the sum arrives. */
 static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, size_t p)
 {
     size_t begin;
@@ -112,7 +113,7 @@ static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
 
 /* ---- the server ---- */
 
-/* Where a rank's piece comes in on the server: those of all ranks in a row, one row a turn. */
+/* Returns where a rank's piece arrives on the server. There is one row a turn, with the pieces of all ranks. */
 static unsigned char *dtrain__rounds_inbox(const dtrain__rounds_transfer *t, int rank, size_t p)
 {
     size_t longest = dtrain__rounds_slice_bytes(t, 0), row = p % DTRAIN__ROUNDS_WAYS * (size_t)t->n;
@@ -128,7 +129,7 @@ static dtrain_status dtrain__rounds_expect_all(dtrain__rounds_transfer *t, size_
     return status;
 }
 
-/* Everything that is under way in a piece's turn has come to its end. */
+/* Waits for everything that is under way in a piece's turn. */
 static dtrain_status dtrain__rounds_wait_turn(dtrain__rounds_transfer *t, size_t p)
 {
     dtrain_status status = DTRAIN_OK;
@@ -137,7 +138,7 @@ static dtrain_status dtrain__rounds_wait_turn(dtrain__rounds_transfer *t, size_t
     return status;
 }
 
-/* A rank's part of a fold: zeros of those that bring nothing. */
+/* Returns a rank's input of a fold: zeros if it has no difference. */
 static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int rank, size_t p)
 {
     size_t begin, count = dtrain__rounds_slice(t, p, &begin);
@@ -154,7 +155,8 @@ static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int ra
     return wide;
 }
 
-/* Adds up a piece of all ranks, by the tree, and packs the sum, of which all have what that leaves. */
+/* Adds up a piece over all ranks by the tree. If it packs, the server also replaces its sum by the packed sum unpacked,
+ * which is what the members get. */
 static dtrain_status dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
 {
     size_t begin, count = dtrain__rounds_slice(t, p, &begin);
@@ -194,7 +196,7 @@ static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
 
 /* ---- both ---- */
 
-/* The sum of what the members bring, in local->sum; in: this rank's, or NULL. */
+/* Sums the members' differences into local->sum. in: this rank's difference, or NULL. */
 static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in)
 {
     dtrain__rounds_transfer t;
@@ -213,7 +215,7 @@ static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrai
     if (status == DTRAIN_OK)
         status = dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
     dtrain__fpmode_restore(mode);
-    if (status != DTRAIN_OK) { /* nothing may be under way when the buffers are used again */
+    if (status != DTRAIN_OK) { /* end all transfers before the buffers are used again */
         dtrain__error cause = dtrain__thread_error;
         DTRAIN_IGNORE(dtrain_comm_abort(local->group, cause.text));
         for (size_t i = (size_t)local->ranks; i < local->sizes.works; i++)
@@ -224,7 +226,7 @@ static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrai
     return status;
 }
 
-/* Exchanges what all members say at the beginning of a round, as an all-gather does. */
+/* Exchanges the hellos of all members, as an all-gather would. */
 static dtrain_status dtrain__rounds_say_through(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all)
 {
     const size_t words = DTRAIN__ROUNDS_WORDS;

@@ -1,7 +1,7 @@
 /* ---- >>rounds-state ----
- * What a local SGD object keeps, how much memory that is, and what a training thread does with it: a snapshot of how
- * far it has come, and the application of what a round brought. The parameters are touched by the training thread
- * alone; all else that both threads use is the mutex's, held for as long as it takes to go through memory once. */
+ * The data of a local SGD object, its size, and what the training thread does with it. That thread takes snapshots of
+ * how far it has come, and applies the results of rounds. Only the training thread touches the parameters. The mutex
+ * protects all other data that both threads use. A thread holds it at most for one pass over memory. */
 #ifndef DTRAIN__ROUNDS_STATE
 #define DTRAIN__ROUNDS_STATE
 #include "local_sgd.h"
@@ -14,38 +14,40 @@
 
 enum {
     DTRAIN__ROUNDS_IDLE = 0, /* no difference is handed in */
-    DTRAIN__ROUNDS_READY,    /* one is, and may be replaced by a later one */
-    DTRAIN__ROUNDS_FLYING,   /* the thread has it in a round */
-    DTRAIN__ROUNDS_LANDED    /* its round was made, and waits to be applied */
+    DTRAIN__ROUNDS_READY,    /* a difference is handed in; a later one may replace it */
+    DTRAIN__ROUNDS_FLYING,   /* the thread has the difference in a round */
+    DTRAIN__ROUNDS_LANDED    /* the round is done; its result is not applied yet */
 };
 
-/* What a member says of a fragment to the one that opens rounds. */
+/* Flags that a member sends for each fragment to the member that opens rounds: it has handed in; that opens a window;
+ * it has finished. */
 enum { DTRAIN__ROUNDS_IN = 1, DTRAIN__ROUNDS_OPENS = 2, DTRAIN__ROUNDS_FINAL = 4 };
 
-enum { DTRAIN__ROUNDS_WORDS = 4 }; /* that a member says at the beginning of a round */
+enum { DTRAIN__ROUNDS_WORDS = 4 }; /* of a hello, which each member sends at the beginning of a round */
 
-/* Of rounds through a server: pieces under way to and from each member, and elements of one that is not packed. */
+/* Rounds through a server: pieces under way in each direction for each member, and elements of a piece that is not
+ * packed. */
 enum { DTRAIN__ROUNDS_WAYS = 2 };
 #define DTRAIN__ROUNDS_PIECE DTRAIN__TUNED(rounds_piece, (size_t)131072)
 
 typedef struct dtrain__rounds_fragment {
     size_t begin, count;     /* in the object's own order of elements */
-    int boundary;            /* its snapshots are after steps that leave this rest */
-    int state, flags;        /* flags: of the difference, DTRAIN__ROUNDS_IN and on */
-    int due;                 /* a boundary has passed while a round had the last difference */
-    int behind;              /* a round was made without this rank since it started */
-    int closed;              /* in the last round every member finished */
+    int boundary;            /* a snapshot follows each step whose number modulo desc.steps is this */
+    int state, flags;        /* flags: of the difference, DTRAIN__ROUNDS_IN and others */
+    int due;                 /* a boundary has passed while the last difference was in a round */
+    int behind;              /* a round was made without this rank since its last result */
+    int closed;              /* every member had finished in the last round */
     uint64_t snapshot;       /* the step of the difference */
-    double handed;           /* its weight */
-    int64_t opened_ns;       /* when its window was, or will be, opened; 0: nobody has come */
-    dtrain_compressed *pack; /* NULL: as it is */
+    double handed;           /* the weight of the difference */
+    int64_t opened_ns;       /* when its window opened or will open; 0: no member has handed in */
+    dtrain_compressed *pack; /* NULL: not packed */
 } dtrain__rounds_fragment;
 
 typedef struct dtrain__rounds_sizes {
     size_t total, largest;  /* elements of all fragments, and of the largest */
     size_t works;           /* handles */
-    size_t saved;           /* of the largest that has a residual */
-    size_t rooms[3], packs; /* bytes of the rooms, and of the state of packing */
+    size_t saved;           /* elements of the largest fragment that has a residual */
+    size_t rooms[3], packs; /* bytes of the rooms, and of the packing states */
     size_t all;             /* bytes of everything that is allocated */
 } dtrain__rounds_sizes;
 
@@ -54,13 +56,13 @@ struct dtrain_local_sgd {
     dtrain_local_sgd_desc desc;
     dtrain_compress_desc compress;
     int rank, ranks;   /* in the caller's group */
-    int server;        /* its rank in group; -1: none */
-    int server_origin; /* in the world */
+    int server;        /* rank of the server in group; -1: none */
+    int server_origin; /* its rank in the world */
     int64_t timeout_ms;
     dtrain__params params;
     dtrain__rounds_sizes sizes;
     dtrain__rounds_fragment *fragments;
-    unsigned char *block;                                /* all of these arrays; see dtrain__rounds_place */
+    unsigned char *block;                                /* holds all of these arrays; see dtrain__rounds_place */
     float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity: NULL without momentum */
     double *weights;                                     /* of the steps since each fragment's snapshot */
     uint64_t *counters;                                  /* steps, then rounds of each fragment */
@@ -68,24 +70,24 @@ struct dtrain_local_sgd {
     pthread_mutex_t mutex;
     dtrain__worker worker;
     dtrain__bell to_caller;
-    uint32_t news; /* counts what the caller's bell was rung for */
-    /* the worker's own */
+    uint32_t news; /* counts rings of the caller's bell */
+    /* used by the worker thread only */
     unsigned idle;                  /* turns since it did something */
-    dtrain_comm *group, *up, *down; /* for rounds, for handing in, and for opening them; NULL: alone. Replaced under the
-                                       mutex */
+    dtrain_comm *group, *up, *down; /* for rounds, for handing in, and for opening rounds; NULL: alone. Replaced under
+                                       the mutex */
     int busy;                       /* in a call that may wait for others; under the mutex */
     int told;                       /* this member has handed in since the last round */
-    dtrain_work **works;     /* a rank of up: what receives from it; of others than rank 0 the first is of down; after
-                                these what a server's transfer has under way */
-    uint64_t *words;         /* flags, a fragment each: of every rank that has sent them, the first this one's own */
-    uint64_t *inbox;         /* the same, of those that are being received */
-    uint64_t opening[2];     /* the fragment and its round that rank 0 opens */
-    int64_t recalled_ns;     /* when all were asked to hand in anew */
+    dtrain_work **works;     /* on rank 0 of up one receive for each rank; on other ranks the first receives from down.
+                                Then the transfers of a server */
+    uint64_t *words;         /* flags of each fragment, for each rank that has sent them; first this rank's own */
+    uint64_t *inbox;         /* the same, while they are being received */
+    uint64_t opening[2];     /* the fragment and the round that rank 0 opens */
+    int64_t recalled_ns;     /* when all members were asked to hand in again */
     int64_t made_ns, gap_ns; /* when the last round was made, and how long after the one before */
-    uint64_t *hellos;        /* DTRAIN__ROUNDS_WORDS each, this rank's and then those of all */
-    const void **parts;      /* a rank each, for folds */
+    uint64_t *hellos;        /* DTRAIN__ROUNDS_WORDS each: this rank's, then those of all */
+    const void **parts;      /* inputs of folds, one a rank */
     int *last;               /* members of the last round */
-    unsigned char *rooms[3]; /* out, in and wide of the pack under way */
+    unsigned char *rooms[3]; /* lent to the packing under way: out, in, wide */
     dtrain__error error;
 };
 
@@ -134,7 +136,7 @@ static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, con
     return DTRAIN_OK;
 }
 
-/* The compressor of a fragment; it must own nothing and pack. */
+/* Makes the compressor of a fragment. It must pack and own nothing. */
 static dtrain_status dtrain__rounds_compressor(const dtrain_compress_desc *desc, dtrain_allocator *allocator,
                                                dtrain_compressor *made)
 {
@@ -175,14 +177,14 @@ static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, 
     return count;
 }
 
-/* What rounds of count elements need over any number of members up to ranks, as those may become fewer. q: what packs
- * them; NULL: nothing. serves: pieces of all come in here. */
+/* Sizes the rooms for rounds of count elements. Members may become fewer, so the rooms fit every number of members up
+ * to ranks. q: the compressor, or NULL. serves: pieces of all members arrive here. */
 static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks,
                                  int serves)
 {
     for (int r = 2; r <= ranks; r++) {
         size_t part = dtrain__split(count, r, 0, NULL), shorter = dtrain__split(count, r, r - 1, NULL);
-        size_t longer = count - shorter * (size_t)r; /* parts that have one more */
+        size_t longer = count - shorter * (size_t)r; /* parts that are one longer */
         size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE, need[3] = {0, 0, 0};
         size_t piece = q != NULL ? q->bytes(q, part) : dense * sizeof(float);
         if (q != NULL) {
@@ -197,7 +199,7 @@ static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compr
     }
 }
 
-/* The next array of a block, `at` in it; without a block it only counts. */
+/* Returns the next array in a block and advances *at; without a block it only counts. */
 static void *dtrain__rounds_next(unsigned char *block, size_t *at, size_t count, size_t size)
 {
     size_t from = (*at + 63) / 64 * 64;
@@ -233,7 +235,7 @@ static size_t dtrain__rounds_place(dtrain_local_sgd *local, unsigned char *block
     return at;
 }
 
-/* Sizes of everything on this rank; the elements are in memory, so that a few times as many bytes need not fit. */
+/* Computes all sizes on this rank. The elements are in memory, but a few times as many bytes may overflow. */
 static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
 {
     const dtrain__params *params = &local->params;
@@ -269,9 +271,10 @@ static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
     return DTRAIN_OK;
 }
 
-/* Where the fragment's elements and the table's meet: calls piece for each run of them, inside one float mode. */
+/* Called for each run of a fragment's elements that lie in one parameter. */
 typedef void (*dtrain__rounds_piece)(dtrain_local_sgd *local, float *data, size_t at, size_t count);
 
+/* Calls piece for each run of a fragment, in the default floating-point mode. */
 static void dtrain__rounds_walk(dtrain_local_sgd *local, int fragment, dtrain__rounds_piece piece)
 {
     const dtrain__params *params = &local->params;
@@ -319,12 +322,12 @@ static void dtrain__rounds_mix(dtrain_local_sgd *local, float *data, size_t at, 
     }
 }
 
-/* Takes a fragment's difference, in the place of one that no round has taken. The mutex is held. */
+/* Hands in a fragment's difference. It replaces one that no round has taken. The mutex is held. */
 static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int final)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     f->handed = (f->state == DTRAIN__ROUNDS_READY ? f->handed : 0.0) + local->weights[fragment];
-    f->handed = (double)(float)f->handed; /* as it multiplies */
+    f->handed = (double)(float)f->handed; /* rounded as the product below rounds it */
     local->weights[fragment] = 0.0;
     dtrain__rounds_walk(local, fragment, dtrain__rounds_subtract);
     if (f->count > 0) {
@@ -332,7 +335,7 @@ static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int f
         dtrain__fold_weigh_f32(local->diff + f->begin, f->handed, local->diff + f->begin, f->count);
         dtrain__fpmode_restore(mode);
     }
-    /* who was late opens no window, as the others are in the middle of their steps */
+    /* a member that was late opens no window, because the others are in the middle of their steps */
     f->flags = DTRAIN__ROUNDS_IN | (final ? DTRAIN__ROUNDS_FINAL : f->behind ? 0 : DTRAIN__ROUNDS_OPENS);
     f->state = DTRAIN__ROUNDS_READY;
     f->due = 0;
@@ -341,7 +344,7 @@ static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int f
     dtrain__worker_call(&local->worker);
 }
 
-/* Applies what came of a fragment's round, if something has. The mutex is held. */
+/* Applies the result of a fragment's round, if there is one. The mutex is held. */
 static void dtrain__rounds_apply(dtrain_local_sgd *local, int fragment)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];

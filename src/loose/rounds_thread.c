@@ -1,19 +1,23 @@
 /* ---- >>rounds-thread ----
- * The thread that carries the rounds of a local SGD object. It owns three groups: up, over which members hand in to
- * rank 0 of those left, or to the server, down, over which that opens rounds, and group, over which a round sums.
- * Between two rounds each member sends up once, at the latest when a round is opened, so that the calls that receive it
- * all come to an end. All threads always answer, so that a round is collectives over all that are left: who brings what
- * weight, the sum, and an agreement by which the outer step is made on every survivor or on none. Therefore outer
- * weights, momentum and round numbers are the same on all members at all times, whoever dies when, and a group of those
- * left goes on as it is. */
+ * The thread that runs the rounds of a local SGD object. It uses three groups:
+ *
+ *   up      members hand in to its rank 0: the first member that is left, or the server
+ *   down    rank 0 opens rounds
+ *   group   a round sums
+ *
+ * Between two rounds each member sends once over up, at the latest when a round is opened. So every receive of rank 0
+ * ends. The threads of all members always answer, so that a round can be three collectives over all that are left: the
+ * weights (hellos), the sum, and an agreement. The agreement makes the outer step happen on every survivor or on none.
+ * Therefore all members have the same outer weights, momentum and round numbers at all times, and those that are left
+ * can go on from them. */
 #ifndef DTRAIN__ROUNDS_THREAD
 #define DTRAIN__ROUNDS_THREAD
 #include "rounds_server.c"
 
-#define DTRAIN__ROUNDS_RECALL_NS 20000000 /* at least between two of these */
-#define DTRAIN__ROUNDS_RECALL UINT64_MAX  /* in a fragment's place: no round, but hand in anew */
+#define DTRAIN__ROUNDS_RECALL_NS 20000000 /* at least this long between two recalls */
+#define DTRAIN__ROUNDS_RECALL UINT64_MAX  /* in place of a fragment: no round; hand in again */
 
-/* Makes the outer step of a fragment, whose weighted sum is in sum, and notes who was in it. all: what members said. */
+/* Makes the outer step of a fragment from the weighted sum in local->sum, and notes who took part. all: the hellos. */
 static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int mine, double total, const uint64_t *all,
                                   int members)
 {
@@ -25,7 +29,7 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     outer.nesterov = 1;
     pthread_mutex_lock(&local->mutex);
     if (local->counters[1 + fragment] < (uint64_t)local->desc.warmup_rounds)
-        outer.momentum = 0.0f; /* which leaves the velocity alone */
+        outer.momentum = 0.0f; /* leaves the velocity as it is */
     if (total > 0.0 && f->count > 0) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__fold_divide_f32(local->sum, total, f->count);
@@ -57,7 +61,7 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     dtrain__rounds_tell(local);
 }
 
-/* Takes what this rank has handed in, if it has. Returns its flags. */
+/* Takes this rank's difference into a round. Returns its flags; 0: none is handed in. */
 static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *weight)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
@@ -73,7 +77,7 @@ static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *we
     return flags;
 }
 
-/* Gathers what all members say at the beginning of a round. */
+/* Gathers the hellos of all members. */
 static dtrain_status dtrain__rounds_say(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all, int n)
 {
     if (local->server >= 0)
@@ -82,8 +86,7 @@ static dtrain_status dtrain__rounds_say(dtrain_local_sgd *local, const uint64_t 
     return dtrain_all_gather(local->group, mine, all, DTRAIN__ROUNDS_WORDS * (size_t)n, DTRAIN_U64);
 }
 
-/* Says what this rank brings, and hears it of all: which fragment and flags, which round, the weight, the rank. Their
- * sum is added by the tree. */
+/* Exchanges hellos: fragment and flags, round, weight, rank. *total: the sum of all weights, added by the tree. */
 static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment, int flags, double weight,
                                           double *total)
 {
@@ -117,7 +120,7 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
     return status;
 }
 
-/* The sum over the members of what each brings, in sum; in: this rank's, or NULL, and then sum is zero. */
+/* Sums the members' differences into local->sum. in: this rank's, or NULL; local->sum is zeros then. */
 static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
 {
     const float *from = in != NULL ? in : local->sum, *residual;
@@ -144,8 +147,8 @@ static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__roun
     return status;
 }
 
-/* One attempt at a round with all that are left. Returns 1 when it was made; 0: not, and the group is to be left;
- * -1: this rank is out. */
+/* Tries to make a round with all members that are left. Returns 1 if it was made, 0 if the group must be left, and -1
+ * if the others go on without this rank. */
 static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
@@ -171,7 +174,7 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     }
     if (reduced && f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL)
         memcpy(dtrain__compressed_residual(f->pack), local->saved, f->count * sizeof(float));
-    pthread_mutex_lock(&local->mutex); /* what this rank had handed in is handed in again */
+    pthread_mutex_lock(&local->mutex); /* this rank hands its difference in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
     pthread_mutex_unlock(&local->mutex);
@@ -183,7 +186,7 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     return made;
 }
 
-/* Makes a round, and groups anew when it failed. Returns 1 when it was made. */
+/* Makes a round; if that fails, makes new groups. Returns 1 if the round was made. */
 static int dtrain__rounds_run(dtrain_local_sgd *local, int fragment)
 {
     int made = dtrain__rounds_round(local, fragment);
@@ -194,7 +197,7 @@ static int dtrain__rounds_run(dtrain_local_sgd *local, int fragment)
     return made == 1;
 }
 
-/* A round of one member: the outer step over its own difference. */
+/* Makes rounds of one member: the outer step with its own difference. Returns whether there was one. */
 static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
 {
     int ran = 0;
@@ -215,7 +218,7 @@ static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
     return ran;
 }
 
-/* What this rank has handed in, a fragment each, into its own words. Returns whether there is anything. */
+/* Writes this rank's flags of each fragment to words. Returns whether it has handed in any. */
 static int dtrain__rounds_flags(dtrain_local_sgd *local, uint64_t *words)
 {
     int any = 0;
@@ -239,8 +242,9 @@ static dtrain_status dtrain__rounds_send(dtrain_local_sgd *local, dtrain_comm *o
     return status;
 }
 
-/* Whether a message has come; -1: the group is broken. A group ends its calls in their order, so that one whose message
- * has come may have to wait for others before it counts as done: whoever drives the group knows. */
+/* Returns 1 if a message has arrived, 0 if not, and -1 if the group is broken. A group completes its calls in order, so
+ * that a receive can have its message before it counts as done. So it reads the operation's own state, under the lock
+ * of whoever drives the group. */
 static int dtrain__rounds_came(dtrain_work *work)
 {
     dtrain_comm *comm = work->comm;
@@ -252,8 +256,8 @@ static int dtrain__rounds_came(dtrain_work *work)
     return came && dtrain__report(&error) != DTRAIN_OK ? -1 : came;
 }
 
-/* The moment a fragment's window opens, by what one member says of it; 0: not by that. Who was late gives the others as
- * long as lay between the last two rounds. */
+/* Returns when a fragment's window opens because of one member's flags; 0: it does not. A member that was late gives
+ * the others as much time as there was between the last two rounds. */
 static int64_t dtrain__rounds_opens(const dtrain_local_sgd *local, uint64_t flags, int64_t now)
 {
     if ((flags & DTRAIN__ROUNDS_IN) == 0 || (flags & DTRAIN__ROUNDS_FINAL) != 0)
@@ -261,8 +265,8 @@ static int64_t dtrain__rounds_opens(const dtrain_local_sgd *local, uint64_t flag
     return (flags & DTRAIN__ROUNDS_OPENS) != 0 ? now : now + local->gap_ns;
 }
 
-/* The fragment whose round begins: all have handed in, or its window has passed; -1: none yet. *until: when one may.
- * The words of those whose message has not come are zero. */
+/* Returns the fragment whose round begins, because all have handed in or its window has passed; -1: none yet. *until:
+ * when the next window ends. Words of members whose message has not arrived are zero. */
 static int dtrain__rounds_choose(dtrain_local_sgd *local, int64_t *until)
 {
     int n = dtrain_comm_size(local->up), chosen = -1;
@@ -287,7 +291,7 @@ static int dtrain__rounds_choose(dtrain_local_sgd *local, int64_t *until)
     return chosen;
 }
 
-/* Hears who has handed in since the last round. Returns 0 when up is broken. */
+/* Receives who has handed in since the last round. Returns 0 if up is broken. */
 static int dtrain__rounds_hear(dtrain_local_sgd *local)
 {
     int n = dtrain_comm_size(local->up), fragments = local->desc.fragments;
@@ -309,7 +313,8 @@ static int dtrain__rounds_hear(dtrain_local_sgd *local)
     return 1;
 }
 
-/* A round was made: every other member has sent up meanwhile, or is about to. Returns 0 when up is broken. */
+/* After a round: waits for the messages of all members, which have sent theirs or are about to. Returns 0 if up is
+ * broken. */
 static int dtrain__rounds_heard_all(dtrain_local_sgd *local)
 {
     dtrain_status status = DTRAIN_OK;
@@ -324,7 +329,7 @@ static int dtrain__rounds_heard_all(dtrain_local_sgd *local)
     return status == DTRAIN_OK;
 }
 
-/* Tells all others that rank 0 opens a round, and of which fragment. */
+/* Opens a round: sends its fragment and number to all others. */
 static dtrain_status dtrain__rounds_open(dtrain_local_sgd *local, uint64_t fragment, uint64_t round)
 {
     dtrain_status status = DTRAIN_OK;
@@ -335,8 +340,8 @@ static dtrain_status dtrain__rounds_open(dtrain_local_sgd *local, uint64_t fragm
     return status;
 }
 
-/* Whether all have handed in, but different fragments, and no window will end that: those who handed in the one before
- * they had the other must be asked again. *until: when. */
+/* Whether all have handed in, but different fragments, and no window is open that would end this. Then rank 0 asks all
+ * to hand in again, because a member may have another fragment by now. *until: when it may ask next. */
 static int dtrain__rounds_crossed(const dtrain_local_sgd *local, int64_t *until)
 {
     int n = dtrain_comm_size(local->up), fragments = local->desc.fragments;
@@ -353,8 +358,8 @@ static int dtrain__rounds_crossed(const dtrain_local_sgd *local, int64_t *until)
     return dtrain__os_now_ns() >= *until;
 }
 
-/* What rank 0 of those left does: hears who has handed in, and opens rounds. Returns 1 when something was done, 0 when
- * not, -1 when the groups are broken. */
+/* A turn of rank 0 of up: receives who has handed in, and opens rounds. Returns 1 if it did something, 0 if not, and -1
+ * if the groups are broken. */
 static int dtrain__rounds_lead(dtrain_local_sgd *local, int64_t *until)
 {
     if (!dtrain__rounds_hear(local))
@@ -373,7 +378,7 @@ static int dtrain__rounds_lead(dtrain_local_sgd *local, int64_t *until)
     return !dtrain__rounds_run(local, fragment) || dtrain__rounds_heard_all(local) ? 1 : -1;
 }
 
-/* What the others do: they hand in, and wait until a round is opened. */
+/* A turn of the others: they hand in, and take part once a round is opened. Returns as dtrain__rounds_lead. */
 static int dtrain__rounds_follow(dtrain_local_sgd *local)
 {
     uint64_t *mine = local->words, *opening = local->opening;
@@ -410,8 +415,8 @@ static int dtrain__rounds_follow(dtrain_local_sgd *local)
     return 1;
 }
 
-/* A turn of the worker. What comes over a group does not call it, so that it looks again soon, and less often the
- * longer nothing has come. */
+/* A turn of the worker. Messages of a group do not wake it, so that it polls: every 0.5 ms, and after 100 turns without
+ * work every 5 ms. */
 static int64_t dtrain__rounds_turn(void *owner)
 {
     dtrain_local_sgd *local = (dtrain_local_sgd *)owner;
@@ -421,7 +426,7 @@ static int64_t dtrain__rounds_turn(void *owner)
         did = dtrain__rounds_run_alone(local);
     } else {
         int leads = dtrain_comm_rank(local->up) == 0;
-        /* rank 0 may have received all that it waits for, and would not hear of a member that is gone */
+        /* rank 0 may have no receive under way that would tell it of a lost member */
         did = dtrain__group_gone(local->up) != DTRAIN_OK ? -1
               : leads                                    ? dtrain__rounds_lead(local, &until)
                                                          : dtrain__rounds_follow(local);

@@ -1,8 +1,8 @@
 /* ---- >>server_core ----
- * What both forms of the parameter server share: the cut of all trained parameters into pieces, packing, top-k
- * as a packing, and the groups of two with their loss. A link's server is rank 0 of its group, its worker rank 1.
- * Every buffer that a message is sent from or received into belongs to the object, and a group is destroyed, which
- * ends its messages, before they are freed. */
+ * What both forms of the parameter server share: the cut of all trained parameters into pieces, packing, top-k as a
+ * packing, and the links. A link is a group of two: the server is its rank 0, the worker its rank 1. Messages are sent
+ * from and received into buffers of the object. Destroying a group ends its messages; the buffers are freed after that.
+ */
 #ifndef DTRAIN__SERVER
 #define DTRAIN__SERVER
 #include "server.h"
@@ -15,8 +15,8 @@
 #include "../compress/sparse.c"
 
 /* ---- top-k ----
- * Top-k as a compressor that packs: of each piece the k elements of largest magnitude, whose number depends on the
- * length of the piece alone, and so the bytes do. What is unpacked is checked in full first. */
+ * Top-k as a compressor that packs. It selects the k elements of largest magnitude in each piece. k, and so the number
+ * of packed bytes, depends on the length of the piece alone. Packed bytes are checked in full before they are used. */
 
 typedef struct dtrain__server_topk {
     dtrain_allocator *allocator;
@@ -26,7 +26,7 @@ typedef struct dtrain__server_topk {
     dtrain_status status; /* of the last unpacking */
 } dtrain__server_topk;
 
-/* The form of a piece's indices: none where that is shorter. */
+/* Returns the form of a piece's indices: none if that is shorter. */
 static dtrain_index_form dtrain__server_topk_form(const dtrain__server_topk *topk, size_t count, size_t k)
 {
     size_t width = dtrain__sparse_width(topk->values), index = count <= 65536 ? 2 : 4;
@@ -45,7 +45,7 @@ static size_t dtrain__server_topk_bytes(const dtrain_compressor *compressor, siz
     return DTRAIN__SPARSE_HEADER + k * (width + (form == DTRAIN_INDEX_U16 ? 2 : 4));
 }
 
-/* Without memory it packs what nobody takes for a selection, so that it is not hidden. */
+/* Without memory it packs zeros, which no rank accepts as a selection, so that the failure shows. */
 static void dtrain__server_topk_pack(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
@@ -112,57 +112,57 @@ static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtr
 #define DTRAIN__SERVER_PREFIX sizeof(double)
 #define DTRAIN__SERVER_HEADER 4 /* words */
 
-/* A part of what all trained parameters are in a row: of one packed parameter, or of several that are not. */
+/* A piece of all trained parameters in a row: part of one packed parameter, or of several that are not packed. */
 typedef struct dtrain__server_piece {
     size_t begin, count; /* elements */
-    size_t param;        /* the first of them is in */
-    size_t at, bytes;    /* in a message of all pieces */
+    size_t param;        /* the parameter that it begins in */
+    size_t at, bytes;    /* place in a message of all pieces */
     int packed;
 } dtrain__server_piece;
 
 typedef struct dtrain__server_link {
-    dtrain_comm *comm; /* NULL: none, left or lost */
-    int rank;          /* of the other end in the whole group */
+    dtrain_comm *comm; /* NULL: the other end has left or is lost */
+    int rank;          /* of the other end, in the server's group */
     dtrain_work *in[DTRAIN__SERVER_WINDOW], *out[DTRAIN__SERVER_WINDOW];
     unsigned char *in_frames; /* of the synchronous form; see dtrain__server_frame */
     float *wide;              /* synchronous server: what an incoming piece unpacks to */
-    /* of the asynchronous server */
-    int state, fresh; /* fresh: has pulled since it pushed */
-    uint64_t clock;   /* its gradients that came */
+    /* on the asynchronous server */
+    int state, fresh; /* fresh: the worker has pulled since it pushed */
+    uint64_t clock;   /* gradients that have arrived from it */
     uint64_t version; /* updates when it pulled */
     uint64_t staleness;
-    int64_t held_ns; /* since when its pull waits; 0: it does not */
-    double weight;   /* of the gradient under way */
+    int64_t held_ns; /* since when its pull waits; 0: no pull waits */
+    double weight;   /* of the gradient that is arriving */
     uint64_t header_in[DTRAIN__SERVER_HEADER], header_out[DTRAIN__SERVER_HEADER];
     unsigned char *message;
-    float *view; /* the parameters that it has, where they travel packed */
+    float *view; /* the parameters as the worker has them; NULL if they do not travel packed */
 } dtrain__server_link;
 
 struct dtrain_server {
     dtrain_comm *comm;
     dtrain_allocator *allocator;
     dtrain_server_desc desc;
-    dtrain_compressor compressor; /* where packs */
+    dtrain_compressor compressor; /* used if packs */
     int packs, feedback;
-    size_t least; /* elements of a parameter that is packed */
+    size_t least; /* smaller parameters are not packed */
     int rank, ranks, serves;
     dtrain_param *table;
-    size_t count, *elements, *begins; /* of each parameter: trained elements, and those before it */
+    size_t count, *elements, *begins; /* for each parameter: trained elements, and trained elements before it */
     size_t total;
     dtrain__server_piece *pieces;
-    size_t piece_count, largest, message_bytes; /* largest: bytes of a piece and its prefix, at most */
+    size_t piece_count, largest, message_bytes; /* largest: most bytes of a piece with its prefix */
     dtrain__server_link *links;
     int link_count;
-    float *residual; /* 2 kinds: a worker's of its gradients, the synchronous server's of its sums */
+    float *residual; /* a worker's from its gradients, or the synchronous server's from its sums */
     float *own, *wide;
     unsigned char *out_frames;
-    const void **inputs; /* of a fold, and their weights */
+    const void **inputs; /* of a fold; weights has theirs */
     double *weights;
     uint64_t clock; /* a worker's pushes */
     int fresh, left;
-    int turn; /* the link that an idle server waits for next */
+    int turn; /* the link that an idle server waits on next */
     dtrain_server_stats stats;
-    uint64_t dense_bytes; /* sent_bytes, had nothing been packed */
+    uint64_t dense_bytes; /* what sent_bytes would be without packing */
     dtrain__error broken;
 };
 
@@ -175,13 +175,13 @@ static int dtrain__server_slot(size_t piece)
     return (int)(piece % DTRAIN__SERVER_WINDOW);
 }
 
-/* A piece's frame: its weight, then the piece. */
+/* Returns the frame of a piece: its weight, then the piece. */
 static unsigned char *dtrain__server_frame(const dtrain_server *s, unsigned char *frames, size_t piece)
 {
     return frames + piece % DTRAIN__SERVER_WINDOW * s->largest;
 }
 
-/* Leaves a link; its messages end. */
+/* Leaves a link and ends its messages. */
 static void dtrain__server_close(dtrain__server_link *link)
 {
     dtrain_comm_destroy(link->comm);
@@ -190,7 +190,7 @@ static void dtrain__server_close(dtrain__server_link *link)
     memset(link->out, 0, sizeof link->out);
 }
 
-/* A worker no longer counts; the thread's last error says why. */
+/* Goes on without a worker; the thread's last error says why. */
 static void dtrain__server_drop(dtrain_server *s, dtrain__server_link *link)
 {
     dtrain__error cause = dtrain__thread_error;
@@ -201,7 +201,7 @@ static void dtrain__server_drop(dtrain_server *s, dtrain__server_link *link)
                 s->rank, link->rank, s->stats.workers, cause.text);
 }
 
-/* Nothing can go on: every other end hears why. Returns the cause, the thread's last error. */
+/* Breaks the server, and tells every other end why. Returns the cause, the thread's last error. */
 static dtrain_status dtrain__server_break(dtrain_server *s)
 {
     s->broken = dtrain__thread_error;
@@ -213,7 +213,7 @@ static dtrain_status dtrain__server_break(dtrain_server *s)
     return dtrain__report(&s->broken);
 }
 
-/* A worker's link is of no more use; the thread's last error says why. */
+/* Breaks a worker whose link has failed; the thread's last error says why. */
 static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtrain_status status)
 {
     dtrain__fail(NULL, status, "%s on rank %d, with rank %d, the parameter server: %.500s", call, s->rank,
@@ -223,8 +223,10 @@ static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtr
 
 /* ---- pieces ---- */
 
-/* The next elements of a piece that are in one parameter, of which *param is the one before or already that; returns
- * how many, and where in it they begin. */
+/* Finds the next run of a piece's elements that lies in one parameter, and returns its length.
+ *
+ *   param   in: the parameter of the run before; out: that of this run
+ *   from    out: where in it the run begins */
 static size_t dtrain__server_next(const dtrain_server *s, const dtrain__server_piece *piece, size_t done, size_t *param,
                                   size_t *from)
 {
@@ -236,7 +238,7 @@ static size_t dtrain__server_next(const dtrain_server *s, const dtrain__server_p
     return n < piece->count - done ? n : piece->count - done;
 }
 
-/* Copies a piece of the gradients, or of the parameters, to one place. */
+/* Copies a piece of the gradients, or with `data` of the parameters, to one place. */
 static void dtrain__server_take(const dtrain_server *s, const dtrain_param *table, const dtrain__server_piece *piece,
                                 int data, float *to)
 {
@@ -247,7 +249,7 @@ static void dtrain__server_take(const dtrain_server *s, const dtrain_param *tabl
     }
 }
 
-/* Copies a piece from one place to the gradients, divided unless divisor is 0, or to the parameters. */
+/* Copies a piece from one place to the gradients, or with `data` to the parameters. Divides by a divisor above 0. */
 static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table, const dtrain__server_piece *piece,
                                int data, const float *values, double divisor)
 {
@@ -261,8 +263,7 @@ static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table
     }
 }
 
-/* Packs a piece with what the last one left, and keeps what this one leaves. Returns what the other end will have:
- * from, or back. */
+/* Packs a piece plus its residual, and keeps the new residual. Returns what the other end will have: from, or back. */
 static const float *dtrain__server_pack(dtrain_server *s, const dtrain__server_piece *piece, const float *from,
                                         unsigned char *to, float *back)
 {
@@ -283,7 +284,7 @@ static const float *dtrain__server_pack(dtrain_server *s, const dtrain__server_p
     return back;
 }
 
-/* Unpacks what came; only of top-k can it be wrong. */
+/* Unpacks a piece that has arrived. Only packed top-k can be invalid. */
 static dtrain_status dtrain__server_unpack(const dtrain_server *s, const dtrain__server_piece *piece,
                                            const unsigned char *from, float *to)
 {
@@ -297,7 +298,7 @@ static dtrain_status dtrain__server_unpack(const dtrain_server *s, const dtrain_
                : DTRAIN_OK;
 }
 
-/* Cuts the parameters into pieces; without s->pieces it only counts them. Returns 0 on an overflow. */
+/* Cuts the parameters into pieces; with s->pieces NULL it only counts them. Returns 0 on an overflow. */
 static int dtrain__server_cut(dtrain_server *s)
 {
     dtrain__server_piece piece;
@@ -329,7 +330,7 @@ static int dtrain__server_cut(dtrain_server *s)
                 s->pieces[used - 1] = piece;
         }
     }
-    s->piece_count = used > 0 ? used : 1; /* an empty one carries the weights */
+    s->piece_count = used > 0 ? used : 1; /* an empty piece carries the weights */
     return good;
 }
 

@@ -1,22 +1,22 @@
 /* ---- >>server_async ----
- * The asynchronous parameter server itself: it turns to whichever link has something, applies each gradient once it is
- * there in full, and holds a pull back until the slowest worker is near enough. */
+ * The asynchronous parameter server itself. It serves whichever link has something. It applies each gradient once all
+ * of it has arrived, and holds a pull back until the slowest worker is near enough. */
 #ifndef DTRAIN__SERVER_ASYNC
 #define DTRAIN__SERVER_ASYNC
 #include "server_worker.c"
 
-/* What the server awaits of a worker. */
+/* What the server waits for on a link. */
 enum {
     DTRAIN__SERVER_AWAITS_HEADER = 0,
     DTRAIN__SERVER_AWAITS_GRADIENT,
-    DTRAIN__SERVER_AWAITS_OTHERS,  /* nothing: its pull waits for others */
-    DTRAIN__SERVER_AWAITS_ANSWERED /* that it takes the answer */
+    DTRAIN__SERVER_AWAITS_OTHERS,  /* nothing: the worker's pull waits for other workers */
+    DTRAIN__SERVER_AWAITS_ANSWERED /* until the answer has been sent */
 };
 
-#define DTRAIN__SERVER_IDLE_TURNS 64u /* rounds in which nothing came before the server sleeps */
+#define DTRAIN__SERVER_IDLE_TURNS 64u /* rounds without a message before the server sleeps */
 #define DTRAIN__SERVER_SLEEP_NS 500000
 
-/* The worker that has pushed least; NULL when none is left. */
+/* Returns the worker with the fewest pushes; NULL if none is left. */
 static dtrain__server_link *dtrain__server_slowest(const dtrain_server *s)
 {
     dtrain__server_link *slowest = NULL;
@@ -49,7 +49,7 @@ static dtrain_status dtrain__server_update(dtrain_server *s, dtrain__server_link
     return desc->on_update != NULL ? desc->on_update(desc->user, link->rank, &s->stats) : DTRAIN_OK;
 }
 
-/* Puts a whole gradient into the table, divided by its weight. What it returns ends the link. */
+/* Puts a whole gradient into the table, divided by its weight. An error ends the link. */
 static dtrain_status dtrain__server_accept(dtrain_server *s, dtrain__server_link *link)
 {
     dtrain_status status = DTRAIN_OK;
@@ -67,7 +67,7 @@ static dtrain_status dtrain__server_accept(dtrain_server *s, dtrain__server_link
     return status;
 }
 
-/* The parameters as they are now, or what has changed since this worker had them. */
+/* Writes the answer to a pull: the parameters or, packed, their change since this worker's last pull. */
 static void dtrain__server_copy(dtrain_server *s, dtrain__server_link *link)
 {
     uint64_t mode = dtrain__fpmode_enter();
@@ -87,7 +87,7 @@ static void dtrain__server_copy(dtrain_server *s, dtrain__server_link *link)
     dtrain__fpmode_restore(mode);
 }
 
-/* Answers a pull if that can be now: 1 in *moved. */
+/* Answers a pull if the worker need not wait. *moved: whether it did. */
 static dtrain_status dtrain__server_answer(dtrain_server *s, dtrain__server_link *link, int *moved)
 {
     const dtrain__server_link *slowest = dtrain__server_slowest(s);
@@ -109,7 +109,7 @@ static dtrain_status dtrain__server_answer(dtrain_server *s, dtrain__server_link
         s->stats.sent_bytes += s->message_bytes;
         s->dense_bytes += s->total * sizeof(float);
     } else if (link->held_ns != 0 && now - link->held_ns >= limit - limit / 8) {
-        /* before the worker's own deadline, which would not know whom it has waited for */
+        /* before the worker's own deadline: the worker cannot know whom it waits for */
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_REFUSE, (uint64_t)slowest->rank, slowest->clock, 0, 1);
         s->stats.waits++;
     } else {
@@ -122,7 +122,7 @@ static dtrain_status dtrain__server_answer(dtrain_server *s, dtrain__server_link
     return status;
 }
 
-/* Reads a header that has come. */
+/* Handles a header that has arrived. */
 static dtrain_status dtrain__server_read(dtrain_server *s, dtrain__server_link *link)
 {
     const uint64_t *header = link->header_in;
@@ -148,7 +148,7 @@ static dtrain_status dtrain__server_read(dtrain_server *s, dtrain__server_link *
     return dtrain_recv_async(link->comm, link->message, s->message_bytes, DTRAIN_U8, 1, &link->in[0]);
 }
 
-/* The message that a link waits for. */
+/* Returns the message that a link waits for. */
 static dtrain_work **dtrain__server_pending(dtrain__server_link *link)
 {
     if (link->state == DTRAIN__SERVER_AWAITS_ANSWERED)
@@ -156,7 +156,7 @@ static dtrain_work **dtrain__server_pending(dtrain__server_link *link)
     return &link->in[0];
 }
 
-/* Drives a link's message until until_ns; 1 when it has ended, with its status. */
+/* Drives a link's message until until_ns. Returns 1 if it has ended, and its status. */
 static int dtrain__server_ended(dtrain__server_link *link, int64_t until_ns, dtrain_status *status)
 {
     dtrain_work **work = dtrain__server_pending(link);
@@ -169,7 +169,7 @@ static int dtrain__server_ended(dtrain__server_link *link, int64_t until_ns, dtr
     return ended;
 }
 
-/* Goes on with a link; what it returns ends the link, but for on_update's status in *ends, which ends the call. */
+/* Serves a link. An error that it returns ends the link. A status of on_update in *ends ends dtrain_server_run. */
 static dtrain_status dtrain__server_turn(dtrain_server *s, dtrain__server_link *link, const dtrain_serve_desc *desc,
                                          int *moved, dtrain_status *ends)
 {
@@ -184,7 +184,7 @@ static dtrain_status dtrain__server_turn(dtrain_server *s, dtrain__server_link *
         return DTRAIN_OK;
     if (status == DTRAIN_ERR_TIMEOUT && link->state == DTRAIN__SERVER_AWAITS_HEADER &&
         !dtrain__group_is_broken(link->comm))
-        return DTRAIN_OK; /* it computes for long: its header is awaited anew */
+        return DTRAIN_OK; /* the worker is computing: wait for its header again */
     *moved = 1;
     if (status != DTRAIN_OK)
         return status;
@@ -199,7 +199,7 @@ static dtrain_status dtrain__server_turn(dtrain_server *s, dtrain__server_link *
     return status;
 }
 
-/* One round over all workers. */
+/* Serves each link once. */
 static dtrain_status dtrain__server_round(dtrain_server *s, const dtrain_serve_desc *desc, int *moved)
 {
     dtrain_status ends = DTRAIN_OK;
@@ -214,7 +214,7 @@ static dtrain_status dtrain__server_round(dtrain_server *s, const dtrain_serve_d
     return ends;
 }
 
-/* Sleeps until the next link in turn has something, but not for long. */
+/* Sleeps for a short time, or until one of the links, taken in turn, has something. */
 static void dtrain__server_sleep(dtrain_server *s)
 {
     int64_t until = dtrain__os_now_ns() + DTRAIN__SERVER_SLEEP_NS;
@@ -223,7 +223,7 @@ static void dtrain__server_sleep(dtrain_server *s)
         s->turn %= s->link_count;
         if (link->comm == NULL || link->state == DTRAIN__SERVER_AWAITS_OTHERS || *dtrain__server_pending(link) == NULL)
             continue;
-        dtrain__work_help(*dtrain__server_pending(link), until); /* its end is met in the next round */
+        dtrain__work_help(*dtrain__server_pending(link), until); /* the next round sees its end */
         return;
     }
 }
@@ -263,7 +263,7 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
     dtrain_status status = dtrain__server_check_run(s, desc);
     if (status != DTRAIN_OK)
         return status;
-    int64_t limit = dtrain__server_timeout_ns(s), heard_ns = dtrain__os_now_ns(); /* when anything last came */
+    int64_t limit = dtrain__server_timeout_ns(s), heard_ns = dtrain__os_now_ns(); /* when something last arrived */
     while (s->stats.workers > 0 && status == DTRAIN_OK) {
         int moved;
         status = dtrain__server_round(s, desc, &moved);
@@ -319,7 +319,7 @@ static dtrain_compressed_stats dtrain__server_counters(const void *self)
     return stats;
 }
 
-/* Lists what packing has left for the next step; an asynchronous server has nothing of it. */
+/* Lists the residuals of packing. An asynchronous server has none. */
 static dtrain_status dtrain__server_list(const dtrain_pieces *list, dtrain__lister *lister)
 {
     const dtrain_server *s = (const dtrain_server *)list->object;

@@ -1,6 +1,6 @@
 /* ---- >>server_create ----
- * Making and freeing a parameter server. All ranks compare what they were given, and whether they could make their
- * end, before the first group is made, so that either every rank has its server or every rank has an error. */
+ * Creation and destruction of a parameter server. Before the first group is made, all ranks compare their tables and
+ * descs, and whether each could make its end. So either every rank has its server, or every rank has an error. */
 #ifndef DTRAIN__SERVER_CREATE
 #define DTRAIN__SERVER_CREATE
 #include "server.c"
@@ -45,7 +45,7 @@ static dtrain_status dtrain__server_check_desc(dtrain_server *s)
     return status == DTRAIN_OK ? dtrain__quantise_check_compressor(&s->compressor, "dtrain_server_create") : status;
 }
 
-/* The table's copy and its cut. */
+/* Copies the table and cuts it into pieces. */
 static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param *table, size_t count)
 {
     size_t bytes = 0;
@@ -57,7 +57,7 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
         return dtrain__server_no_memory(count * (sizeof *table + 2 * sizeof(size_t)));
     memcpy(s->table, table, count * sizeof *table);
     for (size_t i = 0; i < count; i++) {
-        s->table[i].part = NULL; /* the caller's, and not needed */
+        s->table[i].part = NULL; /* it is the caller's, and a server does not need it */
         s->elements[i] = dtrain__params_gradients(&table[i]);
         s->begins[i] = s->total;
         s->total += s->elements[i]; /* they are in memory, so they add up */
@@ -72,8 +72,7 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
     return DTRAIN_OK;
 }
 
-/* Takes, or with `frees` gives back, a buffer; what is not needed has no elements and stays NULL. Returns 0 when there
- * is no memory. */
+/* Allocates a buffer, or frees it if `frees`. A buffer of 0 elements stays NULL. Returns 0 if there is no memory. */
 static int dtrain__server_buffer(dtrain_server *s, int frees, void *place, size_t count, size_t width)
 {
     size_t bytes;
@@ -138,7 +137,7 @@ static const dtrain__alike_field dtrain__server_fields[] = {
 
 enum { DTRAIN__SERVER_FIELDS = sizeof dtrain__server_fields / sizeof dtrain__server_fields[0] };
 
-/* A group of the server and each worker, one after the other. */
+/* Makes the groups of the server and each worker, one after the other. */
 static dtrain_status dtrain__server_connect(dtrain_server *s)
 {
     dtrain_status status = DTRAIN_OK;
@@ -174,7 +173,7 @@ static dtrain_status dtrain__server_init(dtrain_server *s, const dtrain_param *t
         for (size_t p = 0; p < s->piece_count; p++)
             dtrain__server_take(s, table, &s->pieces[p], 1, s->links[l].view + s->pieces[p].begin);
     s->fresh = 1;
-    s->desc.compress = NULL; /* not ours to keep */
+    s->desc.compress = NULL; /* it is the caller's */
     return status;
 }
 

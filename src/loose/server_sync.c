@@ -1,13 +1,13 @@
 /* ---- >>server_sync ----
- * The synchronous parameter server. Each piece of the gradients is a message to the server, and its sum one back, each
- * with a weight before it; DTRAIN__SERVER_WINDOW of them are under way in either direction. A worker is at most that
- * many pieces ahead of what it has back, and the server receives piece p of all before it waits for room to send the
- * sum, so that neither waits for the other. */
+ * The synchronous parameter server. Each piece of the gradients is one message to the server, and its sum one message
+ * back, each after a weight. DTRAIN__SERVER_WINDOW messages are under way in each direction. A worker sends at most
+ * that many pieces before it gets sums back. The server receives piece p from all workers before it waits for room to
+ * send its sum. So server and workers never wait for each other. */
 #ifndef DTRAIN__SERVER_SYNC
 #define DTRAIN__SERVER_SYNC
 #include "server_create.c"
 
-/* Starts to receive a piece, where there is one. */
+/* Starts to receive a piece, if there is one. */
 static dtrain_status dtrain__server_expect(dtrain_server *s, dtrain__server_link *link, size_t piece)
 {
     int slot = dtrain__server_slot(piece);
@@ -17,7 +17,7 @@ static dtrain_status dtrain__server_expect(dtrain_server *s, dtrain__server_link
                              DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes, DTRAIN_U8, s->serves, &link->in[slot]);
 }
 
-/* Starts to send what is in a piece's frame. */
+/* Starts to send a piece's frame. */
 static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *link, size_t piece)
 {
     int slot = dtrain__server_slot(piece);
@@ -94,7 +94,7 @@ static dtrain_status dtrain__server_work(dtrain_server *s, const dtrain_param *t
 
 /* ---- the server ---- */
 
-/* What a link's failure means: a lost worker is left out, anything else ends the call. */
+/* Handles an error of a link. The server goes on without a lost worker; any other error ends the call. */
 static dtrain_status dtrain__server_judge(dtrain_server *s, dtrain__server_link *link, dtrain_status status)
 {
     if (status == DTRAIN_OK)
@@ -115,8 +115,7 @@ static void dtrain__server_input(dtrain_server *s, int *n, const void *values, d
     s->weights[(*n)++] = weight;
 }
 
-/* Takes a piece from every worker that is left, in the order of ranks, this one's own among them. Returns in *n how
- * many there are. */
+/* Collects a piece from every worker that is left and from this rank, in the order of ranks. *n: how many there are. */
 static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param *table, size_t p, double weight,
                                             int *n)
 {
@@ -126,7 +125,7 @@ static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param
     dtrain__server_take(s, table, piece, 0, s->own);
     for (int i = 0; i <= s->link_count && status == DTRAIN_OK; i++) {
         double theirs = 0.0;
-        if (i == s->rank) /* its links are those of the ranks before it, then those after it */
+        if (i == s->rank) /* links go to the ranks before this one, then to those after it */
             dtrain__server_input(s, n, s->own, weight);
         if (i == s->link_count || s->links[i].comm == NULL)
             continue;
@@ -143,7 +142,7 @@ static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param
     return status;
 }
 
-/* Every worker has taken what was sent from a slot, or is lost. */
+/* Waits until every worker has taken what was sent from a slot, or is lost. */
 static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
 {
     dtrain_status status = DTRAIN_OK;
@@ -153,7 +152,7 @@ static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
     return status;
 }
 
-/* Folds a piece, sends it to every worker, and keeps the mean. */
+/* Adds up a piece, sends the sum to every worker, and writes the mean to this rank's gradients. */
 static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param *table, size_t p, int n, double *total)
 {
     const dtrain__server_piece *piece = &s->pieces[p];

@@ -1,8 +1,12 @@
 /* ---- >>server_worker ----
- * A worker of the asynchronous parameter server speaks, the server answers: a header PUSH and then the gradients; a
- * header PULL, answered by a header, unless refused with the parameters after it; a header LEAVE. A header holds the
- * number of gradients pushed before it. The message buffer is used for one thing at a time: nobody pulls before his
- * gradients have gone. */
+ * A worker of the asynchronous parameter server, and the protocol. A worker speaks, the server answers:
+ *
+ *   worker    header PUSH, then the gradients
+ *   worker    header PULL;     server: header GRANT, then the parameters; or header REFUSE
+ *   worker    header LEAVE
+ *
+ * A worker's header holds the number of gradients pushed before it. The message buffer serves one message at a time: a
+ * worker pulls only after its gradients have been sent. */
 #ifndef DTRAIN__SERVER_WORKER
 #define DTRAIN__SERVER_WORKER
 #include "server_sync.c"
@@ -23,7 +27,7 @@ static void dtrain__server_count_staleness(dtrain_server_stats *stats, uint64_t 
     stats->largest_staleness = staleness > stats->largest_staleness ? staleness : stats->largest_staleness;
 }
 
-/* What is wrong with a call of a worker's; async: of the asynchronous form. */
+/* Checks that a call comes from a worker of an asynchronous server. */
 static dtrain_status dtrain__server_check_worker(const dtrain_server *s, const char *call)
 {
     if (s == NULL)
@@ -61,7 +65,7 @@ static dtrain_status dtrain__server_write(dtrain__server_link *link, int slot, u
     return dtrain_send_async(link->comm, link->header_out, DTRAIN__SERVER_HEADER, DTRAIN_U64, peer, &link->out[slot]);
 }
 
-/* Everything that was sent has gone. */
+/* Waits until everything has been sent. */
 static dtrain_status dtrain__server_flush(dtrain__server_link *link)
 {
     dtrain_status status = dtrain__work_settle(&link->out[0]);
@@ -96,7 +100,7 @@ static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *t
     return DTRAIN_OK;
 }
 
-/* Takes the parameters over, or, where they travel packed, what has changed in them. */
+/* Writes the parameters that have arrived into the table; if they travel packed, adds their change. */
 static dtrain_status dtrain__server_adopt(dtrain_server *s, const dtrain_param *table)
 {
     for (size_t p = 0; p < s->piece_count; p++) {
@@ -124,7 +128,7 @@ static dtrain_status dtrain__server_ask(dtrain_server *s)
     if (status != DTRAIN_OK)
         return status;
     status = dtrain_recv(link->comm, link->header_in, DTRAIN__SERVER_HEADER, DTRAIN_U64, 0);
-    /* The server refuses before the deadline, and knows whom it has waited for. On a busy host its word may be late. */
+    /* The server refuses before this deadline, and says whom it waited for. On a busy host its answer may be late. */
     if (status == DTRAIN_ERR_TIMEOUT && !dtrain__group_is_broken(link->comm))
         status = dtrain_recv(link->comm, link->header_in, DTRAIN__SERVER_HEADER, DTRAIN_U64, 0);
     return status;
@@ -156,7 +160,7 @@ static dtrain_status dtrain__server_pull(dtrain_server *s, const dtrain_param *t
         status = dtrain__server_adopt(s, table);
     if (status != DTRAIN_OK)
         return dtrain__server_gone(s, "server_pull", status);
-    if (!s->fresh || s->clock == 0) /* a second pull in a row counts for no other gradient */
+    if (!s->fresh || s->clock == 0) /* a second pull in a row is for the same gradient */
         dtrain__server_count_staleness(&s->stats, header[2]);
     s->fresh = 1;
     s->stats.pulls++;

@@ -3,8 +3,8 @@
  * The place for DTRAIN_EVALUATE has room for two outputs, which layers use in turn.
  *
  * All places share one block for gradients of activations, because a backward pass ends before the next begins. Layers
- * use its two halves in turn. If a backward pass comes in halves, the place also
- * keeps the gradients that the second half reads, and what layers without a second half have added. */
+ * use its two halves in turn. If a backward pass comes in halves, the place also keeps the gradients that the second
+ * half reads, and what layers without a second half have added. */
 #ifndef DTRAIN__MODULE_MEMORY
 #define DTRAIN__MODULE_MEMORY
 #include "module.c"
