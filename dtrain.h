@@ -20368,13 +20368,13 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>op ----
- * One operation on one rank: how it is described, checked and laid out, and all texts about it. Calls are described by
- * the same words in posts and in message headers, so that a rank can quote what another one called. */
+ * One operation on one rank: how it is described, checked and laid out, and all texts about it. Posts and message
+ * headers describe calls by the same words, so a rank can quote what another one called. */
 #ifndef DTRAIN__OP
 #define DTRAIN__OP
 DTRAIN__FAST_BEGIN
 
-/* Bytes of an element as the caller has it. */
+/* Bytes of one of the caller's elements. */
 static size_t dtrain__op_width(const dtrain__op *op)
 {
     return dtrain_dtype_bits(op->dtype) / 8;
@@ -20385,7 +20385,7 @@ static size_t dtrain__op_bytes(const dtrain__op *op)
     return op->count * dtrain__op_width(op);
 }
 
-/* One message in one direction; of these, several may be under way at once. */
+/* Whether it is one message in one direction; several of these may be under way at once. */
 static int dtrain__op_is_one_way(const dtrain__op *op)
 {
     return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
@@ -20446,8 +20446,7 @@ static const char *dtrain__op_algorithm_name(uint64_t algorithm)
                                                     : "no algorithm";
 }
 
-/* A hash of what a rank was told of the parts; never 0 where it was told anything.
- * Source: FNV-1a, RFC 9923. */
+/* A hash of the parts that the caller gave; 0 if it gave none. Source: FNV-1a, RFC 9923. */
 static uint64_t dtrain__op_parts_hash(const dtrain_comm *comm, const dtrain__op *op)
 {
     uint64_t hash = 0xcbf29ce484222325u;
@@ -20460,7 +20459,7 @@ static uint64_t dtrain__op_parts_hash(const dtrain_comm *comm, const dtrain__op 
     return hash | (uint64_t)1 << 63;
 }
 
-/* Which steps an operation takes, beside its arguments. */
+/* What an operation's steps depend on besides its arguments. */
 static uint64_t dtrain__op_way(const dtrain_comm *comm, const dtrain__op *op)
 {
     uint64_t way = (uint64_t)op->algorithm;
@@ -20469,7 +20468,7 @@ static uint64_t dtrain__op_way(const dtrain_comm *comm, const dtrain__op *op)
     return dtrain__op_reduces(op) && comm->desc.order == DTRAIN_ORDER_ANY ? way | DTRAIN__WAY_ANY : way;
 }
 
-/* What the peer of one direction must have called as well; only an exchange has two. */
+/* What the peer of one direction must have called as well. Only an exchange has two directions that differ. */
 static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving)
 {
     dtrain__call call;
@@ -20485,7 +20484,7 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
     call.algorithm = message ? 0 : dtrain__op_way(comm, op);
     call.ranks = (uint64_t)comm->size;
     call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
-    if (op->whole_parts != 0) /* which may be the very counts of the step */
+    if (op->whole_parts != 0) /* they may equal the counts of the step */
         call.parts = call.parts * 0x100000001b3u ^ op->whole_parts;
     call.group = comm->group;
     call.form = op->form;
@@ -20498,7 +20497,7 @@ typedef struct dtrain__text {
     char text[160];
 } dtrain__text;
 
-/* What the caller called: of a step of a call on memory of devices the whole, which is in the digest. */
+/* What the caller called. For a step of a call on memory of devices that is the whole call, kept in the digest. */
 static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
 {
     dtrain__call whole = *call;
@@ -20514,7 +20513,7 @@ static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
     return whole;
 }
 
-/* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
+/* "all_reduce #412 (sum, f32 x 1048576)"; for fused calls the first one, and their number. */
 static dtrain__text dtrain__op_call_text(const dtrain__call *given)
 {
     dtrain__text out;
@@ -20535,7 +20534,7 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
         snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
     if (call->form > 1)
         snprintf(fused, sizeof fused, ", %llu fused", (unsigned long long)call->form);
-    if (call->parts != 1 || count > 0) /* of an uneven all-to-all every rank has a count of its own */
+    if (call->parts != 1 || count > 0) /* in an uneven all-to-all every rank has a count of its own */
         snprintf(elements, sizeof elements, " x %llu", (unsigned long long)count);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
@@ -20547,7 +20546,7 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     return out;
 }
 
-/* The call as it was made, for people: messages keep their direction and peer. */
+/* The call as it was made, for texts: messages keep their direction and peer. */
 static dtrain__call dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__call call = dtrain__op_call(comm, op, op->root < 0);
@@ -20574,10 +20573,10 @@ static dtrain__text dtrain__op_way_text(uint64_t way)
     return out;
 }
 
-/* What beginners do: a collective call under a condition that holds on some ranks. */
+/* A frequent mistake: a collective call under a condition that holds on some ranks only. */
 #define DTRAIN__ONE_RANK_ALONE " (is one of them inside an if (rank == 0)?)"
 
-/* What another rank called does not fit; says what it was, or, where the calls look the same, what differs. */
+/* Another rank's call does not fit. Quotes both calls or, if they look the same, says what differs. */
 static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op, int peer, const dtrain__call *theirs)
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__op_call_text(theirs);
@@ -20589,13 +20588,14 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,
-            "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size", mine.text,
-            peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
+            "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; make the call on the same group",
+            mine.text, peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
     if (theirs->group != comm->group)
-        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
-                            "%s: rank %d called %s in group %llx, this rank %d %s in group %llx", mine.text, peer,
-                            other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
-                            (unsigned long long)comm->group);
+        return dtrain__fail(
+            &op->error, DTRAIN_ERR_MISMATCH,
+            "%s: rank %d called %s in group %llx, this rank %d %s in group %llx; make the call on the same group",
+            mine.text, peer, other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
+            (unsigned long long)comm->group);
     if (alike && theirs->parts != call.parts)
         return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                             "%s: rank %d called %s with other per-rank counts or offsets than this rank %d; give every "
@@ -20613,18 +20613,18 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
                         theirs->kind != call.kind && !dtrain__op_is_message(op) ? DTRAIN__ONE_RANK_ALONE : "");
 }
 
-/* Both called the same, but the sender gives another number of bytes than the receiver awaits. */
+/* Both made the same call, but the sender gives another number of bytes than the receiver expects. */
 static dtrain_status dtrain__op_uneven(const dtrain_comm *comm, dtrain__op *op, int from, int to, size_t gives,
                                        size_t awaits)
 {
     size_t width = dtrain__op_width(op);
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
-                        "%s on rank %d: rank %d gives %zu elements to rank %d, which awaits %zu; the counts of the two "
-                        "must fit",
+                        "%s on rank %d: rank %d gives %zu elements to rank %d, which expects %zu; give both the same "
+                        "count",
                         dtrain__op_text(comm, op).text, comm->rank, from, gives / width, to, awaits / width);
 }
 
-/* The operation ends because of something that broke the group; quotes the first cause. */
+/* The operation ends because the group is broken; quotes the first cause. */
 static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, const dtrain__error *cause)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
@@ -20640,7 +20640,7 @@ static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *
     return dtrain__op_blame(comm, op, &dtrain__thread_error);
 }
 
-/* Makes a buffer of the group large enough for an operation; it is kept for the next ones. */
+/* Makes a buffer of the group large enough for an operation. The group keeps it for later ones. */
 static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char **buffer, size_t bytes)
 {
     void *room = dtrain__memory_room(comm->allocator, *buffer, bytes);
@@ -20662,7 +20662,7 @@ static void dtrain__op_fold(dtrain_comm *comm, const dtrain__op *op, void *const
         dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, outs, count, 0, n);
 }
 
-/* A rank's shard of the operation's elements, rows whole. */
+/* A rank's shard of the operation's elements, in whole rows. */
 static size_t dtrain__op_shard(const dtrain_comm *comm, const dtrain__op *op, int rank, size_t *begin)
 {
     size_t row = op->row > 0 ? op->row : 1, rows = dtrain__split(op->count / row, comm->size, rank, begin);
@@ -20670,7 +20670,7 @@ static size_t dtrain__op_shard(const dtrain_comm *comm, const dtrain__op *op, in
     return rows * row;
 }
 
-/* Where every rank's part is: as given, else its shard. */
+/* Fills in every rank's part: as given, else its shard. */
 static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
                                const size_t *offsets, dtrain__extent *parts)
 {
@@ -20709,11 +20709,12 @@ static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
 
 static dtrain_status dtrain__op_too_large(dtrain_comm *comm, const dtrain__op *op, size_t count)
 {
-    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                        "%s on rank %d: %zu elements of %u bits overflow a size; split the call",
                         dtrain__op_kind_name(op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
 }
 
-/* Bytes from a vector's start to the end of its last part, in *bytes. */
+/* *bytes: from a vector's start to the end of its last part. */
 static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
                                       const size_t *offsets, size_t *bytes)
 {
@@ -20730,8 +20731,8 @@ static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, c
     return DTRAIN_OK;
 }
 
-/* Bytes of the operation's vectors: *in and *out as this rank's buffers have them, and how far into the longer one
- * the shorter begins when they are one. */
+/* The bytes of this rank's buffers, *in and *out. *offset: where the shorter begins in the longer if they are one
+ * buffer. */
 static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
 {
     size_t width = dtrain__op_width(op), whole = op->count * width, begin = 0, part;
@@ -20769,7 +20770,7 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
     return status;
 }
 
-/* Buffers are one, with the shorter at its place in the longer, or apart. */
+/* Checks that the buffers are one, with the shorter at its place in the longer, or do not overlap. */
 static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op)
 {
     uintptr_t in = (uintptr_t)op->in, out = (uintptr_t)op->out;
@@ -20778,9 +20779,9 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
     if (status != DTRAIN_OK)
         return status;
     if ((in_bytes > 0 && op->in == NULL) || (out_bytes > 0 && op->out == NULL))
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s of %zu elements on rank %d: %s is NULL",
-                            dtrain__op_kind_name(op->kind), op->count, comm->rank,
-                            op->in == NULL && in_bytes > 0 ? "in" : "out");
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s of %zu elements on rank %d: %s is NULL; give a buffer", dtrain__op_kind_name(op->kind),
+                            op->count, comm->rank, op->in == NULL && in_bytes > 0 ? "in" : "out");
     int in_place = in_bytes >= out_bytes ? out == in + offset : in == out + offset;
     if (op->kind == DTRAIN__EXCHANGE || op->partial)
         in_place = 0;
@@ -20801,15 +20802,16 @@ static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *
     if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
         return DTRAIN_OK;
     if (peer < 0 || peer >= comm->size)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
-                            comm->rank, peer, comm->size);
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: rank %d is not among the %d ranks of the group", kind, comm->rank, peer,
+                            comm->size);
     if (dtrain__op_is_message(op) && peer == comm->rank)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
-                            comm->rank);
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: the peer is this rank itself; give another rank", kind, comm->rank);
     return DTRAIN_OK;
 }
 
-/* What to do about a dtype and an operation that do not go together. */
+/* Returns what to do about a dtype and an operation that do not fit. */
 static const char *dtrain__op_advice(const dtrain__op *op)
 {
     unsigned bits = dtrain_dtype_bits(op->dtype);
@@ -20824,7 +20826,7 @@ static const char *dtrain__op_advice(const dtrain__op *op)
     return op->op == DTRAIN_MEAN ? "a mean is for floats: sum, and divide" : "convert it to a dtype that is added";
 }
 
-/* Checks a call's arguments before anything of it is seen by a peer. */
+/* Checks a call's arguments before a peer sees anything of it. */
 static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
 {
     unsigned bits = dtrain_dtype_bits(op->dtype);
@@ -21891,18 +21893,18 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
 
 /* ---- >>fused ----
  * Collectives between ranks that read each other's buffers in place (see >>threads). Each rank posts its call and
- * buffers; when every rank has posted, each does its part straight on all ranks' buffers, and returns when all have
- * done theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what
- * can be done now, so that blocking calls, the service thread and poll share it.
+ * buffers. Once all have posted, each rank does its part straight on all ranks' buffers. It returns when all have done
+ * theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what can
+ * be done now, so blocking calls, the service thread and poll share it.
  *
- * A rank takes its post back at its deadline by marking it, and looks whether every peer has posted: then it
- * unmarks it and goes on. Ranks do so one after another, and peers commit only after they have seen every post
- * present while nobody did so, so that either all ranks commit or none. */
+ * At its deadline a rank withdraws its post. It marks the post and looks whether every peer has posted. If all have, it
+ * removes the mark and continues. Ranks withdraw one after another. Peers commit only after they have seen every post
+ * while no rank was withdrawing, so all ranks commit or none. */
 #ifndef DTRAIN__FUSED
 #define DTRAIN__FUSED
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__FUSED_INLINE_TOTAL 16384 /* bytes that one rank reads of inline inputs */
+#define DTRAIN__FUSED_INLINE_TOTAL 16384 /* most bytes of inline inputs that one rank reads */
 
 enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_FINISH };
 
@@ -21920,7 +21922,8 @@ static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain
     return &comm->shared->slots[rank].posts[op->turn & 1];
 }
 
-/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. */
+/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. Returns 0 without memory.
+ */
 static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
 {
     size_t bytes, out_bytes, offset;
@@ -21934,7 +21937,7 @@ static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Any two calls that differ have other checks, but for one pair in 2^64. */
+/* Two calls that differ have different checks, except one pair in 2^64. */
 static uint64_t dtrain__fused_check(const uint64_t *words)
 {
     static const uint64_t odd = 0x9e3779b97f4a7c15u;
@@ -21971,7 +21974,7 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
     return word == 2 * op->turn || word / 2 > op->turn;
 }
 
-/* Ends the operation with the group broken: first makes sure that no peer is inside its buffers. */
+/* Ends an operation of a broken group, once no peer is inside its buffers. */
 static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__op_blame(comm, op, dtrain__group_cause(comm));
@@ -21979,14 +21982,14 @@ static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* The operation's error breaks the group: then makes sure that no peer is inside its buffers. */
+/* Breaks the group with the operation's error, then waits until no peer is inside its buffers. */
 static void dtrain__fused_break(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__group_break(comm, &op->error);
     dtrain__shared_revoke(comm->shared, comm->rank);
 }
 
-/* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
+/* Compares all posts, so every rank finds the same verdict, and none touches a buffer after a mismatch. */
 static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
 {
     const dtrain__post *first = dtrain__fused_post_of(comm, op, 0);
@@ -22004,7 +22007,7 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
     return 0;
 }
 
-/* Where in `rank`'s input the elements for this rank begin, and how many it gives. */
+/* The elements in `rank`'s input that are for this rank. */
 static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
     const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
@@ -22020,8 +22023,8 @@ static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain_
     return given;
 }
 
-/* Says whether each two ranks of an uneven all-to-all agree on what goes between them, as far as this rank is one
- * of them. The rest will go on, so that the group ends where not. */
+/* Checks the counts between this rank and each peer of an uneven all-to-all. The ranks of other pairs would go on, so a
+ * mismatch breaks the group. */
 static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
 {
     size_t width = dtrain__op_width(op);
@@ -22048,8 +22051,8 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
     dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
 }
 
-/* Takes this rank's post back by marking it; returns a peer that has not posted, or -1 when all had: then the post
- * stands and must go through. */
+/* Withdraws this rank's post by marking it. Returns a peer that has not posted. Returns -1 if all had: then the post
+ * stands, and the operation must continue. */
 static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
@@ -22072,20 +22075,20 @@ static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
     return missing;
 }
 
-/* Takes this rank's post back at its deadline; 0 when every peer had posted by then and it must go through. */
+/* Withdraws this rank's post at its deadline; returns 0 if every peer had posted and the operation continues. */
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
     int missing = dtrain__fused_retract(comm, op);
     if (missing < 0)
         return 0;
-    /* the one awaited all along, rather than one that has just taken its post back */
+    /* keep the peer awaited all along, not one that has just withdrawn its post */
     if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
         op->awaited = missing;
     dtrain__recorder_expire(comm, op);
     return 1;
 }
 
-/* Returns 1 when the operation has ended; else op->phase says whether all ranks have posted. */
+/* Returns 1 if the operation has ended; else op->phase says whether all ranks have posted. */
 static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
@@ -22112,7 +22115,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         if (!dtrain__fused_arrived(comm, op, peer))
             return 0;
     if (withdrawn % 2 != 0 || __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) != withdrawn)
-        return 0; /* who is at it rings the bell */
+        return 0; /* the rank that withdraws rings the bell */
     op->awaited = -1;
     comm->number = op->number;
     comm->turn = op->turn;
@@ -22128,7 +22131,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     return 0;
 }
 
-/* Folds elements [begin, begin + n) of all inputs: into every rank's output, the root's, or this rank's. */
+/* Folds elements [begin, begin + n) of all inputs into every rank's output, the root's, or this rank's. */
 static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain__op_width(op);
@@ -22147,7 +22150,7 @@ static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin
     dtrain__op_fold(comm, op, comm->outs, outs, n);
 }
 
-/* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
+/* Copies elements [from, from + n) of what all ranks have for this one, taken end to end. */
 static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
     size_t width = dtrain__op_width(op), before = 0;
@@ -22167,7 +22170,7 @@ static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from
     }
 }
 
-/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, as though they were one. */
+/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, taken end to end. */
 static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain__op_width(op);
@@ -22205,8 +22208,8 @@ static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, s
         memcpy(target + from * width, source + from * width, n * width);
 }
 
-/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so that no two
- * ranks write one line. */
+/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so no two ranks write
+ * to one line. */
 static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
 {
     size_t line = DTRAIN__CACHE_LINE / dtrain__op_width(op), end, n, total = 0;
@@ -22269,7 +22272,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
-        if (left) { /* in the middle of it */
+        if (left) { /* in the middle of the operation */
             dtrain__error lost;
             dtrain__seat_needed(comm->seat, peer);
             lost = dtrain__thread_error;
@@ -22280,7 +22283,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Takes the operation as far as it goes without waiting, and not much beyond until_ns; returns 1 at its end. */
+/* Advances the operation without waiting, and not much beyond until_ns; returns 1 at its end. */
 static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
 {
     if (op->phase == DTRAIN__FUSED_POST) {
@@ -22300,7 +22303,7 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
     return op->phase == DTRAIN__FUSED_FINISH && dtrain__fused_finish(comm, op);
 }
 
-/* Ends an operation whose deadline has passed; 0 when it goes on after all. */
+/* Ends an operation whose deadline has passed; returns 0 if it continues after all. */
 static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->phase == DTRAIN__FUSED_GATHER)
@@ -23837,32 +23840,35 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>queue ----
- * The queue of a group's works. Collectives run one after another in the order of their calls; the messages between two
- * of them move together. Whoever drives a queue holds the group's drive_mutex: a caller that waits, a poll, or the
- * service thread, one for all groups of a world that this process has. With progress by poll a service has no thread
- * and the groups of one rank: a call that waits goes on with what the rank has begun in the others. */
+ * The queue of a group's works. Collectives run one after another in the order of their calls. The messages between two
+ * of them move together. Whoever drives a queue holds the group's drive_mutex: a waiting caller, a poll, or the service
+ * thread. One service thread drives all groups of a world that this process has. With progress by poll a service has no
+ * thread, and serves the groups of one rank. A call that waits then also drives what the rank has started in its other
+ * groups. */
 #ifndef DTRAIN__QUEUE
 #define DTRAIN__QUEUE
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next one's turn */
-/* With progress by poll, how soon a call that waits looks at the rank's other groups again */
+#define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next group's turn */
+/* With progress by poll: how soon a call that waits looks at the rank's other groups again */
 #define DTRAIN__SERVICE_AWAKE_NS 200000  /* without sleeping, after something has moved there */
-#define DTRAIN__SERVICE_LOOK_NS 1000000  /* where something is under way */
-#define DTRAIN__SERVICE_IDLE_NS 10000000 /* where nothing is: another thread of the rank may begin it */
+#define DTRAIN__SERVICE_LOOK_NS 1000000  /* while something is under way there */
+#define DTRAIN__SERVICE_IDLE_NS 10000000 /* while nothing is: another thread of the rank may start something */
 
 struct dtrain__service {
     dtrain__os_thread thread;
-    dtrain__origin *origin; /* of its groups */
-    dtrain__bell *bell;     /* its thread waits for it; NULL: for what its origin's step does */
+    dtrain__origin *origin; /* the origin of its groups */
+    dtrain__bell *bell;     /* what its thread waits for; NULL: its origin's step waits */
     dtrain_allocator *allocator;
     pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
     dtrain_comm *comms;
     uint32_t stop;
 };
 
-/* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
- * 0, what goes at once; else until about then. */
+/* Advances one operation; returns 1 at its end.
+ *
+ *   wait_ns   INT64_MAX: the caller does nothing else until the end; 0: do what needs no waiting; else until about then
+ */
 static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     if (dtrain__op_is_fused(op)) {
@@ -23872,9 +23878,9 @@ static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait
         return ended;
     }
     if (comm->shared != NULL && wait_ns != INT64_MAX && comm->desc.progress == DTRAIN_PROGRESS_THREAD) {
-        wait_ns = 0; /* other ranks' queues are driven on this thread as well */
+        wait_ns = 0; /* this thread drives other ranks' queues as well */
     } else if (wait_ns != 0) {
-        /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
+        /* in slices, so that the log can name the awaited rank long before the deadline, and an abort is seen */
         int64_t slice = dtrain__os_now_ns() + 100000000;
         slice = slice < op->deadline_ns ? slice : op->deadline_ns;
         wait_ns = wait_ns < slice ? wait_ns : slice;
@@ -23890,7 +23896,7 @@ static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
     return dtrain__message_fail(comm, op);
 }
 
-/* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
+/* Records how an operation ended. The thread that met a failure writes it to its file. */
 static void dtrain__queue_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
 {
     op->ended_ns = now;
@@ -23899,13 +23905,13 @@ static void dtrain__queue_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
         dtrain__trace_failure(comm, op);
 }
 
-/* A number that changes whenever the operation gets on. */
+/* A number that changes whenever the operation makes progress. */
 static size_t dtrain__queue_progress(const dtrain__op *op)
 {
     return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
 }
 
-/* Advances one operation and judges its deadline; returns 1 at its end. Sets *moved when it got on. */
+/* Advances one operation and checks its deadline; returns 1 at its end. Sets *moved if it made progress. */
 static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *moved)
 {
     size_t before = dtrain__queue_progress(op);
@@ -23924,8 +23930,8 @@ static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
     return work;
 }
 
-/* Takes off the queue what is behind `before` (NULL: the head) and makes its result visible; the handle may be gone
- * right after. */
+/* Takes the work after `before` (NULL: the head) off the queue and makes its result visible. The handle may be gone
+ * right afterwards. */
 static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *before, dtrain_work *work)
 {
     dtrain__queue_ended(comm, &work->op, dtrain__os_now_ns());
@@ -23941,15 +23947,15 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *before, dtrain_
 
 /* The messages of a queue that are under way together. */
 typedef struct dtrain__queue_look {
-    dtrain__op *out; /* the first one that goes out; NULL: none */
-    dtrain_work *in; /* the first one that comes in */
-    int others;      /* how many more there are */
+    dtrain__op *out; /* the first outgoing one; NULL: none */
+    dtrain_work *in; /* the first incoming one; NULL: none */
+    int others;      /* how many others there are */
     int moved, finished;
 } dtrain__queue_look;
 
-/* Advances, without waiting, the messages from head to the next collective, and takes those off that have ended: of
- * those to one peer the first, of those from one peer the first. Crossing messages so get past each other, whatever was
- * queued first. Stops at until_ns once one has moved. */
+/* Advances the messages from head to the next collective without waiting, and takes those off that have ended. For each
+ * peer and direction only the first one moves. So messages that cross get past each other, whatever was queued first.
+ * Stops at until_ns once one has moved. */
 static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head, int64_t until_ns)
 {
     dtrain__queue_look sweep = {NULL, NULL, 0, 0, 0};
@@ -23984,9 +23990,9 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
     return sweep;
 }
 
-/* Advances the queue whose head is a message until one has ended, or until_ns (0: what goes at once). Returns whether
- * one has, and so is off the queue: the head or another. Where ranks share an address space, it never waits: the caller
- * does, for the bell. */
+/* Advances a queue whose head is a message, until one has ended or until until_ns (0: what needs no waiting). Returns
+ * whether one has, and so is off the queue: the head or another. Between ranks of one address space it never waits: the
+ * caller waits, for the bell. */
 static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
 {
     for (;;) {
@@ -23996,13 +24002,13 @@ static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t 
         *moved |= sweep.moved;
         if (sweep.finished || comm->shared != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
             return sweep.finished;
-        /* more than one call of the transport can wait for */
+        /* there is more than one call of the transport can wait for */
         crowded = sweep.others > 0 || alone;
         if (sweep.moved && crowded)
             continue;
         slice = now + (crowded ? 1000000 : 100000000);
         slice = slice < until_ns ? slice : until_ns;
-        /* waits for the first messages out and in, or for the head alone; the others get their turn after that */
+        /* waits for the first message out and the first in, or for the head alone; then the others get their turn */
         dtrain__op *out = alone && sweep.out != &head->op ? NULL : sweep.out;
         dtrain__op *in = sweep.in == NULL || (alone && out != NULL) ? NULL : &sweep.in->op;
         if (dtrain__message_pair(comm, out, in, slice))
@@ -24013,7 +24019,7 @@ static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t 
 typedef struct dtrain__queue_call {
     dtrain_comm *comm;
     dtrain__op *op;
-    dtrain_work *message; /* the queue's head, where that is a message */
+    dtrain_work *message; /* the queue's head, if that is a message */
     int64_t until_ns;
     int ended, moved;
 } dtrain__queue_call;
@@ -24028,8 +24034,8 @@ static int dtrain__queue_ready(void *pointer)
     return wait->ended;
 }
 
-/* Advances queued work until until_ns or nothing moves, without waiting for a peer; the caller holds drive_mutex.
- * Returns whether anything did. */
+/* Advances queued work until until_ns, or until nothing moves, without waiting for a peer. The caller holds
+ * drive_mutex. Returns whether anything moved. */
 static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int64_t slice_ns = comm->shared != NULL ? until_ns : 0;
@@ -24040,7 +24046,7 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
         int ended, moved = 0, others = comm->shared != NULL && !dtrain__op_is_fused(&work->op);
         if (dtrain__op_is_one_way(&work->op)) {
             ended = dtrain__queue_messages(comm, work, slice_ns, &moved);
-        } else { /* where ranks share an address space, this thread drives other ranks' queues as well */
+        } else { /* between ranks of one address space this thread drives other ranks' queues as well */
             ended = dtrain__queue_turn(comm, &work->op, others ? 0 : slice_ns, &moved);
             if (ended)
                 dtrain__queue_finish(comm, NULL, work);
@@ -24052,14 +24058,14 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
     return any;
 }
 
-/* Drives what is queued in a group that another call waits beside; leaves alone what another thread drives. Returns
- * whether any of it got on, and sets *left where there is more. */
+/* Drives the queue of a group that another call waits beside, unless another thread drives it. Returns whether anything
+ * moved. Sets *left if more is queued. */
 static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
 {
     int moved = 0;
     if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&other->drive_mutex) != 0)
         return 0;
-    /* what is pending now stays so; a group with nothing may be in a call that takes no lock */
+    /* pending work stays pending now; in a group with none, a call may run that takes no lock */
     if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0) {
         int64_t slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
         dtrain__error kept = dtrain__thread_error;
@@ -24071,16 +24077,16 @@ static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
     return moved;
 }
 
-/* With progress by poll: goes on with what the rank has begun in other groups than the one that the caller waits in,
- * without waiting there. Returns for how long the caller may then wait in its own: not at all up to *awake_ns, which is
- * set anew whenever something moves. */
+/* With progress by poll: drives what the rank has started in other groups than the one that the caller waits in,
+ * without waiting there. Returns how long the caller may wait in its own: not at all until *awake_ns, which is set
+ * again whenever something moves. */
 static int64_t dtrain__queue_help(dtrain_comm *comm, int64_t until_ns, int64_t *awake_ns)
 {
     dtrain__service *service = comm->desc.progress == DTRAIN_PROGRESS_POLL ? comm->service : NULL;
     int left = 0, moved = 0;
     if (service == NULL)
         return INT64_MAX;
-    if (pthread_mutex_trylock(&service->mutex) != 0) /* another thread of the rank is at it, which may end sooner */
+    if (pthread_mutex_trylock(&service->mutex) != 0) /* another thread of the rank does this, and may end sooner */
         return DTRAIN__SERVICE_LOOK_NS;
     for (dtrain_comm *other = service->comms; other != NULL; other = other->next_served)
         if (other != comm)
@@ -24093,7 +24099,7 @@ static int64_t dtrain__queue_help(dtrain_comm *comm, int64_t until_ns, int64_t *
     return dtrain__os_now_ns() < *awake_ns ? 0 : DTRAIN__SERVICE_LOOK_NS;
 }
 
-/* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
+/* Runs one operation on the calling thread to its end, or until until_ns (INT64_MAX: no limit): then returns 0.
  * message: as in dtrain__queue_call. */
 static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *message, int64_t until_ns)
 {
@@ -24101,7 +24107,7 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
     int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns, awake_ns = 0;
     int bell = dtrain__op_is_fused(op) || (message != NULL && comm->shared != NULL);
     int sleeps = bell || (comm->shared != NULL && until_ns != INT64_MAX &&
-                          comm->desc.progress == DTRAIN_PROGRESS_THREAD); /* as dtrain__queue_advance does not */
+                          comm->desc.progress == DTRAIN_PROGRESS_THREAD); /* dtrain__queue_advance does not wait then */
     size_t progress = dtrain__queue_progress(op);
     for (unsigned turn = 0;; turn++) {
         int64_t span = INT64_MAX, soon = INT64_MAX; /* then this rank's other groups are looked at again */
@@ -24134,14 +24140,13 @@ DTRAIN__FAST_END
 
 /* ---- the service ---- */
 
-/* Advances all groups without waiting for a peer. Returns for how long there is nothing to do unless
- * something comes. */
+/* Advances all groups without waiting for a peer. Returns how long there is nothing to do unless something comes. */
 static int64_t dtrain__service_drive(dtrain__service *service)
 {
     int64_t span = 1000000000;
     pthread_mutex_lock(&service->mutex);
     for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
-        int64_t most = 50000000; /* deadlines are looked at */
+        int64_t most = 50000000; /* then deadlines are checked */
         if (comm->plane->rest != NULL)
             comm->plane->rest(comm->transport.self);
         if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
@@ -24174,7 +24179,7 @@ static void dtrain__service_main(void *pointer)
         turn = span > 0 ? turn : 0;
         if (origin->step != NULL)
             origin->step(origin, span > 0 ? dtrain__os_now_ns() + span : 0);
-        else /* yields a little, then sleeps */
+        else /* yields a few times, then sleeps */
             dtrain__bell_wait(service->bell, service->bell->spins + DTRAIN__BELL_YIELDS - 10 + turn, INT64_MAX,
                               dtrain__service_round, service);
     }
@@ -24197,13 +24202,13 @@ static void dtrain__service_stop(void *pointer)
     dtrain__service_free(service);
 }
 
-/* One without its thread. */
+/* Makes a service without a thread. */
 static dtrain_status dtrain__service_new(dtrain_comm *comm, dtrain__service **out)
 {
     dtrain__service *service = (dtrain__service *)dtrain__alloc(comm->allocator, sizeof *service);
     *out = service;
     if (service == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for %zu bytes that serve its groups",
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for the %zu bytes of its service",
                             comm->rank, sizeof *service);
     service->allocator = comm->allocator;
     pthread_mutex_init(&service->mutex, NULL);
@@ -24219,7 +24224,7 @@ static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
     comm->service = service;
 }
 
-/* Starts the service thread of the group's origin, whose mutex the caller holds. */
+/* Starts the service thread of the group's origin. The caller holds the origin's mutex. */
 static dtrain_status dtrain__service_start(dtrain_comm *comm)
 {
     dtrain__origin *origin = comm->origin;
@@ -24242,7 +24247,8 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm)
     return DTRAIN_OK;
 }
 
-/* Puts the group under the service thread of its origin, at the first asynchronous call. */
+/* Puts the group under the service thread of its origin: of processes when it is made, of threads at the first
+ * asynchronous call. */
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
     dtrain__origin *origin = comm->origin;
@@ -24254,7 +24260,7 @@ static dtrain_status dtrain__service_join(dtrain_comm *comm)
     return status;
 }
 
-/* With progress by poll, before a group is made out of this one: has a service that both can share. */
+/* With progress by poll: makes a service that this group shares with one that is about to be made from it. */
 static dtrain_status dtrain__service_share(dtrain_comm *comm)
 {
     dtrain__service *service;
@@ -24266,7 +24272,8 @@ static dtrain_status dtrain__service_share(dtrain_comm *comm)
     return status;
 }
 
-/* A forked child has neither a service thread nor a right to the lock, but is alone with its copy of the list. */
+/* Takes the group from its service. A forked child has no service thread and no right to the lock, only its copy of the
+ * list. */
 static void dtrain__service_leave(dtrain_comm *comm, int forked)
 {
     dtrain__service *service = comm->service;
@@ -25081,8 +25088,8 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
 #endif
 
 /* ---- >>collectives ----
- * The public calls: each describes itself as an operation and hands it to the core, blocking or not; the store's are
- * answered by the group's control plane. */
+ * The public calls. Each describes itself as an operation and hands it to the core, blocking or not. The group's
+ * control plane answers the calls of the store. */
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 DTRAIN__FAST_BEGIN
@@ -25113,7 +25120,7 @@ static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, si
     return op;
 }
 
-/* The same with parts as the caller says; comm may be NULL, which is found later. */
+/* The same with parts of the caller; comm may be NULL, which a later check finds. */
 static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype)
 {
@@ -25127,7 +25134,7 @@ static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind
     return op;
 }
 
-/* Runs a call to its end, or starts it when there is a place for its handle. */
+/* Runs a call to its end, or starts it if work is not NULL. */
 static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
                                         dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
 {
@@ -25145,7 +25152,7 @@ static dtrain_status dtrain__collective_async(dtrain_comm *comm, dtrain__kind ki
     if (work != NULL)
         return dtrain__collective(comm, kind, in, out, count, dtype, reduction, root, work);
     return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name(kind));
+                        "%s_async: work is NULL; give an address for the handle", dtrain__op_kind_name(kind));
 }
 
 static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
@@ -25157,7 +25164,8 @@ static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, 
     op.root = root;
     if (counts == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "%s_v: the array of counts, one for each rank, is NULL", dtrain__op_kind_name(kind));
+                            "%s_v: counts is NULL; give an array with one count for each rank",
+                            dtrain__op_kind_name(kind));
     return dtrain__work_call(comm, &op, work);
 }
 
@@ -25204,8 +25212,8 @@ static dtrain_status dtrain__reduce_scatter_v(dtrain_comm *comm, const void *in,
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
 
-/* Sums as dtrain__reduce_scatter_v; results are of the dtype of partial sums, float32 for 16-bit floats, and are
- * not rounded to that of the inputs. in and out are apart. */
+/* Sums as dtrain__reduce_scatter_v does. Results keep the dtype of partial sums, which is float32 for 16-bit floats. in
+ * and out are apart. */
 static dtrain_status dtrain__reduce_scatter_partial(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                                     dtrain_dtype dtype, dtrain_work **work)
 {
@@ -25215,8 +25223,7 @@ static dtrain_status dtrain__reduce_scatter_partial(dtrain_comm *comm, const voi
     return dtrain__work_call(comm, &op, work);
 }
 
-/* Sums, gathers or reduce-scatters float32 in rows, which are not cut; begins it only, where there is a place for the
- * handle. */
+/* Sums, gathers or reduce-scatters float32 in whole rows; starts it only if work is not NULL. */
 static dtrain_status dtrain__collective_rows(dtrain_comm *comm, dtrain__kind kind, const float *in, float *out,
                                              size_t rows, size_t columns, dtrain_work **work)
 {
@@ -25300,7 +25307,8 @@ static dtrain_status dtrain__all_to_all_v(dtrain_comm *comm, const void *in, con
     op.out_offsets = out_offsets;
     if (in_counts == NULL || out_counts == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "all_to_all_v: an array of counts, one for each rank, is NULL");
+                            "all_to_all_v: %s is NULL; give an array with one count for each rank",
+                            in_counts == NULL ? "in_counts" : "out_counts");
     return dtrain__work_call(comm, &op, work);
 }
 
@@ -25348,7 +25356,7 @@ DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size
     return dtrain__work_call(comm, &op, NULL);
 }
 
-/* Compares with rank 0's data in pieces; *first is the first differing element, or count. */
+/* Compares with rank 0's data, piece by piece. *first: the first element that differs, or count. */
 static dtrain_status dtrain__compare_with_root(dtrain_comm *comm, const unsigned char *data, size_t count,
                                                dtrain_dtype dtype, unsigned char *piece, size_t piece_count,
                                                size_t *first)
@@ -25374,7 +25382,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     size_t width = dtrain_dtype_bits(dtype) / 8, piece_bytes = (size_t)256 << 10, first;
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+                            "check_equal: needs a group, data, and a dtype of whole bytes (got dtype %d%s%s)",
+                            (int)dtype, comm == NULL ? ", no group" : "", data == NULL && count > 0 ? ", no data" : "");
     if (dtrain__group_whole(comm, "check_equal") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
@@ -25391,8 +25400,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     for (int rank = 0; status == DTRAIN_OK && rank < comm->size; rank++)
         if (table[rank] != count)
             status = dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
-                                  "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; their "
-                                  "replicas took different steps",
+                                  "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; compare "
+                                  "earlier in the program to find where they part",
                                   dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece);
     return status;
@@ -25411,8 +25420,8 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
         return dtrain__fail(
             comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
-            "places for what comes back",
+            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes, and "
+            "addresses for what comes back",
             dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
     int entered;
     dtrain_status status = dtrain__group_enter(comm, dtrain__store_names[what], &entered);

@@ -1,6 +1,6 @@
 /* ---- >>collectives ----
- * The public calls: each describes itself as an operation and hands it to the core, blocking or not; the store's are
- * answered by the group's control plane. */
+ * The public calls. Each describes itself as an operation and hands it to the core, blocking or not. The group's
+ * control plane answers the calls of the store. */
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 #include "op.c"
@@ -33,7 +33,7 @@ static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, si
     return op;
 }
 
-/* The same with parts as the caller says; comm may be NULL, which is found later. */
+/* The same with parts of the caller; comm may be NULL, which a later check finds. */
 static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype)
 {
@@ -47,7 +47,7 @@ static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind
     return op;
 }
 
-/* Runs a call to its end, or starts it when there is a place for its handle. */
+/* Runs a call to its end, or starts it if work is not NULL. */
 static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
                                         dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
 {
@@ -65,7 +65,7 @@ static dtrain_status dtrain__collective_async(dtrain_comm *comm, dtrain__kind ki
     if (work != NULL)
         return dtrain__collective(comm, kind, in, out, count, dtype, reduction, root, work);
     return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name(kind));
+                        "%s_async: work is NULL; give an address for the handle", dtrain__op_kind_name(kind));
 }
 
 static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
@@ -77,7 +77,8 @@ static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, 
     op.root = root;
     if (counts == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "%s_v: the array of counts, one for each rank, is NULL", dtrain__op_kind_name(kind));
+                            "%s_v: counts is NULL; give an array with one count for each rank",
+                            dtrain__op_kind_name(kind));
     return dtrain__work_call(comm, &op, work);
 }
 
@@ -124,8 +125,8 @@ static dtrain_status dtrain__reduce_scatter_v(dtrain_comm *comm, const void *in,
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
 
-/* Sums as dtrain__reduce_scatter_v; results are of the dtype of partial sums, float32 for 16-bit floats, and are
- * not rounded to that of the inputs. in and out are apart. */
+/* Sums as dtrain__reduce_scatter_v does. Results keep the dtype of partial sums, which is float32 for 16-bit floats. in
+ * and out are apart. */
 static dtrain_status dtrain__reduce_scatter_partial(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                                     dtrain_dtype dtype, dtrain_work **work)
 {
@@ -135,8 +136,7 @@ static dtrain_status dtrain__reduce_scatter_partial(dtrain_comm *comm, const voi
     return dtrain__work_call(comm, &op, work);
 }
 
-/* Sums, gathers or reduce-scatters float32 in rows, which are not cut; begins it only, where there is a place for the
- * handle. */
+/* Sums, gathers or reduce-scatters float32 in whole rows; starts it only if work is not NULL. */
 static dtrain_status dtrain__collective_rows(dtrain_comm *comm, dtrain__kind kind, const float *in, float *out,
                                              size_t rows, size_t columns, dtrain_work **work)
 {
@@ -220,7 +220,8 @@ static dtrain_status dtrain__all_to_all_v(dtrain_comm *comm, const void *in, con
     op.out_offsets = out_offsets;
     if (in_counts == NULL || out_counts == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "all_to_all_v: an array of counts, one for each rank, is NULL");
+                            "all_to_all_v: %s is NULL; give an array with one count for each rank",
+                            in_counts == NULL ? "in_counts" : "out_counts");
     return dtrain__work_call(comm, &op, work);
 }
 
@@ -268,7 +269,7 @@ DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size
     return dtrain__work_call(comm, &op, NULL);
 }
 
-/* Compares with rank 0's data in pieces; *first is the first differing element, or count. */
+/* Compares with rank 0's data, piece by piece. *first: the first element that differs, or count. */
 static dtrain_status dtrain__compare_with_root(dtrain_comm *comm, const unsigned char *data, size_t count,
                                                dtrain_dtype dtype, unsigned char *piece, size_t piece_count,
                                                size_t *first)
@@ -294,7 +295,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     size_t width = dtrain_dtype_bits(dtype) / 8, piece_bytes = (size_t)256 << 10, first;
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+                            "check_equal: needs a group, data, and a dtype of whole bytes (got dtype %d%s%s)",
+                            (int)dtype, comm == NULL ? ", no group" : "", data == NULL && count > 0 ? ", no data" : "");
     if (dtrain__group_whole(comm, "check_equal") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
@@ -311,8 +313,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     for (int rank = 0; status == DTRAIN_OK && rank < comm->size; rank++)
         if (table[rank] != count)
             status = dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
-                                  "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; their "
-                                  "replicas took different steps",
+                                  "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; compare "
+                                  "earlier in the program to find where they part",
                                   dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
     dtrain__free(comm->allocator, piece);
     return status;
@@ -331,8 +333,8 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
         return dtrain__fail(
             comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
-            "places for what comes back",
+            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes, and "
+            "addresses for what comes back",
             dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
     int entered;
     dtrain_status status = dtrain__group_enter(comm, dtrain__store_names[what], &entered);

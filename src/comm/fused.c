@@ -1,19 +1,19 @@
 /* ---- >>fused ----
  * Collectives between ranks that read each other's buffers in place (see >>threads). Each rank posts its call and
- * buffers; when every rank has posted, each does its part straight on all ranks' buffers, and returns when all have
- * done theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what
- * can be done now, so that blocking calls, the service thread and poll share it.
+ * buffers. Once all have posted, each rank does its part straight on all ranks' buffers. It returns when all have done
+ * theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what can
+ * be done now, so blocking calls, the service thread and poll share it.
  *
- * A rank takes its post back at its deadline by marking it, and looks whether every peer has posted: then it
- * unmarks it and goes on. Ranks do so one after another, and peers commit only after they have seen every post
- * present while nobody did so, so that either all ranks commit or none. */
+ * At its deadline a rank withdraws its post. It marks the post and looks whether every peer has posted. If all have, it
+ * removes the mark and continues. Ranks withdraw one after another. Peers commit only after they have seen every post
+ * while no rank was withdrawing, so all ranks commit or none. */
 #ifndef DTRAIN__FUSED
 #define DTRAIN__FUSED
 #include "op.c"
 #include "recorder.c"
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__FUSED_INLINE_TOTAL 16384 /* bytes that one rank reads of inline inputs */
+#define DTRAIN__FUSED_INLINE_TOTAL 16384 /* most bytes of inline inputs that one rank reads */
 
 enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_FINISH };
 
@@ -31,7 +31,8 @@ static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain
     return &comm->shared->slots[rank].posts[op->turn & 1];
 }
 
-/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. */
+/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. Returns 0 without memory.
+ */
 static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
 {
     size_t bytes, out_bytes, offset;
@@ -45,7 +46,7 @@ static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Any two calls that differ have other checks, but for one pair in 2^64. */
+/* Two calls that differ have different checks, except one pair in 2^64. */
 static uint64_t dtrain__fused_check(const uint64_t *words)
 {
     static const uint64_t odd = 0x9e3779b97f4a7c15u;
@@ -82,7 +83,7 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
     return word == 2 * op->turn || word / 2 > op->turn;
 }
 
-/* Ends the operation with the group broken: first makes sure that no peer is inside its buffers. */
+/* Ends an operation of a broken group, once no peer is inside its buffers. */
 static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__op_blame(comm, op, dtrain__group_cause(comm));
@@ -90,14 +91,14 @@ static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* The operation's error breaks the group: then makes sure that no peer is inside its buffers. */
+/* Breaks the group with the operation's error, then waits until no peer is inside its buffers. */
 static void dtrain__fused_break(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__group_break(comm, &op->error);
     dtrain__shared_revoke(comm->shared, comm->rank);
 }
 
-/* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
+/* Compares all posts, so every rank finds the same verdict, and none touches a buffer after a mismatch. */
 static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
 {
     const dtrain__post *first = dtrain__fused_post_of(comm, op, 0);
@@ -115,7 +116,7 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
     return 0;
 }
 
-/* Where in `rank`'s input the elements for this rank begin, and how many it gives. */
+/* The elements in `rank`'s input that are for this rank. */
 static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
     const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
@@ -131,8 +132,8 @@ static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain_
     return given;
 }
 
-/* Says whether each two ranks of an uneven all-to-all agree on what goes between them, as far as this rank is one
- * of them. The rest will go on, so that the group ends where not. */
+/* Checks the counts between this rank and each peer of an uneven all-to-all. The ranks of other pairs would go on, so a
+ * mismatch breaks the group. */
 static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
 {
     size_t width = dtrain__op_width(op);
@@ -159,8 +160,8 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
     dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
 }
 
-/* Takes this rank's post back by marking it; returns a peer that has not posted, or -1 when all had: then the post
- * stands and must go through. */
+/* Withdraws this rank's post by marking it. Returns a peer that has not posted. Returns -1 if all had: then the post
+ * stands, and the operation must continue. */
 static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
@@ -183,20 +184,20 @@ static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
     return missing;
 }
 
-/* Takes this rank's post back at its deadline; 0 when every peer had posted by then and it must go through. */
+/* Withdraws this rank's post at its deadline; returns 0 if every peer had posted and the operation continues. */
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
     int missing = dtrain__fused_retract(comm, op);
     if (missing < 0)
         return 0;
-    /* the one awaited all along, rather than one that has just taken its post back */
+    /* keep the peer awaited all along, not one that has just withdrawn its post */
     if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
         op->awaited = missing;
     dtrain__recorder_expire(comm, op);
     return 1;
 }
 
-/* Returns 1 when the operation has ended; else op->phase says whether all ranks have posted. */
+/* Returns 1 if the operation has ended; else op->phase says whether all ranks have posted. */
 static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
@@ -223,7 +224,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         if (!dtrain__fused_arrived(comm, op, peer))
             return 0;
     if (withdrawn % 2 != 0 || __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) != withdrawn)
-        return 0; /* who is at it rings the bell */
+        return 0; /* the rank that withdraws rings the bell */
     op->awaited = -1;
     comm->number = op->number;
     comm->turn = op->turn;
@@ -239,7 +240,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     return 0;
 }
 
-/* Folds elements [begin, begin + n) of all inputs: into every rank's output, the root's, or this rank's. */
+/* Folds elements [begin, begin + n) of all inputs into every rank's output, the root's, or this rank's. */
 static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain__op_width(op);
@@ -258,7 +259,7 @@ static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin
     dtrain__op_fold(comm, op, comm->outs, outs, n);
 }
 
-/* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
+/* Copies elements [from, from + n) of what all ranks have for this one, taken end to end. */
 static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
     size_t width = dtrain__op_width(op), before = 0;
@@ -278,7 +279,7 @@ static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from
     }
 }
 
-/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, as though they were one. */
+/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, taken end to end. */
 static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain__op_width(op);
@@ -316,8 +317,8 @@ static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, s
         memcpy(target + from * width, source + from * width, n * width);
 }
 
-/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so that no two
- * ranks write one line. */
+/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so no two ranks write
+ * to one line. */
 static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
 {
     size_t line = DTRAIN__CACHE_LINE / dtrain__op_width(op), end, n, total = 0;
@@ -380,7 +381,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
-        if (left) { /* in the middle of it */
+        if (left) { /* in the middle of the operation */
             dtrain__error lost;
             dtrain__seat_needed(comm->seat, peer);
             lost = dtrain__thread_error;
@@ -391,7 +392,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Takes the operation as far as it goes without waiting, and not much beyond until_ns; returns 1 at its end. */
+/* Advances the operation without waiting, and not much beyond until_ns; returns 1 at its end. */
 static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
 {
     if (op->phase == DTRAIN__FUSED_POST) {
@@ -411,7 +412,7 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
     return op->phase == DTRAIN__FUSED_FINISH && dtrain__fused_finish(comm, op);
 }
 
-/* Ends an operation whose deadline has passed; 0 when it goes on after all. */
+/* Ends an operation whose deadline has passed; returns 0 if it continues after all. */
 static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->phase == DTRAIN__FUSED_GATHER)

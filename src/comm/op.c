@@ -1,12 +1,12 @@
 /* ---- >>op ----
- * One operation on one rank: how it is described, checked and laid out, and all texts about it. Calls are described by
- * the same words in posts and in message headers, so that a rank can quote what another one called. */
+ * One operation on one rank: how it is described, checked and laid out, and all texts about it. Posts and message
+ * headers describe calls by the same words, so a rank can quote what another one called. */
 #ifndef DTRAIN__OP
 #define DTRAIN__OP
 #include "group.c"
 DTRAIN__FAST_BEGIN
 
-/* Bytes of an element as the caller has it. */
+/* Bytes of one of the caller's elements. */
 static size_t dtrain__op_width(const dtrain__op *op)
 {
     return dtrain_dtype_bits(op->dtype) / 8;
@@ -17,7 +17,7 @@ static size_t dtrain__op_bytes(const dtrain__op *op)
     return op->count * dtrain__op_width(op);
 }
 
-/* One message in one direction; of these, several may be under way at once. */
+/* Whether it is one message in one direction; several of these may be under way at once. */
 static int dtrain__op_is_one_way(const dtrain__op *op)
 {
     return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
@@ -78,8 +78,7 @@ static const char *dtrain__op_algorithm_name(uint64_t algorithm)
                                                     : "no algorithm";
 }
 
-/* A hash of what a rank was told of the parts; never 0 where it was told anything.
- * Source: FNV-1a, RFC 9923. */
+/* A hash of the parts that the caller gave; 0 if it gave none. Source: FNV-1a, RFC 9923. */
 static uint64_t dtrain__op_parts_hash(const dtrain_comm *comm, const dtrain__op *op)
 {
     uint64_t hash = 0xcbf29ce484222325u;
@@ -92,7 +91,7 @@ static uint64_t dtrain__op_parts_hash(const dtrain_comm *comm, const dtrain__op 
     return hash | (uint64_t)1 << 63;
 }
 
-/* Which steps an operation takes, beside its arguments. */
+/* What an operation's steps depend on besides its arguments. */
 static uint64_t dtrain__op_way(const dtrain_comm *comm, const dtrain__op *op)
 {
     uint64_t way = (uint64_t)op->algorithm;
@@ -101,7 +100,7 @@ static uint64_t dtrain__op_way(const dtrain_comm *comm, const dtrain__op *op)
     return dtrain__op_reduces(op) && comm->desc.order == DTRAIN_ORDER_ANY ? way | DTRAIN__WAY_ANY : way;
 }
 
-/* What the peer of one direction must have called as well; only an exchange has two. */
+/* What the peer of one direction must have called as well. Only an exchange has two directions that differ. */
 static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving)
 {
     dtrain__call call;
@@ -117,7 +116,7 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
     call.algorithm = message ? 0 : dtrain__op_way(comm, op);
     call.ranks = (uint64_t)comm->size;
     call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
-    if (op->whole_parts != 0) /* which may be the very counts of the step */
+    if (op->whole_parts != 0) /* they may equal the counts of the step */
         call.parts = call.parts * 0x100000001b3u ^ op->whole_parts;
     call.group = comm->group;
     call.form = op->form;
@@ -130,7 +129,7 @@ typedef struct dtrain__text {
     char text[160];
 } dtrain__text;
 
-/* What the caller called: of a step of a call on memory of devices the whole, which is in the digest. */
+/* What the caller called. For a step of a call on memory of devices that is the whole call, kept in the digest. */
 static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
 {
     dtrain__call whole = *call;
@@ -146,7 +145,7 @@ static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
     return whole;
 }
 
-/* "all_reduce #412 (sum, f32 x 1048576)"; of fused calls the first, and how many they are. */
+/* "all_reduce #412 (sum, f32 x 1048576)"; for fused calls the first one, and their number. */
 static dtrain__text dtrain__op_call_text(const dtrain__call *given)
 {
     dtrain__text out;
@@ -167,7 +166,7 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
         snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
     if (call->form > 1)
         snprintf(fused, sizeof fused, ", %llu fused", (unsigned long long)call->form);
-    if (call->parts != 1 || count > 0) /* of an uneven all-to-all every rank has a count of its own */
+    if (call->parts != 1 || count > 0) /* in an uneven all-to-all every rank has a count of its own */
         snprintf(elements, sizeof elements, " x %llu", (unsigned long long)count);
     if (call->kind == DTRAIN__BARRIER)
         snprintf(out.text, sizeof out.text, "barrier #%llu", (unsigned long long)call->number);
@@ -179,7 +178,7 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     return out;
 }
 
-/* The call as it was made, for people: messages keep their direction and peer. */
+/* The call as it was made, for texts: messages keep their direction and peer. */
 static dtrain__call dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__call call = dtrain__op_call(comm, op, op->root < 0);
@@ -206,10 +205,10 @@ static dtrain__text dtrain__op_way_text(uint64_t way)
     return out;
 }
 
-/* What beginners do: a collective call under a condition that holds on some ranks. */
+/* A frequent mistake: a collective call under a condition that holds on some ranks only. */
 #define DTRAIN__ONE_RANK_ALONE " (is one of them inside an if (rank == 0)?)"
 
-/* What another rank called does not fit; says what it was, or, where the calls look the same, what differs. */
+/* Another rank's call does not fit. Quotes both calls or, if they look the same, says what differs. */
 static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op, int peer, const dtrain__call *theirs)
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__op_call_text(theirs);
@@ -221,13 +220,14 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
             &op->error, DTRAIN_ERR_MISMATCH,
-            "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; give both the same size", mine.text,
-            peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
+            "%s: rank %d is in a group of %llu ranks, this rank %d in one of %d; make the call on the same group",
+            mine.text, peer, (unsigned long long)theirs->ranks, comm->rank, comm->size);
     if (theirs->group != comm->group)
-        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
-                            "%s: rank %d called %s in group %llx, this rank %d %s in group %llx", mine.text, peer,
-                            other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
-                            (unsigned long long)comm->group);
+        return dtrain__fail(
+            &op->error, DTRAIN_ERR_MISMATCH,
+            "%s: rank %d called %s in group %llx, this rank %d %s in group %llx; make the call on the same group",
+            mine.text, peer, other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
+            (unsigned long long)comm->group);
     if (alike && theirs->parts != call.parts)
         return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                             "%s: rank %d called %s with other per-rank counts or offsets than this rank %d; give every "
@@ -245,18 +245,18 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
                         theirs->kind != call.kind && !dtrain__op_is_message(op) ? DTRAIN__ONE_RANK_ALONE : "");
 }
 
-/* Both called the same, but the sender gives another number of bytes than the receiver awaits. */
+/* Both made the same call, but the sender gives another number of bytes than the receiver expects. */
 static dtrain_status dtrain__op_uneven(const dtrain_comm *comm, dtrain__op *op, int from, int to, size_t gives,
                                        size_t awaits)
 {
     size_t width = dtrain__op_width(op);
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
-                        "%s on rank %d: rank %d gives %zu elements to rank %d, which awaits %zu; the counts of the two "
-                        "must fit",
+                        "%s on rank %d: rank %d gives %zu elements to rank %d, which expects %zu; give both the same "
+                        "count",
                         dtrain__op_text(comm, op).text, comm->rank, from, gives / width, to, awaits / width);
 }
 
-/* The operation ends because of something that broke the group; quotes the first cause. */
+/* The operation ends because the group is broken; quotes the first cause. */
 static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, const dtrain__error *cause)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
@@ -272,7 +272,7 @@ static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *
     return dtrain__op_blame(comm, op, &dtrain__thread_error);
 }
 
-/* Makes a buffer of the group large enough for an operation; it is kept for the next ones. */
+/* Makes a buffer of the group large enough for an operation. The group keeps it for later ones. */
 static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char **buffer, size_t bytes)
 {
     void *room = dtrain__memory_room(comm->allocator, *buffer, bytes);
@@ -294,7 +294,7 @@ static void dtrain__op_fold(dtrain_comm *comm, const dtrain__op *op, void *const
         dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, outs, count, 0, n);
 }
 
-/* A rank's shard of the operation's elements, rows whole. */
+/* A rank's shard of the operation's elements, in whole rows. */
 static size_t dtrain__op_shard(const dtrain_comm *comm, const dtrain__op *op, int rank, size_t *begin)
 {
     size_t row = op->row > 0 ? op->row : 1, rows = dtrain__split(op->count / row, comm->size, rank, begin);
@@ -302,7 +302,7 @@ static size_t dtrain__op_shard(const dtrain_comm *comm, const dtrain__op *op, in
     return rows * row;
 }
 
-/* Where every rank's part is: as given, else its shard. */
+/* Fills in every rank's part: as given, else its shard. */
 static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
                                const size_t *offsets, dtrain__extent *parts)
 {
@@ -341,11 +341,12 @@ static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
 
 static dtrain_status dtrain__op_too_large(dtrain_comm *comm, const dtrain__op *op, size_t count)
 {
-    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                        "%s on rank %d: %zu elements of %u bits overflow a size; split the call",
                         dtrain__op_kind_name(op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
 }
 
-/* Bytes from a vector's start to the end of its last part, in *bytes. */
+/* *bytes: from a vector's start to the end of its last part. */
 static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
                                       const size_t *offsets, size_t *bytes)
 {
@@ -362,8 +363,8 @@ static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, c
     return DTRAIN_OK;
 }
 
-/* Bytes of the operation's vectors: *in and *out as this rank's buffers have them, and how far into the longer one
- * the shorter begins when they are one. */
+/* The bytes of this rank's buffers, *in and *out. *offset: where the shorter begins in the longer if they are one
+ * buffer. */
 static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
 {
     size_t width = dtrain__op_width(op), whole = op->count * width, begin = 0, part;
@@ -401,7 +402,7 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
     return status;
 }
 
-/* Buffers are one, with the shorter at its place in the longer, or apart. */
+/* Checks that the buffers are one, with the shorter at its place in the longer, or do not overlap. */
 static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__op *op)
 {
     uintptr_t in = (uintptr_t)op->in, out = (uintptr_t)op->out;
@@ -410,9 +411,9 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
     if (status != DTRAIN_OK)
         return status;
     if ((in_bytes > 0 && op->in == NULL) || (out_bytes > 0 && op->out == NULL))
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s of %zu elements on rank %d: %s is NULL",
-                            dtrain__op_kind_name(op->kind), op->count, comm->rank,
-                            op->in == NULL && in_bytes > 0 ? "in" : "out");
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s of %zu elements on rank %d: %s is NULL; give a buffer", dtrain__op_kind_name(op->kind),
+                            op->count, comm->rank, op->in == NULL && in_bytes > 0 ? "in" : "out");
     int in_place = in_bytes >= out_bytes ? out == in + offset : in == out + offset;
     if (op->kind == DTRAIN__EXCHANGE || op->partial)
         in_place = 0;
@@ -433,15 +434,16 @@ static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *
     if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
         return DTRAIN_OK;
     if (peer < 0 || peer >= comm->size)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks", kind,
-                            comm->rank, peer, comm->size);
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: rank %d is not among the %d ranks of the group", kind, comm->rank, peer,
+                            comm->size);
     if (dtrain__op_is_message(op) && peer == comm->rank)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: the peer is this rank itself", kind,
-                            comm->rank);
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: the peer is this rank itself; give another rank", kind, comm->rank);
     return DTRAIN_OK;
 }
 
-/* What to do about a dtype and an operation that do not go together. */
+/* Returns what to do about a dtype and an operation that do not fit. */
 static const char *dtrain__op_advice(const dtrain__op *op)
 {
     unsigned bits = dtrain_dtype_bits(op->dtype);
@@ -456,7 +458,7 @@ static const char *dtrain__op_advice(const dtrain__op *op)
     return op->op == DTRAIN_MEAN ? "a mean is for floats: sum, and divide" : "convert it to a dtype that is added";
 }
 
-/* Checks a call's arguments before anything of it is seen by a peer. */
+/* Checks a call's arguments before a peer sees anything of it. */
 static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
 {
     unsigned bits = dtrain_dtype_bits(op->dtype);

@@ -1,8 +1,9 @@
 /* ---- >>queue ----
- * The queue of a group's works. Collectives run one after another in the order of their calls; the messages between two
- * of them move together. Whoever drives a queue holds the group's drive_mutex: a caller that waits, a poll, or the
- * service thread, one for all groups of a world that this process has. With progress by poll a service has no thread
- * and the groups of one rank: a call that waits goes on with what the rank has begun in the others. */
+ * The queue of a group's works. Collectives run one after another in the order of their calls. The messages between two
+ * of them move together. Whoever drives a queue holds the group's drive_mutex: a waiting caller, a poll, or the service
+ * thread. One service thread drives all groups of a world that this process has. With progress by poll a service has no
+ * thread, and serves the groups of one rank. A call that waits then also drives what the rank has started in its other
+ * groups. */
 #ifndef DTRAIN__QUEUE
 #define DTRAIN__QUEUE
 #include "op.c"
@@ -12,24 +13,26 @@
 #include "trace.c"
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next one's turn */
-/* With progress by poll, how soon a call that waits looks at the rank's other groups again */
+#define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next group's turn */
+/* With progress by poll: how soon a call that waits looks at the rank's other groups again */
 #define DTRAIN__SERVICE_AWAKE_NS 200000  /* without sleeping, after something has moved there */
-#define DTRAIN__SERVICE_LOOK_NS 1000000  /* where something is under way */
-#define DTRAIN__SERVICE_IDLE_NS 10000000 /* where nothing is: another thread of the rank may begin it */
+#define DTRAIN__SERVICE_LOOK_NS 1000000  /* while something is under way there */
+#define DTRAIN__SERVICE_IDLE_NS 10000000 /* while nothing is: another thread of the rank may start something */
 
 struct dtrain__service {
     dtrain__os_thread thread;
-    dtrain__origin *origin; /* of its groups */
-    dtrain__bell *bell;     /* its thread waits for it; NULL: for what its origin's step does */
+    dtrain__origin *origin; /* the origin of its groups */
+    dtrain__bell *bell;     /* what its thread waits for; NULL: its origin's step waits */
     dtrain_allocator *allocator;
     pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
     dtrain_comm *comms;
     uint32_t stop;
 };
 
-/* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
- * 0, what goes at once; else until about then. */
+/* Advances one operation; returns 1 at its end.
+ *
+ *   wait_ns   INT64_MAX: the caller does nothing else until the end; 0: do what needs no waiting; else until about then
+ */
 static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     if (dtrain__op_is_fused(op)) {
@@ -39,9 +42,9 @@ static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait
         return ended;
     }
     if (comm->shared != NULL && wait_ns != INT64_MAX && comm->desc.progress == DTRAIN_PROGRESS_THREAD) {
-        wait_ns = 0; /* other ranks' queues are driven on this thread as well */
+        wait_ns = 0; /* this thread drives other ranks' queues as well */
     } else if (wait_ns != 0) {
-        /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
+        /* in slices, so that the log can name the awaited rank long before the deadline, and an abort is seen */
         int64_t slice = dtrain__os_now_ns() + 100000000;
         slice = slice < op->deadline_ns ? slice : op->deadline_ns;
         wait_ns = wait_ns < slice ? wait_ns : slice;
@@ -57,7 +60,7 @@ static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
     return dtrain__message_fail(comm, op);
 }
 
-/* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
+/* Records how an operation ended. The thread that met a failure writes it to its file. */
 static void dtrain__queue_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
 {
     op->ended_ns = now;
@@ -66,13 +69,13 @@ static void dtrain__queue_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
         dtrain__trace_failure(comm, op);
 }
 
-/* A number that changes whenever the operation gets on. */
+/* A number that changes whenever the operation makes progress. */
 static size_t dtrain__queue_progress(const dtrain__op *op)
 {
     return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
 }
 
-/* Advances one operation and judges its deadline; returns 1 at its end. Sets *moved when it got on. */
+/* Advances one operation and checks its deadline; returns 1 at its end. Sets *moved if it made progress. */
 static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *moved)
 {
     size_t before = dtrain__queue_progress(op);
@@ -91,8 +94,8 @@ static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
     return work;
 }
 
-/* Takes off the queue what is behind `before` (NULL: the head) and makes its result visible; the handle may be gone
- * right after. */
+/* Takes the work after `before` (NULL: the head) off the queue and makes its result visible. The handle may be gone
+ * right afterwards. */
 static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *before, dtrain_work *work)
 {
     dtrain__queue_ended(comm, &work->op, dtrain__os_now_ns());
@@ -108,15 +111,15 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *before, dtrain_
 
 /* The messages of a queue that are under way together. */
 typedef struct dtrain__queue_look {
-    dtrain__op *out; /* the first one that goes out; NULL: none */
-    dtrain_work *in; /* the first one that comes in */
-    int others;      /* how many more there are */
+    dtrain__op *out; /* the first outgoing one; NULL: none */
+    dtrain_work *in; /* the first incoming one; NULL: none */
+    int others;      /* how many others there are */
     int moved, finished;
 } dtrain__queue_look;
 
-/* Advances, without waiting, the messages from head to the next collective, and takes those off that have ended: of
- * those to one peer the first, of those from one peer the first. Crossing messages so get past each other, whatever was
- * queued first. Stops at until_ns once one has moved. */
+/* Advances the messages from head to the next collective without waiting, and takes those off that have ended. For each
+ * peer and direction only the first one moves. So messages that cross get past each other, whatever was queued first.
+ * Stops at until_ns once one has moved. */
 static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head, int64_t until_ns)
 {
     dtrain__queue_look sweep = {NULL, NULL, 0, 0, 0};
@@ -151,9 +154,9 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
     return sweep;
 }
 
-/* Advances the queue whose head is a message until one has ended, or until_ns (0: what goes at once). Returns whether
- * one has, and so is off the queue: the head or another. Where ranks share an address space, it never waits: the caller
- * does, for the bell. */
+/* Advances a queue whose head is a message, until one has ended or until until_ns (0: what needs no waiting). Returns
+ * whether one has, and so is off the queue: the head or another. Between ranks of one address space it never waits: the
+ * caller waits, for the bell. */
 static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
 {
     for (;;) {
@@ -163,13 +166,13 @@ static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t 
         *moved |= sweep.moved;
         if (sweep.finished || comm->shared != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
             return sweep.finished;
-        /* more than one call of the transport can wait for */
+        /* there is more than one call of the transport can wait for */
         crowded = sweep.others > 0 || alone;
         if (sweep.moved && crowded)
             continue;
         slice = now + (crowded ? 1000000 : 100000000);
         slice = slice < until_ns ? slice : until_ns;
-        /* waits for the first messages out and in, or for the head alone; the others get their turn after that */
+        /* waits for the first message out and the first in, or for the head alone; then the others get their turn */
         dtrain__op *out = alone && sweep.out != &head->op ? NULL : sweep.out;
         dtrain__op *in = sweep.in == NULL || (alone && out != NULL) ? NULL : &sweep.in->op;
         if (dtrain__message_pair(comm, out, in, slice))
@@ -180,7 +183,7 @@ static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t 
 typedef struct dtrain__queue_call {
     dtrain_comm *comm;
     dtrain__op *op;
-    dtrain_work *message; /* the queue's head, where that is a message */
+    dtrain_work *message; /* the queue's head, if that is a message */
     int64_t until_ns;
     int ended, moved;
 } dtrain__queue_call;
@@ -195,8 +198,8 @@ static int dtrain__queue_ready(void *pointer)
     return wait->ended;
 }
 
-/* Advances queued work until until_ns or nothing moves, without waiting for a peer; the caller holds drive_mutex.
- * Returns whether anything did. */
+/* Advances queued work until until_ns, or until nothing moves, without waiting for a peer. The caller holds
+ * drive_mutex. Returns whether anything moved. */
 static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int64_t slice_ns = comm->shared != NULL ? until_ns : 0;
@@ -207,7 +210,7 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
         int ended, moved = 0, others = comm->shared != NULL && !dtrain__op_is_fused(&work->op);
         if (dtrain__op_is_one_way(&work->op)) {
             ended = dtrain__queue_messages(comm, work, slice_ns, &moved);
-        } else { /* where ranks share an address space, this thread drives other ranks' queues as well */
+        } else { /* between ranks of one address space this thread drives other ranks' queues as well */
             ended = dtrain__queue_turn(comm, &work->op, others ? 0 : slice_ns, &moved);
             if (ended)
                 dtrain__queue_finish(comm, NULL, work);
@@ -219,14 +222,14 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
     return any;
 }
 
-/* Drives what is queued in a group that another call waits beside; leaves alone what another thread drives. Returns
- * whether any of it got on, and sets *left where there is more. */
+/* Drives the queue of a group that another call waits beside, unless another thread drives it. Returns whether anything
+ * moved. Sets *left if more is queued. */
 static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
 {
     int moved = 0;
     if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&other->drive_mutex) != 0)
         return 0;
-    /* what is pending now stays so; a group with nothing may be in a call that takes no lock */
+    /* pending work stays pending now; in a group with none, a call may run that takes no lock */
     if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0) {
         int64_t slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
         dtrain__error kept = dtrain__thread_error;
@@ -238,16 +241,16 @@ static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
     return moved;
 }
 
-/* With progress by poll: goes on with what the rank has begun in other groups than the one that the caller waits in,
- * without waiting there. Returns for how long the caller may then wait in its own: not at all up to *awake_ns, which is
- * set anew whenever something moves. */
+/* With progress by poll: drives what the rank has started in other groups than the one that the caller waits in,
+ * without waiting there. Returns how long the caller may wait in its own: not at all until *awake_ns, which is set
+ * again whenever something moves. */
 static int64_t dtrain__queue_help(dtrain_comm *comm, int64_t until_ns, int64_t *awake_ns)
 {
     dtrain__service *service = comm->desc.progress == DTRAIN_PROGRESS_POLL ? comm->service : NULL;
     int left = 0, moved = 0;
     if (service == NULL)
         return INT64_MAX;
-    if (pthread_mutex_trylock(&service->mutex) != 0) /* another thread of the rank is at it, which may end sooner */
+    if (pthread_mutex_trylock(&service->mutex) != 0) /* another thread of the rank does this, and may end sooner */
         return DTRAIN__SERVICE_LOOK_NS;
     for (dtrain_comm *other = service->comms; other != NULL; other = other->next_served)
         if (other != comm)
@@ -260,7 +263,7 @@ static int64_t dtrain__queue_help(dtrain_comm *comm, int64_t until_ns, int64_t *
     return dtrain__os_now_ns() < *awake_ns ? 0 : DTRAIN__SERVICE_LOOK_NS;
 }
 
-/* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
+/* Runs one operation on the calling thread to its end, or until until_ns (INT64_MAX: no limit): then returns 0.
  * message: as in dtrain__queue_call. */
 static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *message, int64_t until_ns)
 {
@@ -268,7 +271,7 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
     int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns, awake_ns = 0;
     int bell = dtrain__op_is_fused(op) || (message != NULL && comm->shared != NULL);
     int sleeps = bell || (comm->shared != NULL && until_ns != INT64_MAX &&
-                          comm->desc.progress == DTRAIN_PROGRESS_THREAD); /* as dtrain__queue_advance does not */
+                          comm->desc.progress == DTRAIN_PROGRESS_THREAD); /* dtrain__queue_advance does not wait then */
     size_t progress = dtrain__queue_progress(op);
     for (unsigned turn = 0;; turn++) {
         int64_t span = INT64_MAX, soon = INT64_MAX; /* then this rank's other groups are looked at again */
@@ -301,14 +304,13 @@ DTRAIN__FAST_END
 
 /* ---- the service ---- */
 
-/* Advances all groups without waiting for a peer. Returns for how long there is nothing to do unless
- * something comes. */
+/* Advances all groups without waiting for a peer. Returns how long there is nothing to do unless something comes. */
 static int64_t dtrain__service_drive(dtrain__service *service)
 {
     int64_t span = 1000000000;
     pthread_mutex_lock(&service->mutex);
     for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
-        int64_t most = 50000000; /* deadlines are looked at */
+        int64_t most = 50000000; /* then deadlines are checked */
         if (comm->plane->rest != NULL)
             comm->plane->rest(comm->transport.self);
         if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
@@ -341,7 +343,7 @@ static void dtrain__service_main(void *pointer)
         turn = span > 0 ? turn : 0;
         if (origin->step != NULL)
             origin->step(origin, span > 0 ? dtrain__os_now_ns() + span : 0);
-        else /* yields a little, then sleeps */
+        else /* yields a few times, then sleeps */
             dtrain__bell_wait(service->bell, service->bell->spins + DTRAIN__BELL_YIELDS - 10 + turn, INT64_MAX,
                               dtrain__service_round, service);
     }
@@ -364,13 +366,13 @@ static void dtrain__service_stop(void *pointer)
     dtrain__service_free(service);
 }
 
-/* One without its thread. */
+/* Makes a service without a thread. */
 static dtrain_status dtrain__service_new(dtrain_comm *comm, dtrain__service **out)
 {
     dtrain__service *service = (dtrain__service *)dtrain__alloc(comm->allocator, sizeof *service);
     *out = service;
     if (service == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for %zu bytes that serve its groups",
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for the %zu bytes of its service",
                             comm->rank, sizeof *service);
     service->allocator = comm->allocator;
     pthread_mutex_init(&service->mutex, NULL);
@@ -386,7 +388,7 @@ static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
     comm->service = service;
 }
 
-/* Starts the service thread of the group's origin, whose mutex the caller holds. */
+/* Starts the service thread of the group's origin. The caller holds the origin's mutex. */
 static dtrain_status dtrain__service_start(dtrain_comm *comm)
 {
     dtrain__origin *origin = comm->origin;
@@ -409,7 +411,8 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm)
     return DTRAIN_OK;
 }
 
-/* Puts the group under the service thread of its origin, at the first asynchronous call. */
+/* Puts the group under the service thread of its origin: of processes when it is made, of threads at the first
+ * asynchronous call. */
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
     dtrain__origin *origin = comm->origin;
@@ -421,7 +424,7 @@ static dtrain_status dtrain__service_join(dtrain_comm *comm)
     return status;
 }
 
-/* With progress by poll, before a group is made out of this one: has a service that both can share. */
+/* With progress by poll: makes a service that this group shares with one that is about to be made from it. */
 static dtrain_status dtrain__service_share(dtrain_comm *comm)
 {
     dtrain__service *service;
@@ -433,7 +436,8 @@ static dtrain_status dtrain__service_share(dtrain_comm *comm)
     return status;
 }
 
-/* A forked child has neither a service thread nor a right to the lock, but is alone with its copy of the list. */
+/* Takes the group from its service. A forked child has no service thread and no right to the lock, only its copy of the
+ * list. */
 static void dtrain__service_leave(dtrain_comm *comm, int forked)
 {
     dtrain__service *service = comm->service;
