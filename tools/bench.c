@@ -1,45 +1,37 @@
-/* Times one operation against its limit in the same process, run by run in turn.
+/* Times one operation against its limit, in turns, and prints one line of key=value.
+ * `build/bench --help` lists the operations and keys.
  *
  * cc -O2 -fno-math-errno -ffp-contract=off -I. tools/bench.c -o build/bench -lpthread -lm
- * build/bench OP key=value ...
+ * build/bench all_reduce ranks=4 bytes=67108864 transport=tcp
  *
- *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ddp (a
- *                step of 12 units that computes nothing), ring (an all-reduce as it is written by hand,
- *                tools/bench_ring.h), fsdp (steps of a sharded stack of layers beside the same unsharded,
- *                tools/bench_fsdp.h), tp_overlap (the backward pass of a split layer,
- *                tools/bench_tp.h), gemm, adamw; seal (records sealed and opened on one thread beside a copy of as many
- *                bytes, tools/bench_seal.h; DTRAIN_ISA chooses the kernel); tools/bench_compress.h: topk,
- *                topk_add (with the residual), sparse_add, int8_pack and int8_unpack, on one thread; link_topk
- *                and link_int8, an aggregation over links of 100 Mbit/s, whose limit is the one that is not compressed;
- *                tools/bench_files.h: file_open, file_header, file_read, file_save, file_load (safetensors files);
- *                tools/bench_checkpoint.h: save_async (how long it holds the caller up, beside one memcpy of the
- *                state), reload; tools/bench_pipeline.h: pipeline_bubble, the share of a step in which ranks idle
- *   ranks=2      threads that take part
- *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
- *   count=N      the same in float32 elements; adamw has 25,000,000
- *   transport=threads | tcp | unix | sealed: all but the first start a process a rank, over the loopback device; sealed
- *                is TCP with desc.secure = 1, and its limit the same over plain TCP; fsdp: also slow
- *   algorithm=   a name as DTRAIN_ALGORITHM has them
- *   against=limit | ring: what it is compared with
- *   chunk=262144 bytes of the vector that the ring has under way at once
- *   pin=0        1: rank r on processor r mod their number
- *   huge=0       1: asks for huge pages
- *   runs=11      at least 7; medians are printed
- *   size=1024    gemm: all three sizes; file_open has 1,000 tensors, and file_header 100,000
- *   ratio=0.01   topk: what is selected
- *   strategy=full | grad | ddp | hybrid: fsdp; hybrid has two nodes
- *   layers=8 width=512 steps=1: fsdp: its size, and steps of a run; width: also tp_overlap's
- *   work=100     fsdp: computation in % of communication
- *   schedule=1f1b | gpipe | interleaved | zb_h1, micro=8, chunks=1 (interleaved 2): pipeline_bubble, which has 4 ranks
- *   sleep=0      1: fsdp and tp_overlap compute as a device would, while the processors idle
+ * What the operations time, and their limits:
  *
- * Prints op transport ranks bytes us algbw_GBps limit_GBps of_limit; algbw is bytes / us, of_limit the median of
- * the ratios of neighbouring runs. The limit of a collective is a bare loop that loads and stores what it must, on
- * min(ranks, processors) threads that do not wait for each other; up to 64 KiB, where waiting is the work, the same
- * through one mailbox a rank, guarded by a number that is spun on, then yielded for. Between processes it is the best
- * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). That of
- * fused and ddp is one all_reduce of all the bytes; adamw's is a bare loop over arrays of its own; -fno-math-errno lets
- * the compiler vectorise its square root. */
+ *   operation            file                   the limit that it is compared with
+ *   all_reduce ...       here                   threads: a bare loop over the ranks' buffers, see below
+ *                        bench_wire.h           processes: bare sockets, in the best of six ways
+ *                        bench_seal.h           transport=sealed: the same operation over plain TCP
+ *   fused                here                   100 small all_reduces: one all_reduce of all bytes
+ *   ddp                  here                   a step of 12 units without computation: the same
+ *   ring                 bench_ring.h           an all-reduce as a user would write it by hand: as all_reduce
+ *   fsdp                 bench_fsdp.h           a sharded stack of layers: the same layers with DDP
+ *   tp_overlap           bench_tp.h             the backward pass of a split layer: the same without overlap
+ *   pipeline_bubble      bench_pipeline.h       the share of a step in which ranks idle: what the plan says
+ *   gemm                 here                   none: it prints GFLOP/s
+ *   adamw                here                   a bare loop over arrays of its own
+ *   seal                 bench_seal.h           one copy of as many bytes
+ *   topk ... int8_unpack bench_compress.h       a bare loop that reads, or reads and writes, the same bytes
+ *   link_topk, link_int8 bench_compress.h       the same sum without compression, over the same slow links
+ *   file_open            bench_files.h          2 ms, a fixed time
+ *   file_header          bench_files.h          150 ms, a fixed time
+ *   file_read, file_save bench_files.h          read() or write() of the same bytes
+ *   file_load            bench_files.h          none: it is compared with Python (bench_safetensors.py)
+ *   save_async, reload   bench_checkpoint.h     a memcpy of the state; read() of the same bytes
+ *
+ * The line has op transport ranks bytes us algbw_GBps limit_GBps of_limit. algbw is bytes / us. of_limit is the median
+ * of the ratios of neighbouring runs. The limit of a collective between threads loads and stores the least that the
+ * operation must. It runs on min(ranks, processors) threads that do not wait for each other. Up to 64 KiB, where ranks
+ * mostly wait, the limit is an exchange through one mailbox for each rank. The rank spins on the mailbox's number and
+ * then yields. -fno-math-errno lets the compiler vectorise the square root of adamw's limit. */
 #define _GNU_SOURCE /* sched_setaffinity */
 #include <stddef.h>
 static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha, const float *a,
@@ -64,7 +56,7 @@ static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, si
 #define BENCH_MAILBOX 65536
 #define BENCH_FUSED 100
 #define BENCH_UNITS 12
-#define BENCH_RUN_NS 20000000 /* a run repeats until it takes as long */
+#define BENCH_RUN_NS 20000000 /* a run repeats its operation for about this long */
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("O3")
@@ -74,7 +66,7 @@ static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, si
 #endif
 #if defined(__x86_64__)
 #define BENCH_AVX2 __attribute__((target("avx2")))
-/* Compiles a loop for three instruction sets and calls the best that the processor has. */
+/* Compiles a loop for three instruction sets and calls the best one that the processor has. */
 #define BENCH_LOOP(name, parameters, arguments) \
     BENCH_AVX512 static void name##_avx512 parameters \
     { \
@@ -154,26 +146,26 @@ static const char *const bench_transports[] = {"threads", "tcp", "unix", "slow",
 typedef struct bench {
     bench_op op;
     int ranks, runs, huge, threads; /* threads: min(ranks, processors) */
-    int transport, variant;         /* variant: of the limit over sockets */
+    int transport, variant;         /* variant: which of the limits over sockets */
     size_t bytes, size, count, chunk;
-    double ratio; /* of topk */
+    double ratio; /* share of the elements that topk selects */
     int against_ring, pin;
-    float *others[BENCH_RANKS]; /* where an all-to-all goes */
+    float *others[BENCH_RANKS]; /* outputs of all_to_all */
     dtrain_algorithm algorithm;
     float *buffers[BENCH_RANKS];
     dtrain_ddp *ddps[BENCH_RANKS];
     bench_mailbox *mailboxes;
-    uint64_t repeats[2]; /* of the operation and of its limit */
+    uint64_t repeats[2]; /* calls in a run of the operation, and of its limit */
     int64_t begin_ns[BENCH_RANKS], end_ns[BENCH_RANKS];
     double us[BENCH_RUNS], limit_us[BENCH_RUNS];
-    int strategy, sleep; /* from here on: of fsdp */
+    int strategy, sleep; /* from here on for fsdp */
     size_t layers, width, work, steps;
     double step_us[3][BENCH_RUNS], step_cpu[3][BENCH_RUNS], comm_us, hidden;
-    int micro, chunks; /* of pipeline_bubble, as the next */
+    int micro, chunks; /* from here on for pipeline_bubble */
     dtrain_pipeline_schedule schedule;
 } bench;
 
-static int bench_sleeps; /* products only take their time, BENCH_SLEEP_FLOPS operations a nanosecond */
+static int bench_sleeps; /* 1: products sleep instead, 1 ns for BENCH_SLEEP_FLOPS operations */
 #define BENCH_SLEEP_FLOPS 50
 
 static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha, const float *a,
@@ -194,7 +186,7 @@ static int64_t bench_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* The bare loops. Each y[i] becomes the sum of all y[i], or x[0][i] of all x[i]. */
+/* The bare loops. bench_sum2 and bench_sum4 leave the sum in every array, bench_add in the first one. */
 BENCH_INLINE void bench_sum2_body(float *restrict a, float *restrict b, size_t n)
 {
     for (size_t i = 0; i < n; i++)
@@ -236,7 +228,8 @@ BENCH_LOOP(bench_adamw,
             const bench_adam *k),
            (p, g, m, v, n, k))
 
-/* Folds elements [begin, begin + n) of every rank in place; tiles of 4 KiB where ranks are neither 2 nor 4. */
+/* Sums elements [begin, begin + n) of all ranks in place, on every rank or (all 0) on rank 0. With other than 2 or 4
+ * ranks it works in tiles of 4 KiB. */
 static void bench_fold(bench *b, size_t begin, size_t n, int all)
 {
     float **y = b->buffers, tile[1024];
@@ -260,7 +253,7 @@ static void bench_fold(bench *b, size_t begin, size_t n, int all)
     }
 }
 
-/* Part `part` of `parts` of count elements, as dtrain_shard cuts them. */
+/* Returns the size of one part of count elements, cut as dtrain_shard cuts them; *begin is its first element. */
 static size_t bench_part(size_t count, int parts, int part, size_t *begin)
 {
     size_t all = (size_t)parts, at = (size_t)part, longer = count % all;
@@ -268,7 +261,7 @@ static size_t bench_part(size_t count, int parts, int part, size_t *begin)
     return count / all + (at < longer);
 }
 
-/* What thread t of the limit must load and store, once, without waiting for anybody. */
+/* Loads and stores once what thread t of the limit must, without waiting. */
 static void bench_limit_large(bench *b, int t)
 {
     size_t begin, n = bench_part(b->count, b->threads, t, &begin);
@@ -287,7 +280,7 @@ static void bench_limit_large(bench *b, int t)
         bench_fold(b, begin, n, b->op == ALL_REDUCE);
 }
 
-/* One exchange through the mailboxes; every rank adds all of them up. */
+/* Makes one exchange through the mailboxes: every rank sums all of them. */
 static void bench_limit_small(bench *b, int rank, uint64_t number)
 {
     bench_mailbox *boxes = b->mailboxes;
@@ -315,7 +308,7 @@ static dtrain_status bench_fused(bench *b, dtrain_comm *world)
     return status == DTRAIN_OK ? dtrain_fuse_end(world) : status;
 }
 
-/* Of the whole buffer, a table of BENCH_UNITS layers. */
+/* Makes a table of BENCH_UNITS layers that share the whole buffer. */
 static void bench_ddp_open(bench *b, dtrain_comm *world, float *weights)
 {
     dtrain_param table[BENCH_UNITS];
@@ -335,7 +328,7 @@ static void bench_ddp_open(bench *b, dtrain_comm *world, float *weights)
     DTRAIN_CHECK(dtrain_ddp_create(&b->ddps[rank], world, table, BENCH_UNITS, NULL));
 }
 
-/* A step of a model that computes nothing. */
+/* Runs a step of a model that computes nothing. */
 static dtrain_status bench_ddp(dtrain_ddp *ddp)
 {
     dtrain_status status = dtrain_ddp_begin(ddp, 1, 1);
@@ -363,7 +356,7 @@ static dtrain_status bench_call(bench *b, dtrain_comm *world)
     }
 }
 
-/* Whether its limit is one all_reduce of all that it sends in parts. */
+/* Returns whether the operation sends in parts, so that its limit is one all_reduce of all bytes. */
 static int bench_is_many(const bench *b)
 {
     return b->op == FUSED || b->op == DDP;
@@ -374,7 +367,7 @@ static int bench_is_small(const bench *b)
     return b->count * sizeof(float) <= BENCH_MAILBOX;
 }
 
-/* bytes rounded up to 2 MiB, and touched; ends the program where there is no memory. */
+/* Returns zeroed memory, rounded up to 2 MiB; ends the program if there is none. */
 static float *bench_memory(size_t bytes, int huge)
 {
     size_t align = (size_t)2 << 20, whole = (bytes + align - 1) / align * align;
@@ -435,7 +428,7 @@ static void bench_print(const bench *b);
 #include "bench_compress.h"
 #include "bench_seal.h"
 
-/* Repeats the operation or its limit on every rank; returns microseconds apiece, on rank 0. */
+/* Repeats the operation or its limit on every rank; returns the microseconds of one call. */
 static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint64_t *number)
 {
     int rank = dtrain_comm_rank(world);
@@ -470,7 +463,7 @@ static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint
     return (double)(last - first) * 1e-3 / (double)b->repeats[limit];
 }
 
-/* Warms up and finds how often to repeat what a run times. */
+/* Warms up and finds how many calls a run has. */
 static void bench_calibrate(bench *b, dtrain_comm *world, int limit, uint64_t *number)
 {
     for (;;) {
@@ -486,7 +479,7 @@ static void bench_calibrate(bench *b, dtrain_comm *world, int limit, uint64_t *n
     }
 }
 
-/* Before anything is timed: the sum of 1, 2, 3, ... over the ranks is right at both ends and in the middle. */
+/* Checks the sum of 1, 2, 3, ... over the ranks at both ends and in the middle, before anything is timed. */
 static void bench_verify(bench *b, dtrain_comm *world)
 {
     float *data = b->buffers[dtrain_comm_rank(world)], expected = (float)(b->ranks * (b->ranks + 1) / 2);
@@ -568,7 +561,7 @@ static dtrain_status bench_rank(dtrain_comm *world, void *user)
     if (rank == 0)
         bench_progress(b, "", -1, b->runs);
     bench_verify(b, world);
-    memset(b->buffers[rank], 0, b->bytes); /* sums of zeros stay zeros however often they are repeated */
+    memset(b->buffers[rank], 0, b->bytes); /* sums of zeros stay zero in every run */
     bench_calibrate(b, world, 0, &number);
     bench_calibrate(b, world, 1, &number);
     bench_choose(b, world, &number);
@@ -630,7 +623,7 @@ static int bench_collective(bench *b)
     return 0;
 }
 
-/* Runs one rank a process; what they share is the struct, which lies in shared memory. */
+/* Runs each rank in a process of its own; the struct lies in memory that they share. */
 static int bench_processes(const bench *plan)
 {
     char root[64];
@@ -700,7 +693,7 @@ static int bench_gemm(bench *b)
     return 0;
 }
 
-/* Four arrays a side: params, grads, m, v. Both sides take the same steps from the same values. */
+/* Both sides take the same steps from the same values, each with four arrays: params, grads, m and v. */
 static int bench_adam_run(bench *b)
 {
     float *mine[4], *bare[4];

@@ -1,6 +1,7 @@
-/* Checkpoints: how long an asynchronous save holds its caller up, beside one memcpy of the state; and loading with
- * every hash checked, beside read() of as many bytes. The state is 64 tensors; the first save, which makes the staging
- * buffer, is not counted. The directory lies in TMPDIR, or /tmp, and is removed. */
+/* Benchmarks of checkpoints. The operation save_async times how long an asynchronous save holds its caller up, beside
+ * one memcpy of the state. The operation reload times a load that checks every hash, beside read() of as many bytes.
+ * The state is 64 tensors. The first save makes the staging buffer and is not timed. The directory lies in TMPDIR, or
+ * /tmp, and is removed. */
 #ifndef BENCH_CHECKPOINT_H
 #define BENCH_CHECKPOINT_H
 
@@ -63,7 +64,7 @@ static void checkpoint_stall(checkpoint_bench *c, bench *b)
     }
 }
 
-/* The data file of the one checkpoint, read from end to end into the same memory. */
+/* Reads the data file of the only checkpoint from end to end into the same memory. */
 static void checkpoint_read_bare(checkpoint_bench *c, bench *b, const char *path)
 {
     char command[600], file[600];

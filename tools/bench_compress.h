@@ -1,10 +1,10 @@
-/* Compressors beside what they cannot be faster than: a bare loop that reads, or reads and writes, as many bytes on
- * the same thread; and the aggregation of one vector compressed beside the same as it is, over links of 100 Mbit/s
- * (tools/bench_link.h). */
+/* Benchmarks of compressors. Those of one thread run beside a bare loop that reads, or reads and writes, as many bytes.
+ * The operations link_topk and link_int8 sum one vector over links of 100 Mbit/s (tools/bench_link.h), beside the same
+ * sum without compression. */
 #ifndef BENCH_COMPRESS_H
 #define BENCH_COMPRESS_H
 
-#define COMPRESS_LINK_NS 80 /* that a byte takes: 100 Mbit/s */
+#define COMPRESS_LINK_NS 80 /* for a byte: 100 Mbit/s */
 
 BENCH_INLINE float compress_read_body(const float *restrict x, size_t n)
 {
@@ -43,7 +43,7 @@ BENCH_INLINE void compress_limit_body(const bench *b, const float *x, signed cha
 
 BENCH_LOOP(compress_limit, (const bench *b, const float *x, signed char *codes, float *y), (b, x, codes, y))
 
-/* One thread: an operation, and its limit. */
+/* Times an operation and its limit on one thread. */
 static int compress_alone(bench *b)
 {
     float *x = bench_memory(b->bytes, b->huge), *y = bench_memory(b->bytes, b->huge);
@@ -52,7 +52,7 @@ static int compress_alone(bench *b)
     dtrain_compressor int8 = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
     uint32_t *indices = (uint32_t *)malloc(k * sizeof *indices);
     float *values = (float *)malloc(k * sizeof *values);
-    dtrain_device_selection *selection; /* on the CPU */
+    dtrain_device_selection *selection; /* made on the CPU */
     DTRAIN_CHECK(dtrain_device_selection_create(NULL, b->count, k, &selection));
     for (size_t i = 0; i < b->count; i++)
         x[i] = dtrain_random_normal(1, i);
@@ -74,7 +74,7 @@ static int compress_alone(bench *b)
             b->limit_us[run] = (double)(bench_now_ns() - middle) * 1e-3;
         }
         for (size_t i = 0; b->op == TOPK_ADD && i < k; i++)
-            y[indices[i]] = 0.0f; /* as feedback does */
+            y[indices[i]] = 0.0f; /* error feedback does the same */
     }
     bench_print(b);
     dtrain_device_selection_destroy(NULL, selection);

@@ -1,23 +1,29 @@
-/* Times each operation of a GPU against the rate at which it copies its own memory, and ranks that share it.
+/* Times each operation of a GPU against the rate at which the GPU copies its own memory, and ranks that share the GPU.
  *
  * nvcc -std=c++17 -O2 -arch=sm_90 -Xcompiler -ffp-contract=off -I. tools/bench_cuda.cu \
  *     -o build/bench_cuda -lpthread -lm
  * build/bench_cuda [OP ...] [key=value ...]
  *
- *   OP               only those; none: all
- *   bytes=268435456  of a vector of float32
+ *   OP               the operations to run; none: all
+ *   bytes=268435456  bytes of a float32 vector
  *   runs=31          at least 7; medians are printed
  *
- * The first line is the ceiling: cudaMemcpyAsync from device to device, 8 bytes an element; the last is the same once
- * more. Then op us bytes_per_element GBps of_copy reach: GBps is the bytes that must move / us, of_copy its share of
- * the ceiling, reach what it should be at least, and whether it is: ok or MISSED (- where nothing is promised). top-k's
- * reach is 1/1.4, and 1/1.3 with the residual. Vectors are rotated through memory of at least four times the L2, filled
- * anew for each operation; runs are queued ahead, so that the GPU never waits for the CPU, and each is timed by two
- * events. `copy` is a copy by a kernel. tools/bench_cuda_peers.py prints such lines for PyTorch.
+ * The first and the last line are the ceiling: cudaMemcpyAsync from device to device, 8 bytes an element. The lines
+ * between them have op us bytes_per_element GBps of_copy reach:
  *
- * Then collectives of 4 ranks on the GPU (tools/bench_cuda_ranks.h; flags_4 is the kernel of FLAGS, its ranks blocks of
- * one grid: tools/bench_cuda_flags.h), staged_2 beside the CPU's all-reduce, and steps of build/train_gpt_cuda
- * (tools/bench_cuda_train.h). Without a GPU it says so and exits with 0; 1: an operation failed. */
+ *   GBps      the bytes that must move / us
+ *   of_copy   GBps over the ceiling's
+ *   reach     the least that of_copy should be, and ok or MISSED; - if nothing is promised.
+ *             top-k's is 1/1.4, and 1/1.3 with the residual
+ *
+ * `copy` is a copy by a kernel. The vectors rotate through memory of at least four times the L2, which is filled anew
+ * for each operation. Runs are queued ahead, so that the GPU never waits for the CPU. Two events time each run.
+ * tools/bench_cuda_peers.py prints such lines for PyTorch.
+ *
+ * Then come collectives of 4 ranks on the GPU (tools/bench_cuda_ranks.h), and staged_2 beside the CPU's all-reduce.
+ * flags_4 is the kernel of FLAGS with its ranks as blocks of one grid (tools/bench_cuda_flags.h). Last come steps of
+ * build/train_gpt_cuda (tools/bench_cuda_train.h). Without a GPU the program says so and exits with 0. It exits with 1
+ * if an operation fails. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #define DTRAIN_CUDA_IMPLEMENTATION
@@ -25,17 +31,17 @@
 
 #define BENCH_RUNS 1001 /* at most */
 #define BENCH_WARM 5
-#define BENCH_ROUND 20 /* vectors in the pool: a multiple of this, so that each keeps its role in a rotation */
+#define BENCH_ROUND 20 /* the pool has a multiple of these vectors, so that each keeps its role in a rotation */
 #define BENCH_POOL 2000
-#define BENCH_BLOCK 256 /* of the quantisers */
+#define BENCH_BLOCK 256 /* elements of a quantiser's block */
 
 typedef struct bench {
     dtrain_device *device;
     cudaStream_t stream;
     float *pool[BENCH_POOL];
-    size_t vectors, next; /* in the pool; the first one of the next run */
+    size_t vectors, next; /* in the pool; next: the first vector of the next run */
     size_t count, k;
-    uint32_t *indices; /* k, and their values */
+    uint32_t *indices; /* k of them, and as many values */
     float *values;
     int64_t *limbs;
     dtrain_device_selection *selection;
@@ -43,7 +49,7 @@ typedef struct bench {
     double ceiling; /* GB/s */
 } bench;
 
-/* Ends a line that says a share of what is possible. reach: what it should be at least; 0: nothing is promised. */
+/* Ends a line with the share of what is possible. reach is the least that it should be; 0: nothing is promised. */
 static void bench_share(const char *of, double share, double reach)
 {
     if (reach > 0)
@@ -53,7 +59,7 @@ static void bench_share(const char *of, double share, double reach)
     fflush(stdout);
 }
 
-/* The line of what has no figure; returns 1 where it should have one. */
+/* Prints the line of an operation without a figure; returns 1 if it failed. */
 static int bench_not_run(const char *name, dtrain_status status, const char *why)
 {
     if (status == DTRAIN_ERR_UNSUPPORTED)
@@ -71,8 +77,8 @@ static int bench_not_run(const char *name, dtrain_status status, const char *why
 typedef struct bench_op {
     const char *name;
     dtrain_status (*run)(bench *b, float **x);
-    size_t vectors; /* that a run takes */
-    double bytes;   /* an element */
+    size_t vectors; /* of a run */
+    double bytes;   /* of an element */
     double reach;   /* 0: nothing is promised */
     int positive;   /* 1: the vectors hold squares */
 } bench_op;
@@ -86,7 +92,7 @@ typedef struct bench_op {
         } \
     } while (0)
 
-/* Normal numbers, or their squares, drawn anew for each seed. */
+/* Draws normal numbers, or their squares; each seed gives others. */
 static __global__ void bench_fill(float *x, size_t count, uint64_t seed, int positive)
 {
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x) {
@@ -180,7 +186,7 @@ static dtrain_status bench_pack(bench *b, float **x)
     return dtrain_device_pack(b->device, DTRAIN_I8, BENCH_BLOCK, x[0], b->count, x[1]);
 }
 
-/* Of whatever bytes are there: a code is a code. */
+/* Unpacks whatever bytes the buffer holds: any byte is a code. */
 static dtrain_status bench_unpack(bench *b, float **x)
 {
     return dtrain_device_unpack(b->device, DTRAIN_I8, BENCH_BLOCK, x[0], x[1], b->count, 0);
@@ -239,7 +245,7 @@ static void bench_prepare(bench *b, const bench_op *op)
     b->step = 0;
     if (op->run != bench_sparse_add)
         return;
-    DTRAIN_CHECK(bench_topk(b, b->pool)); /* indices as gradients have them */
+    DTRAIN_CHECK(bench_topk(b, b->pool)); /* makes indices as those of gradients */
 }
 
 /* Returns the median time of a run in microseconds. */
@@ -346,7 +352,7 @@ static int bench_wanted(int argc, char **argv, const char *name)
     return named == 0;
 }
 
-/* Reads the arguments; 0: one of them is none. */
+/* Reads the arguments; returns 0 if one is wrong. */
 static int bench_arguments(int argc, char **argv, size_t *bytes, int *runs)
 {
     for (int i = 1; i < argc; i++) {
@@ -371,7 +377,7 @@ static int bench_arguments(int argc, char **argv, size_t *bytes, int *runs)
     return 1;
 }
 
-/* Runs what ranks do, of processes or of threads, where it is wanted. */
+/* Runs the wanted benches of ranks: of processes, or of threads. */
 static void bench_ranks(int argc, char **argv, ranks_bench *ranks, int processes, int runs)
 {
     for (int k = 0; k < RANKS_BENCHES; k++)
@@ -393,7 +399,7 @@ int main(int argc, char **argv)
     ranks_bench *ranks = ranks_room();
     if (ranks == NULL)
         return 1;
-    bench_ranks(argc, argv, ranks, 1, runs); /* before this process has seen the GPU */
+    bench_ranks(argc, argv, ranks, 1, runs); /* processes are forked before this one uses the GPU */
     dtrain_status status = dtrain_cuda_create(&b.device, NULL);
     if (status == DTRAIN_ERR_UNSUPPORTED) {
         printf("not run: %s\n", dtrain_last_error());

@@ -1,11 +1,11 @@
-/* The kernel of FLAGS for 4 ranks, as blocks of one cooperative grid: what it costs where no link is slower than
- * memory. A run has the arguments of its own epoch, which are copied to the GPU before it. */
+/* The kernel of FLAGS for 4 ranks that are blocks of one cooperative grid. It shows the kernel's cost when no link is
+ * slower than memory. Each run has arguments of its own epoch, which are copied to the GPU before it. */
 #ifndef BENCH_CUDA_FLAGS_H
 #define BENCH_CUDA_FLAGS_H
 
 #define FLAGS_RANKS 4
 
-/* Blocks of rank 0, then of rank 1, ... */
+/* The grid: blocks of rank 0, then of rank 1, and so on. */
 typedef struct flags_parts {
     const dtrain__cuda_flags *rank;
     size_t blocks; /* of a rank */
@@ -25,7 +25,7 @@ typedef struct flags_bench {
     uint32_t *words[FLAGS_RANKS];
     uint64_t *errors[FLAGS_RANKS];
     uint32_t epoch; /* of the last run */
-    int blocks;     /* of a rank: all ranks' are resident, one a processor */
+    int blocks;     /* of a rank; the blocks of all ranks are resident, one on each processor */
 } flags_bench;
 
 static flags_bench flags_state;
@@ -37,7 +37,7 @@ static void *flags_room(dtrain_device *device, dtrain_memory memory, size_t byte
     return made;
 }
 
-/* slots: runs that may be queued at once */
+/* Allocates what the kernel needs; slots is how many runs may be queued at once. */
 static void flags_open(dtrain_device *device, size_t slots)
 {
     flags_bench *f = &flags_state;

@@ -1,9 +1,11 @@
-"""Times in PyTorch what tools/bench_cuda.cu times in dtrain, and prints the same lines: bench_cuda_peers.py [BYTES [RUNS]]
+"""Times in PyTorch what tools/bench_cuda.cu times in dtrain, and prints the same lines.
 
-The first line is the ceiling, a copy from device to device. Vectors are rotated through memory of at least four times
-the L2, runs are queued ahead, and each is timed by two events. PyTorch's calls may allocate, from its cache. top-k is of
-numbers that are not negative, since torch.topk knows no magnitudes. reduce_8 is seven torch.add, counted as what must
-move. Without PyTorch or a GPU it says so and exits with 0.
+python3 tools/bench_cuda_peers.py [BYTES [RUNS]]
+
+The first line is the ceiling, a copy from device to device. Vectors rotate through memory of at least four times the
+L2. Runs are queued ahead, and two events time each. PyTorch's calls may allocate from its cache. top-k takes numbers
+that are not negative, because torch.topk does not compare magnitudes. reduce_8 is seven torch.add; its bytes are those
+that a reduction must move. Without PyTorch or a GPU the script says so and exits with 0.
 """
 import statistics
 import sys

@@ -1,11 +1,11 @@
 /* Collectives of ranks that share GPU 0: threads, or processes over TCP.
  *
- * Between two barriers a rank makes `calls` calls and waits for its queue; the CPU is ahead of the GPU meanwhile, where
- * the mode lets it. A time is that of one call, on rank 0. Where the CPU's all-reduce is the limit, it takes turns with
- * the group's, run by run. Sums go from one vector into another, so that numbers stay what they are.
+ * Between two barriers a rank makes `calls` calls and then waits for its queue. Meanwhile the CPU runs ahead of the GPU
+ * if the mode allows it. A time is that of one call, on rank 0. If the CPU's all-reduce is the limit, both run in
+ * turns. Sums go from one vector into another, so that the inputs do not change.
  *
- * CUDA lives in no process that was forked after it began: processes are run before anything else, and what they
- * have measured is printed later, beside the rate of a copy. */
+ * CUDA does not work in a process that was forked after CUDA began. Therefore processes run before anything else, and
+ * their figures are printed later, beside the rate of a copy. */
 #ifndef BENCH_CUDA_RANKS_H
 #define BENCH_CUDA_RANKS_H
 #include <sys/mman.h>
@@ -15,7 +15,7 @@
 
 #define RANKS_RUNS 1001
 #define RANKS_VECTOR ((size_t)64 << 20)  /* bytes */
-#define RANKS_STAGED ((size_t)256 << 20) /* the same of what goes through the CPU */
+#define RANKS_STAGED ((size_t)256 << 20) /* bytes of a vector that goes through the CPU */
 
 enum { RANKS_ALL_REDUCE, RANKS_REDUCE_SCATTER, RANKS_ALL_GATHER, RANKS_CPU };
 
@@ -23,9 +23,9 @@ typedef struct ranks_plan {
     const char *name;
     int kind, ranks, processes;
     dtrain_device_mode mode;
-    size_t bytes;   /* of a vector of float32 */
-    int calls;      /* of a run */
-    int beside_cpu; /* 1: the CPU's all-reduce is the limit, and not the copy */
+    size_t bytes;   /* of a float32 vector */
+    int calls;      /* in a run */
+    int beside_cpu; /* 1: the limit is the CPU's all-reduce, not the copy */
     double reach;   /* 0: nothing is promised */
 } ranks_plan;
 
@@ -37,8 +37,8 @@ typedef struct ranks_bench {
     char why[640];
 } ranks_bench;
 
-/* What must move: all inputs are read once and all outputs written once. Contexts of several processes take turns on a
- * GPU, so that nothing is promised of those. */
+/* The bytes that must move: all inputs are read once and all outputs written once. Nothing is promised of processes,
+ * because their contexts take turns on a GPU. */
 static const ranks_plan ranks_plans[] = {
     {"all_reduce_4", RANKS_ALL_REDUCE, 4, 0, DTRAIN_DEVICE_EVENTS, RANKS_VECTOR, 20, 0, 0.85},
     {"reduce_scatter_4", RANKS_REDUCE_SCATTER, 4, 0, DTRAIN_DEVICE_EVENTS, RANKS_VECTOR, 20, 0, 0},
@@ -77,7 +77,7 @@ static dtrain_status ranks_call(const ranks_rank *r, int kind, size_t count)
     }
 }
 
-/* A run; us: the time of one call. */
+/* Makes one run; *us is the time of one call. */
 static dtrain_status ranks_time(const ranks_rank *r, const ranks_bench *b, int kind, double *us)
 {
     dtrain_status status = dtrain_barrier(r->world);
@@ -128,7 +128,7 @@ static void ranks_close(ranks_rank *r)
     dtrain_device_free(NULL, DTRAIN_MEMORY_PINNED, r->cpu_out);
 }
 
-/* Keeps why a rank failed: the others fail because it did. */
+/* Keeps the first failure: the other ranks fail because of it. */
 static void ranks_note(ranks_bench *b, dtrain_status status)
 {
     dtrain_status none = DTRAIN_OK;
@@ -145,7 +145,7 @@ static dtrain_status ranks_measure(ranks_bench *b, dtrain_comm *world, dtrain_de
     r.world = world;
     r.device = device;
     dtrain_status status = ranks_open(&r, b);
-    for (int run = -2; run < b->runs && status == DTRAIN_OK; run++) { /* the first two warm all up */
+    for (int run = -2; run < b->runs && status == DTRAIN_OK; run++) { /* the first two warm up */
         double us = 0, cpu_us = 0;
         status = ranks_time(&r, b, b->plan.kind, &us);
         if (status == DTRAIN_OK && b->plan.beside_cpu)
@@ -183,7 +183,7 @@ static void ranks_process(ranks_bench *b, int rank, const char *root)
     desc.root = root;
     desc.token = "what TCP takes to meet";
     dtrain_status status =
-        dtrain_cuda_create(&device, NULL); /* before the others are met: without a GPU none goes on */
+        dtrain_cuda_create(&device, NULL); /* before the ranks meet: without a GPU none goes on */
     if (status == DTRAIN_OK)
         status = dtrain_comm_create(&world, &desc);
     ranks_note(b, status);
@@ -193,7 +193,7 @@ static void ranks_process(ranks_bench *b, int rank, const char *root)
     dtrain_cuda_destroy(device);
 }
 
-/* Runs one of the benches: processes share *b, which lies in shared memory. */
+/* Runs one of the benches; *b lies in memory that its processes share. */
 static void ranks_run(ranks_bench *b, int runs)
 {
     pid_t pids[8];
@@ -222,7 +222,7 @@ static void ranks_run(ranks_bench *b, int runs)
     }
 }
 
-/* Room for all benches that processes can write to; NULL: there is none. */
+/* Returns shared memory for all benches; NULL if there is none. */
 static ranks_bench *ranks_room(void)
 {
     void *room =
@@ -247,7 +247,7 @@ static double ranks_median(double *values, int count)
     return values[count / 2];
 }
 
-/* Prints a bench's line. ceiling: of a copy, in GB/s. Returns 1 where it failed. */
+/* Prints a bench's line; ceiling is the rate of a copy in GB/s. Returns 1 if the bench failed. */
 static int ranks_print(ranks_bench *b, double ceiling)
 {
     int n = b->plan.ranks, all = b->plan.kind == RANKS_ALL_REDUCE;

@@ -1,8 +1,9 @@
-/* Steps of build/train_gpt_cuda on GPU 0: one rank, four ranks as DDP and four as FSDP, each with a micro-batch a rank.
+/* Steps of build/train_gpt_cuda on GPU 0: one rank, four ranks with DDP and four with FSDP. Each rank has one
+ * micro-batch.
  *
- * The program is run a few times in each way, in turn. Its lines say how many tokens a second there were up to a step:
- * the time of a step is the difference of two lines, the figure of a run their median, so that what the first steps
- * take besides does not count. Four ranks on one GPU compute what four steps of one do. */
+ * The program runs a few times in each way, in turns. Its lines give the tokens per second up to a step. The time of a
+ * step is the difference of two lines, and the figure of a run is their median, so that the slow first steps do not
+ * count. Four ranks on one GPU compute as much as four steps of one rank. */
 #ifndef BENCH_CUDA_TRAIN_H
 #define BENCH_CUDA_TRAIN_H
 #include <unistd.h>
@@ -16,16 +17,16 @@
 enum { TRAIN_ONE, TRAIN_DDP, TRAIN_FSDP, TRAIN_WAYS };
 
 typedef struct train_bench {
-    const char *program, *model;        /* its flags */
+    const char *program, *model;        /* model: the flags of its sizes */
     double tokens;                      /* of a micro-batch */
     double ms[TRAIN_WAYS][TRAIN_TURNS]; /* of a step */
-    char why[512];                      /* empty: there are figures */
+    char why[512];                      /* why there are no figures; empty: there are */
 } train_bench;
 
 static const char *const train_flags[TRAIN_WAYS] = {"--ranks 1 --micro 1", "--ranks 4 --micro 4",
                                                     "--ranks 4 --micro 4 --strategy full"};
 
-/* Reads "step 8/40 loss ... 12345 tokens/s ..."; returns whether a line is one, and the ms since the first step. */
+/* Reads "step 8/40 loss ... 12345 tokens/s ..."; *ms is the time since the first step. Returns 0 for another line. */
 static int train_line(const char *line, double tokens_of_step, long *step, double *ms)
 {
     double loss, lr, norm, rate;
@@ -36,7 +37,7 @@ static int train_line(const char *line, double tokens_of_step, long *step, doubl
     return 1;
 }
 
-/* Runs the program once; returns the ms of a step, 0 where it has none: t->why has what it said last. */
+/* Runs the program once and returns the ms of a step. Returns 0 if it failed; t->why then holds its last line. */
 static double train_run(train_bench *t, int way)
 {
     char command[1024], line[512];
@@ -72,8 +73,7 @@ static void train_measure(train_bench *t)
         }
 }
 
-/* Prints a line: ms of a step in one way, and of `steps` steps in another, which it may take `limit` times as long as.
- */
+/* Prints a line: the ms of a step in one way, beside `steps` steps in another. It may take `limit` times as long. */
 static void train_print(const char *name, const train_bench *t, int way, int other, int steps, double limit)
 {
     double ratios[TRAIN_TURNS], ms[TRAIN_TURNS], other_ms[TRAIN_TURNS];
@@ -87,13 +87,13 @@ static void train_print(const char *name, const train_bench *t, int way, int oth
            ranks_median(other_ms, TRAIN_TURNS), ratio, limit, ratio <= limit ? "ok" : "MISSED");
 }
 
-/* ddp, fsdp: whether their lines are wanted. Returns 1 where the program failed. */
+/* Prints the lines of ddp and fsdp that are wanted. Returns 1 if the program failed. */
 static int train_lines(train_bench *t, int ddp, int fsdp)
 {
     if (!ddp && !fsdp)
         return 0;
     if (access(t->program, X_OK) != 0) {
-        printf("op=ddp_4, fsdp_4 skipped: %s is not there; make cuda makes it, where the toolkit has cuBLAS\n",
+        printf("op=ddp_4, fsdp_4 skipped: there is no %s; make cuda builds it if the toolkit has cuBLAS\n",
                t->program);
         return 0;
     }

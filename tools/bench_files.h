@@ -1,12 +1,18 @@
-/* Files: opening a large one and touching one tensor, a header of very many tensors, and a whole file read from the
- * page cache or saved, beside bare read() and write() of as many bytes. Files lie in TMPDIR, or /tmp, and are removed.
- */
+/* Benchmarks of files:
+ *
+ *   file_open     opens a large file and reads one element of a tensor; the limit is a fixed time
+ *   file_header   the same with very many tensors
+ *   file_read     reads a whole file from the page cache, beside read() of as many bytes
+ *   file_save     writes a whole file, beside write() and fsync() of as many bytes
+ *   file_load     reads a given file into new memory
+ *
+ * The files lie in TMPDIR, or /tmp, and are removed. */
 #ifndef BENCH_FILES_H
 #define BENCH_FILES_H
 #include <fcntl.h>
 #include <sys/stat.h>
 
-#define FILES_TENSORS 64 /* of the file that is read or saved whole */
+#define FILES_TENSORS 64 /* in the file that is read or saved whole */
 
 static const char *files_path(const char *name)
 {
@@ -27,13 +33,13 @@ static dtrain_status files_nothing(void *user, uint64_t offset, void *out, size_
     return DTRAIN_OK;
 }
 
-/* A file that gets its header, and how much of it is still to come. */
+/* A file while its header is written, and the bytes of the header that are still missing. */
 typedef struct files_head {
     int fd;
     uint64_t left;
 } files_head;
 
-/* Takes the header, which comes first and is at most 8 MiB a piece, and ends the writing after it. */
+/* Writes the header, which comes first, and then ends the writing with an error. */
 static dtrain_status files_header(void *user, const void *data, size_t bytes)
 {
     files_head *head = (files_head *)user;
@@ -49,7 +55,7 @@ static dtrain_status files_header(void *user, const void *data, size_t bytes)
     return head->left > 0 ? DTRAIN_OK : DTRAIN_ERR_ABORTED;
 }
 
-/* Makes a file of `count` tensors of float32 whose data are a hole. */
+/* Makes a sparse file: the header of `count` float32 tensors, and a hole for their data. */
 static void files_sparse(const char *path, size_t count, size_t elements)
 {
     dtrain_safetensors_source *sources = (dtrain_safetensors_source *)calloc(count, sizeof *sources);
@@ -75,7 +81,7 @@ static void files_sparse(const char *path, size_t count, size_t elements)
     free(sources);
 }
 
-/* Opens a file of b->size tensors and reads one of them; limit_us is given. */
+/* Opens a file of b->size tensors and reads one element; the limit is limit_us. */
 static void files_open(bench *b, double limit_us)
 {
     const char *path = files_path("sparse");
@@ -103,7 +109,7 @@ static void files_open(bench *b, double limit_us)
 typedef struct files_table {
     dtrain_safetensors_source sources[FILES_TENSORS];
     char names[FILES_TENSORS][32];
-    size_t shape, bytes; /* of one */
+    size_t shape, bytes; /* of one tensor */
 } files_table;
 
 static void files_make_table(bench *b, files_table *table, unsigned char *data)
@@ -121,7 +127,7 @@ static void files_make_table(bench *b, files_table *table, unsigned char *data)
     }
 }
 
-/* Loads every tensor into its place; the limit reads the same bytes there with read(). */
+/* Loads every tensor; the limit reads the same bytes into the same memory with read(). */
 static void files_read(bench *b, files_table *table, unsigned char *data, const char *path)
 {
     dtrain_safetensors_write_desc desc = {NULL, 0, 1, NULL};
@@ -151,7 +157,7 @@ static void files_read(bench *b, files_table *table, unsigned char *data, const 
     }
 }
 
-/* Saves all tensors; the limit writes as many bytes to a file and brings it to the disk. */
+/* Saves all tensors; the limit writes as many bytes with write() and fsync(). */
 static void files_save(bench *b, files_table *table, const unsigned char *data, const char *path)
 {
     for (int run = -1; run < b->runs; run++) {
@@ -177,7 +183,7 @@ static void files_save(bench *b, files_table *table, const unsigned char *data, 
     }
 }
 
-/* Loads the file of the environment's BENCH_FILE into memory that is new each time, as Python's load_file does. */
+/* Loads the file that BENCH_FILE names into new memory in every run, as Python's load_file does. */
 static void files_load(bench *b)
 {
     const char *path = getenv("BENCH_FILE");

@@ -1,35 +1,39 @@
-/* Steps of a sharded stack of layers beside the same steps unsharded (DDP), in turns in one process.
+/* Steps of a sharded stack of layers, beside the same steps with DDP, in turns in one process.
  *
- * A layer has the twelve parameters of a transformer block of `width` channels, eight of them vectors. Its computation
- * is a loop that stays in the registers and goes on for a fixed number of turns, one part forward and two backward, so
- * that a processor that is taken away shows; it reads one number of each page of its weights, and writes one of each
- * page of its gradients. The turns are so many that all ranks together compute for work % as long as they communicate
- * where they do nothing else: one all_reduce a layer; with transport=slow, what the strategy itself communicates.
+ * A layer has the twelve parameters of a transformer block of `width` channels; eight of them are vectors. A layer
+ * computes a loop of a fixed number of turns that stays in the registers: once forward, twice backward. The number of
+ * turns is fixed so that a processor that is taken away shows in the time. A layer also reads one number of each page
+ * of its weights, and writes one number of each page of its gradients.
  *
- * slow: over links (tools/bench_link.h) that take so long that the processors idle.
+ * work is the computation of all ranks together in % of the communication alone. The communication is one all_reduce
+ * for each layer. With transport=slow it is what the strategy itself sends, over links so slow that the processors idle
+ * (tools/bench_link.h).
  *
- * Three objects take turns: the strategy, DDP, and the strategy over memory of the caller's, which commits and drops
- * no page. pages is the share of a step by which the first is slower than the third; cpu_ says the same of the time of
- * all processors that the process used, which other programs disturb less; least, of the fastest run of each. */
+ * Three objects take turns: the strategy, DDP, and the strategy over memory of the caller. The third one commits and
+ * drops no page. The figures:
+ *
+ *   pages   the share of a step by which the first object is slower than the third
+ *   cpu_    the same, by the processor time of the process, which other programs disturb less
+ *   least   the same, by the fastest run of each */
 #ifndef BENCH_FSDP_H
 #define BENCH_FSDP_H
 
 #define FSDP_PARAMS 12
-#define FSDP_SLOW_NS 4 /* that a byte takes */
+#define FSDP_SLOW_NS 4 /* for a byte */
 enum { FSDP_IT, FSDP_DDP, FSDP_PLAIN, FSDP_OBJECTS };
 
 typedef struct fsdp_model {
     dtrain_fsdp *fsdp;
     dtrain_param table[FSDP_PARAMS];
     float *weights[FSDP_PARAMS], *grads[FSDP_PARAMS];
-    size_t counts[FSDP_PARAMS]; /* of a layer */
+    size_t counts[FSDP_PARAMS]; /* elements of one layer */
 } fsdp_model;
 
 static const dtrain_strategy fsdp_strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP,
                                                   DTRAIN_HYBRID_SHARD};
 static const char *const fsdp_strategy_names[] = {"full", "grad", "ddp", "hybrid"};
 
-/* Computes for so many turns; sleeps: for as many nanoseconds, as when a device computes. */
+/* Computes for `turns` turns; with sleeps it sleeps `turns` nanoseconds, as if a device computed. */
 static void fsdp_spin(uint64_t turns, int sleeps)
 {
     struct timespec pause = {(time_t)(turns / 1000000000), (long)(turns % 1000000000)};
@@ -42,7 +46,7 @@ static void fsdp_spin(uint64_t turns, int sleeps)
         a = a * 0.999999 + 1e-9;
         b = b * 0.999998 + 1e-9;
     }
-    volatile double kept = a + b; /* so that the loop is not left out */
+    volatile double kept = a + b; /* so that the compiler keeps the loop */
     (void)kept;
 }
 
@@ -66,7 +70,7 @@ static size_t fsdp_describe(const bench *b, dtrain_param *table)
     return all;
 }
 
-/* kind: FSDP_IT, ... */
+/* Makes one of the three objects; kind is FSDP_IT, FSDP_DDP or FSDP_PLAIN. */
 static void fsdp_open(const bench *b, dtrain_comm *world, int kind, fsdp_model *model)
 {
     dtrain_fsdp_desc desc;
@@ -129,7 +133,7 @@ static void fsdp_step(const bench *b, fsdp_model *model, uint64_t turns)
     DTRAIN_CHECK(dtrain_fsdp_step(model->fsdp, 1e-3f));
 }
 
-/* Microseconds of all processors that this process has used. */
+/* Returns the processor time of this process, in microseconds. */
 static double fsdp_processors(void)
 {
     struct rusage usage;
@@ -138,7 +142,7 @@ static double fsdp_processors(void)
            (double)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
 }
 
-/* Microseconds of a step, all ranks together. */
+/* Returns the microseconds of a step of all ranks, and its processor time. */
 static double fsdp_time(const bench *b, dtrain_comm *world, fsdp_model *model, uint64_t turns, double *processors)
 {
     DTRAIN_CHECK(dtrain_barrier(world));
@@ -151,7 +155,7 @@ static double fsdp_time(const bench *b, dtrain_comm *world, fsdp_model *model, u
     return (double)(bench_now_ns() - begin) * 1e-3 / (double)b->steps;
 }
 
-/* Microseconds that a step's communication takes by itself. */
+/* Returns the microseconds of a step's communication alone. */
 static double fsdp_communication(bench *b, dtrain_comm *world, fsdp_model *model, size_t elements)
 {
     size_t count = elements / b->layers;
@@ -179,7 +183,7 @@ static double fsdp_communication(bench *b, dtrain_comm *world, fsdp_model *model
     return median;
 }
 
-/* Turns of a layer's forward loop with which all ranks compute for `us` a step. */
+/* Returns the turns of a layer's forward loop with which all ranks together compute `us` microseconds in a step. */
 static uint64_t fsdp_calibrate(const bench *b, dtrain_comm *world, double us)
 {
     double per[BENCH_RUNS], turns;

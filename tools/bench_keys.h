@@ -11,7 +11,7 @@ static const char bench_help[] =
     "slow links   link_topk link_int8\n"
     "files        file_open file_header file_read file_save file_load\n"
     "checkpoints  save_async reload\n"
-    "  ranks=2 runs=11      1 to 64 ranks; 7 to 1001 runs\n"
+    "  ranks=2 runs=11      1 to 64 ranks (4 for pipeline and links); 7 to 1001 runs\n"
     "  bytes=N, count=N     a rank's buffer in bytes, or in floats; 1 MiB for most\n"
     "  transport=threads    or processes: tcp, unix, sealed; fsdp also has slow\n"
     "  algorithm=auto       a name that DTRAIN_ALGORITHM takes\n"

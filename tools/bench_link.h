@@ -1,5 +1,5 @@
-/* Slow links: the threads transport as one of the user's own, of which each rank's sends take so long a byte. The time
- * is slept, so that the processors are free. */
+/* Slow links: a transport of the user's own around the threads transport, whose sends take a given time for each byte.
+ * The sender sleeps for that time, so that the processors are free. */
 #ifndef BENCH_LINK_H
 #define BENCH_LINK_H
 
@@ -12,7 +12,8 @@ typedef struct bench_link {
     void (*body)(dtrain_comm *world, bench *b);
     int rank;
     double byte_ns;
-    int64_t next_ns, late_ns; /* late: by which a sender may be late, as one that had filled a socket's buffer */
+    int64_t next_ns; /* when the link is free */
+    int64_t late_ns; /* how much lost time a sender may catch up, as if a socket's buffer had been full */
 } bench_link;
 
 static dtrain_status bench_link_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
@@ -30,7 +31,7 @@ static dtrain_status bench_link_send(void *self, int peer, const void *data, siz
             return DTRAIN_ERR_TIMEOUT;
         dtrain_status status =
             link->inner.send(link->inner.self, peer, (const char *)data + *moved, n, deadline_ns, &sent);
-        if (link->next_ns < now - link->late_ns) /* it was idle */
+        if (link->next_ns < now - link->late_ns) /* the link was idle */
             link->next_ns = now;
         link->next_ns += (int64_t)((double)sent * link->byte_ns);
         *moved += sent;
@@ -76,7 +77,7 @@ static void *bench_link_rank(void *pointer)
     return NULL;
 }
 
-/* Runs body on every rank over such links. */
+/* Runs body on every rank over slow links. */
 static int bench_links(bench *b, double byte_ns, void (*body)(dtrain_comm *world, bench *b))
 {
     static bench_link links[BENCH_RANKS];

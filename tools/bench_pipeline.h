@@ -1,7 +1,8 @@
 /* The share of a pipeline's step in which ranks idle, measured beside what its plan says.
  *
- * Layers sleep, as when a device computes: one a chunk, PIPELINE_SLEEP_NS for each of forward, backward and
- * backward_weights. The mean over the ranks, medians of runs; of_plan is measured over planned. */
+ * Layers sleep, as if a device computed. Each chunk has one such layer, which sleeps PIPELINE_SLEEP_NS in forward,
+ * backward and backward_weights. The figures are means over the ranks and medians of the runs; of_plan is measured over
+ * planned. */
 #ifndef BENCH_PIPELINE_H
 #define BENCH_PIPELINE_H
 
@@ -24,8 +25,8 @@ static dtrain_status pipeline_nothing(void *user, const dtrain_layer_context *c)
     return DTRAIN_OK;
 }
 
-/* A layer that takes its time, after one that takes none: so that the first stage, too, has a gradient of an input to
- * make. */
+/* Makes a module of a layer that takes no time and one that sleeps. With the first layer, the first stage, too, has to
+ * make the gradient of an input. */
 static dtrain_status pipeline_module(const bench *b, dtrain_module **module)
 {
     static const char *const names[] = {"w"};

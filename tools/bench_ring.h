@@ -1,5 +1,6 @@
-/* A ring as it is written by hand over dtrain_exchange: the vector in chunks, each cut into one part a rank; every
- * message is received whole before it is added. What the tree order is measured against. */
+/* A ring all-reduce as a user would write it over dtrain_exchange. The vector is cut into chunks, and each chunk into
+ * one part for each rank. A rank receives a whole message before it adds it. The tree order is measured against
+ * this. */
 #ifndef BENCH_RING_H
 #define BENCH_RING_H
 

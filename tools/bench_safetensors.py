@@ -1,5 +1,7 @@
-"""Loads the same 1 GiB file with the Python package safetensors and with dtrain, run by run in turn, each into memory
-that is new: bench_safetensors.py build/bench"""
+"""Loads one 1 GiB file with the Python package safetensors and with dtrain, in turns, each time into new memory.
+
+python3 tools/bench_safetensors.py build/bench
+"""
 import os
 import statistics
 import subprocess

@@ -1,11 +1,11 @@
-/* What sealing costs: records sealed and opened on one thread beside one copy of as many bytes; and, with
- * transport=sealed, a collective over sealed TCP beside the same over plain TCP, between the same processes. */
+/* The cost of sealing. `seal` seals and opens records on one thread, beside one copy of as many bytes; DTRAIN_ISA
+ * chooses the kernel. With transport=sealed, the same processes run a collective over sealed TCP and over plain TCP. */
 #ifndef BENCH_SEAL_H
 #define BENCH_SEAL_H
 
-static dtrain_comm *bench_plain; /* of this process, beside the sealed world */
+static dtrain_comm *bench_plain; /* the world over plain TCP of this process */
 
-/* One thread seals all bytes in records as connections have them, and opens them again. */
+/* Seals all bytes on one thread, in records of a connection's size, and opens them again. */
 static int seal_alone(bench *b)
 {
     unsigned char *data = (unsigned char *)bench_memory(b->bytes, b->huge), key[DTRAIN__KEY_BYTES] = {1};
@@ -39,7 +39,7 @@ static int seal_alone(bench *b)
     return 0;
 }
 
-/* Makes both worlds of a rank; the sealed one is returned. */
+/* Makes both worlds of a rank and returns the sealed one. */
 static dtrain_comm *seal_worlds(dtrain_comm_desc *desc, int port)
 {
     char root[64];

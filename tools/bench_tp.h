@@ -1,10 +1,12 @@
-/* The backward pass of a layer split by outputs, over links (tools/bench_link.h) so slow that summing the input's
- * gradient takes as long as the product of the weights' gradient, which it runs beside: with overlap and without, in
- * turns.
+/* The backward pass of a layer split by outputs, with overlap and without, in turns. The links are slow
+ * (tools/bench_link.h). Summing the input's gradient takes as long as the product of the weights' gradient, beside
+ * which it runs.
  *
- * The layer has 32 x width outputs, `width` inputs and `width` rows: that many outputs, so that the links, at about
- * 100 Mbit/s, sleep for longer than it takes to wake up. hidden is the share of the communication, as it takes by
- * itself, by which overlap makes a pass shorter; unblocked, the share by which the caller waits less. */
+ * The layer has 32 x width outputs, `width` inputs and `width` rows. With so many outputs the links run at about
+ * 100 Mbit/s and sleep for longer than it takes to wake up. The figures:
+ *
+ *   hidden      the time that overlap saves in a pass, over the time of the communication alone
+ *   unblocked   the share by which the caller waits less */
 #ifndef BENCH_TP_H
 #define BENCH_TP_H
 
@@ -50,7 +52,8 @@ static void tp_close(tp_model *m)
 
 enum { TP_PRODUCT, TP_COMMUNICATION, TP_HIDDEN, TP_BARE };
 
-/* Microseconds that one of these takes this rank, begun with the others; blocked: what the caller waits of it. */
+/* Returns the microseconds of one of these on this rank; all ranks begin together. *blocked is the time that the caller
+ * waits. */
 static double tp_time(dtrain_comm *world, tp_model *m, int what, double *blocked)
 {
     DTRAIN_CHECK(dtrain_barrier(world));
@@ -66,7 +69,7 @@ static double tp_time(dtrain_comm *world, tp_model *m, int what, double *blocked
     return (double)(bench_now_ns() - begin) * 1e-3;
 }
 
-/* The median of some runs, that of rank 0 on every rank. */
+/* Returns rank 0's median of b->runs runs on every rank. */
 static double tp_median(bench *b, dtrain_comm *world, tp_model *m, int what)
 {
     double us[BENCH_RUNS], blocked, median;
@@ -86,10 +89,10 @@ static void tp_rank(dtrain_comm *world, bench *b)
     bench_link *link = (bench_link *)world->transport.self;
     double product, communication = 0, bare, waited;
     if (!b->sleep)
-        link->late_ns = 20000000; /* 256 KiB at 100 Mbit/s: products keep the processors busy */
+        link->late_ns = 20000000; /* 256 KiB at 100 Mbit/s: a busy processor sends late */
     tp_open(b, world, &m);
     product = tp_median(b, world, &m, TP_PRODUCT);
-    for (int i = 0; i < 3; i++) { /* what is not in proportion to bytes makes the first guess too slow */
+    for (int i = 0; i < 3; i++) { /* costs that do not grow with bytes make the first guess too slow */
         communication = tp_median(b, world, &m, TP_COMMUNICATION);
         if (i < 2)
             link->byte_ns *= product / communication;

@@ -1,6 +1,6 @@
-/* The limit of collectives between processes: bytes pushed through bare sockets by the same processes, each sending
- * to its right neighbour what a reduction must send while it receives as much from its left and adds it up. Made
- * before the processes are. Nothing here goes through dtrain. */
+/* The limit of collectives between processes, without dtrain: bare sockets between the same processes. Each process
+ * sends to its right neighbour as many bytes as the operation must send, while it receives as many from its left
+ * neighbour. A reduction adds what it receives. The sockets are made before the processes. */
 #ifndef BENCH_WIRE_H
 #define BENCH_WIRE_H
 #include <fcntl.h>
@@ -9,10 +9,10 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 
-#define WIRE_VARIANTS 6 /* chunks of 64 KiB, 256 KiB, 1 MiB; two processes also over one connection both ways */
+#define WIRE_VARIANTS 6 /* chunks of 64 KiB, 256 KiB, 1 MiB; two processes also try one connection for both ways */
 
 static const size_t wire_chunks[3] = {(size_t)64 << 10, (size_t)256 << 10, (size_t)1 << 20};
-static int wire_right[BENCH_RANKS], wire_left[BENCH_RANKS]; /* descriptors, by rank */
+static int wire_right[BENCH_RANKS], wire_left[BENCH_RANKS]; /* descriptors of each rank */
 
 static void wire_pair(int ends[2], int tcp)
 {
@@ -28,7 +28,8 @@ static void wire_pair(int ends[2], int tcp)
         address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
         listener = socket(AF_INET, SOCK_STREAM, 0);
         ends[0] = socket(AF_INET, SOCK_STREAM, 0);
-        setsockopt(listener, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5); /* before bbr, where it is, paces for good */
+        /* before the sockets connect: a default of bbr would pace them for good */
+        setsockopt(listener, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5);
         setsockopt(ends[0], IPPROTO_TCP, TCP_CONGESTION, "cubic", 5);
         if (bind(listener, (struct sockaddr *)&address, bytes) != 0 || listen(listener, 1) != 0 ||
             getsockname(listener, (struct sockaddr *)&address, &bytes) != 0 ||
@@ -53,8 +54,8 @@ static void wire_open(int ranks, int tcp)
     }
 }
 
-/* Sends `bytes` of data to the right while as many come from the left; add: the first add of them are added to data
- * chunk by chunk, the rest overwrite it. */
+/* Sends `bytes` bytes of data to the right while as many come from the left. The first `add` bytes that come are added
+ * to data, chunk by chunk; the others overwrite it. */
 static void wire_exchange(bench *b, int rank, float *data, float *scratch, size_t bytes, size_t add, int variant)
 {
     size_t chunk = wire_chunks[variant % 3], sent = 0, got = 0;
@@ -79,7 +80,8 @@ static void wire_exchange(bench *b, int rank, float *data, float *scratch, size_
     }
 }
 
-/* One all-reduce's worth: 2 (n - 1) / n of the bytes, half of them added; small ones log2 n whole exchanges. */
+/* Moves as many bytes as the operation must. An all-reduce moves 2 (n - 1) / n of its bytes and adds half of those.
+ * Small buffers take log2 n exchanges of all bytes. */
 static void wire_limit(bench *b, int rank, int variant)
 {
     static float *scratch;
@@ -96,7 +98,7 @@ static void wire_limit(bench *b, int rank, int variant)
         wire_exchange(b, rank, data, scratch, part, part, variant);
     if (b->op == ALL_REDUCE || b->op == ALL_GATHER || b->op == ALL_TO_ALL)
         wire_exchange(b, rank, data, scratch, part, 0, variant);
-    if (b->op == BROADCAST) /* n - 1 ranks get all of it: as many bytes, if everybody sends alike */
+    if (b->op == BROADCAST) /* n - 1 ranks get all bytes: (n - 1) / n a rank if all ranks send alike */
         wire_exchange(b, rank, data, scratch, part, 0, variant);
 }
 

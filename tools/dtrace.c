@@ -3,8 +3,8 @@
  *
  * cc -O2 -ffp-contract=off -I. tools/dtrace.c -o build/dtrace -lpthread -lm
  *
- * The files are those of dtrain_comm_trace, or PREFIX.rank-N.json of DTRAIN_TRACE=PREFIX. Times of one host are compared
- * by its monotonic clock. Times of different hosts are compared by their real-time clocks. */
+ * The files are those of dtrain_comm_trace, or PREFIX.rank-N.json of DTRAIN_TRACE=PREFIX. Times of one host are
+ * compared by its monotonic clock. Times of different hosts are compared by their real-time clocks. */
 #define DTRAIN_API static /* functions that are not called cost no time to compile */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"

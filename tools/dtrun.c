@@ -4,8 +4,8 @@
  * build/dtrun -n 4 PROGRAM [ARGS...]
  *
  * dtrun is one process with one poll() loop. Its signal handlers only write to a pipe that the loop reads. Every rank
- * leads a process group of its own. dtrun reaps the ranks only after all of them have ended, so that no other process
- * gets the number of a group. A second process, the guard, waits until dtrun has ended, however it ended. Then the
+ * leads a process group of its own. dtrun reaps the ranks only after all have ended, so that no other process gets
+ * the number of a group. A second process, the guard, waits until dtrun has ended, however it ended. Then the
  * guard kills the groups that are left and removes the private directory. */
 #define _GNU_SOURCE
 #define DTRAIN_API static /* functions that are not called cost no time to compile */

@@ -1,13 +1,13 @@
-/* Estimates a step of train_gpt under every layout of its ranks, and names the fastest layout that fits. For each layout
- * it prints the memory that a rank needs, the bytes that it sends and the time of a step.
+/* Estimates a step of train_gpt under every layout of its ranks, and names the fastest layout that fits. For each
+ * layout it prints the memory that a rank needs, the bytes that it sends and the time of a step.
  *
  * cc -O2 -ffp-contract=off -I. tools/plan.c -o build/plan -lpthread -lm
  * build/plan --layers 24 --heads 16 --width 2048 --context 1024 --sequences 256 --micro 64 --ranks 16 --bandwidth 12
  * build/plan --layers 8 --width 512 --ranks 4 --measure
  *
- * The layouts are all products dp x pp x tp that make up the ranks. With dp > 1 each has FSDP's strategies ddp, grad and
- * full; with pp > 1 the schedules gpipe, 1f1b, interleaved and zb. Layouts that the model does not allow are listed at
- * the end, each with the reason and the sizes that would fit. tools/plan_model.h says how memory, bytes and time are
+ * The layouts are all products dp x pp x tp that make up the ranks. With dp > 1 each has FSDP's strategies ddp, grad
+ * and full; with pp > 1 it has the schedules gpipe, 1f1b, interleaved and zb. The layouts that the model does not allow
+ * come last, each with the reason and the sizes that would fit. tools/plan_model.h says how memory, bytes and time are
  * found. In the table a step is the sum of compute, bubble, tp, pp and dp. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
@@ -54,8 +54,8 @@ static void plan_print_result(const plan_result *r)
            r->step * 1e3, r->compute * 1e3, r->bubble * 1e3, r->tp * 1e3, r->pp * 1e3, r->dp * 1e3, r->dp_hidden * 1e3);
 }
 
-/* Prints a line for each layout that the model does not allow. Layouts that differ only in schedule or strategy and have
- * the same reason share a line. */
+/* Prints a line for each layout that the model does not allow. Layouts that differ only in schedule or strategy and
+ * have the same reason share a line. */
 static void plan_print_left_out(const plan_result *results, size_t count)
 {
     const plan_result *before = NULL;

@@ -1,6 +1,6 @@
-/* Measures this machine for tools/plan.c: matrix products and copies of the model's sizes on as many threads as ranks run
- * at once, and a message between two threads. Each result is the median of several runs, because other programs disturb
- * training as they disturb the runs. Include dtrain.h first. */
+/* Measures this machine for tools/plan.c: matrix products and copies of the model's sizes on as many threads as ranks
+ * run at once, and a message between two threads. Each result is the median of several runs, because other programs
+ * disturb training as they disturb the runs. Include dtrain.h first. */
 #ifndef PLAN_MEASURE_H
 #define PLAN_MEASURE_H
 
@@ -48,8 +48,8 @@ static inline double plan_median(double *numbers, int count)
     return count > 0 ? numbers[count / 2] : HUGE_VAL;
 }
 
-/* The three products of a linear layer: forward, the gradient of its input, the gradient of its weights. Their inputs do
- * not change, so that numbers neither grow nor vanish. */
+/* The three products of a linear layer: forward, the gradient of its input, the gradient of its weights. Their inputs
+ * do not change, so that numbers neither grow nor vanish. */
 static inline void plan_product_forward(const plan_measured *m, const plan_memories *a)
 {
     dtrain_sgemm(0, 1, m->rows, m->wide, m->width, 1, a->in, m->width, a->weight, m->width, 0, a->out, m->wide);
@@ -113,7 +113,7 @@ static inline dtrain_status plan_measure_compute(dtrain_comm *world, void *user)
     a.in = (float *)calloc(in + weight + out, sizeof(float));
     if (a.in == NULL)
         return DTRAIN_ERR_MEMORY;
-    for (size_t i = 0; i < in + weight + out; i++) /* touches all pages */
+    for (size_t i = 0; i < in + weight + out; i++) /* touches all pages, with small numbers */
         a.in[i] = 1e-3f;
     a.weight = a.in + in;
     a.out = a.weight + weight;

@@ -1,15 +1,17 @@
-/* What a step of train_gpt takes under a layout of ranks, estimated: memory, bytes and time of the ranks that have most
- * of each. Knows no files and prints nothing. Include dtrain.h first.
+/* Estimates a step of train_gpt under a layout of ranks: the memory, bytes and time of the ranks that have most of
+ * each. Include dtrain.h first.
  *
- * A layout is dp x pp x tp ranks: dp replicas of a pipeline of pp ranks, each of which is tp ranks that split every
- * layer. Parameters are cut as their table says (plan_table), and FSDP is over the dp ranks that hold the same part.
+ * A layout is dp x pp x tp ranks: dp replicas of a pipeline of pp stages, in each of which tp ranks split every layer.
+ * The function plan_table says how parameters are cut. FSDP works over the dp ranks that hold the same part.
  *
- * Time is that of the schedule's tasks, each of which takes its products, what else passes through the processor, and
- * its all-reduces over tp as far as they are not hidden; FSDP's gathers and reductions run beside a task, and make it
- * longer where they take longer than it. Ranks that are threads of one machine (processors) have none to run beside
- * them: what travels there is work as any other, and all share the processors.
+ * The time of a step is that of the schedule's tasks. A task takes the time of its products, of the other work of the
+ * processor, and of the all-reduces over tp that are not hidden. FSDP's gathers and reductions run beside a task, and
+ * make it longer if they take longer than the task.
  *
- *   source   Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (what a collective takes); Narayanan and others,
+ * Ranks that are threads of one machine (processors) have nothing beside them to send: there a message is work like any
+ * other, and all ranks share the processors.
+ *
+ *   source   Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (the cost of a collective); Narayanan and others,
  *            Megatron-LM, SC 2021 (what tensor and pipeline parallelism send) */
 #ifndef PLAN_MODEL_H
 #define PLAN_MODEL_H
@@ -25,18 +27,18 @@ typedef struct plan_memory {
     double weights, gradients, optimizer, activations, other, all;
 } plan_memory;
 
-/* What is known of a layout. Bytes of the rank that needs, or sends, the most; seconds of a step, which is the sum of
- * its parts. */
+/* The estimate of a layout. Bytes are those of the rank that needs, or sends, the most. Seconds are those of a step;
+ * step is the sum of compute, bubble, tp, pp and dp. */
 typedef struct plan_result {
     plan_layout layout;
-    char why[200]; /* it is left out, and what would fit; empty: it is not */
-    int fits;      /* in the memory of a rank */
-    int live;      /* stages' micro-batches whose activations a rank holds at once, at most */
+    char why[200]; /* why the layout is left out, and what would fit; empty: it is estimated */
+    int fits;      /* 1: in the memory of a rank */
+    int live;      /* the most micro-batches, over a rank's stages, whose activations it holds at once */
     plan_memory memory;
     double sent_tp, sent_pp, sent_dp, sent;
-    double compute, bubble, tp, pp, dp, step; /* dp: of the reductions and gathers what is not hidden */
+    double compute, bubble, tp, pp, dp, step; /* dp: the part of reductions and gathers that is not hidden */
     double tp_hidden, dp_hidden;
-    double bubble_share; /* that the ranks idle while the pipeline runs, were each alone on its processors */
+    double bubble_share; /* share of the pipeline's time in which ranks idle, if each has its own processor */
 } plan_result;
 
 /* ---- which layouts there are ---- */
@@ -55,7 +57,7 @@ static inline const char *plan_divisors(long count, long most, char *text, size_
     return text;
 }
 
-/* Says why a layout is none, in result->why; returns whether it is one. */
+/* Returns whether the model allows a layout; if not, result->why says why. */
 static inline int plan_is_legal(const plan_input *in, plan_result *result)
 {
     const plan_layout *l = &result->layout;
@@ -82,7 +84,7 @@ static inline int plan_is_legal(const plan_input *in, plan_result *result)
 
 /* ---- memory and bytes ---- */
 
-/* Adds what a stage needs of `live` micro-batches at once, and sends for all. */
+/* Adds what a stage needs with `live` micro-batches at once, and what it sends for all of them. */
 static inline void plan_add_stage(const plan_input *in, plan_result *result, const plan_stage *stage, int live)
 {
     const dtrain_fsdp_plan_result *f = &stage->fsdp;
@@ -101,7 +103,7 @@ static inline void plan_add_stage(const plan_input *in, plan_result *result, con
     result->live += live;
 }
 
-/* The most micro-batches of a chunk that a rank holds at once. */
+/* Returns the most micro-batches of a chunk that a rank holds at once. */
 static inline int plan_live(const dtrain_pipeline_plan *plan, int rank, int chunk)
 {
     int held = 0, most = 0;
@@ -116,7 +118,7 @@ static inline int plan_live(const dtrain_pipeline_plan *plan, int rank, int chun
     return most;
 }
 
-/* Memory of the rank that needs the most, bytes of the one that sends the most. */
+/* Sets the memory of the rank that needs the most, and the bytes of the rank that sends the most. */
 static inline void plan_most(const plan_input *in, const plan_stage *stages, const dtrain_pipeline_plan *plan,
                              plan_result *result)
 {
@@ -146,7 +148,7 @@ static inline void plan_most(const plan_input *in, const plan_stage *stages, con
 
 /* ---- time ---- */
 
-/* Plans the schedule with the stages' times, of which F, I and W have the same share in every stage. */
+/* Plans the schedule. In every stage F, I and W take the same shares of the stage's time. */
 static inline dtrain_status plan_schedule(const plan_input *in, const plan_layout *l, const plan_stage *stages,
                                           int with_dp, double transfer, double *shares, dtrain_pipeline_plan **plan)
 {
@@ -173,7 +175,7 @@ static inline dtrain_status plan_schedule(const plan_input *in, const plan_layou
     return dtrain_pipeline_plan_create(plan, &desc, NULL);
 }
 
-/* From what a schedule takes, its span: the library's, or when ranks share processors what plan_shared_span finds. */
+/* Finds the span of a schedule: the library's, or if ranks share processors that of plan_shared_span. */
 static inline dtrain_status plan_span(const plan_input *in, const plan_layout *l, const plan_stage *stages, int with_dp,
                                       double transfer, double *span)
 {
@@ -192,7 +194,7 @@ static inline dtrain_status plan_span(const plan_input *in, const plan_layout *l
     return status;
 }
 
-/* Sets compute and tp by the rank that has most to do, what of tp is hidden, and *all by what ranks do together. */
+/* Sets compute, tp and tp_hidden to those of the busiest rank, and *all to the sum over the ranks of a pipeline. */
 static inline void plan_busiest(const plan_input *in, const plan_stage *stages, plan_result *result, double *all)
 {
     const plan_layout *l = &result->layout;
@@ -215,7 +217,8 @@ static inline void plan_busiest(const plan_input *in, const plan_stage *stages, 
     }
 }
 
-/* Seconds of FSDP's that stand alone: before the first task, after the last, and at the step; *all with the rest. */
+/* Returns the seconds of FSDP's messages that nothing hides: before the first task, after the last and at the step.
+ * *all is those of all its messages. */
 static inline double plan_dp_edges(const plan_input *in, const plan_stage *stages, const plan_layout *l, double *all)
 {
     double publish = 0, most = 0, micro = (double)plan_micro(in, l), crowd = plan_crowd(in, l);
@@ -259,7 +262,8 @@ static inline dtrain_status plan_time(const plan_input *in, const plan_stage *st
         return status;
     plan_busiest(in, stages, result, &all);
     busy = result->compute + result->tp;
-    if (in->processors > 0 && all * (l->dp * l->tp) / (double)in->processors > busy) { /* the processors are busier */
+    /* the shared processors may have more to do than the busiest rank */
+    if (in->processors > 0 && all * (l->dp * l->tp) / (double)in->processors > busy) {
         double stretch = all * (l->dp * l->tp) / (double)in->processors / busy;
         result->compute *= stretch;
         result->tp *= stretch;
@@ -267,7 +271,7 @@ static inline dtrain_status plan_time(const plan_input *in, const plan_stage *st
     }
     edges = plan_dp_edges(in, stages, l, &travelling);
     result->compute += plan_optimizer_time(in, stages, l);
-    result->bubble = alone > busy ? alone - busy : 0; /* but for rounding it is never shorter */
+    result->bubble = alone > busy ? alone - busy : 0; /* only rounding makes it shorter */
     result->pp = with_transfer - alone;
     result->dp = with_dp - with_transfer + edges;
     result->dp_hidden = travelling > result->dp ? travelling - result->dp : 0;
@@ -288,7 +292,7 @@ static inline dtrain_status plan_stages(const plan_input *in, const plan_layout 
     return status;
 }
 
-/* Estimates a step under result->layout, or says in result->why why that is none.
+/* Estimates a step under result->layout, or sets result->why if the model does not allow the layout.
  *
  *   errors   DTRAIN_ERR_MEMORY; those of dtrain_fsdp_plan and dtrain_pipeline_plan_create
  */
@@ -321,7 +325,7 @@ static inline int plan_compare(const void *left, const void *right)
 {
     const plan_result *a = (const plan_result *)left, *b = (const plan_result *)right;
     int out = (a->why[0] != 0) - (b->why[0] != 0);
-    if (out != 0 || a->why[0] != 0) /* those that are left out stand last, in the order in which they were tried */
+    if (out != 0 || a->why[0] != 0) /* layouts that are left out stand last, in the order of plan_list */
         return out != 0 ? out : a->layout.number - b->layout.number;
     if (a->step < b->step || a->step > b->step)
         return a->step < b->step ? -1 : 1;
@@ -330,7 +334,7 @@ static inline int plan_compare(const void *left, const void *right)
     return a->layout.number - b->layout.number;
 }
 
-/* Lists the schedules of a pipeline, and the strategies over replicas, that differ; *result has the rest. */
+/* Lists a layout with every schedule of its pipeline and every strategy over its replicas. */
 static inline size_t plan_list_variants(const plan_input *in, plan_layout layout, plan_result *results)
 {
     static const dtrain_pipeline_schedule schedules[] = {DTRAIN_PIPELINE_1F1B, DTRAIN_PIPELINE_GPIPE,
@@ -349,7 +353,7 @@ static inline size_t plan_list_variants(const plan_input *in, plan_layout layout
     return used;
 }
 
-/* Lists every layout; results NULL only counts them. */
+/* Lists every layout and returns how many there are; results may be NULL. */
 static inline size_t plan_list(const plan_input *in, plan_result *results)
 {
     size_t used = 0;
@@ -369,9 +373,9 @@ static inline size_t plan_list(const plan_input *in, plan_result *results)
     return used;
 }
 
-/* Estimates every layout of the ranks, sorted by time, those that are none last.
+/* Estimates every layout of the ranks and sorts them by time; layouts that are left out stand last.
  *
- *   results   out: to be freed by the caller
+ *   results   out: the caller frees it
  *   errors    as plan_estimate */
 static inline dtrain_status plan_all(const plan_input *in, plan_result **results, size_t *count)
 {
@@ -389,7 +393,8 @@ static inline dtrain_status plan_all(const plan_input *in, plan_result **results
     return status;
 }
 
-/* Returns the fastest that fits; NULL: none does, and *least is the one that needs the least, or NULL. */
+/* Returns the fastest layout that fits. If none fits it returns NULL, and *least is the layout that needs the least
+ * memory, or NULL. */
 static inline const plan_result *plan_best(const plan_result *results, size_t count, const plan_result **least)
 {
     *least = NULL;
@@ -417,7 +422,7 @@ static inline const char *plan_strategy_name(const plan_layout *l)
     return l->strategy == DTRAIN_FULL_SHARD ? "full" : l->strategy == DTRAIN_SHARD_GRAD_OP ? "grad" : "ddp";
 }
 
-/* Writes the flags of train_gpt that say a layout. */
+/* Writes the flags of train_gpt for a layout. */
 static inline const char *plan_flags(const plan_input *in, const plan_layout *l, char *text, size_t size)
 {
     int used = snprintf(text, size, "--mesh dp=%d,pp=%d,tp=%d", l->dp, l->pp, l->tp);
@@ -430,7 +435,7 @@ static inline const char *plan_flags(const plan_input *in, const plan_layout *l,
     return text;
 }
 
-/* Writes an estimate as the key=value line that tools/bench prints. */
+/* Writes an estimate as a key=value line in the form of tools/bench.c. */
 static inline const char *plan_line(const plan_result *r, char *text, size_t size)
 {
     const plan_layout *l = &r->layout;

@@ -93,8 +93,8 @@ static inline int plan_shared_advance(plan_shared *s, double processors)
     return 1;
 }
 
-/* Returns how long a plan's tasks take in their order. The ranks share the processors evenly, and each rank uses at most
- * one. Returns a negative number if there is no memory.
+/* Returns how long a plan's tasks take in their order. The ranks share the processors evenly, and each rank uses at
+ * most one. Returns a negative number if there is no memory.
  *
  *   processors   above 0; a fraction if several copies of the pipeline share the processors */
 static inline double plan_shared_span(const dtrain_pipeline_plan *plan, double processors)

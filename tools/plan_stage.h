@@ -1,57 +1,63 @@
-/* One stage of the pipeline of a rank, for tools/plan_model.h: the table of its parameters, and what a micro-batch
- * takes in it. The model is that of examples/gpt.h, its parts those of tensor parallelism: columns of qkv and of the
- * first product after the norm, rows of the two that join the residual, rows of the two vocabularies; norms, positions
- * and the biases of the joining products are whole on every rank. Include dtrain.h first. */
+/* One stage of a rank's pipeline, for tools/plan_model.h: the table of its parameters, and what a micro-batch costs in
+ * it. Include dtrain.h first.
+ *
+ * The model is that of examples/gpt.h. Tensor parallelism cuts its parameters like this:
+ *
+ *   by columns   qkv and the first product after the second norm
+ *   by rows      the two products that join the residual, the embedding and the head's vocabulary
+ *   not at all   norms, positions, biases of the products that join the residual */
 #ifndef PLAN_STAGE_H
 #define PLAN_STAGE_H
 
 #include <string.h>
 
-/* What is asked, per rank where nothing else is said. */
+/* The question: the model, the step and the machine. */
 typedef struct plan_input {
     long layers, heads, width, context, vocab;
-    long sequences, micro;     /* of a step, over all ranks: a micro-batch has sequences / micro, without a rest */
-    long ranks, chunks;        /* chunks of the interleaved schedule */
-    long processors;           /* that all ranks share, threads of one machine; 0: each has its own */
-    double bandwidth, latency; /* of a link: bytes a second, seconds */
-    double memory;             /* bytes; 0: any */
-    double rate;               /* of matrix products: operations a second, two for a multiplication and its addition */
-    double copy_rate;          /* of anything else: bytes read and written a second */
+    long sequences, micro;     /* of a step, over all ranks; sequences is a multiple of micro, the micro-batches */
+    long ranks, chunks;        /* chunks: stages of a rank with the interleaved schedule */
+    long processors;           /* ranks are threads that share so many; 0: each rank has its own */
+    double bandwidth, latency; /* of a rank's link: bytes a second, seconds */
+    double memory;             /* bytes of a rank; 0: no limit */
+    double rate;               /* of a rank's matrix products: operations a second, two for each multiply-add */
+    double copy_rate;          /* of a rank's other work: bytes read and written a second */
 } plan_input;
 
 typedef struct plan_layout {
     int dp, pp, tp, chunks;
     dtrain_pipeline_schedule schedule;
     dtrain_strategy strategy;
-    int number; /* in the order in which layouts are tried */
+    int number; /* in the order of plan_list */
 } plan_layout;
 
 typedef struct plan_times {
-    double forward, input, weights; /* seconds of a micro-batch: the pass forward, and the two halves of the other */
+    double forward, input, weights; /* seconds of a micro-batch: forward, and the two halves of backward */
 } plan_times;
 
 enum { PLAN_PARAMS = 17 };
 
 typedef struct plan_stage {
     dtrain_param table[PLAN_PARAMS];
-    size_t params, elements, first_unit; /* elements of all its units, and of the first */
+    size_t params, elements, first_unit; /* elements: of all units; first_unit: of the first one */
     int units;
     dtrain_fsdp_plan_result fsdp; /* of dp rank 0, which has the largest slices */
-    double activations;           /* bytes of a micro-batch that is held */
+    double activations;           /* bytes held for a micro-batch */
     plan_times compute;
-    double tp_forward, tp_input, tp_hidden; /* seconds a micro-batch that it waits for tp, and does not have to */
+    double tp_forward, tp_input, tp_hidden; /* seconds of a micro-batch's all-reduces over tp: not hidden, and hidden */
     double tp_bytes, pp_bytes;              /* sent for a micro-batch */
-    double dp_gather_forward, dp_gather_backward, dp_reduce; /* seconds a micro-batch */
-    double dp_publish, dp_first_gather, dp_last_reduce;      /* seconds a step */
+    double dp_gather_forward, dp_gather_backward, dp_reduce; /* seconds of a micro-batch */
+    double dp_publish, dp_first_gather, dp_last_reduce;      /* seconds of a step */
 } plan_stage;
 
-/* What takes as long as an element of the parameters, in floats copied on one thread: in each micro-batch a gradient
- * that is zeroed, added to by its product, taken over and added up; in a step the norm, the division and AdamW. */
+/* The work on one element of the parameters, as the number of floats that one thread copies in the same time.
+ *
+ *   PLAN_GRADIENT_FLOATS   of a micro-batch: the gradient is zeroed, added to by its product, taken over and summed
+ *   PLAN_STEP_FLOATS       of a step: the norm, the division and AdamW */
 #define PLAN_GRADIENT_FLOATS 16
 #define PLAN_STEP_FLOATS 12
-#define PLAN_BUCKET_BYTES 1048576.0 /* dtrain_fsdp_desc.bucket_bytes by default */
+#define PLAN_BUCKET_BYTES 1048576.0 /* the default of dtrain_fsdp_desc.bucket_bytes */
 
-/* The longest part of count elements that parts hold: see dtrain_shard. */
+/* Returns the longest part of count elements: see dtrain_shard. */
 static inline size_t plan_largest(size_t count, int parts)
 {
     return (count + (size_t)parts - 1) / (size_t)parts;
@@ -62,13 +68,13 @@ static inline int plan_ranks(const plan_layout *l)
     return l->dp * l->pp * l->tp;
 }
 
-/* Micro-batches of a replica. */
+/* Returns the micro-batches of a replica. */
 static inline long plan_micro(const plan_input *in, const plan_layout *l)
 {
     return in->micro / l->dp;
 }
 
-/* Rows of a micro-batch: tokens. */
+/* Returns the rows of a micro-batch, which are its tokens. */
 static inline double plan_rows(const plan_input *in)
 {
     return (double)(in->sequences / in->micro) * (double)in->context;
@@ -79,13 +85,13 @@ static inline double plan_activation_bytes(const plan_input *in)
     return plan_rows(in) * (double)in->width * (double)sizeof(float);
 }
 
-/* Whether what travels has something beside the ranks' processors to travel on. */
+/* Returns whether messages overlap with computation. Ranks that are threads need processors to spare for that. */
 static inline int plan_overlaps(const plan_input *in)
 {
     return in->processors == 0 || in->processors > in->ranks;
 }
 
-/* By how much ranks hold each other up when all compute. */
+/* Returns how many ranks share a processor when all compute; at least 1. */
 static inline double plan_crowd(const plan_input *in, const plan_layout *l)
 {
     return in->processors > 0 && in->processors < plan_ranks(l) ? plan_ranks(l) / (double)in->processors : 1.0;
@@ -96,7 +102,7 @@ static inline int plan_gathers_each_time(const plan_layout *l)
     return l->strategy == DTRAIN_FULL_SHARD;
 }
 
-/* ---- what messages take ---- */
+/* ---- the time of messages ---- */
 
 typedef struct plan_message {
     double seconds, bytes; /* bytes that a rank sends */
@@ -107,7 +113,7 @@ static inline double plan_message_time(const plan_input *in, double bytes)
     return in->latency + bytes / in->bandwidth;
 }
 
-/* Rounds in which the number of ranks that have met doubles. */
+/* Returns the rounds of a collective that doubles its reach in each round. */
 static inline int plan_rounds(int ranks)
 {
     int rounds = 0;
@@ -116,7 +122,7 @@ static inline int plan_rounds(int ranks)
     return rounds;
 }
 
-/* An all-reduce by recursive doubling, or by halving and doubling, which is the faster. */
+/* Returns the cost of an all-reduce: recursive doubling, or halving and doubling if that is faster. */
 static inline plan_message plan_all_reduce(const plan_input *in, int ranks, double bytes)
 {
     double rounds = plan_rounds(ranks), halved = 2.0 * bytes * (ranks - 1) / ranks;
@@ -125,7 +131,7 @@ static inline plan_message plan_all_reduce(const plan_input *in, int ranks, doub
     return doubling.seconds < halving.seconds ? doubling : halving;
 }
 
-/* ---- its parameters ---- */
+/* ---- the parameters of a stage ---- */
 
 static inline void plan_param(plan_stage *stage, const char *name, int unit, int layers, size_t a, size_t b)
 {
@@ -166,8 +172,8 @@ static inline void plan_layer_params(const plan_input *in, const plan_layout *l,
     stage->units += layers;
 }
 
-/* Lists the parameters of tensor-parallel rank 0, which has the largest part: the first stage has the embedding, the
- * last the head. */
+/* Lists the parameters of tensor-parallel rank 0, which has the largest part. The first stage has the embedding, the
+ * last stage the head. */
 static inline void plan_table(const plan_input *in, const plan_layout *l, plan_stage *stage, int layers, int first,
                               int last)
 {
@@ -186,11 +192,11 @@ static inline void plan_table(const plan_input *in, const plan_layout *l, plan_s
     }
 }
 
-/* ---- what a micro-batch takes ---- */
+/* ---- the cost of a micro-batch ---- */
 
-/* Sizes of a tensor-parallel part, as factors of times and bytes. */
+/* The sizes of a tensor-parallel part that times and bytes depend on. */
 typedef struct plan_sizes {
-    double rows, C, part, wide, vocab, scores; /* scores: of attention, those of this rank's heads, a row */
+    double rows, C, part, wide, vocab, scores; /* scores: attention scores of this rank's heads in a row */
 } plan_sizes;
 
 static inline plan_sizes plan_sizes_of(const plan_input *in, const plan_layout *l)
@@ -205,8 +211,9 @@ static inline plan_sizes plan_sizes_of(const plan_input *in, const plan_layout *
     return s;
 }
 
-/* Bytes that are held from a micro-batch's pass forward to its pass back: those that examples/gpt.h keeps, what is
- * handed on to the next stage, and where weights wait for their gradients, the gradients of all products' results. */
+/* Sets the bytes that a micro-batch holds from its forward to its backward pass. They are the activations that
+ * examples/gpt.h keeps and the output for the next stage. With the schedule zb they are also the gradients of all
+ * products' results, because the weights' gradients come later. */
 static inline void plan_held(const plan_sizes *s, const plan_layout *l, plan_stage *stage, int layers, int last)
 {
     double floats = layers * (4 * s->C + 4 * s->part + 2 * s->wide + 4 + s->scores);
@@ -216,8 +223,8 @@ static inline void plan_held(const plan_sizes *s, const plan_layout *l, plan_sta
     stage->activations = s->rows * floats * (double)sizeof(float);
 }
 
-/* Bytes that a rank has once, whatever it holds: gradients on their way back through a layer, and of a pipeline what is
- * received ahead, an activation and a gradient. */
+/* Returns the bytes that a rank needs once, for any number of micro-batches: the gradients inside a layer. In a
+ * pipeline it also receives an activation and a gradient ahead. */
 static inline double plan_scratch(const plan_input *in, const plan_layout *l)
 {
     plan_sizes s = plan_sizes_of(in, l);
@@ -225,10 +232,15 @@ static inline double plan_scratch(const plan_input *in, const plan_layout *l)
     return (floats + (double)in->context * (double)in->context + 2 * s.C) * (double)sizeof(float);
 }
 
-/* Products at one rate; what else passes through the processor at the other, in floats copied that take as long on one
- * thread: of the loops of examples/nn.h a layer norm 2 an element (read, written), a GELU 4 and back 5, a residual and
- * a bias 1, attention beside its products 9 a score and back 5, the loss 7 a logit; and what FSDP does to a gradient.
- */
+/* Sets the seconds of a micro-batch. Products run at `rate`, all other loops at `copy_rate`. The loops of examples/nn.h
+ * count as floats that one thread copies in the same time:
+ *
+ *   layer norm                       2 an element: read and written
+ *   GELU                             4 an element, 5 back
+ *   residual, bias                   1 an element
+ *   attention without its products   9 a score, 5 back
+ *   loss                             7 a logit
+ *   FSDP                             PLAN_GRADIENT_FLOATS a gradient */
 static inline void plan_compute(const plan_input *in, const plan_sizes *s, plan_stage *stage, int layers, int first,
                                 int last)
 {
@@ -245,7 +257,8 @@ static inline void plan_compute(const plan_input *in, const plan_sizes *s, plan_
     t->weights += (double)stage->elements * PLAN_GRADIENT_FLOATS * copy;
 }
 
-/* Adds an all-reduce of the pass back, hidden as far as the product of the same layer's weights takes. */
+/* Adds an all-reduce of the backward pass. The product of the same layer's weights hides as much of it as the product
+ * takes. */
 static inline void plan_add_hidden(plan_stage *stage, plan_message reduce, double product)
 {
     double hidden = reduce.seconds < product ? reduce.seconds : product;
@@ -254,12 +267,15 @@ static inline void plan_add_hidden(plan_stage *stage, plan_message reduce, doubl
     stage->tp_bytes += reduce.bytes;
 }
 
-/* All-reduces over tp: of a layer two forward, whose sums the next line needs, and two back; of the embedding one; of
- * the head one back, and the largest logit, the sum and the target's of each row. */
+/* Sets the all-reduces over tp. Those of the forward pass are not hidden, because the next operation needs the sums.
+ *
+ *   a layer     two forward, two back
+ *   embedding   one forward
+ *   head        for each row the largest logit, the sum and the target's logit; one back */
 static inline void plan_tp(const plan_input *in, const plan_layout *l, const plan_sizes *s, plan_stage *stage,
                            int layers, int first, int last)
 {
-    int hides = plan_overlaps(in) && l->schedule != DTRAIN_PIPELINE_ZB_H1; /* whose weights come later */
+    int hides = plan_overlaps(in) && l->schedule != DTRAIN_PIPELINE_ZB_H1; /* there the weights' product comes later */
     double product = hides ? 2 * s->rows * s->C / in->rate : 0, row = s->rows * (double)sizeof(float);
     plan_message wide = plan_all_reduce(in, l->tp, plan_activation_bytes(in));
     plan_message most = plan_all_reduce(in, l->tp, row), sums = plan_all_reduce(in, l->tp, 2 * row);
@@ -275,7 +291,7 @@ static inline void plan_tp(const plan_input *in, const plan_layout *l, const pla
         plan_add_hidden(stage, wide, product * s->vocab);
 }
 
-/* FSDP's gathers and reductions: bytes by its plan, messages by the unit. */
+/* Sets FSDP's gathers and reductions: the bytes of dtrain_fsdp_plan, and the messages of each unit. */
 static inline void plan_dp(const plan_input *in, const plan_layout *l, plan_stage *stage)
 {
     const dtrain_fsdp_plan_result *f = &stage->fsdp;
@@ -284,7 +300,7 @@ static inline void plan_dp(const plan_input *in, const plan_layout *l, plan_stag
     double reductions = stage->units;
     if (l->dp == 1)
         return;
-    if (l->strategy == DTRAIN_DDP) { /* small units are reduced together */
+    if (l->strategy == DTRAIN_DDP) { /* a bucket reduces small units together */
         double buckets = (double)stage->elements * (double)sizeof(float) / PLAN_BUCKET_BYTES + 1;
         reductions = 2 * (buckets < reductions ? buckets : reductions);
     }
@@ -300,7 +316,8 @@ static inline void plan_dp(const plan_input *in, const plan_layout *l, plan_stag
         stage->dp_gather_backward = ((double)f->sent_gather - gathered) / in->bandwidth + (stage->units - 2) * a_unit;
 }
 
-/* Seconds of a stage's tasks for a micro-batch, FSDP beside them or, where nothing overlaps, after them. */
+/* Returns the seconds of a stage's tasks for a micro-batch. FSDP's messages run beside them, or after them if nothing
+ * overlaps. */
 static inline plan_times plan_task_times(const plan_stage *s, const plan_layout *l, int overlaps, int with_dp)
 {
     plan_times t = {s->compute.forward + s->tp_forward, s->compute.input + s->tp_input, s->compute.weights};
@@ -322,7 +339,7 @@ static inline plan_times plan_task_times(const plan_stage *s, const plan_layout 
     return t;
 }
 
-/* Fills in a stage of so many layers. */
+/* Fills in a stage of `layers` layers. */
 static inline dtrain_status plan_stage_set(const plan_input *in, const plan_layout *l, plan_stage *stage, int layers,
                                            int first, int last)
 {

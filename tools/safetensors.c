@@ -208,7 +208,8 @@ static int cat(const dtrain_safetensors_model *model, int argc, char **argv)
         return tool_wrong("safetensors", "BEGIN", argv[1], "a number from 0 to %zu is expected", tensor->count);
     count = tensor->count - begin;
     if (argc > 2 && !tool_whole(argv[2], 0, tensor->count - begin, &count))
-        return tool_wrong("safetensors", "COUNT", argv[2], "a number from 0 to %" PRIu64 " is expected", tensor->count - begin);
+        return tool_wrong("safetensors", "COUNT", argv[2], "a number from 0 to %" PRIu64 " is expected",
+                          tensor->count - begin);
     return print_elements(file, tensor, (size_t)begin, (size_t)count);
 }
 

@@ -127,7 +127,8 @@ static inline void progress_show(double done, double total, const char *format, 
     if (done > 0 && done <= total && now - tool_line.begun_ns >= 500000000) {
         double seconds = (double)(now - tool_line.begun_ns) * 1e-9 * (total - done) / done;
         int in_minutes = seconds >= 120;
-        used += snprintf(text + used, 40, ", %.0f %s left", in_minutes ? seconds / 60 : seconds, in_minutes ? "min" : "s");
+        used += snprintf(text + used, 40, ", %.0f %s left", in_minutes ? seconds / 60 : seconds,
+                         in_minutes ? "min" : "s");
     }
     columns = ioctl(2, TIOCGWINSZ, &size) == 0 && size.ws_col > 1 ? size.ws_col : TOOL_COLUMNS;
     tool_line.drawn = used < columns ? used : columns - 1; /* a full last column would wrap */
