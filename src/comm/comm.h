@@ -1,6 +1,17 @@
 /* ---- >>comm ----
  * Groups of ranks and the collectives between them. A dtrain_comm is one rank's end of a group. Every rank of the group
- * makes the same collective calls in the same order.
+ * makes the same collective calls in the same order. `count` is the total, and a rank's shard is its part of it as
+ * dtrain_shard cuts it. The size of the group need not divide count.
+ *
+ *   call             a rank gives              a rank gets
+ *   all_reduce       count elements            the reduction of all inputs
+ *   reduce_scatter   count elements            its shard of the reduction
+ *   all_gather       its shard                 count elements: all shards
+ *   broadcast        root: count elements      the root's elements
+ *   reduce           count elements            root: the reduction of all inputs
+ *   gather           its shard                 root: count elements: all shards
+ *   scatter          root: count elements      its shard
+ *   all_to_all       count elements            its shard of every rank's elements
  *
  * ---- >>order ----
  * Reductions add along the balanced binary tree over ranks. Its left part is the largest power of two below the number
@@ -154,7 +165,7 @@ typedef enum dtrain_progress {
  *   source    RFC 8439 (ChaCha20-Poly1305), RFC 5869 (HKDF-SHA256) */
 typedef struct dtrain_comm_desc {
     int rank;                    /* used when world_size is not 0 */
-    int world_size;              /* 0: from the environment */
+    int world_size;              /* up to 1,024; 0: from the environment */
     const char *root;            /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
     const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
@@ -199,8 +210,10 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrai
 
 /* Starts what dtrain_comm_create does. Call dtrain_comm_ready until it says that the group has formed.
  *
- * A numeric root address never blocks. A host name is looked up by the system's resolver, which may block. Errors in
- * arguments are returned at once.
+ * A numeric root address never blocks. A host name is looked up by the system's resolver, which may block.
+ *
+ *   comm, desc   as dtrain_comm_create
+ *   errors       what is found at once, such as bad arguments; dtrain_comm_ready returns the others
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc);
@@ -218,7 +231,9 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready);
 
 /* Makes the `ranks` ends of a group for a program that brings its own threads: comms[r] is rank r's end.
  *
- *   comms    out: ranks pointers. One thread at a time uses each, and each is destroyed by itself
+ *   comms    out: ranks pointers, NULL on an error. One thread at a time uses each, and each is destroyed by itself
+ *   ranks    1 to 1,024
+ *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY
  *
  * any thread */
@@ -226,8 +241,9 @@ DTRAIN_API_MUST dtrain_status dtrain_threads_create(dtrain_comm **comms, int ran
 
 /* Runs body once for each rank, on a thread of its own, and returns when all have returned.
  *
- *   body      gets its rank's end, which is destroyed after body returns. If body returns an error, its ends of other
- *             groups count as gone, too; destroying them is still the program's part
+ *   ranks     1 to 1,024
+ *   body      gets user and its rank's end, which is destroyed after body returns. If body returns an error, its ends
+ *             of other groups count as gone, too, but the program still destroys them
  *   returns   DTRAIN_OK if every body returned it; else the status of the rank that failed first, with a text that
  *             begins with that rank's number. Ranks that wait for it get DTRAIN_ERR_PEER_LOST
  *
@@ -244,7 +260,7 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
  *   receive what this rank has sent             the data
  *   need this rank for more                     DTRAIN_ERR_PEER_LOST, "rank 2 has left the group"
  *   a collective that this rank has not ended   the same
- *   messages between other ranks                nothing: the group is whole for them
+ *   send messages to each other                 everything as before
  *
  * Two cases do break the group. An exchange that needs this rank has stopped in the middle of its other message. Or
  * this rank had met an error in the group before it left; the peers' text gives that as the reason.
@@ -374,7 +390,9 @@ DTRAIN_API_MUST dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void 
 
 /* Copies `count` elements from rank root to every rank, in place.
  *
+ *   buffer   count elements, read on the root and overwritten elsewhere
  *   dtype    any of whole bytes
+ *   root     0 <= root < size of comm
  *   errors   as dtrain_all_reduce
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
@@ -383,6 +401,7 @@ DTRAIN_API_MUST dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, 
 
 /* Reduces `count` elements over all ranks to rank root.
  *
+ *   in       count elements
  *   out      on the root: count elements, may be the same as in; elsewhere: not touched, may be NULL
  *   others   as dtrain_all_reduce
  *
@@ -450,8 +469,10 @@ DTRAIN_API_MUST dtrain_status dtrain_barrier(dtrain_comm *comm);
 
 /* Sends `count` elements to rank peer, which calls dtrain_recv with the same count and dtype.
  *
- * Messages between two ranks keep their order. The call may return before the peer has received.
+ * Messages from one rank to another keep their order. The call may return before the peer has received.
  *
+ *   in       count elements
+ *   dtype    any of whole bytes
  *   peer     another rank than this one
  *   errors   as dtrain_all_reduce
  *
@@ -465,6 +486,7 @@ DTRAIN_API_MUST dtrain_status dtrain_send(dtrain_comm *comm, const void *in, siz
  * sent before the group broke is not lost. It takes none after dtrain_comm_abort, nor after another call of this rank
  * has stopped in the middle of a message.
  *
+ *   out      count elements
  *   errors   as dtrain_all_reduce; on DTRAIN_ERR_MISMATCH the message has another count or dtype, and out is unchanged
  *
  * one thread per object; blocks up to timeout_ms */
@@ -492,7 +514,7 @@ DTRAIN_API_MUST dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in,
  *   buffers  belong to the operation until it is done, and so do arrays of counts and offsets
  *   errors   bad arguments at once; all others from dtrain_work_wait
  *
- * collective: every rank of comm, same order; never blocks */
+ * collective (send and recv: this rank and its peer): every rank of comm, same order; never blocks */
 DTRAIN_API_MUST dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                       dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,

@@ -18,6 +18,7 @@ extern "C" {
  * of comm. It may be destroyed before or after comm.
  *
  *   color    0 or more; negative: this rank is in none of the groups
+ *   key      any number; ranks with equal keys keep their order
  *   group    out: this rank's end; NULL for a negative color and on an error
  *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; and
  *            DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO  the text says on which rank
