@@ -33284,7 +33284,7 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %zu of the table has no name: give it one", index);
     unsigned bits = dtrain_dtype_bits(param->dtype);
     if (bits == 0 || bits % 8 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d is none of whole bytes: use DTRAIN_F32",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d has no whole bytes: use DTRAIN_F32",
                             name, (int)param->dtype);
     if (param->ndim < 0 || param->ndim > DTRAIN_MAX_DIMS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: ndim is %d, expected 0 to %d", name, param->ndim,
@@ -33679,8 +33679,9 @@ static dtrain_status dtrain__parts_check_cut(const dtrain_param *param, int dim,
                             param->shape[dim], dim, blocks);
     if (parts < 1 || index < 0 || index >= parts)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_param_cut: parameter %s, part %d of %d: expected 0 to parts - 1, and a part", name,
-                            index, parts);
+                            "dtrain_param_cut: parameter %s: index is %d and parts %d, expected an index from 0 to "
+                            "parts - 1",
+                            name, index, parts);
     int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
     if (cut >= 0 && cut < DTRAIN_MAX_DIMS && param->shape[cut] != param->part->shape[cut])
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -33721,9 +33722,9 @@ DTRAIN_API dtrain_status dtrain_param_layers(dtrain_param *param, dtrain_param_p
                             dtrain__parts_name(param));
     if (count < 1 || first > param->shape[0] || count > param->shape[0] - first)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_param_layers: parameter %s has %zu layers, of which %zu from %zu on are asked for: "
-                            "expected 1 or more of them",
-                            dtrain__parts_name(param), param->shape[0], count, first);
+                            "dtrain_param_layers: parameter %s has %zu layers: first is %zu and count %zu, expected 1 "
+                            "or more of these layers",
+                            dtrain__parts_name(param), param->shape[0], first, count);
     dtrain__parts_begin(param, part);
     part->first_layer += first;
     param->shape[0] = count;
@@ -34689,7 +34690,8 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
         return DTRAIN_OK;
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compress: kind %d%s; expected one of dtrain_compression, and own where it is OWN",
+                            "compress: kind %d%s: expected one of dtrain_compression, and own for "
+                            "DTRAIN_COMPRESS_OWN",
                             (int)desc->kind, desc->own == NULL ? " without own" : "");
     *made = *desc->own;
     made->destroy = NULL;
@@ -37633,7 +37635,7 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     int error = dtrain__worker_start(&reducer->worker);
     if (error != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO,
-                              "the system refused a thread (%s): set no_overlap to send what is compressed without one",
+                              "the system refused a thread (%s): set no_overlap to send without one",
                               strerror(error));
     return status;
 }
@@ -39710,8 +39712,8 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
     if (status != DTRAIN_OK)
         return status;
     return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
-                        "%s: %lld parts of the model have dropped the step, whose ranks say why: it is dropped on all, "
-                        "the objects can be used",
+                        "%s: %lld parts of the model have dropped the step, so all parts do: see the errors of their "
+                        "ranks; the objects can be used",
                         call, (long long)dropped);
 }
 
@@ -40722,7 +40724,7 @@ static dtrain_status dtrain__fsdp_adopt_values(dtrain_fsdp *fsdp, const dtrain_p
     for (size_t i = 0; i < count && status == DTRAIN_OK && fsdp->desc.no_broadcast; i++)
         if (table[i].dtype == DTRAIN_F32 && given[i] != (table[i].data != NULL))
             status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                  "%s has %s on rank 0 and %s here: with no_broadcast every rank brings its values",
+                                  "parameter %s has %s on rank 0 and %s here: with no_broadcast every rank needs data",
                                   table[i].name, given[i] ? "data" : "none", given[i] ? "none" : "data");
     for (size_t i = 0; i < count && status == DTRAIN_OK; i++)
         if (given[i])

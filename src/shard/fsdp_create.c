@@ -434,7 +434,7 @@ static dtrain_status dtrain__fsdp_adopt_values(dtrain_fsdp *fsdp, const dtrain_p
     for (size_t i = 0; i < count && status == DTRAIN_OK && fsdp->desc.no_broadcast; i++)
         if (table[i].dtype == DTRAIN_F32 && given[i] != (table[i].data != NULL))
             status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                  "%s has %s on rank 0 and %s here: with no_broadcast every rank brings its values",
+                                  "parameter %s has %s on rank 0 and %s here: with no_broadcast every rank needs data",
                                   table[i].name, given[i] ? "data" : "none", given[i] ? "none" : "data");
     for (size_t i = 0; i < count && status == DTRAIN_OK; i++)
         if (given[i])

@@ -474,8 +474,8 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
     if (status != DTRAIN_OK)
         return status;
     return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
-                        "%s: %lld parts of the model have dropped the step, whose ranks say why: it is dropped on all, "
-                        "the objects can be used",
+                        "%s: %lld parts of the model have dropped the step, so all parts do: see the errors of their "
+                        "ranks; the objects can be used",
                         call, (long long)dropped);
 }
 

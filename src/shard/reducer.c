@@ -206,7 +206,7 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     int error = dtrain__worker_start(&reducer->worker);
     if (error != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO,
-                              "the system refused a thread (%s): set no_overlap to send what is compressed without one",
+                              "the system refused a thread (%s): set no_overlap to send without one",
                               strerror(error));
     return status;
 }

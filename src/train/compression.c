@@ -64,7 +64,8 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
         return DTRAIN_OK;
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compress: kind %d%s; expected one of dtrain_compression, and own where it is OWN",
+                            "compress: kind %d%s: expected one of dtrain_compression, and own for "
+                            "DTRAIN_COMPRESS_OWN",
                             (int)desc->kind, desc->own == NULL ? " without own" : "");
     *made = *desc->own;
     made->destroy = NULL;

@@ -137,7 +137,7 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %zu of the table has no name: give it one", index);
     unsigned bits = dtrain_dtype_bits(param->dtype);
     if (bits == 0 || bits % 8 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d is none of whole bytes: use DTRAIN_F32",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d has no whole bytes: use DTRAIN_F32",
                             name, (int)param->dtype);
     if (param->ndim < 0 || param->ndim > DTRAIN_MAX_DIMS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: ndim is %d, expected 0 to %d", name, param->ndim,

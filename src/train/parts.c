@@ -37,8 +37,9 @@ static dtrain_status dtrain__parts_check_cut(const dtrain_param *param, int dim,
                             param->shape[dim], dim, blocks);
     if (parts < 1 || index < 0 || index >= parts)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_param_cut: parameter %s, part %d of %d: expected 0 to parts - 1, and a part", name,
-                            index, parts);
+                            "dtrain_param_cut: parameter %s: index is %d and parts %d, expected an index from 0 to "
+                            "parts - 1",
+                            name, index, parts);
     int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
     if (cut >= 0 && cut < DTRAIN_MAX_DIMS && param->shape[cut] != param->part->shape[cut])
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -79,9 +80,9 @@ DTRAIN_API dtrain_status dtrain_param_layers(dtrain_param *param, dtrain_param_p
                             dtrain__parts_name(param));
     if (count < 1 || first > param->shape[0] || count > param->shape[0] - first)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_param_layers: parameter %s has %zu layers, of which %zu from %zu on are asked for: "
-                            "expected 1 or more of them",
-                            dtrain__parts_name(param), param->shape[0], count, first);
+                            "dtrain_param_layers: parameter %s has %zu layers: first is %zu and count %zu, expected 1 "
+                            "or more of these layers",
+                            dtrain__parts_name(param), param->shape[0], first, count);
     dtrain__parts_begin(param, part);
     part->first_layer += first;
     param->shape[0] = count;
