@@ -35660,8 +35660,8 @@ static int dtrain__layout_levels(int micro_batches)
 #define DTRAIN__PAGES
 
 #define DTRAIN__PAGES_SEAM 0x8000u /* in users: a move has begun here, or ended before */
-#define DTRAIN__PAGES_PARKED 64    /* stretches, at most */
-#define DTRAIN__PAGES_FEW 16       /* are not worth a move */
+#define DTRAIN__PAGES_PARKED 64    /* parked runs, at most */
+#define DTRAIN__PAGES_FEW 16       /* fewer pages are not worth a move */
 
 typedef struct dtrain__pages_parked_run {
     size_t first, count;
@@ -37691,7 +37691,7 @@ static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* A step is over; see dtrain__compression_step_over. */
+/* Ends a step: see dtrain__compression_step_over. */
 static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
 {
     if (reducer != NULL)

@@ -17,8 +17,8 @@
 #include "../base/memory.c"
 
 #define DTRAIN__PAGES_SEAM 0x8000u /* in users: a move has begun here, or ended before */
-#define DTRAIN__PAGES_PARKED 64    /* stretches, at most */
-#define DTRAIN__PAGES_FEW 16       /* are not worth a move */
+#define DTRAIN__PAGES_PARKED 64    /* parked runs, at most */
+#define DTRAIN__PAGES_FEW 16       /* fewer pages are not worth a move */
 
 typedef struct dtrain__pages_parked_run {
     size_t first, count;

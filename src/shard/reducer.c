@@ -262,7 +262,7 @@ static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* A step is over; see dtrain__compression_step_over. */
+/* Ends a step: see dtrain__compression_step_over. */
 static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
 {
     if (reducer != NULL)

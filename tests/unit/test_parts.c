@@ -102,7 +102,7 @@ TEST(what_cannot_be_cut_is_refused_and_left_as_it_was)
     CHECK_EQ(dtrain_param_cut(&param, &part, 1, 0, 0, 0, 0), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_param_cut(&param, &part, 1, 0, 0, 2, -1), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_param_layers(&param, &part, 2, 3), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "has 4 layers, of which 3 from 2 on");
+    CHECK_CONTAINS(dtrain_last_error(), "has 4 layers: first is 2 and count 3");
     CHECK_EQ(dtrain_param_layers(&param, &part, 2, 0), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_param_layers(&param, &part, SIZE_MAX, 2), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_param_cut(&param, NULL, 1, 0, 0, 2, 0), DTRAIN_ERR_INVALID);
