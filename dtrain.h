@@ -18,11 +18,15 @@
  *     >>pieces       lists of what objects keep, for checkpoints and file formats of your own
  *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
  *     >>transport    the table to fill for a transport of your own
- *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, groups
- *                    of groups, survivors, the store
+ *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, the
+ *                    store
  *     >>order        the order in which a reduction adds
+ *     >>disagree     what you see when ranks do not make the same calls
+ *     >>groups       groups of a group's ranks, meshes, survivors
+ *     >>own_transport  groups over a transport of your own
  *     >>device-group collectives on memory of devices: staged through the CPU's, or on each other's by events
  *                    or by flags
+ *     >>compress-descs   how to say what is sent compressed
  *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
  *     >>train        parameter table, sampler, optimizers, schedules
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
@@ -312,7 +316,8 @@
  *     Leaving   A rank that destroys its end has left the group. That breaks nothing: calls that need this rank fail
  *               with "rank 2 has left the group", and others go on.
  *     Failure   A rank that dies, or is silent for heartbeat_ms, breaks its groups. So does dtrain_comm_abort. The
- *               leader (rank 0, or the lowest rank that is left) tells the others. Once a rank knows, its calls fail at
+ *               leader (rank 0, or the lowest rank that is left) tells the others. A killed process is known within two
+ *               seconds, a stopped one or a host that is cut off within heartbeat_ms. Once a rank knows, its calls fail at
  *               once, with the number of the lost rank and the first cause. Only dtrain_recv still takes what had
  *               arrived. The survivors may go on: dtrain_comm_shrink makes a group of them, and dtrain_resync copies
  *               the state of the rank with the highest step to all.

@@ -2,7 +2,7 @@
 """Holds README.md and src/manual.h to what they show: called by tests/unit/readme.sh.
 
   python3 tests/unit/readme.py snippets        each code block of the manual stands in one function of snippets.c, in order
-  python3 tests/unit/readme.py programs DIR    writes README's programs into DIR; those that are in parts are put together
+  python3 tests/unit/readme.py programs DIR    looks at README's program, and writes that of its three steps into DIR/parts.c
   python3 tests/unit/readme.py commands        runs README's commands; prints what differs from the output that it shows
   python3 tests/unit/readme.py tables          the tables of examples, environment variables, parts and sections are complete
 
@@ -105,7 +105,7 @@ def fences(text):
 
 
 def programs(readme, directory):
-    """Writes whole.c, the first block; and parts.c, which is made of the others."""
+    """Compares the first block with quickstart.c, which a command of README builds; writes parts.c, made of the others."""
     blocks = fences(readme)
     whole = [b for b in blocks if "int main(" in b]
     heads = [b for b in blocks if "int main(" not in b and all(re.match(r"#|$", line) for line in b.split("\n"))]
@@ -115,7 +115,7 @@ def programs(readme, directory):
     own = iter(OWN)
     body = re.sub(r"^\.\.\..*$", lambda _: next(own, "?"), "".join(calls), flags=re.M)
     check(next(own, None) is None and "?" not in body, "the calls have two places for the program's own code", body)
-    (directory / "whole.c").write_text("".join(whole))
+    check(whole and whole[0] in (ROOT / "examples/quickstart.c").read_text(), "README's program is examples/quickstart.c")
     (directory / "parts.c").write_text("".join(heads) + FIXTURE % body)
 
 
@@ -177,12 +177,14 @@ def tables(manual, readme):
     parts = re.findall(r"^part (\w+)", (ROOT / "src/order.txt").read_text(), re.M)
     listed = re.findall(r"^ \*     ([A-Z]+) +\d+ +\d+ %", manual, re.M)
     check(sorted(parts) == sorted(listed), "PARTS lists every part of src/order.txt", f"  {parts} {listed}")
-    contents = set(re.findall(r"^ \*     (>>[a-z-]+)", manual, re.M))
-    marks = set(re.findall(r">>[a-z-]+(?= ----)", "\n".join(p.read_text() for p in (ROOT / "src").rglob("*.h"))))
+    contents = set(re.findall(r"^ \*     (>>[a-z_-]+)", manual, re.M))
+    public = (ROOT / "src/order.txt").read_text().split("[implementation]")[0]
+    heads = "\n".join((ROOT / "src" / name).read_text() for name in re.findall(r"^\S+\.h$", public, re.M))
+    marks = set(re.findall(r"---- (>>[a-z_-]+) ----", heads))
     files = {p.name for p in (ROOT / "examples").glob("*.*") if p.suffix != ".h"}
     shown = set(re.findall(r"^\| `(\w+\.\w+)` \|", readme, re.M))
     check(files == shown, "README's table has every example", f"  only examples/: {files - shown}; only README: {shown - files}")
-    check(contents <= marks, "each mark of CONTENTS opens a section", f"  {contents - marks}")
+    check(contents == marks, "CONTENTS names every section of the public headers", f"  {contents ^ marks}")
 
 
 def main(args):
