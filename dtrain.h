@@ -4404,7 +4404,7 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_mod
  *     DTRAIN_CHECK(dtrain_param_cut(&table[QKVW], &parts[QKVW], 1, 3, channels, tp, rank)); q, k, v of this rank's
  * heads DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, dtrain_mesh_group(mesh, "data"), table, table_count, &desc));
  *     DTRAIN_CHECK(dtrain_module_create(&module, layers, layer_count, table, table_count, NULL));
- *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, dtrain_mesh_group(mesh, "pipeline"), &schedule));
+ *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, dtrain_mesh_group(mesh, "pipeline"), &stages));
  *     ...
  *     DTRAIN_CHECK(dtrain_pipeline_step(pipeline, inputs, batches));              all micro-batches, both ways
  *     DTRAIN_CHECK(dtrain_fsdp_clip_model_grad_norm(&fsdp, 1, model, 1.0f, &norm));
@@ -41231,9 +41231,9 @@ static dtrain_status dtrain__module_check(const dtrain_layer *layers, size_t cou
 {
     if (layers == NULL || count == 0 || count >= INT_MAX || micro_batches < 0 || micro_batches > 1 << 20)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_module_create: %zu layers at %p, micro_batches is %d: expected at least one layer, "
-                            "and 0 to %d micro-batches",
-                            count, (const void *)layers, micro_batches, 1 << 20);
+                            "dtrain_module_create: %zu layers%s, micro_batches is %d; expected at least one layer, "
+                            "and micro_batches from 0 to %d",
+                            count, layers == NULL ? " at NULL" : "", micro_batches, 1 << 20);
     for (size_t i = 0; i < count; i++)
         if (layers[i].name == NULL || layers[i].name[0] == 0 || layers[i].forward == NULL ||
             layers[i].backward == NULL || (layers[i].param_count > 0 && layers[i].params == NULL))
@@ -43632,7 +43632,9 @@ static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
     fits = fits && dtrain__mul_size(pipeline->slot_bytes, (size_t)pipeline->slots + 1, &need);
     void *room = fits ? dtrain__memory_room(pipeline->allocator, pipeline->memory, need) : NULL;
     if (room == NULL) {
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for what travels between stages: %d times %zu bytes",
+                     pipeline->slots + 1, pipeline->slot_bytes);
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, dtrain_last_error());
         return;
     }
     pipeline->memory = (unsigned char *)room;
@@ -46383,11 +46385,11 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
         memcpy(&theirs, said + 2, sizeof theirs);
         local->parts[r] = said + 2;
         if ((said[0] & UINT32_MAX) != (uint64_t)fragment || said[1] != mine[1] || said[3] >= (uint64_t)local->ranks)
-            status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                                  "local_sgd: rank %llu is in round %llu of fragment %llu, rank %d in round %llu of %d",
-                                  (unsigned long long)said[3], (unsigned long long)said[1],
-                                  (unsigned long long)(said[0] & UINT32_MAX), local->rank, (unsigned long long)mine[1],
-                                  fragment);
+            status = dtrain__fail(
+                NULL, DTRAIN_ERR_MISMATCH,
+                "local_sgd: rank %llu is in round %llu of fragment %llu, rank %d in round %llu of fragment %d",
+                (unsigned long long)said[3], (unsigned long long)said[1], (unsigned long long)(said[0] & UINT32_MAX),
+                local->rank, (unsigned long long)mine[1], fragment);
         else if (!dtrain__train_finite(theirs) || theirs < 0.0)
             status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                                   "local_sgd: rank %llu brings a weight of %g, expected a number of at least 0",
@@ -47005,8 +47007,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
     pthread_mutex_unlock(&local->mutex);
     return over ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                               "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; the "
-                               "other members are not there yet, and it can be called again",
+                               "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; other "
+                               "members are late. Call it again, or train on",
                                local->rank);
 }
 
@@ -47046,7 +47048,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_finish(dtrain_local_sgd *local)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_TIMEOUT,
                 "dtrain_local_sgd_finish on rank %d: no round was made within timeout_ms: other members "
-                "have neither finished nor handed in; it can be called again",
+                "have neither finished nor handed in. Call it again to go on waiting",
                 local->rank);
         dtrain__rounds_wait_for_news(local, news, until);
     }

@@ -283,8 +283,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
     pthread_mutex_unlock(&local->mutex);
     return over ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                               "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; the "
-                               "other members are not there yet, and it can be called again",
+                               "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; other "
+                               "members are late. Call it again, or train on",
                                local->rank);
 }
 
@@ -324,7 +324,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_finish(dtrain_local_sgd *local)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_TIMEOUT,
                 "dtrain_local_sgd_finish on rank %d: no round was made within timeout_ms: other members "
-                "have neither finished nor handed in; it can be called again",
+                "have neither finished nor handed in. Call it again to go on waiting",
                 local->rank);
         dtrain__rounds_wait_for_news(local, news, until);
     }

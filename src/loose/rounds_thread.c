@@ -104,11 +104,11 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
         memcpy(&theirs, said + 2, sizeof theirs);
         local->parts[r] = said + 2;
         if ((said[0] & UINT32_MAX) != (uint64_t)fragment || said[1] != mine[1] || said[3] >= (uint64_t)local->ranks)
-            status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                                  "local_sgd: rank %llu is in round %llu of fragment %llu, rank %d in round %llu of %d",
-                                  (unsigned long long)said[3], (unsigned long long)said[1],
-                                  (unsigned long long)(said[0] & UINT32_MAX), local->rank, (unsigned long long)mine[1],
-                                  fragment);
+            status = dtrain__fail(
+                NULL, DTRAIN_ERR_MISMATCH,
+                "local_sgd: rank %llu is in round %llu of fragment %llu, rank %d in round %llu of fragment %d",
+                (unsigned long long)said[3], (unsigned long long)said[1], (unsigned long long)(said[0] & UINT32_MAX),
+                local->rank, (unsigned long long)mine[1], fragment);
         else if (!dtrain__train_finite(theirs) || theirs < 0.0)
             status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                                   "local_sgd: rank %llu brings a weight of %g, expected a number of at least 0",

@@ -176,9 +176,9 @@ static dtrain_status dtrain__module_check(const dtrain_layer *layers, size_t cou
 {
     if (layers == NULL || count == 0 || count >= INT_MAX || micro_batches < 0 || micro_batches > 1 << 20)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_module_create: %zu layers at %p, micro_batches is %d: expected at least one layer, "
-                            "and 0 to %d micro-batches",
-                            count, (const void *)layers, micro_batches, 1 << 20);
+                            "dtrain_module_create: %zu layers%s, micro_batches is %d; expected at least one layer, "
+                            "and micro_batches from 0 to %d",
+                            count, layers == NULL ? " at NULL" : "", micro_batches, 1 << 20);
     for (size_t i = 0; i < count; i++)
         if (layers[i].name == NULL || layers[i].name[0] == 0 || layers[i].forward == NULL ||
             layers[i].backward == NULL || (layers[i].param_count > 0 && layers[i].params == NULL))

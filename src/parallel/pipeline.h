@@ -13,7 +13,7 @@
  *     DTRAIN_CHECK(dtrain_param_cut(&table[QKVW], &parts[QKVW], 1, 3, channels, tp, rank)); q, k, v of this rank's
  * heads DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, dtrain_mesh_group(mesh, "data"), table, table_count, &desc));
  *     DTRAIN_CHECK(dtrain_module_create(&module, layers, layer_count, table, table_count, NULL));
- *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, dtrain_mesh_group(mesh, "pipeline"), &schedule));
+ *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, dtrain_mesh_group(mesh, "pipeline"), &stages));
  *     ...
  *     DTRAIN_CHECK(dtrain_pipeline_step(pipeline, inputs, batches));              all micro-batches, both ways
  *     DTRAIN_CHECK(dtrain_fsdp_clip_model_grad_norm(&fsdp, 1, model, 1.0f, &norm));

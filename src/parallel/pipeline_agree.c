@@ -181,7 +181,9 @@ static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
     fits = fits && dtrain__mul_size(pipeline->slot_bytes, (size_t)pipeline->slots + 1, &need);
     void *room = fits ? dtrain__memory_room(pipeline->allocator, pipeline->memory, need) : NULL;
     if (room == NULL) {
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for what travels between stages: %d times %zu bytes",
+                     pipeline->slots + 1, pipeline->slot_bytes);
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, dtrain_last_error());
         return;
     }
     pipeline->memory = (unsigned char *)room;
