@@ -2741,13 +2741,13 @@ typedef struct dtrain_topk_desc {
 typedef struct dtrain_compressed dtrain_compressed;
 
 typedef struct dtrain_compressed_desc {
-    int no_feedback; /* 1: what is not sent is lost */
-    float momentum;  /* top-k with feedback only: momentum of a velocity that is sent instead of the gradient. The
-                      * optimizer then has no momentum of its own. 0: none */
-    int no_masking;  /* 1: the velocity of elements that were sent goes on; 0: it starts again from 0 */
-    float max_norm;  /* this rank's vector is shortened to at most max_norm / sqrt(ranks); 0: not */
-    uint64_t start_step; /* first step that is compressed, counted from 0. Steps before it are all-reduced as float32,
-                          * and leave no residual */
+    int no_feedback;       /* 1: what is not sent is lost */
+    float momentum;        /* top-k with feedback only: momentum of a velocity that is sent instead of the gradient. The
+                            * optimizer then has no momentum of its own. 0: none */
+    int no_masking;        /* 1: the velocity of elements that were sent goes on; 0: it starts again from 0 */
+    float max_norm;        /* this rank's vector is shortened to at most max_norm / sqrt(ranks); 0: not */
+    uint64_t start_step;   /* first step that is compressed, counted from 0. Steps before it are all-reduced as float32,
+                            * and leave no residual */
     dtrain_device *device; /* whose memory in, out and the state are; NULL: the CPU's. In a dtrain_compress_desc leave
                             * it NULL */
 } dtrain_compressed_desc;
@@ -4413,7 +4413,9 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_mod
  * The callbacks of the module call the layers of >>tensor-parallel, which compute this rank's part and communicate.
  * Layouts that only distribute layers and micro-batches end with the same weights, bit for bit. Layers that are split
  * inside add in another order: their losses equal those of one rank to rounding. If a rank dies, every group of the
- * mesh ends.
+ * mesh ends. Try any layout with train_gpt:
+ *
+ *     build/train_gpt --ranks 8 --mesh dp=2,pp=2,tp=2 --schedule 1f1b --micro 8 --layers 8 --heads 8 --strategy full
  *
  * WHICH LAYOUT: build/plan estimates a step of train_gpt under each layout: memory, bytes sent, and time with its
  * parts. It computes from the sizes of the model, the links and a rank's memory; with --measure it times this machine
@@ -5044,7 +5046,8 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
  * all members that are left, or on none. If a member dies, the others go on (examples/robot_swarm.c).
  *
  * Differences travel as float32 or packed (compress), in one piece or in fragments. A round is an all-reduce, or goes
- * through one member that all others can reach (through_server), with the same bits.
+ * through one member that all others can reach (through_server), with the same bits. Try train_gpt with
+ * --local-steps 50, and with --local-steps 50 --aggregator ps.
  *
  * With H steps a round, each rank sends 1 / H of what an all-reduce in every step sends. What it costs: held-out loss
  * of train_gpt after 300 steps on 4 ranks with AdamW, measured with tools/loss_table. The outer momentum there is 0.8

@@ -87,13 +87,13 @@ typedef struct dtrain_topk_desc {
 typedef struct dtrain_compressed dtrain_compressed;
 
 typedef struct dtrain_compressed_desc {
-    int no_feedback; /* 1: what is not sent is lost */
-    float momentum;  /* top-k with feedback only: momentum of a velocity that is sent instead of the gradient. The
-                      * optimizer then has no momentum of its own. 0: none */
-    int no_masking;  /* 1: the velocity of elements that were sent goes on; 0: it starts again from 0 */
-    float max_norm;  /* this rank's vector is shortened to at most max_norm / sqrt(ranks); 0: not */
-    uint64_t start_step; /* first step that is compressed, counted from 0. Steps before it are all-reduced as float32,
-                          * and leave no residual */
+    int no_feedback;       /* 1: what is not sent is lost */
+    float momentum;        /* top-k with feedback only: momentum of a velocity that is sent instead of the gradient. The
+                            * optimizer then has no momentum of its own. 0: none */
+    int no_masking;        /* 1: the velocity of elements that were sent goes on; 0: it starts again from 0 */
+    float max_norm;        /* this rank's vector is shortened to at most max_norm / sqrt(ranks); 0: not */
+    uint64_t start_step;   /* first step that is compressed, counted from 0. Steps before it are all-reduced as float32,
+                            * and leave no residual */
     dtrain_device *device; /* whose memory in, out and the state are; NULL: the CPU's. In a dtrain_compress_desc leave
                             * it NULL */
 } dtrain_compressed_desc;

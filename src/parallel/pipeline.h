@@ -22,7 +22,9 @@
  * The callbacks of the module call the layers of >>tensor-parallel, which compute this rank's part and communicate.
  * Layouts that only distribute layers and micro-batches end with the same weights, bit for bit. Layers that are split
  * inside add in another order: their losses equal those of one rank to rounding. If a rank dies, every group of the
- * mesh ends.
+ * mesh ends. Try any layout with train_gpt:
+ *
+ *     build/train_gpt --ranks 8 --mesh dp=2,pp=2,tp=2 --schedule 1f1b --micro 8 --layers 8 --heads 8 --strategy full
  *
  * WHICH LAYOUT: build/plan estimates a step of train_gpt under each layout: memory, bytes sent, and time with its
  * parts. It computes from the sizes of the model, the links and a rank's memory; with --measure it times this machine
