@@ -2422,7 +2422,8 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
 /* ---- >>device-group ----
  * Collectives over memory of devices, between ranks of any group.
  *
- *     DTRAIN_CHECK(dtrain_device_group_create(&group, world, gpu, NULL));      gpu NULL: a rank on the CPU
+ *     dtrain_device_group_desc desc = {DTRAIN_DEVICE_MODE_AUTO, 0, 0, 1};      async 1: for all_reduce_async
+ *     DTRAIN_CHECK(dtrain_device_group_create(&group, world, gpu, &desc));     gpu NULL: a rank on the CPU
  *     DTRAIN_CHECK(dtrain_device_group_broadcast(group, params, count, DTRAIN_F32, 0));
  *     DTRAIN_CHECK(dtrain_device_group_all_reduce(group, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN));
  *     DTRAIN_CHECK(dtrain_device_group_reduce_scatter_v(group, grads, mine, counts, offsets, DTRAIN_F32, DTRAIN_MEAN));
