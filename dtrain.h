@@ -47988,6 +47988,16 @@ static int dtrain__index_by_name(const void *left, const void *right)
     return order != 0 ? order : a->old < b->old ? -1 : a->old > b->old;
 }
 
+/* Writes dtype and shape as "F32 {2, 3}", for texts. */
+static const char *dtrain__index_form(char out[200], dtrain_dtype dtype, const size_t *shape, int ndim)
+{
+    int used = snprintf(out, 200, "%s {", dtrain_dtype_name(dtype));
+    for (int d = 0; d < ndim; d++)
+        used += snprintf(out + used, 200 - (size_t)used, "%s%zu", d > 0 ? ", " : "", shape[d]);
+    snprintf(out + used, 200 - (size_t)used, "}");
+    return out;
+}
+
 /* Joins tensors of one name. Writes the joined ones to `joined`, and the new number of each old one to `moved`. */
 static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__index_order *order,
                                         dtrain__index_tensor *joined, size_t *moved, size_t *count)
@@ -48001,10 +48011,13 @@ static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__inde
             joined[(*count)++] = *tensor;
         } else if (last->dtype != tensor->dtype || last->ndim != tensor->ndim ||
                    memcmp(last->shape, tensor->shape, (size_t)last->ndim * sizeof(size_t)) != 0) {
-            return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                                "checkpoint: the shape or dtype of tensor \"%.200s\" differs between ranks or lists: "
-                                "give it the same full shape and dtype everywhere",
-                                dtrain__index_name(index, tensor));
+            char one[200], other[200];
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_MISMATCH,
+                "checkpoint: tensor \"%.200s\" is %s in one part and %s in another: give every rank and "
+                "list the same dtype and full shape",
+                dtrain__index_name(index, tensor), dtrain__index_form(one, last->dtype, last->shape, last->ndim),
+                dtrain__index_form(other, tensor->dtype, tensor->shape, tensor->ndim));
         }
         moved[order[i].old] = *count - 1;
     }
@@ -50771,14 +50784,6 @@ __attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load 
         memcpy(load->report.text + sizeof load->report.text - 4, "...", 4);
 }
 
-static void dtrain__load_say_shape(dtrain__load *load, dtrain_dtype dtype, const size_t *shape, int ndim)
-{
-    dtrain__load_say(load, "%s {", dtrain_dtype_name(dtype));
-    for (int d = 0; d < ndim; d++)
-        dtrain__load_say(load, "%s%zu", d > 0 ? ", " : "", shape[d]);
-    dtrain__load_say(load, "}");
-}
-
 /* Returns whether a tensor has the shape of a piece, and a dtype that converts to the piece's. */
 static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_piece *piece)
 {
@@ -50802,7 +50807,7 @@ static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, c
 /* Finds each wanted piece's tensor. Counts and lists those that are missing or of another shape. */
 static void dtrain__load_match(dtrain__load *load)
 {
-    char name[160];
+    char name[160], one[200], other[200];
     for (int pass = 0; pass < 2; pass++) /* 0: lists what is missing; 1: what has another shape */
         for (size_t i = 0, listed = 0; i < load->list.count; i++) {
             const dtrain_piece *piece = &load->list.pieces[i];
@@ -50829,10 +50834,9 @@ static void dtrain__load_match(dtrain__load *load)
             load->report.reshaped += pass == 1;
             if (pass == 0)
                 continue;
-            dtrain__load_say(load, " is ");
-            dtrain__load_say_shape(load, tensor->dtype, tensor->shape, tensor->ndim);
-            dtrain__load_say(load, ", wanted as ");
-            dtrain__load_say_shape(load, piece->dtype, piece->shape, piece->ndim);
+            dtrain__load_say(load, " is %s, wanted as %s",
+                             dtrain__index_form(one, tensor->dtype, tensor->shape, tensor->ndim),
+                             dtrain__index_form(other, piece->dtype, piece->shape, piece->ndim));
         }
 }
 

@@ -248,6 +248,16 @@ static int dtrain__index_by_name(const void *left, const void *right)
     return order != 0 ? order : a->old < b->old ? -1 : a->old > b->old;
 }
 
+/* Writes dtype and shape as "F32 {2, 3}", for texts. */
+static const char *dtrain__index_form(char out[200], dtrain_dtype dtype, const size_t *shape, int ndim)
+{
+    int used = snprintf(out, 200, "%s {", dtrain_dtype_name(dtype));
+    for (int d = 0; d < ndim; d++)
+        used += snprintf(out + used, 200 - (size_t)used, "%s%zu", d > 0 ? ", " : "", shape[d]);
+    snprintf(out + used, 200 - (size_t)used, "}");
+    return out;
+}
+
 /* Joins tensors of one name. Writes the joined ones to `joined`, and the new number of each old one to `moved`. */
 static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__index_order *order,
                                         dtrain__index_tensor *joined, size_t *moved, size_t *count)
@@ -261,10 +271,13 @@ static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__inde
             joined[(*count)++] = *tensor;
         } else if (last->dtype != tensor->dtype || last->ndim != tensor->ndim ||
                    memcmp(last->shape, tensor->shape, (size_t)last->ndim * sizeof(size_t)) != 0) {
-            return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                                "checkpoint: the shape or dtype of tensor \"%.200s\" differs between ranks or lists: "
-                                "give it the same full shape and dtype everywhere",
-                                dtrain__index_name(index, tensor));
+            char one[200], other[200];
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_MISMATCH,
+                "checkpoint: tensor \"%.200s\" is %s in one part and %s in another: give every rank and "
+                "list the same dtype and full shape",
+                dtrain__index_name(index, tensor), dtrain__index_form(one, last->dtype, last->shape, last->ndim),
+                dtrain__index_form(other, tensor->dtype, tensor->shape, tensor->ndim));
         }
         moved[order[i].old] = *count - 1;
     }

@@ -256,14 +256,6 @@ __attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load 
         memcpy(load->report.text + sizeof load->report.text - 4, "...", 4);
 }
 
-static void dtrain__load_say_shape(dtrain__load *load, dtrain_dtype dtype, const size_t *shape, int ndim)
-{
-    dtrain__load_say(load, "%s {", dtrain_dtype_name(dtype));
-    for (int d = 0; d < ndim; d++)
-        dtrain__load_say(load, "%s%zu", d > 0 ? ", " : "", shape[d]);
-    dtrain__load_say(load, "}");
-}
-
 /* Returns whether a tensor has the shape of a piece, and a dtype that converts to the piece's. */
 static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_piece *piece)
 {
@@ -287,7 +279,7 @@ static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, c
 /* Finds each wanted piece's tensor. Counts and lists those that are missing or of another shape. */
 static void dtrain__load_match(dtrain__load *load)
 {
-    char name[160];
+    char name[160], one[200], other[200];
     for (int pass = 0; pass < 2; pass++) /* 0: lists what is missing; 1: what has another shape */
         for (size_t i = 0, listed = 0; i < load->list.count; i++) {
             const dtrain_piece *piece = &load->list.pieces[i];
@@ -314,10 +306,9 @@ static void dtrain__load_match(dtrain__load *load)
             load->report.reshaped += pass == 1;
             if (pass == 0)
                 continue;
-            dtrain__load_say(load, " is ");
-            dtrain__load_say_shape(load, tensor->dtype, tensor->shape, tensor->ndim);
-            dtrain__load_say(load, ", wanted as ");
-            dtrain__load_say_shape(load, piece->dtype, piece->shape, piece->ndim);
+            dtrain__load_say(load, " is %s, wanted as %s",
+                             dtrain__index_form(one, tensor->dtype, tensor->shape, tensor->ndim),
+                             dtrain__index_form(other, piece->dtype, piece->shape, piece->ndim));
         }
 }
 

@@ -149,8 +149,12 @@ TEST(pieces_that_do_not_tile_and_names_of_optimizer_state_are_refused_and_the_ol
     CHECK_EQ(alone_save(&p, 2), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "the pieces of tensor \"a\" have 3999 elements, the tensor 4000");
     CHECK_EQ(count_files(p.desc.directory, "*.safetensors"), 2);
-    p.pieces[0].count = 4000;
     p.pieces[1].name = "a";
+    p.pieces[1].count = 29;
+    CHECK_EQ(alone_save(&p, 2), DTRAIN_ERR_MISMATCH);
+    CHECK_CONTAINS(dtrain_last_error(), "tensor \"a\" is F32 {40, 100} in one part and F32 {5, 6} in another");
+    p.pieces[0].count = 4000;
+    p.pieces[1].count = 30;
     CHECK_EQ(alone_save(&p, 2), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "tensor \"a\" comes twice");
     p.pieces[1].name = "b@adam.m";
