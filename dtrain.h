@@ -929,17 +929,18 @@ typedef struct dtrain_device_flags {
     size_t begin, count;
 } dtrain_device_flags;
 
-/* The functions of a device. Any may be NULL: the calls that need it return DTRAIN_ERR_UNSUPPORTED. The library has
- * checked the arguments, but not in which memory they are. All work is queued: the device reads inputs and writes
- * outputs in the order of the calls. */
+/* The functions of a device. Any may be NULL: the calls that need it return DTRAIN_ERR_UNSUPPORTED. A function without
+ * a comment does what dtrain_device_NAME does. The library has checked the arguments, but not in which memory they are.
+ * All work is queued: the device reads inputs and writes outputs in the order of the calls. */
 typedef struct dtrain_device_ops {
     dtrain_status (*allocate)(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer);
     void (*release)(dtrain_device *device, dtrain_memory memory, void *pointer); /* after all earlier queued work */
     dtrain_status (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes); /* from and to any memory */
     dtrain_status (*fill)(dtrain_device *device, void *to, const void *element, size_t element_bytes, size_t count);
     dtrain_status (*wait)(dtrain_device *device);
-    /* Events are required. They are made once and recorded often. await and done refer to the last record before them.
+    /* Events are made once and recorded often. await and done refer to the last record before them.
      *
+     *   event     never NULL
      *   record    marks the end of the work that is queued now
      *   await     later work of `device` starts only after the event; the CPU does not wait
      *   done      sets *done to 1 if the event has passed or was never recorded, else to 0; never blocks
@@ -951,7 +952,7 @@ typedef struct dtrain_device_ops {
     dtrain_status (*event_done)(dtrain_device *device, dtrain_device_event *event, int *done);
     dtrain_status (*convert)(dtrain_device *device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                              size_t count);
-    dtrain_status (*reduce)(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
+    dtrain_status (*reduce)(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor, /* of a mean */
                             const void *const *in, int n, void *const *out, int m, size_t begin, size_t count);
     dtrain_status (*scale)(dtrain_device *device, dtrain_dtype dtype, void *x, double factor, size_t count);
     dtrain_status (*axpy)(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha, const void *x,
@@ -972,8 +973,8 @@ typedef struct dtrain_device_ops {
                           void *out);
     dtrain_status (*unpack)(dtrain_device *device, dtrain_dtype code, size_t block, const void *in, float *out,
                             size_t count, int add);
-    /* Make and end another queue on the same device, with the same table, name and memory. destroy waits for the work
-     * in the queue. It comes before the end of the device. */
+    /* Another queue on the same device, with the same table, name and memory. destroy waits for the work in the queue.
+     * It comes before the end of the device. */
     dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
     void (*queue_destroy)(dtrain_device *made);
     /* For processes of one host; a table has all of these or none. If this memory, process or device cannot do it, they
@@ -993,6 +994,7 @@ typedef struct dtrain_device_ops {
     void (*page_close)(dtrain_device *device, void *page);
     dtrain_status (*word_write)(dtrain_device *device, uint32_t *word, uint32_t value);
     dtrain_status (*word_await)(dtrain_device *device, uint32_t *word, uint32_t value);
+    /* For DTRAIN_DEVICE_FLAGS, both or none. flags queues one rank's part of a collective. */
     dtrain_status (*flag_traits)(dtrain_device *device, dtrain_device_flag_traits *traits);
     dtrain_status (*flags)(dtrain_device *device, const dtrain_device_flags *part);
 } dtrain_device_ops;
@@ -1391,9 +1393,11 @@ typedef dtrain_status (*dtrain_safetensors_sink)(void *user, const void *data, s
  *            is refused: write to its descriptor instead
  *   sources  count tensors, in any order
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID  nothing is written: a name that is there twice, is "__metadata__" or is not UTF-8; a
- *                                bad dtype or shape; sizes that overflow or end inside a byte; neither data nor fill;
- *                                a header of more than 100,000,000 bytes; path is a directory, a device or a pipe
+ *   errors   DTRAIN_ERR_INVALID  nothing is written. The cause is one of these:
+ *                                - a name that is a duplicate, "__metadata__" or not UTF-8
+ *                                - a bad dtype or shape, sizes that overflow or end inside a byte, no data and no fill
+ *                                - a header of more than 100,000,000 bytes
+ *                                - a path to a directory, a device or a pipe
  *            DTRAIN_ERR_IO       the system refused
  *            DTRAIN_ERR_MEMORY
  *            what fill returns
@@ -1418,7 +1422,7 @@ DTRAIN_API_MUST dtrain_status dtrain_safetensors_write(dtrain_safetensors_sink s
 /* Calculates the size of the file that dtrain_safetensors_save would write.
  *
  *   bytes    out: 0 on an error
- *   errors   as dtrain_safetensors_save; neither fill nor the system is asked
+ *   errors   DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY as dtrain_safetensors_save. It neither calls fill nor opens a file
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_size(uint64_t *bytes, const dtrain_safetensors_source *sources,
@@ -1477,7 +1481,7 @@ DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_find(const 
                                                                           const char *name, size_t length,
                                                                           dtrain_safetensors **file);
 
-/* Returns the number of metadata pairs: of the index, where texts alone count, or of the only file if there is none.
+/* Returns the number of metadata pairs: those of the index whose values are texts; without an index, the only file's.
  *
  * any thread */
 DTRAIN_API size_t dtrain_safetensors_model_metadata_count(const dtrain_safetensors_model *model);
@@ -14049,8 +14053,8 @@ static void dtrain__threads_leave(void *self, const char *why)
     dtrain__seat_lock(seat, 0);
 }
 
-/* The rank's thread ends with an error. Marks it as left in all groups, so that nobody waits for it. Breaks the groups
- * that are bound to it, so that they do not go on without it. */
+/* The rank's thread ends with an error. Marks it as left in its other groups, so that nobody waits for it. Breaks
+ * further groups that are bound to it, so that they do not go on without it. */
 static void dtrain__threads_give_up(void *self, const dtrain__error *why)
 {
     dtrain__seat *of = (dtrain__seat *)self;

@@ -184,9 +184,11 @@ typedef dtrain_status (*dtrain_safetensors_sink)(void *user, const void *data, s
  *            is refused: write to its descriptor instead
  *   sources  count tensors, in any order
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID  nothing is written: a name that is there twice, is "__metadata__" or is not UTF-8; a
- *                                bad dtype or shape; sizes that overflow or end inside a byte; neither data nor fill;
- *                                a header of more than 100,000,000 bytes; path is a directory, a device or a pipe
+ *   errors   DTRAIN_ERR_INVALID  nothing is written. The cause is one of these:
+ *                                - a name that is a duplicate, "__metadata__" or not UTF-8
+ *                                - a bad dtype or shape, sizes that overflow or end inside a byte, no data and no fill
+ *                                - a header of more than 100,000,000 bytes
+ *                                - a path to a directory, a device or a pipe
  *            DTRAIN_ERR_IO       the system refused
  *            DTRAIN_ERR_MEMORY
  *            what fill returns
@@ -211,7 +213,7 @@ DTRAIN_API_MUST dtrain_status dtrain_safetensors_write(dtrain_safetensors_sink s
 /* Calculates the size of the file that dtrain_safetensors_save would write.
  *
  *   bytes    out: 0 on an error
- *   errors   as dtrain_safetensors_save; neither fill nor the system is asked
+ *   errors   DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY as dtrain_safetensors_save. It neither calls fill nor opens a file
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_size(uint64_t *bytes, const dtrain_safetensors_source *sources,
@@ -270,7 +272,7 @@ DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_find(const 
                                                                           const char *name, size_t length,
                                                                           dtrain_safetensors **file);
 
-/* Returns the number of metadata pairs: of the index, where texts alone count, or of the only file if there is none.
+/* Returns the number of metadata pairs: those of the index whose values are texts; without an index, the only file's.
  *
  * any thread */
 DTRAIN_API size_t dtrain_safetensors_model_metadata_count(const dtrain_safetensors_model *model);

@@ -112,17 +112,18 @@ typedef struct dtrain_device_flags {
     size_t begin, count;
 } dtrain_device_flags;
 
-/* The functions of a device. Any may be NULL: the calls that need it return DTRAIN_ERR_UNSUPPORTED. The library has
- * checked the arguments, but not in which memory they are. All work is queued: the device reads inputs and writes
- * outputs in the order of the calls. */
+/* The functions of a device. Any may be NULL: the calls that need it return DTRAIN_ERR_UNSUPPORTED. A function without
+ * a comment does what dtrain_device_NAME does. The library has checked the arguments, but not in which memory they are.
+ * All work is queued: the device reads inputs and writes outputs in the order of the calls. */
 typedef struct dtrain_device_ops {
     dtrain_status (*allocate)(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer);
     void (*release)(dtrain_device *device, dtrain_memory memory, void *pointer); /* after all earlier queued work */
     dtrain_status (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes); /* from and to any memory */
     dtrain_status (*fill)(dtrain_device *device, void *to, const void *element, size_t element_bytes, size_t count);
     dtrain_status (*wait)(dtrain_device *device);
-    /* Events are required. They are made once and recorded often. await and done refer to the last record before them.
+    /* Events are made once and recorded often. await and done refer to the last record before them.
      *
+     *   event     never NULL
      *   record    marks the end of the work that is queued now
      *   await     later work of `device` starts only after the event; the CPU does not wait
      *   done      sets *done to 1 if the event has passed or was never recorded, else to 0; never blocks
@@ -134,7 +135,7 @@ typedef struct dtrain_device_ops {
     dtrain_status (*event_done)(dtrain_device *device, dtrain_device_event *event, int *done);
     dtrain_status (*convert)(dtrain_device *device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                              size_t count);
-    dtrain_status (*reduce)(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
+    dtrain_status (*reduce)(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor, /* of a mean */
                             const void *const *in, int n, void *const *out, int m, size_t begin, size_t count);
     dtrain_status (*scale)(dtrain_device *device, dtrain_dtype dtype, void *x, double factor, size_t count);
     dtrain_status (*axpy)(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha, const void *x,
@@ -155,8 +156,8 @@ typedef struct dtrain_device_ops {
                           void *out);
     dtrain_status (*unpack)(dtrain_device *device, dtrain_dtype code, size_t block, const void *in, float *out,
                             size_t count, int add);
-    /* Make and end another queue on the same device, with the same table, name and memory. destroy waits for the work
-     * in the queue. It comes before the end of the device. */
+    /* Another queue on the same device, with the same table, name and memory. destroy waits for the work in the queue.
+     * It comes before the end of the device. */
     dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
     void (*queue_destroy)(dtrain_device *made);
     /* For processes of one host; a table has all of these or none. If this memory, process or device cannot do it, they
@@ -176,6 +177,7 @@ typedef struct dtrain_device_ops {
     void (*page_close)(dtrain_device *device, void *page);
     dtrain_status (*word_write)(dtrain_device *device, uint32_t *word, uint32_t value);
     dtrain_status (*word_await)(dtrain_device *device, uint32_t *word, uint32_t value);
+    /* For DTRAIN_DEVICE_FLAGS, both or none. flags queues one rank's part of a collective. */
     dtrain_status (*flag_traits)(dtrain_device *device, dtrain_device_flag_traits *traits);
     dtrain_status (*flags)(dtrain_device *device, const dtrain_device_flags *part);
 } dtrain_device_ops;

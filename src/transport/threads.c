@@ -286,8 +286,8 @@ static void dtrain__threads_leave(void *self, const char *why)
     dtrain__seat_lock(seat, 0);
 }
 
-/* The rank's thread ends with an error. Marks it as left in all groups, so that nobody waits for it. Breaks the groups
- * that are bound to it, so that they do not go on without it. */
+/* The rank's thread ends with an error. Marks it as left in its other groups, so that nobody waits for it. Breaks
+ * further groups that are bound to it, so that they do not go on without it. */
 static void dtrain__threads_give_up(void *self, const dtrain__error *why)
 {
     dtrain__seat *of = (dtrain__seat *)self;
