@@ -92,8 +92,10 @@ $(test_dir)/test_plan.o: $(wildcard tools/plan_*.h) tools/tool.h
 .PRECIOUS: $(test_dir)/%.o $(open)/%
 .DELETE_ON_ERROR:
 
-# No test runs build/bench or build/plan, which take as long to compile as six tests: `make` builds them.
-test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out build/bench build/plan,$(programs))) $(test_programs) $(test_dir)/without
+# No test runs build/bench or build/plan, which take as long to compile as six tests, and tests/unit/test_ranks.sh links
+# these examples with the library of the tests: `make` builds them.
+elsewhere = bench plan ddp zero1 fsdp checkpoint async_loop mesh local_sgd compress custom_transport
+test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out $(elsewhere:%=build/%),$(programs))) $(test_programs) $(test_dir)/without
 	@sh tests/support/run.sh $(test_dir)
 
 # Code for the GPUs of today, and PTX for those to come; CUDA knows sm_100 from 12.8 on.
