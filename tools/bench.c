@@ -745,8 +745,9 @@ int main(int argc, char **argv)
     int op = 0;
     if (argc < 2)
         return tool_wrong("bench", "OPERATION", NULL, "an operation is expected");
-    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)
-        return tool_help(bench_help);
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0)
+            return tool_help(bench_help);
     while (op < BENCH_OPS && strcmp(argv[1], bench_names[op]) != 0)
         op++;
     if (op == BENCH_OPS)

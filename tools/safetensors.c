@@ -619,6 +619,8 @@ static int take_flags(options *given, int *argc, char **argv)
             argv[kept++] = argv[i];
         else if (strcmp(argv[i], "--") == 0)
             plain = 1;
+        else if (strcmp(argv[i], "--help") == 0)
+            exit(tool_help(help_text));
         else if (take_flag(given, argv + i, &used) != GOOD)
             return FAILED;
     }
@@ -697,7 +699,7 @@ int main(int argc, char **argv)
 {
     options given = {5000000000u, (dtrain_dtype)0, 0, 0, NULL, NULL};
     int result;
-    if (argc == 2 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0))
+    if (argc == 2 && strcmp(argv[1], "-h") == 0)
         return tool_help(help_text);
     argc--;
     argv++;

@@ -33,6 +33,9 @@ for tool in $tools; do
         check $? "$tool $flag shows the usage, an example and the exit status"
     done
 done
+./bench gemm --help >out && ./safetensors ls a --help >err && ./plan --ranks 2 --help >results
+[ $? -eq 0 ] && grep -q '^usage: bench' out && grep -q '^usage: safetensors' err && grep -q '^usage: plan' results
+check $? "--help may follow other arguments"
 ops=$(sed -n '/bench_names\[BENCH_OPS\]/,/};/p' "$OLDPWD/tools/bench.c" | grep -o '"[a-z0-9_]*"' | tr -d '"')
 ./bench --help >out
 bad=
