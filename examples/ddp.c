@@ -1,5 +1,5 @@
 /* Data-parallel training (DDP): each rank computes some examples of a step, and the gradients of a layer travel while
- * the backward pass is still in the layers below it. Every number of ranks trains to the same loss.
+ * the backward pass is in the layers below. Any number of ranks trains to the same loss.
  *
  * cc -O2 -ffp-contract=off -I. examples/ddp.c -o build/ddp -lpthread -lm && build/ddp */
 #define DTRAIN_API static

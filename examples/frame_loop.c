@@ -1,5 +1,5 @@
-/* Reduces gradients inside a 60 Hz frame loop that never blocks: two ranks, each on a thread of the program's own,
- * give the library at most 300 us a frame. No thread is started by the library.
+/* All-reduces gradients inside a 60 Hz frame loop that never blocks. Two ranks, each a thread of the program, give the
+ * library at most 300 us a frame. The library starts no thread.
  *
  * cc -O2 -ffp-contract=off -I. examples/frame_loop.c -o build/frame_loop -lpthread -lm
  * build/frame_loop */
@@ -14,7 +14,7 @@
 #define RANKS 2
 #define FRAMES 180
 #define FRAME_NS 16666667
-#define COUNT ((size_t)1 << 20) /* 4 MiB of gradients; one more element carries the wish to stop */
+#define COUNT ((size_t)1 << 20) /* 4 MiB of gradients; one more element asks to stop */
 
 typedef struct player {
     dtrain_comm *world;
@@ -99,7 +99,8 @@ int main(void)
     return 0;
 }
 
-/*
+/* What it prints:
+ *
  * rank 0: 181 frames, 87 all-reduces of 4 MiB, longest time in dtrain 0.31 ms a frame
  * rank 1: 182 frames, 87 all-reduces of 4 MiB, longest time in dtrain 0.32 ms a frame
  */

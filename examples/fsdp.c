@@ -1,5 +1,5 @@
-/* Fully sharded training (FSDP): a rank keeps its slice of each layer's weights, gradients and optimizer state, and
- * gathers a layer only while it computes it. dtrain_fsdp_plan says what each strategy needs before you allocate.
+/* Fully sharded training (FSDP). A rank keeps a slice of each layer: weights, gradients and optimizer state. It gathers
+ * a whole layer only to compute it. dtrain_fsdp_plan says what a rank will need before anything is allocated.
  *
  * cc -O2 -ffp-contract=off -I. examples/fsdp.c -o build/fsdp -lpthread -lm && build/fsdp */
 #define DTRAIN_API static

@@ -1,8 +1,8 @@
-/* The layers of train_gpt's model on a GPU, forward and backward by hand, as nn.h has them for the CPU: the same sums,
- * in other orders. Include gpt.h and gpu_kernels.h first.
+/* The layers of train_gpt's model on a GPU, forward and backward by hand: the sums of nn.h, in other orders. Include
+ * gpt.h and gpu_kernels.h first.
  *
- * Gradients of weights are added to what is there, a product's by cuBLAS, those of biases, norms and embeddings in two
- * passes: first chunks of GPT_CUDA_CHUNK rows, then these in order. */
+ * Functions add to gradients of weights. cuBLAS adds those of products. Those of biases, norms and embeddings take two
+ * passes: the first sums chunks of GPT_CUDA_CHUNK rows, the second adds the chunks in order. */
 #ifndef GPT_CUDA_LAYERS_H
 #define GPT_CUDA_LAYERS_H
 

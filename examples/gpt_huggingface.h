@@ -1,8 +1,12 @@
-/* train_gpt --open and --export: directories with a GPT-2 of the Hugging Face layout, config.json and safetensors,
- * which transformers' GPT2LMHeadModel writes and reads. Its layers have the arithmetic of gpt.h's. The layouts differ
- * in three things: a name and a tensor for each layer, where the table here has one stacked over layers; linear weights
- * as [inputs, outputs] (Conv1D), where they are [outputs, inputs] here; "transformer." before the names, or not.
- * Dropout is not computed. Include dtrain.h, gpt.h, gpt_flags.h and gpt_text.h first. */
+/* train_gpt --open and --export: directories with a GPT-2 in the layout of Hugging Face, config.json and safetensors,
+ * which transformers' GPT2LMHeadModel writes and reads. The arithmetic is that of gpt.h; dropout is not computed.
+ *
+ *                    Hugging Face                          here
+ *   layers           a name and a tensor for each          one tensor stacked over layers
+ *   linear weights   [inputs, outputs] (Conv1D)            [outputs, inputs]
+ *   names            with or without "transformer."        as in the table of gpt.h
+ *
+ * Include dtrain.h, gpt.h, gpt_flags.h and gpt_text.h first. */
 #ifndef GPT_HUGGINGFACE_H
 #define GPT_HUGGINGFACE_H
 

@@ -293,8 +293,8 @@ static inline void gpt_mesh_destroy(gpt_mesh *m)
     free(m->pointers);
 }
 
-/* Forward and backward of this pipeline's micro-batches, whose tokens lie in m->inputs and targets in m->batches; the
- * losses, sums over rows, go to losses[i * stride] on the last stage's first tensor rank, and nowhere else. */
+/* Runs forward and backward of this pipeline's micro-batches. Tokens are in m->inputs, targets in m->batches. The loss
+ * of each, a sum over rows, goes to losses[i * stride], on the first tensor rank of the last stage alone. */
 static inline dtrain_status gpt_mesh_micro_batches(gpt_mesh *m, double *losses, size_t stride)
 {
     dtrain_status status = DTRAIN_OK;

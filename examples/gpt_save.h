@@ -1,6 +1,6 @@
-/* --save of train_gpt and train_gpt_cuda: the model, its optimizer and the losses so far, in checkpoints that any
- * number of ranks goes on from; and what compression, an aggregator or rounds keep besides, which as many ranks go on
- * from. Include dtrain.h, gpt.h, gpt_aggregate.h and gpt_flags.h first. */
+/* --save of train_gpt and train_gpt_cuda: checkpoints of the model, its optimizer and the losses so far. Any number of
+ * ranks can go on from them. If compression, an aggregator or local rounds keep state too, as many ranks must go on.
+ * Include dtrain.h, gpt.h, gpt_aggregate.h and gpt_flags.h first. */
 #ifndef GPT_SAVE_H
 #define GPT_SAVE_H
 
@@ -15,8 +15,8 @@ typedef struct gpt_saver {
     char own[24]; /* begins the names of a model that each rank trains by itself */
 } gpt_saver;
 
-/* Collective. Lists all that must go on as it was for the same bits, makes the checkpointer, and with --resume goes on
- * from the newest checkpoint; *step: where. saver: zeroes but what is the program's. */
+/* Lists all state that the same bits depend on and makes the checkpointer. With --resume it loads the newest checkpoint
+ * and sets *step. Set what is the program's in saver, the rest to zero. Collective: every rank of world. */
 static inline dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_flags *flags, double *losses, gpt *m,
                                            dtrain_comm *world, long *step)
 {

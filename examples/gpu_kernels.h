@@ -1,7 +1,7 @@
-/* How train_gpt_cuda's kernels are written: once, as a kernel of nvcc's, and as a loop where DTRAIN_CUDA_EMULATE
- * compiles them as C. Sums over a row are made by the 32 lanes of a warp and added in the same tree by both; nothing is
- * added by atomics, so that bits are equal from run to run. Matrix products are cuBLAS's, and dtrain_sgemm's on the
- * CPU. Include dtrain.h and dtrain_cuda.h first. */
+/* How train_gpt_cuda's kernels are written: once. nvcc makes kernels of them; with DTRAIN_CUDA_EMULATE they compile as
+ * loops of C. The 32 lanes of a warp sum a row, and both forms add the lanes by the same tree. Nothing is added by
+ * atomics, so that every run gives the same bits. Matrix products are those of cuBLAS, emulated of dtrain_sgemm.
+ * Include dtrain.h and dtrain_cuda.h first. */
 #ifndef GPU_KERNELS_H
 #define GPU_KERNELS_H
 

@@ -1,5 +1,5 @@
-/* Local SGD (DiLoCo): each rank trains by itself, with an optimizer of its own. Every 20 steps the ranks average how far
- * they have come, and make one outer step with that. So they send much less than DDP, which sends in every step.
+/* Local SGD (DiLoCo): each rank trains by itself, with any optimizer. Every 20 steps the ranks average how far they
+ * have come, and make one outer step with that. So they send much less than DDP, which sends in every step.
  *
  * cc -O2 -ffp-contract=off -I. examples/local_sgd.c -o build/local_sgd -lpthread -lm && build/local_sgd */
 #define DTRAIN_API static

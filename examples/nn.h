@@ -1,8 +1,8 @@
 /* Neural-network layers that the examples share: float32, forward and backward by hand.
  *
  * B sequences, T positions, C channels, OC output channels, V vocabulary, H heads, D = C / H; BT = B * T rows.
- * Weights are [OC, C], row-major. Gradients of weights are added to, gradients of inputs are overwritten unless a
- * comment says so; all are sums over rows, to be divided once at the end of a step. Include dtrain.h first. */
+ * Weights are [OC, C], row-major. Functions add to gradients of weights, and overwrite gradients of inputs unless a
+ * comment says otherwise. All are sums over rows: divide them once, at the end of a step. Include dtrain.h first. */
 #ifndef NN_H
 #define NN_H
 
@@ -17,8 +17,8 @@ typedef union nn_word {
     float value;
 } nn_word;
 
-/* exp(x) within 2 ulp, |x| cut to 87 and NaN kept, by 2^n times a polynomial; branch-free, so that loops of it
- * vectorise: the cut is an integer minimum, for compilers turn one of floats with constants into branches. */
+/* exp(x) within 2 ulp, as 2^n times a polynomial; |x| is cut to 87, NaN stays NaN. It has no branch, so that compilers
+ * vectorise loops of it. For that the cut is a minimum of integers: one of floats would become a branch. */
 static inline float nn_exp(float x)
 {
     float bounded, n, r, p = 1.9875691500e-4f;

@@ -1,13 +1,12 @@
-/* Trains a small network through a parameter server, in step and asynchronously, plain and compressed: rank 0 is the
- * server, the others are workers. Two spirals of points are told apart.
+/* Trains a small network through a parameter server, synchronously and asynchronously, with and without compression.
+ * Rank 0 is the server, the others are workers. The network tells two spirals of points apart.
  *
  * cc -O2 -ffp-contract=off -I. examples/parameter_server.c -o build/parameter_server -lpthread -lm
  * build/parameter_server
  *
- * Or on hosts, or as processes of one: build/dtrun -n 4 build/parameter_server. In the synchronous form rank 0 trains
- * too, and all ranks take each step together. In the asynchronous one it holds the parameters and the optimizer; the
- * last rank is slow there, and the others go on without it until they are 4 steps ahead. One rank alone trains in the
- * synchronous form only. */
+ * As processes: build/dtrun -n 4 build/parameter_server. In the synchronous form rank 0 trains too, and all ranks make
+ * each step together. In the asynchronous form rank 0 only holds the parameters and the optimizer. The last rank is
+ * slow there, and the others go on until they are 4 steps ahead of it. One rank alone trains synchronously only. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -60,7 +59,7 @@ static void net_open(net *n, uint64_t seed)
     }
     for (size_t i = 0; i < COUNT; i++)
         n->params[i] = i < B1 || (i >= W2 && i < B2) ? 0.5f * dtrain_random_normal(seed, i) : 0;
-    for (uint64_t i = 0; i < POINTS; i++) { /* in an order that deals every part of the spirals to every rank */
+    for (uint64_t i = 0; i < POINTS; i++) { /* in an order that gives each rank some of every part of the spirals */
         uint64_t point = i * 77 % POINTS, arm = point % 2;
         float along = (float)point / POINTS, angle = 9 * along + 3.14159265f * (float)arm;
         n->inputs[2 * i] = along * cosf(angle) + 0.02f * dtrain_random_normal(7, 2 * i);
@@ -79,7 +78,7 @@ static double forward(net *n, size_t first, size_t count)
     return nn_cross_entropy(n->logits, n->labels + first, count, 2);
 }
 
-/* What dtrain_train_step calls: sums of gradients, and how many points they are of. */
+/* dtrain_train_step calls it: adds this rank's gradients, and says of how many points they are. */
 static dtrain_status compute(void *user, double *weight)
 {
     net *n = (net *)user;
@@ -97,19 +96,19 @@ static dtrain_status compute(void *user, double *weight)
     return DTRAIN_OK;
 }
 
-/* The asynchronous server's part of a form. */
+/* The asynchronous server: holds parameters and optimizer until the workers have ended. */
 static void serve(dtrain_server *server, dtrain_optimizer *optimizer, float lr, int workers)
 {
     dtrain_serve_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.optimizer = optimizer;
-    desc.schedule.kind = DTRAIN_SCHEDULE_LINEAR; /* gradients that come late shake the end less */
+    desc.schedule.kind = DTRAIN_SCHEDULE_LINEAR; /* late gradients then do less harm at the end */
     desc.schedule.lr = lr;
     desc.schedule.total_steps = (uint64_t)workers * STEPS;
     DTRAIN_CHECK(dtrain_server_run(server, &desc));
 }
 
-/* What every rank does that trains. */
+/* A rank that trains. */
 static void work(dtrain_server *server, dtrain_optimizer *optimizer, net *n, const form *f)
 {
     dtrain_aggregator aggregator = dtrain_aggregator_server(server);
@@ -120,7 +119,7 @@ static void work(dtrain_server *server, dtrain_optimizer *optimizer, net *n, con
     step.compute = compute;
     step.user = n;
     step.aggregator = &aggregator;
-    step.optimizer = optimizer; /* not used in the asynchronous form: the server's is */
+    step.optimizer = optimizer; /* the asynchronous form uses the server's instead */
     step.lr = f->lr;
     for (int i = 0; i < STEPS; i++)
         DTRAIN_CHECK(dtrain_train_step(&step, NULL));
@@ -148,7 +147,7 @@ static void run_form(dtrain_comm *world, const form *f, net *n)
     compress.least_count = 64;
     desc.async = f->async;
     desc.compress = f->compression != DTRAIN_COMPRESS_DEFAULT ? &compress : NULL;
-    net_open(n, (uint64_t)rank); /* the server's parameters are everyone's after dtrain_server_create */
+    net_open(n, (uint64_t)rank); /* dtrain_server_create gives all ranks the server's parameters */
     if (rank >= f->async) { /* this worker's share of the points */
         int workers = ranks - f->async, worker = rank - f->async;
         n->first = (size_t)(POINTS * worker / workers);
@@ -186,7 +185,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
 int main(void)
 {
     dtrain_comm *world;
-    DTRAIN_CHECK(dtrain_comm_create(&world, NULL)); /* of processes, under a launcher such as dtrun */
+    DTRAIN_CHECK(dtrain_comm_create(&world, NULL)); /* the processes of dtrun, or this one alone */
     if (dtrain_comm_size(world) > 1)
         DTRAIN_CHECK(train(world, NULL));
     else

@@ -1,9 +1,9 @@
-/* DiLoCo on four robots, which are processes here: each trains on what it has seen itself, and every 20 steps they
- * average how far they have come, in eight bits a number. One is five times as slow, one loses its power on the way.
+/* DiLoCo on four robots, which are processes here. Each robot trains on what it has seen itself. Every 20 steps the
+ * robots average how far they have come, in eight bits a number. One is five times as slow, and one loses its power.
  *
  * cc -O2 -ffp-contract=off -I. examples/robot_swarm.c -o build/robot_swarm -lpthread -lm && build/robot_swarm
  *
- * No robot ever waits for another: a round takes whoever hands in within 40 ms, and who is late counts in the next. */
+ * No robot waits for another. A round takes the robots that hand in within 40 ms; a late one counts in the next. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -22,7 +22,7 @@ enum { ROBOTS = 4, SLOW = 2, DIES = 3, STEPS = 400, LAST_STEP = 150 };
 static const float learning_rate = 0.01f;
 static const size_t shapes[PARAMS][2] = {{HIDDEN, 2}, {HIDDEN, 0}, {HIDDEN, HIDDEN}, {HIDDEN, 0}, {2, HIDDEN}, {2, 0}};
 
-/* Two spirals of points are told apart by a network of three layers, one unit each. */
+/* A network of three layers, one unit each, learns to tell two spirals of points apart. */
 typedef struct net {
     dtrain_param table[PARAMS];
     float params[PARAMS][HIDDEN * HIDDEN], grads[PARAMS][HIDDEN * HIDDEN];
@@ -108,7 +108,7 @@ static double loss_of_all(net *n)
     return loss / (ROBOTS * SEEN);
 }
 
-/* A line for every round that this robot hears of. */
+/* Prints a line for each round that this robot hears of. */
 static void report(net *n, dtrain_local_sgd *local, uint64_t *rounds)
 {
     dtrain_local_sgd_stats stats = dtrain_local_sgd_get_stats(local);
@@ -125,7 +125,7 @@ static void report(net *n, dtrain_local_sgd *local, uint64_t *rounds)
     fflush(stdout);
 }
 
-/* Finishes with the robots that are left, and compares the weights. */
+/* Finishes with the robots that are left, and checks that their weights are equal. */
 static int end(net *n, dtrain_local_sgd *local, dtrain_comm *world, uint64_t *rounds)
 {
     dtrain_comm *rest;
@@ -139,7 +139,7 @@ static int end(net *n, dtrain_local_sgd *local, dtrain_comm *world, uint64_t *ro
     if (dtrain_comm_rank(rest) == 0)
         printf("%d robots end with the same weights, loss %.4f\n", dtrain_comm_size(rest), loss);
     fflush(stdout);                     /* the process ends by _exit */
-    DTRAIN_CHECK(dtrain_barrier(rest)); /* nobody leaves before all have compared */
+    DTRAIN_CHECK(dtrain_barrier(rest)); /* no robot leaves before all have compared */
     dtrain_comm_destroy(rest);
     return loss < 0.1 ? 0 : 1;
 }
@@ -157,7 +157,7 @@ static int robot_main(int robot, const char *root)
     where.rank = robot;
     where.world_size = ROBOTS;
     where.root = root;
-    dtrain_set_log(NULL, NULL); /* that one is lost is expected */
+    dtrain_set_log(NULL, NULL); /* the log would tell of the lost robot, which is expected */
     DTRAIN_CHECK(dtrain_comm_create(&world, &where));
     net_init(&n);
     bits.kind = DTRAIN_COMPRESS_INT8;
@@ -200,7 +200,7 @@ int main(void)
     return bad;
 }
 
-/* What it prints, less a few rounds. Who comes to which round differs from run to run.
+/* What it prints, less a few rounds. Runs differ in who takes part in which round.
  *
  * round  1: robots 01-3 of 4, loss 0.6293, 4.0 KiB sent instead of 501.6
  * round  3: robots 01-3 of 4, loss 0.5103, 12.0 KiB sent instead of 1109.5

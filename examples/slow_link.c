@@ -3,8 +3,8 @@
  * cc -O2 -ffp-contract=off -I. examples/slow_link.c -o build/slow_link -lpthread -lm
  * build/slow_link --mbit 20 --latency-ms 2 --ranks 4 --steps 40
  *
- * Ranks are threads, joined by a transport of this program's: what a rank sends leaves it at --mbit, whoever it is for,
- * and arrives --latency-ms later. So a robot on Wi-Fi or a host behind a tunnel can be tried on one machine.
+ * Ranks are threads over a transport of this program. All that a rank sends leaves it at --mbit, and arrives
+ * --latency-ms later. So you can try robots on Wi-Fi, or hosts behind a tunnel, on one machine.
  */
 #define main train_gpt_main
 #include "train_gpt.c"
@@ -21,7 +21,7 @@ typedef struct link_wire {
     size_t written, read; /* bytes so far */
     size_t first, end;    /* chunks so far */
     struct {
-        size_t until;     /* its bytes are those up to there */
+        size_t until;     /* the chunk ends before this byte */
         int64_t ready_ns; /* when they arrive */
     } chunks[LINK_CHUNKS];
     unsigned char bytes[LINK_ROOM];
@@ -105,7 +105,7 @@ static dtrain_status link_recv(void *self, int peer, void *data, size_t bytes, i
     return status;
 }
 
-/* One rank: as many steps as the flags say, and what they took. */
+/* Trains one rank for the steps that the flags say, and measures them. */
 static dtrain_status link_train(link_end *end, dtrain_comm *world)
 {
     gpt_job *job = end->job;
@@ -152,7 +152,7 @@ static void *link_rank(void *pointer)
     return NULL;
 }
 
-/* Trains with one compressor, NULL: with none, and prints a line of the table. */
+/* Trains with one compressor, or with none (NULL), and prints a line of the table. */
 static int link_try(gpt_job *job, const char *compress, double mbit, double latency_ms, double *dense_seconds)
 {
     int ranks = job->world_size, bad = 0;
@@ -228,7 +228,7 @@ int main(int argc, char **argv)
     if (link_flags(&argc, argv, &mbit, &latency_ms) || gpt_parse(&job.flags, argc, argv) || gpt_read_text(&job))
         return 1;
     job.world_size = (int)job.flags.ranks;
-    if (job.flags.micro == 0 && job.flags.accum == 0) /* one each: dense sums are sent for every micro-batch */
+    if (job.flags.micro == 0 && job.flags.accum == 0) /* one a rank: dense sums are sent after every micro-batch */
         job.flags.micro = job.flags.ranks;
     if (job.flags.ranks > LINK_RANKS)
         return report_complain("flag", "--ranks", "is at most 16 here");

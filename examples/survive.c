@@ -1,12 +1,12 @@
-/* Four processes train under hybrid sharding, two ranks a copy of the model; one is killed in the middle of a step.
- * The others put weights and optimizer state together again from the slices that each of them still holds, shard them
- * over three ranks, and train on. Six processes will do as well.
+/* Four processes train under hybrid sharding; each pair holds a copy of the model. One is killed in the middle of a
+ * step. The others rebuild weights and optimizer state from the slices that they hold, shard them over three ranks, and
+ * train on. It runs on six processes, too.
  *
  * cc -O2 -ffp-contract=off -I. examples/survive.c -o build/survive -lpthread -lm
  * build/dtrun -n 4 --no-prefix --grace-ms 60000 build/survive
  *
- * Where every slice is on one rank alone, it is lost with it; under hybrid sharding each is on two. With the argument
- * "barrier" the rank dies later, when gradients are complete everywhere: then the others apply the step by hand. */
+ * Under hybrid sharding each slice is on two ranks, so that one may die; under full sharding its slices would be lost.
+ * With the argument "barrier" the rank dies when all gradients are complete. Then the others apply the step by hand. */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -23,7 +23,7 @@ enum { SHARD_SIZE = 2, STEPS = 400, FATAL_STEP = 200 };
 
 static const float learning_rate = 0.01f;
 
-/* Two spirals of points are told apart by a network of three layers, one unit each. */
+/* A network of three layers, one unit each, learns to tell two spirals of points apart. */
 typedef struct net {
     dtrain_comm *comm;
     dtrain_fsdp *fsdp;
@@ -111,7 +111,7 @@ static void layer_backward(net *n, int unit)
         nn_gelu_backward(n->dsum, n->dx, n->sum[unit - 1], EACH * HIDDEN);
 }
 
-/* One micro-batch; *loss is added to. With dies set, this process ends where nobody expects it. */
+/* One micro-batch; adds to *loss. With dies set, this process ends in the middle of it. */
 static dtrain_status micro_batch(net *n, uint64_t micro, int dies, double *loss)
 {
     int32_t labels[EACH];
@@ -141,8 +141,8 @@ static dtrain_status micro_batch(net *n, uint64_t micro, int dies, double *loss)
     return status;
 }
 
-/* One step. The barrier makes it recoverable: nobody applies gradients that are not complete on every rank, so that
- * when one has applied them and another not, the other can. */
+/* One step. The barrier makes it recoverable: a rank applies gradients only when every rank has all of them. So if one
+ * rank has applied them when another dies, all that are left can. */
 static dtrain_status train_step(net *n, const char *death, double *loss)
 {
     int rank = dtrain_comm_rank(n->comm), ranks = dtrain_comm_size(n->comm);
@@ -152,7 +152,7 @@ static dtrain_status train_step(net *n, const char *death, double *loss)
     *loss = 0;
     for (int k = rank; k < MICRO && status == DTRAIN_OK; k += ranks)
         status = micro_batch(n, (uint64_t)k, dies && k >= ranks && strcmp(death, "backward") == 0, loss);
-    if (status == DTRAIN_OK && mine * ranks < MICRO) /* others have one more */
+    if (status == DTRAIN_OK && mine * ranks < MICRO) /* other ranks have one more */
         status = dtrain_fsdp_join(n->fsdp);
     if (status == DTRAIN_OK)
         status = dtrain_fsdp_finish(n->fsdp, NULL);
@@ -295,7 +295,7 @@ static dtrain_status reference_rank(dtrain_comm *world, void *user)
     return status;
 }
 
-/* Returns whether the state is that of a run in which nobody died. */
+/* Returns whether the state equals that of a run in which no rank died. */
 static int compare(net *n, int ranks)
 {
     reference r;

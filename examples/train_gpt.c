@@ -5,14 +5,18 @@
  * build/dtrun -n 4 build/train_gpt --steps 200 --strategy full
  * build/train_gpt --ranks 8 --mesh dp=2,pp=2,tp=2 --layers 8 --heads 8
  *
- * A decoder-only transformer: learned positions, pre-norm blocks, GELU, untied output: GPT-2's. --batch is sequences a
- * micro-batch, --micro micro-batches a step over all ranks together, dealt in turn; with a power of two of them, 1, 2,
- * 4 and 8 ranks end with the same weights, bit for bit, under every strategy. The last tenth of the text is held out.
- * With --save a run leaves checkpoints, from which --resume goes on as if it had never stopped, on any number of ranks
- * unless each keeps something of its own: what --compress left unsent, or a model under --local-steps. With
- * --local-steps H each rank trains by itself, and all average how far they have come every H steps (DiLoCo).
- * With --mesh the model is split over stages of a pipeline and inside its layers. --open begins with a GPT-2 of Hugging
- * Face, --export writes one, --tokens FILE trains on ids that a tokenizer has made.
+ * The model is that of GPT-2: a decoder-only transformer with learned positions, pre-norm blocks, GELU and an output
+ * layer that is not tied. The last tenth of the text is held out.
+ *
+ *   --batch           sequences of a micro-batch
+ *   --micro           micro-batches of a step, over all ranks together, dealt in turn. If it is a power of two, 1, 2, 4
+ *                     and 8 ranks end with the same weights, bit for bit, under every strategy
+ *   --save, --resume  leave checkpoints, and go on from them with the same bits, on any number of ranks; with
+ *                     --compress or --local-steps, where ranks have state of their own, on as many
+ *   --local-steps H   each rank trains by itself; every H steps all average how far they have come (DiLoCo)
+ *   --mesh            splits the model over stages of a pipeline and inside its layers
+ *   --open, --export  read and write a GPT-2 of Hugging Face
+ *   --tokens FILE     trains on ids that a tokenizer has made
  */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION

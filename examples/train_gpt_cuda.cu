@@ -8,9 +8,9 @@
  * cc -O2 -ffp-contract=off -DDTRAIN_CUDA_EMULATE -x c -I. examples/train_gpt_cuda.cu \
  *     -o build/train_gpt_cuda_emulated -lpthread -lm
  *
- * Rank r computes on GPU r modulo the number of GPUs, of those that --gpus N leaves. With a power of two of
- * micro-batches, 1, 2, 4 and 8 ranks end with the same weights, bit for bit, as does every run. The last command compiles
- * it as C, its GPUs emulated. Checkpoints of --save are train_gpt's: either program goes on from the other's.
+ * Rank r computes on GPU r modulo the number of GPUs, or modulo N with --gpus N. If the number of micro-batches is a
+ * power of two, 1, 2, 4 and 8 ranks end with the same weights, bit for bit, in every run. The last command compiles it
+ * as C, with emulated GPUs. Checkpoints are those of train_gpt: either program goes on from the other's.
  */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"

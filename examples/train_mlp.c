@@ -1,5 +1,5 @@
-/* A trainer as it was before dtrain, flat arrays and its own loop, made data-parallel by one broadcast and one
- * all-reduce. Two spirals of points are told apart by a network of two layers.
+/* A trainer with flat arrays and its own loop. One broadcast and one all-reduce make it data-parallel. A network of two
+ * layers learns to tell two spirals of points apart.
  *
  * cc -O3 -march=native -fno-math-errno -ffp-contract=off -I. examples/train_mlp.c -o build/train_mlp -lpthread -lm
  * build/train_mlp 2
@@ -72,7 +72,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
     make_points(net);
     for (size_t i = 0; i < COUNT; i++)
         net->params[i] = i < B1 || (i >= W2 && i < B2) ? dtrain_random_normal((uint64_t)rank, i) * 0.5f : 0;
-    DTRAIN_CHECK(dtrain_broadcast(world, net->params, COUNT, DTRAIN_F32, 0)); /* all start from rank 0's weights */
+    DTRAIN_CHECK(dtrain_broadcast(world, net->params, COUNT, DTRAIN_F32, 0)); /* rank 0's weights */
     for (int step = 1; step <= STEPS; step++) {
         int right = 0;
         float sums[2];
@@ -98,7 +98,7 @@ int main(int argc, char **argv)
 {
     int ranks = argc > 1 ? atoi(argv[1]) : 2;
     dtrain_comm *world;
-    DTRAIN_CHECK(dtrain_comm_create(&world, NULL)); /* of processes, under a launcher such as dtrun */
+    DTRAIN_CHECK(dtrain_comm_create(&world, NULL)); /* the processes of dtrun, or this one alone */
     if (dtrain_comm_size(world) > 1)
         DTRAIN_CHECK(train(world, NULL));
     else
@@ -107,7 +107,8 @@ int main(int argc, char **argv)
     return 0;
 }
 
-/*
+/* What it prints:
+ *
  * step 100 loss 0.6219 right 50.8%
  * step 200 loss 0.5119 right 68.9%
  * step 300 loss 0.3745 right 77.9%

@@ -1,4 +1,4 @@
-/* Optimizer state sharded over ranks (ZeRO-1): a rank keeps Adam's m and v of its slice of the weights alone, updates
+/* Optimizer state sharded over ranks (ZeRO-1). Each rank keeps Adam's m and v of one slice of the weights. It updates
  * that slice, and gets the other slices from the other ranks.
  *
  * cc -O2 -ffp-contract=off -I. examples/zero1.c -o build/zero1 -lpthread -lm && build/zero1 */
