@@ -158,7 +158,7 @@ demo-fsdp: all
 bench: all
 	@sh tools/bench_table
 
-soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive $(test_dir)/test_socket $(test_dir)/test_lost \
+soak: all $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive $(test_dir)/test_socket $(test_dir)/test_lost \
 	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail $(test_dir)/test_checkpoint_killed $(test_dir)/test_device_table
 	COMPILERS="gcc clang" BITS=all sh tests/unit/bits.sh
 	$(test_dir)/soak $(MINUTES)

@@ -37,7 +37,7 @@ refused() { # text, flags
     check $? "refused: $text"
 }
 
-train single || exit 1
+train single || { cat "$dir/log"; echo "0 passed, 1 failed"; exit 1; }
 train one --mesh dp=1
 one=$(bits)
 near single one
