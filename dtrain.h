@@ -8,6 +8,9 @@
  * In other files include it without the define. Link -lpthread -lm. The program can then train data-parallel, sharded
  * or split over ranks. A rank is a thread, or a process on this host or another one.
  *
+ * dtrain is no framework: it has no autograd and no graph. Its only layers are those that several ranks compute
+ * together (>>tensor-parallel).
+ *
  * dtrain.h compiles as C99 and later and as C++11 and later, by gcc and clang, on Linux and other POSIX systems. In C++
  * name a desc and set its fields.
  *
