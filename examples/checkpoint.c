@@ -1,5 +1,5 @@
 /* Checkpoints: 4 ranks save every 10 steps and are killed in step 25. 2 ranks go on from step 20, and end with the bits
- * of 4 ranks that nobody kills. "build/checkpoint 1 4" is killed on 1 rank and goes on with 4.
+ * of 4 ranks that nobody kills. For other numbers of ranks: "build/checkpoint 1 4".
  *
  * cc -O2 -ffp-contract=off -I. examples/checkpoint.c -o build/checkpoint -lpthread -lm && build/checkpoint */
 #define DTRAIN_API static
