@@ -4,6 +4,7 @@
  * build/train_gpt --ranks 4 --steps 200
  * build/dtrun -n 4 build/train_gpt --steps 200 --strategy full
  * build/train_gpt --ranks 8 --mesh dp=2,pp=2,tp=2 --layers 8 --heads 8
+ * build/train_gpt --open gpt2 --tokens text.bin --context 256 --ranks 4 --strategy full --lr 1e-4 --export tuned
  *
  * The model is that of GPT-2: a decoder-only transformer with learned positions, pre-norm blocks, GELU and an output
  * layer that is not tied. The last tenth of the text is held out.
@@ -15,7 +16,7 @@
  *                     --compress or --local-steps, where ranks have state of their own, on as many
  *   --local-steps H   each rank trains by itself; every H steps all average how far they have come (DiLoCo)
  *   --mesh            splits the model over stages of a pipeline and inside its layers
- *   --open, --export  read and write a GPT-2 of Hugging Face
+ *   --open, --export  read and write a GPT-2 of Hugging Face; copy the tokenizer's files yourself
  *   --tokens FILE     trains on ids that a tokenizer has made
  */
 #define DTRAIN_API static
