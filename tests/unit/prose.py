@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_WORDS = 30
 README_WORDS = 1300
 
-CODE = re.compile(r"[;{}\\]\s*$|^\s*#|DTRAIN_CHECK|^\s*\.\.\.|;\s{2,}\S|^\s*(\$|cc|gcc|nvcc|make|build/|tools/|bash|git) ")
+CODE = re.compile(r"[;{}\\]\s*$|^\s*#|DTRAIN_CHECK|^\s*\.\.\.|;\s{2,}\S|^\s*((\$|cc|gcc|nvcc|make|bash|git) |(build|tools)/\S)")
 ENTRY = re.compile(r"^(\s*(?:[-*] )?\S+(?: \S+){0,5}?)(\s{2,}|\t)(\S.*)$")
 END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[`]*[A-Z0-9`_])")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|etc|vs|al|cf|Fig|No|pp|Sec|Ch)\.$")
