@@ -4503,6 +4503,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
         level.mask = 1023;
     }
     dtrain__cuda_topk_source source = dtrain__cuda_topk_source_of(args, listed);
+    dtrain__cuda_topk_source all = {source.data, 0, 4}; /* what is whole needs no look at the ends */
     size_t step = 4 * at.blocks * at.threads, i = 4 * (at.block * at.threads + at.thread);
     source.end = listed ? args->state->passed : source.end;
     if (i < source.first) { /* what follows is whole, except at the end */
@@ -4519,8 +4520,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
             v[j] = from[step / 4 * j];
         for (int j = 0; j < 4; j++)
             any |= dtrain__cuda_topk_any(level, v[j]);
-        for (size_t j = 0; any != 0 && j < 4; j++)
-            dtrain__cuda_topk_count4(shared->bins, level, source, v[j], i + j * step);
+        for (int j = 0; any != 0 && j < 4; j++)
+            dtrain__cuda_topk_count4(shared->bins, level, all, v[j], 0);
     }
     for (; i < source.end; i += step)
         dtrain__cuda_topk_count4(shared->bins, level, source,
