@@ -3157,7 +3157,7 @@ typedef struct dtrain_sampler_desc {
     uint64_t seed;     /* of the shuffle */
     int no_shuffle;    /* 1: in order */
     size_t batch;      /* examples a micro-batch; 0: 1 */
-    int micro_batches; /* micro-batches a step, over all ranks together; 0: 1 */
+    int micro_batches; /* micro-batches a step, over all ranks together: at least as many as ranks; 0: 1 */
     int strided;       /* 1: rank r has micro-batches r, r + ranks, ... of a step; for FSDP that reduces each one */
 } dtrain_sampler_desc;
 
@@ -3200,7 +3200,7 @@ DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step
  * epoch's last step are split evenly over its micro-batches; earlier ones get one more.
  *
  *   micro_batch   0 to micro_batches - 1
- *   examples      out: room for batch of them
+ *   examples      out: room for batch of them; may be NULL
  *   returns       how many there are: batch, or fewer in an epoch's last step
  *   source        a Feistel network over a rectangle, walked until it lands inside: Black and Rogaway, CT-RSA 2002
  *
@@ -24871,6 +24871,7 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
                             place.keys.world_size);
     dtrain_comm_desc placed = *desc;
     placed.timeout_ms = place.hub.timeout_ms;
+    memset(&end, 0, sizeof end); /* where sockets are left out, gcc sees it used without a value */
     status = dtrain__socket_plane_create(&end, &place.keys, &place.hub, desc->allocator);
     memset(&place, 0, sizeof place);
     if (status == DTRAIN_OK)
@@ -33892,7 +33893,7 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
     uint64_t steps = dtrain_sampler_steps(sampler), left = dtrain__sampler_left(sampler, step % steps);
     size_t begin, count = dtrain__split((size_t)left, sampler->desc.micro_batches, micro_batch, &begin);
     uint64_t first = step % steps * dtrain__sampler_per_step(sampler) + begin;
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; examples != NULL && i < count; i++)
         examples[i] = dtrain__sampler_index(sampler, step / steps, first + i);
     return count;
 }

@@ -112,7 +112,7 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
     uint64_t steps = dtrain_sampler_steps(sampler), left = dtrain__sampler_left(sampler, step % steps);
     size_t begin, count = dtrain__split((size_t)left, sampler->desc.micro_batches, micro_batch, &begin);
     uint64_t first = step % steps * dtrain__sampler_per_step(sampler) + begin;
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; examples != NULL && i < count; i++)
         examples[i] = dtrain__sampler_index(sampler, step / steps, first + i);
     return count;
 }

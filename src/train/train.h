@@ -130,7 +130,7 @@ typedef struct dtrain_sampler_desc {
     uint64_t seed;     /* of the shuffle */
     int no_shuffle;    /* 1: in order */
     size_t batch;      /* examples a micro-batch; 0: 1 */
-    int micro_batches; /* micro-batches a step, over all ranks together; 0: 1 */
+    int micro_batches; /* micro-batches a step, over all ranks together: at least as many as ranks; 0: 1 */
     int strided;       /* 1: rank r has micro-batches r, r + ranks, ... of a step; for FSDP that reduces each one */
 } dtrain_sampler_desc;
 
@@ -173,7 +173,7 @@ DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step
  * epoch's last step are split evenly over its micro-batches; earlier ones get one more.
  *
  *   micro_batch   0 to micro_batches - 1
- *   examples      out: room for batch of them
+ *   examples      out: room for batch of them; may be NULL
  *   returns       how many there are: batch, or fewer in an epoch's last step
  *   source        a Feistel network over a rectangle, walked until it lands inside: Black and Rogaway, CT-RSA 2002
  *
