@@ -19,7 +19,6 @@
  *     >>tensor       element types, conversions, tensors, the matrix product
  *     >>device       memory and arithmetic of GPUs: queues, copies, events, a table to fill for your own device
  *     >>pieces       lists of what objects keep, for checkpoints and file formats of your own
- *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
  *     >>transport    the table to fill for a transport of your own
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, the
  *                    store
@@ -30,19 +29,8 @@
  *     >>device-group collectives on memory of devices: staged through the CPU's, or on each other's by events
  *                    or by flags
  *     >>compress-descs   how to say what is sent compressed
- *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
- *     >>train        parameter table, sampler, optimizers, schedules
- *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
- *     >>data-parallel  DDP: every rank holds all parameters, and the program its own optimizer
- *     >>module       a model as a list of layers that the library gathers, calls and reduces
- *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, run over modules
- *     >>tensor-parallel  layers split inside: linear layers, embedding, cross-entropy, attention, over a group's ranks
- *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
- *     >>local-sgd    local SGD and DiLoCo: many steps alone, then a round with the ranks that are reachable
- *     >>checkpoint   the state of a run on disk, which any number of ranks can resume
  *
- * Below: SNIPPETS, PORTING NOTES, CONVENTIONS, ENVIRONMENT, MACROS, PARTS. The glossary of private terms opens the
- * implementation.
+ * Below: SNIPPETS, CONVENTIONS, ENVIRONMENT, MACROS; then TRAINING, with more snippets, PORTING NOTES and PARTS.
  *
  * SNIPPETS. Each is part of a program that the tests compile and run.
  *
@@ -56,30 +44,13 @@
  *     ...
  *     dtrain_comm_destroy(world);
  *
- * To use n threads, put the loop into a function `dtrain_status train(dtrain_comm *world, void *user)`. Call
- * dtrain_run_threads(n, train, user, NULL). If you start the threads yourself, dtrain_threads_create gives their ends.
+ * DTRAIN_MEAN is right if each rank divides by its own number of examples and all have as many. If you divide by the
+ * number of all examples, take DTRAIN_SUM.
  *
- * REDUCED DURING BACKWARD: declare the parameters once, in a table of dtrain_param, with a unit for each layer. The
- * gradients of a unit travel while the backward pass goes on. A dtrain_sampler deals the examples.
- *
- *     DTRAIN_CHECK(dtrain_sampler_init(&sampler, &data));
- *     DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, table, 2, &sgd, NULL));
- *     DTRAIN_CHECK(dtrain_ddp_create(&ddp, world, table, 2, NULL));
- *     for (uint64_t step = 0; step < epochs * dtrain_sampler_steps(&sampler); step++) {
- *         int mine = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
- *         DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, 4.0 * mine));
- *         for (int micro = first; micro < first + mine; micro++) {
- *             size_t n = dtrain_sampler_batch(&sampler, step, micro, examples);
- *             ...                                      backward adds gradients up, last unit first
- *             DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1));
- *             DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
- *             DTRAIN_CHECK(dtrain_ddp_next(ddp));      needed if a unit had no gradient
- *         }
- *         DTRAIN_CHECK(dtrain_ddp_finish(ddp, &total));
- *         DTRAIN_CHECK(dtrain_clip_grad_norm(table, 2, 1.0f, &norm));
- *         DTRAIN_CHECK(dtrain_optimizer_step(optimizer, 0.2f));
- *     }
- *     dtrain_ddp_destroy(ddp);
+ * To use n threads, put the loop into a function `dtrain_status train(dtrain_comm *world, void *user)`, without
+ * dtrain_comm_create and dtrain_comm_destroy. Call dtrain_run_threads(n, train, user, NULL). If you start the threads
+ * yourself, dtrain_threads_create gives their ends. Threads share globals, static variables and rand(): give each rank
+ * its own.
  *
  * PROCESSES AND HOSTS: start the first snippet by dtrun, or by another launcher that dtrain_comm_desc lists. Without a
  * launcher set the place of each process yourself:
@@ -136,6 +107,118 @@
  *     DTRAIN_CHECK(dtrain_comm_shrink(world, &group));
  *     DTRAIN_CHECK(dtrain_resync(group, step, buffers, bytes, 1, &step));
  *
+ * CONVENTIONS
+ *     Status    Every fallible call returns dtrain_status, 0 for success. dtrain_last_error() is the calling thread's
+ *               text: what was expected, what came, which rank, which operation and its number. The library never
+ *               exits, aborts or raises a signal. DTRAIN_CHECK prints and exits, in your code only. Compilers warn if
+ *               you do not read a result. DTRAIN_IGNORE(call) leaves it on purpose.
+ *     Desc      Create calls take a desc struct. Zero it, then set what differs. Zero means the default.
+ *     Counts    A count is the total number of elements. It need not be a multiple of the number of ranks: shards
+ *               differ by at most one element, earlier ranks longer. In place means that a rank's part stays at its
+ *               offset.
+ *     Order     A reduction adds by one tree over ranks: the same bits on every rank, transport and algorithm. Only
+ *               DTRAIN_ORDER_ANY, or an algorithm with an order of its own (dtrain_algorithm), adds otherwise.
+ *     Bits      Kernels, conversions, folds and optimizers give the same bits under any compiler flags and instruction
+ *               set. Matrix products have two sets of bits. AVX2, AVX-512 and 64-bit ARM round each term once. SSE2,
+ *               scalar code and other processors round it twice.
+ *     Threads   Each function has one line: any thread; one thread per object; collective. Library threads block all
+ *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
+ *     Memory    comes from the desc's allocator, which counts bytes and their peak. A warm training loop allocates
+ *               nothing.
+ *     Groups    dtrain_comm_split and dtrain_mesh_create make groups of a group's ranks. You may use several at once,
+ *               from several threads. An error that breaks one group leaves the others whole. The loss of a rank of a
+ *               mesh ends all groups of the mesh.
+ *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. If a call expires before
+ *               anything moved, you can make it again. After that the group is broken and says why.
+ *     Leaving   A rank that destroys its end has left the group. That breaks nothing: calls that need this rank fail
+ *               with "rank 2 has left the group", and others go on.
+ *     Failure   A rank that dies, or is silent for heartbeat_ms, breaks its groups. So does dtrain_comm_abort. The
+ *               leader (rank 0, or the lowest rank that is left) tells the others. A killed process is known within two
+ *               seconds, a stopped one or a host that is cut off within heartbeat_ms. Then calls fail at once,
+ *               with the number of the lost rank and the first cause. Only dtrain_recv still takes what had
+ *               arrived. The survivors may go on: dtrain_comm_shrink makes a group of them, and dtrain_resync copies
+ *               the state of the rank with the highest step to all.
+ *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace). Heartbeats carry the last one, so the text
+ *               of a deadline says what the awaited rank does, and which rank it awaits in turn. DDP and FSDP's
+ *               replicas compare a hash of their weights while they train. The text names the first parameter that
+ *               differs, and the ranks. DTRAIN_DEBUG=1 finds calls in a wrong order under FSDP and DDP.
+ *     Machine   The library tries at run time what a system offers, and works without it.
+ *     Strangers A connection is admitted by a mutual HMAC-SHA256 challenge over the group's token. Without a token a
+ *               rank speaks only to processes of the same user on this host, over unix sockets.
+ *     Sealing   With a token, connections that leave the host are encrypted and authenticated, others are not. There is
+ *               no forward secrecy. See dtrain_comm_desc.
+ *     Members   The token keeps strangers out. It does not protect members from each other. A member that sends a
+ *               malformed control frame, or one that it may not send, is lost, and the others go on. A member can still
+ *               send wrong data, or say that the leader is lost. All trust the leader, which decides who is lost and
+ *               what the survivors agree on. Ranks that share the memory of devices can write each other's. The leader
+ *               handles no more requests of a member that has 1 MiB to read.
+ *
+ * ENVIRONMENT
+ *     The variables of the first group count only if desc.world_size is 0, and only where the desc leaves the field 0.
+ *
+ *     DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT   the place of this process; dtrun sets them. A root on loopback
+ *                             needs no token. dtrain_comm_desc lists the variables of other launchers
+ *     DTRAIN_TOKEN            the group's secret, 16 to 255 bytes
+ *     DTRAIN_TOKEN_FILE       a file whose first line is the secret
+ *     DTRAIN_JOB              name of the job; processes of another job are refused
+ *     DTRAIN_INTERFACE        interface or address of this rank
+ *     DTRAIN_INSECURE         1: TCP without a token
+ *     DTRAIN_SECURE           1: seal all connections; 0: none. Unset: with a token, those that leave the host
+ *     DTRAIN_TIMEOUT_MS       deadline of every blocking call, -1: none
+ *     DTRAIN_LISTEN_FD        rank 0: number of a listening socket that the launcher has opened at DTRAIN_ROOT
+ *
+ *     DTRAIN_NODE_RANKS       ranks on each host
+ *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms
+ *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
+ *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
+ *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
+ *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
+ *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, ipv6, pkeys (see CONTRIBUTING.md)
+ *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
+ *     TMPDIR                  unix sockets are in TMPDIR/dtrain-UID; in /tmp/dtrain-UID if it is unset, relative or
+ *                             longer than 44 bytes
+ *
+ * MACROS, before the first include of dtrain.h
+ *     DTRAIN_IMPLEMENTATION   in one file: the implementation as well
+ *     DTRAIN_API static       nothing of dtrain is visible outside the file; the compiler drops what you do not call
+ *     DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)   another allocator behind everything; a desc can also
+ *                             bring one.
+ *     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)   your BLAS, in place of the
+ *                             built-in product
+ *     DTRAIN_NO_SOCKETS, ...  leave parts out, see PARTS
+ */
+
+/* Leaving a part out leaves out those that need it. */
+#if defined(DTRAIN_NO_TRAIN) && !defined(DTRAIN_NO_SHARD)
+#define DTRAIN_NO_SHARD
+#endif
+#if defined(DTRAIN_NO_SHARD) && !defined(DTRAIN_NO_PARALLEL)
+#define DTRAIN_NO_PARALLEL
+#endif
+#if (defined(DTRAIN_NO_TRAIN) || defined(DTRAIN_NO_COMPRESS)) && !defined(DTRAIN_NO_LOOSE)
+#define DTRAIN_NO_LOOSE
+#endif
+#if (defined(DTRAIN_NO_TRAIN) || defined(DTRAIN_NO_SAFETENSORS)) && !defined(DTRAIN_NO_CHECKPOINT)
+#define DTRAIN_NO_CHECKPOINT
+#endif
+
+#ifndef DTRAIN_NO_TRAIN
+
+/* TRAINING: the sections and snippets of what trains, and notes for porting a trainer of your own
+ *
+ * CONTENTS
+ *     >>safetensors  files of named tensors that Python reads; Hugging Face models
+ *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
+ *     >>train        parameter table, sampler, optimizers, schedules
+ *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
+ *     >>data-parallel  DDP: every rank holds all parameters, and the program its own optimizer
+ *     >>module       a model as a list of layers that the library gathers, calls and reduces
+ *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, run over modules
+ *     >>tensor-parallel  layers split inside: linear layers, embedding, cross-entropy, attention, over a group's ranks
+ *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
+ *     >>local-sgd    local SGD and DiLoCo: many steps alone, then a round with the ranks that are reachable
+ *     >>checkpoint   the state of a run on disk, which any number of ranks can resume
+ *
  * OPTIMIZER STATE SHARDED (ZeRO-1): each rank updates its own slice of the parameters.
  *
  *     size_t lo, n = dtrain_shard(world, count, rank, &lo);
@@ -146,6 +229,37 @@
  *     for (size_t i = 0; i < n; i++)
  *         update(params + lo + i, grads + lo + i, m + i, v + i);
  *     DTRAIN_CHECK(dtrain_all_gather(world, params + lo, params, count, DTRAIN_F32));
+ *
+ * REDUCED DURING BACKWARD: declare the parameters once, in a table of dtrain_param, with a unit for each layer. The
+ * gradients of a unit travel while the backward pass goes on. A dtrain_sampler deals the examples.
+ *
+ *     data.micro_batches = 8;                          of all ranks together: at least as many as ranks
+ *     DTRAIN_CHECK(dtrain_sampler_init(&sampler, &data));
+ *     DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, table, 2, &sgd, NULL));
+ *     DTRAIN_CHECK(dtrain_ddp_create(&ddp, world, table, 2, NULL));
+ *     for (uint64_t step = 0; step < epochs * dtrain_sampler_steps(&sampler); step++) {
+ *         int mine = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
+ *         double weight = 0;                           this rank's examples in the step
+ *         for (int micro = first; micro < first + mine; micro++)
+ *             weight += (double)dtrain_sampler_batch(&sampler, step, micro, NULL);
+ *         DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, weight));
+ *         for (int micro = first; micro < first + mine; micro++) {
+ *             size_t n = dtrain_sampler_batch(&sampler, step, micro, examples);
+ *             ...                                      backward of unit 1 adds up its gradients, which travel
+ *             DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1));
+ *             ...                                      while backward of unit 0 goes on
+ *             DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
+ *             DTRAIN_CHECK(dtrain_ddp_next(ddp));      needed only if a micro-batch leaves a unit out
+ *         }
+ *         DTRAIN_CHECK(dtrain_ddp_finish(ddp, &total));
+ *         DTRAIN_CHECK(dtrain_clip_grad_norm(table, 2, 1.0f, &norm));
+ *         DTRAIN_CHECK(dtrain_optimizer_step(optimizer, 0.2f));
+ *     }
+ *     dtrain_ddp_destroy(ddp);
+ *
+ * Add up gradients of the sum of losses, not of their mean: dtrain_ddp_finish divides them by the weights of all ranks.
+ * With a fixed number of micro-batches the weights have the same bits on 1, 2, 4 or 8 ranks. An all-reduce of your own
+ * gradients gives all ranks of a run the same bits; another number of ranks rounds in another way.
  *
  * FULLY SHARDED: declare the parameters once, in a table of dtrain_param. A layer has memory only while it is gathered.
  *
@@ -225,10 +339,11 @@
  *     DTRAIN_CHECK(dtrain_fsdp_clip_model_grad_norm(&fsdp, 1, model, 1.0f, &norm));
  *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
  *
- * CHECKPOINTS: each rank saves what it holds. Any number of ranks, under any strategy, can resume.
+ * CHECKPOINTS: each rank saves what it holds. Any number of ranks, under any strategy, can resume. Give one list for
+ * each object that has state; >>pieces has the others.
  *
  *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));      desc.directory = "run"
- *     lists[0] = dtrain_fsdp_pieces(fsdp);                              one list for each object that has state
+ *     lists[0] = dtrain_fsdp_pieces(fsdp);                              with DDP: dtrain_params_pieces
  *     lists[1] = dtrain_sampler_pieces(&sampler);
  *     state.lists = lists, state.list_count = 2;
  *     if (resume) DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL));   sets state.step
@@ -243,6 +358,7 @@
  *                              one broadcast before the loop and one all-reduce a step.
  *     a list of layers         Fill one dtrain_param for each array. Give each layer a unit, in the order of forward.
  *                              The table then serves DDP, FSDP, optimizers, clipping and checkpoints.
+ *     globals, static, rand()  Ranks that are threads share them. Give each rank its own, or start processes.
  *     threads of its own       Get one end for each thread from dtrain_threads_create. One thread at a time may call on
  *                              an end, else the call returns DTRAIN_ERR_INVALID.
  *     helper threads           Let one thread of each rank make all calls on a group. Threads that communicate at once
@@ -293,94 +409,6 @@
  *     OpenMP reduction(+:x)    The order of the sum can change from run to run, and so can the last bits of weights.
  *                              Ranks still agree.
  *
- * CONVENTIONS
- *     Status    Every fallible call returns dtrain_status, 0 for success. dtrain_last_error() is the calling thread's
- *               text: what was expected, what came, which rank, which operation and its number. The library never
- *               exits, aborts or raises a signal. DTRAIN_CHECK prints and exits, in your code only. Compilers warn if
- *               you do not read a result. DTRAIN_IGNORE(call) leaves it on purpose.
- *     Desc      Create calls take a desc struct. Zero it, then set what differs. Zero means the default.
- *     Counts    A count is the total number of elements. It need not be a multiple of the number of ranks: shards
- *               differ by at most one element, earlier ranks longer. In place means that a rank's part stays at its
- *               offset.
- *     Order     A reduction adds by one tree over ranks: the same bits on every rank, transport and algorithm. Only
- *               DTRAIN_ORDER_ANY, or an algorithm with an order of its own (dtrain_algorithm), adds otherwise.
- *     Bits      Kernels, conversions, folds and optimizers give the same bits under any compiler flags and instruction
- *               set. Matrix products have two sets of bits. AVX2, AVX-512 and 64-bit ARM round each term once. SSE2,
- *               scalar code and other processors round it twice.
- *     Threads   Each function has one line: any thread; one thread per object; collective. Library threads block all
- *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
- *     Memory    comes from the desc's allocator, which counts bytes and their peak. A warm training loop allocates
- *               nothing.
- *     Groups    dtrain_comm_split and dtrain_mesh_create make groups of a group's ranks. You may use several at once,
- *               from several threads. An error that breaks one group leaves the others whole. The loss of a rank of a
- *               mesh ends all groups of the mesh.
- *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. If a call expires before
- *               anything moved, you can make it again. After that the group is broken and says why.
- *     Leaving   A rank that destroys its end has left the group. That breaks nothing: calls that need this rank fail
- *               with "rank 2 has left the group", and others go on.
- *     Failure   A rank that dies, or is silent for heartbeat_ms, breaks its groups. So does dtrain_comm_abort. The
- *               leader (rank 0, or the lowest rank that is left) tells the others. A killed process is known within two
- *               seconds, a stopped one or a host that is cut off within heartbeat_ms. Once a rank knows, its calls fail at
- *               once, with the number of the lost rank and the first cause. Only dtrain_recv still takes what had
- *               arrived. The survivors may go on: dtrain_comm_shrink makes a group of them, and dtrain_resync copies
- *               the state of the rank with the highest step to all.
- *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace). Heartbeats carry the last one, so the text
- *               of a deadline says what the awaited rank does, and which rank it awaits in turn. DDP and FSDP's
- *               replicas compare a hash of their weights while they train. The text names the first parameter that
- *               differs, and the ranks. DTRAIN_DEBUG=1 finds calls in a wrong order under FSDP and DDP.
- *     Machine   The library tries at run time what a system offers, and works without it.
- *     Strangers A connection is admitted by a mutual HMAC-SHA256 challenge over the group's token. Without a token a
- *               rank speaks only to processes of the same user on this host, over unix sockets.
- *     Sealing   With a token, connections that leave the host are encrypted and authenticated, others are not. There is
- *               no forward secrecy. See dtrain_comm_desc.
- *     Members   The token keeps strangers out. It does not protect members from each other. A member that sends a
- *               malformed control frame, or one that it may not send, is lost, and the others go on. A member can still
- *               send wrong data, or say that the leader is lost. All trust the leader, which decides who is lost and
- *               what the survivors agree on. Ranks that share the memory of devices can write each other's. The leader
- *               handles no more requests of a member that has 1 MiB to read.
- *
- * ENVIRONMENT
- *     The variables of the first group count only if desc.world_size is 0, and only where the desc leaves the field 0.
- *
- *     DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT   the place of this process; dtrun sets them. dtrain_comm_desc lists
- *                             the variables of other launchers
- *     DTRAIN_TOKEN            the group's secret, 16 to 255 bytes
- *     DTRAIN_TOKEN_FILE       a file whose first line is the secret
- *     DTRAIN_JOB              name of the job; processes of another job are refused
- *     DTRAIN_INTERFACE        interface or address of this rank
- *     DTRAIN_INSECURE         1: TCP without a token
- *     DTRAIN_SECURE           1: seal all connections; 0: none. Unset: with a token, those that leave the host
- *     DTRAIN_TIMEOUT_MS       deadline of every blocking call, -1: none
- *     DTRAIN_LISTEN_FD        rank 0: number of a listening socket that the launcher has opened at DTRAIN_ROOT
- *
- *     DTRAIN_NODE_RANKS       ranks on each host
- *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms
- *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
- *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
- *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
- *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
- *         avx512, avx2                instruction sets, with all wider ones
- *         mremap, populate, pagemap   Linux's ways to move pages, to bring many, and to see which are present
- *         mprotect                    closed pages, for DTRAIN_DEBUG
- *         memfd                       files without a name in memory; files in /tmp take their place
- *         unix, ipv6                  sockets; without unix, ranks need a token
- *         pkeys                       protection keys of dtrain_cuda.h's emulated GPUs
- *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
- *     TMPDIR                  unix sockets are in TMPDIR/dtrain-UID; in /tmp/dtrain-UID if it is unset, relative or
- *                             longer than 44 bytes
- *
- * MACROS, before the first include of dtrain.h
- *     DTRAIN_IMPLEMENTATION   in one file: the implementation as well
- *     DTRAIN_API static       nothing of dtrain is visible outside the file; the compiler drops what you do not call
- *     DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)   another allocator behind everything; a desc can also
- *                             bring one.
- *     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)   your BLAS, in place of the
- *                             built-in product
- *     DTRAIN_NO_SOCKETS, ...  leave parts out, see PARTS
- *     DTRAIN_CUDA_IMPLEMENTATION   in one file, for nvcc: that of dtrain_cuda.h
- *     DTRAIN_CUDA_STUB        dtrain_cuda.h without CUDA: every call returns DTRAIN_ERR_UNSUPPORTED
- *     DTRAIN_CUDA_EMULATE     dtrain_cuda.h with GPUs that the CPU emulates, for tests
- *
  * PARTS: define DTRAIN_NO_SOCKETS and the like, before every include of dtrain.h, to leave parts out. Each takes the
  * parts along that need it. Its own functions are then not declared. A call of another part that would need it returns
  * DTRAIN_ERR_UNSUPPORTED and names the macro. `tools/amalgamate --parts SOCKETS,SHARD` writes a header that has only
@@ -401,18 +429,6 @@
  *     what is left     175  27 %  collectives of threads, tensors, queues of devices
  */
 
-/* Leaving a part out leaves out those that need it. */
-#if defined(DTRAIN_NO_TRAIN) && !defined(DTRAIN_NO_SHARD)
-#define DTRAIN_NO_SHARD
-#endif
-#if defined(DTRAIN_NO_SHARD) && !defined(DTRAIN_NO_PARALLEL)
-#define DTRAIN_NO_PARALLEL
-#endif
-#if (defined(DTRAIN_NO_TRAIN) || defined(DTRAIN_NO_COMPRESS)) && !defined(DTRAIN_NO_LOOSE)
-#define DTRAIN_NO_LOOSE
-#endif
-#if (defined(DTRAIN_NO_TRAIN) || defined(DTRAIN_NO_SAFETENSORS)) && !defined(DTRAIN_NO_CHECKPOINT)
-#define DTRAIN_NO_CHECKPOINT
 #endif
 
 /* ---- >>base ----
@@ -1643,17 +1659,10 @@ typedef struct dtrain_transport {
  * fails write them to failed.rank-N.json. dtrain_comm_trace writes them at any time. The tool dtrace merges the files:
  *
  *     $ build/dtrace -o all.json failed.rank-*.json
- *     waited for:  rank 1, 0.000263 s in 11 operations, of 0.000263 s that ranks waited for each other
- *     in the end:  rank 0 waited for rank 2 in all_reduce #11 (sum, f32 x 4) (ERR_MISMATCH)
  *     ...
  *     differ:      first in #11 of group 0: rank 0 called all_reduce #11 (sum, f32 x 4) by tree, rank 2 broadcast ...
  *
- * DDP and the replicas of FSDP also find weights that drift apart. Each step ends with a message that carries a hash of
- * a part of the weights, all of them within `check_every` steps. Weights drift after different first weights, another
- * learning rate, a step that one rank took alone, or approximate instructions. Every rank gets the error:
- *
- *     dtrain_ddp_finish: replicas have drifted apart: parameter 0 "wte" of rank 3 is not that of rank 0: ...
- *
+ * DDP and the replicas of FSDP also find weights that drift apart: see check_every in dtrain_ddp_desc.
  * dtrain_comm_check_equal compares any data of your own. */
 #ifndef DTRAIN__COMM_H
 #define DTRAIN__COMM_H
@@ -3587,7 +3596,8 @@ DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t 
  * THE SAME WEIGHTS. Reductions are the tree of >>order. So FULL_SHARD, SHARD_GRAD_OP and DDP give the same weights, bit
  * for bit; HYBRID_SHARD does if shard_size is a power of two. Micro-batches are folded by the same tree. Let
  * micro-batch i of rank r be number i * ranks + r of the step (dtrain_sampler_desc.strided). Then a fixed number of
- * micro-batches gives the same weights on 1, 2, 4 and 8 ranks.
+ * micro-batches gives the same weights on 1, 2, 4 and 8 ranks. Begin each step with dtrain_fsdp_begin and the weight
+ * of this rank's micro-batches: without it gradients are divided by the number of ranks.
  *
  * 16 BITS. A gradient is rounded to a reduce_dtype of 16 bits when it leaves its rank, also in a world of one: once a
  * micro-batch, or with keep_full_grads once a step. The owner adds in float32 and rounds nothing again. So FULL_SHARD

@@ -37,17 +37,10 @@
  * fails write them to failed.rank-N.json. dtrain_comm_trace writes them at any time. The tool dtrace merges the files:
  *
  *     $ build/dtrace -o all.json failed.rank-*.json
- *     waited for:  rank 1, 0.000263 s in 11 operations, of 0.000263 s that ranks waited for each other
- *     in the end:  rank 0 waited for rank 2 in all_reduce #11 (sum, f32 x 4) (ERR_MISMATCH)
  *     ...
  *     differ:      first in #11 of group 0: rank 0 called all_reduce #11 (sum, f32 x 4) by tree, rank 2 broadcast ...
  *
- * DDP and the replicas of FSDP also find weights that drift apart. Each step ends with a message that carries a hash of
- * a part of the weights, all of them within `check_every` steps. Weights drift after different first weights, another
- * learning rate, a step that one rank took alone, or approximate instructions. Every rank gets the error:
- *
- *     dtrain_ddp_finish: replicas have drifted apart: parameter 0 "wte" of rank 3 is not that of rank 0: ...
- *
+ * DDP and the replicas of FSDP also find weights that drift apart: see check_every in dtrain_ddp_desc.
  * dtrain_comm_check_equal compares any data of your own. */
 #ifndef DTRAIN__COMM_H
 #define DTRAIN__COMM_H

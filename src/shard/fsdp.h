@@ -60,7 +60,8 @@
  * THE SAME WEIGHTS. Reductions are the tree of >>order. So FULL_SHARD, SHARD_GRAD_OP and DDP give the same weights, bit
  * for bit; HYBRID_SHARD does if shard_size is a power of two. Micro-batches are folded by the same tree. Let
  * micro-batch i of rank r be number i * ranks + r of the step (dtrain_sampler_desc.strided). Then a fixed number of
- * micro-batches gives the same weights on 1, 2, 4 and 8 ranks.
+ * micro-batches gives the same weights on 1, 2, 4 and 8 ranks. Begin each step with dtrain_fsdp_begin and the weight
+ * of this rank's micro-batches: without it gradients are divided by the number of ranks.
  *
  * 16 BITS. A gradient is rounded to a reduce_dtype of 16 bits when it leaves its rank, also in a world of one: once a
  * micro-batch, or with keep_full_grads once a step. The owner adds in float32 and rounds nothing again. So FULL_SHARD

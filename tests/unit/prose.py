@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MOST_WORDS = 30
 README_WORDS = 1300
+MANUAL = ("manual.h", "guide.h")
 
 CODE = re.compile(r"[;{}\\]\s*$|^\s*#|DTRAIN_CHECK|^\s*\.\.\.|;\s{2,}\S|^\s*((\$|cc|gcc|nvcc|make|bash|git) |(build|tools)/\S)")
 ENTRY = re.compile(r"^(\s*(?:[-*] )?\S+(?: \S+){0,5}?)(\s{2,}|\t)(\S.*)$")
@@ -117,14 +118,14 @@ def kinds():
     public, private = [], []
     names = (ROOT / "src/order.txt").read_text().split("[implementation]")[0].split("\n")
     for name in names:
-        if name.endswith(".h") and name != "manual.h":
+        if name.endswith(".h") and name not in MANUAL:
             public.append(ROOT / "src" / name)
     public += [ROOT / "src/cuda/manual.h", ROOT / "src/cuda/cuda.h"]
     for path in sorted((ROOT / "src").rglob("*.[ch]")):
-        if path not in public and path.name != "manual.h":
+        if path not in public and path.name not in MANUAL:
             private.append(path)
     others = [p for d in ("examples", "tools") for p in sorted((ROOT / d).glob("*.[ch]"))]
-    return [("README", [ROOT / "README.md"]), ("manual", [ROOT / "src/manual.h"]), ("public comments", public),
+    return [("README", [ROOT / "README.md"]), ("manual", [ROOT / "src" / name for name in MANUAL]), ("public comments", public),
             ("private comments", private), ("examples and tools", others)]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Holds README.md and src/manual.h to what they show: called by tests/unit/readme.sh.
+"""Holds README.md and the manual, src/manual.h and src/guide.h, to what they show: called by tests/unit/readme.sh.
 
   python3 tests/unit/readme.py snippets        each code block of the manual stands in one function of snippets.c, in order
   python3 tests/unit/readme.py programs DIR    looks at README's program, and writes that of its three steps into DIR/parts.c
@@ -41,7 +41,7 @@ def manual_blocks(text):
         body = line[2:]
         if re.match(r" {0,2}[A-Z]", body):
             section = body.strip()
-        if section.startswith("CONVENTIONS"):
+        if section.startswith(("PARTS", "CONVENTIONS")):
             break
         code = body.startswith("     ") and not section.startswith("CONTENTS")
         if code and section.startswith(("PORTING", "The data", "Ranks with", "What must", "Flags")):  # tables, and code
@@ -166,7 +166,7 @@ def run_commands(readme):
 
 
 def tables(manual, readme):
-    source = "\n".join(p.read_text() for p in sorted((ROOT / "src").rglob("*.[ch]")) if p.name != "manual.h")
+    source = "\n".join(p.read_text() for p in sorted((ROOT / "src").rglob("*.[ch]")) if p.name not in ("manual.h", "guide.h"))
     read = set(re.findall(r'(?:getenv|dtrain__place_(?:get|number|option|pair)?)\((?:[^;"]*?)"([A-Z_]+)"', source))
     read = {n for n in read | set(re.findall(r'"(DTRAIN_(?:WORLD_SIZE|LISTEN_FD|SECURE|INSECURE|TIMEOUT_MS))"', source))
             if n.startswith(("DTRAIN_", "TMPDIR"))}
@@ -197,7 +197,7 @@ def main(args):
         return (ROOT / default).read_text()
 
     readme = option("--readme", "README.md")
-    manual = option("--manual", "src/manual.h")
+    manual = option("--manual", "src/manual.h").replace(" * CONVENTIONS", (ROOT / "src/guide.h").read_text() + " * CONVENTIONS")
     source = option("--snippets", "tests/unit/snippets.c")
     if args[0] == "snippets":
         snippets(manual, source)

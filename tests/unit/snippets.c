@@ -353,23 +353,31 @@ static dtrain_status reduced_in_backward(dtrain_comm *world, void *user)
         table[i].name = i == 0 ? "w" : "b", table[i].dtype = DTRAIN_F32, table[i].shape[0] = 1, table[i].unit = i;
         table[i].data = &weights[i], table[i].grad = &grads[i];
     }
-    data.count = 64, data.batch = 4, data.micro_batches = 8;
+    data.count = 64, data.batch = 4;
+    data.micro_batches = 8;
     sgd.kind = DTRAIN_SGD;
     DTRAIN_CHECK(dtrain_sampler_init(&sampler, &data));
     DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, table, 2, &sgd, NULL));
     DTRAIN_CHECK(dtrain_ddp_create(&ddp, world, table, 2, NULL));
     for (uint64_t step = 0; step < epochs * dtrain_sampler_steps(&sampler); step++) {
         int mine = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
-        DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, 4.0 * mine));
+        double weight = 0;
+        for (int micro = first; micro < first + mine; micro++)
+            weight += (double)dtrain_sampler_batch(&sampler, step, micro, NULL);
+        DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, weight));
         for (int micro = first; micro < first + mine; micro++) {
             size_t n = dtrain_sampler_batch(&sampler, step, micro, examples);
+            float error[4], slope = weights[0], offset = weights[1];
             for (size_t i = 0; i < n; i++) {
-                float x = (float)examples[i] / 32 - 1, error = weights[0] * x + weights[1] - (3 * x - 1);
-                grads[0] += error * x, grads[1] += error;
+                float x = (float)examples[i] / 32 - 1;
+                error[i] = slope * x + offset - (3 * x - 1);
+                grads[1] += error[i];
             }
-            DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1)); /* as soon as a unit's gradient is there, the last unit first */
+            DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1));
+            for (size_t i = 0; i < n; i++)
+                grads[0] += error[i] * ((float)examples[i] / 32 - 1);
             DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
-            DTRAIN_CHECK(dtrain_ddp_next(ddp)); /* of use where some units had no gradient */
+            DTRAIN_CHECK(dtrain_ddp_next(ddp));
         }
         DTRAIN_CHECK(dtrain_ddp_finish(ddp, &total));
         DTRAIN_CHECK(dtrain_clip_grad_norm(table, 2, 1.0f, &norm));

@@ -221,7 +221,7 @@ for compiler in gcc clang; do
     done
 done
 # Lines of code in the manual between two headings, without what stands beside them.
-manual() { sed -n "/^ \* $1/,/^ \* $2/p" src/manual.h | sed -n 's/^ \*     *\([^ .].*\)/\1/p' | sed 's/   .*//'; }
+manual() { cat src/manual.h src/guide.h | sed -n "/^ \* $1/,/^ \* $2/p" | sed -n 's/^ \*     *\([^ .].*\)/\1/p' | sed 's/   .*//'; }
 stands() { # heading, next heading, the most lines
     manual "$1" "$2" >"$dir/lines"
     sed 's/^ *//' tests/unit/snippets.c >"$dir/stripped"
@@ -230,7 +230,7 @@ stands() { # heading, next heading, the most lines
         grep -qF -- "$line" "$dir/stripped" || { echo "not in tests/unit/snippets.c: $line" >"$dir/log"; return 1; }
     done <"$dir/lines"
 }
-stands 'OPTIMIZER STATE SHARDED' 'FULLY SHARDED:' 11 # and 7: 2 to include it, 3 of the world, rank and ranks, the rank's examples
+stands 'OPTIMIZER STATE SHARDED' 'CONVENTIONS' 11 # and 7: 2 to include it, 3 of the world, rank and ranks, the rank's examples
 check $? "the manual shards optimizer state in 18 lines, which the snippets have"
 stands 'FULLY SHARDED, ON' 'ON GPUS' 22 # and 8: these, and the names
 check $? "the manual shards arrays of a trainer's in 30 lines, which the snippets have"
