@@ -3196,7 +3196,8 @@ DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
  *   0              first, first + 1, ...: a contiguous block      once a step (DDP, keep_full_grads)
  *   1              first = rank, first + ranks, ...               after each micro-batch (FSDP)
  *
- * Each way fits the tree of >>order. If ranks do not divide micro_batches, earlier ranks have one more.
+ * Each way fits the tree of >>order. If ranks do not divide micro_batches, earlier ranks have one more. If there are
+ * fewer micro_batches than ranks, the log warns once.
  *
  *   step      counted over all epochs: epoch step / steps, in it step % steps
  *   first     out: the first of them, 0 to micro_batches - 1; may be NULL
@@ -33880,6 +33881,17 @@ static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t ste
     return left < each ? left : each;
 }
 
+/* Says once a process that some ranks have no examples, which nothing else shows: the weights are equal all the same. */
+static void dtrain__sampler_tell_idle(int micro_batches, int ranks)
+{
+    static uint32_t told;
+    if (micro_batches < ranks && __atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "sampler: a step has %d micro-batches for %d ranks, so some ranks have no examples; set micro_batches "
+                    "to %d or more",
+                    micro_batches, ranks, ranks);
+}
+
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first)
 {
     size_t begin = 0, micro_batches = (size_t)sampler->desc.micro_batches;
@@ -33889,6 +33901,7 @@ DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step
         begin = (size_t)rank; /* the share is the same, because earlier ranks have one more here too */
         stride = (size_t)ranks;
     }
+    dtrain__sampler_tell_idle(sampler->desc.micro_batches, ranks);
     if (first != NULL)
         *first = (int)begin;
     if (filled <= begin)

@@ -160,7 +160,8 @@ DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
  *   0              first, first + 1, ...: a contiguous block      once a step (DDP, keep_full_grads)
  *   1              first = rank, first + ranks, ...               after each micro-batch (FSDP)
  *
- * Each way fits the tree of >>order. If ranks do not divide micro_batches, earlier ranks have one more.
+ * Each way fits the tree of >>order. If ranks do not divide micro_batches, earlier ranks have one more. If there are
+ * fewer micro_batches than ranks, the log warns once.
  *
  *   step      counted over all epochs: epoch step / steps, in it step % steps
  *   first     out: the first of them, 0 to micro_batches - 1; may be NULL

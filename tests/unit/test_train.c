@@ -250,6 +250,7 @@ TEST(the_ranks_of_any_world_share_the_same_micro_batches)
     CHECK_EQ(dtrain_sampler_share(&sampler, 6, 2, 4, NULL), 0);
     uint64_t examples[4];
     CHECK_EQ(dtrain_sampler_batch(&sampler, 6, 2, examples), 1);
+    CHECK_EQ(dtrain_sampler_batch(&sampler, 6, 2, NULL), 1);
     CHECK_EQ(dtrain_sampler_batch(&sampler, 6, 3, examples), 0);
     CHECK_EQ(dtrain_sampler_batch(&sampler, 6, 8, examples), 0);
 }
