@@ -33881,15 +33881,17 @@ static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t ste
     return left < each ? left : each;
 }
 
-/* Says once a process that some ranks have no examples, which nothing else shows: the weights are equal all the same. */
+/* Says once a process that some ranks have no examples, which nothing else shows: the weights are equal all the same.
+ */
 static void dtrain__sampler_tell_idle(int micro_batches, int ranks)
 {
     static uint32_t told;
     if (micro_batches < ranks && __atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
-        dtrain__log(DTRAIN_LOG_WARN,
-                    "sampler: a step has %d micro-batches for %d ranks, so some ranks have no examples; set micro_batches "
-                    "to %d or more",
-                    micro_batches, ranks, ranks);
+        dtrain__log(
+            DTRAIN_LOG_WARN,
+            "sampler: a step has %d micro-batches for %d ranks, so some ranks have no examples; set micro_batches "
+            "to %d or more",
+            micro_batches, ranks, ranks);
 }
 
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first)
