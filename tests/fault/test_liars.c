@@ -106,8 +106,8 @@ TEST(a_rank_that_lies_while_local_checkpoints_are_loaded_is_told_of_and_harms_no
     CHECK(told(19, UINT64_MAX - 3, "that are not what their piece has") > 0);
     CHECK(told(20, 3, "that are not what their piece has") > 0);
     CHECK(told(0, UINT64_MAX - 63, "announces 18446744073709551552 bytes of lists") > 0); /* with 64 of rank 0: 0 */
-    CHECK(told(5, 0, "rank 1 tells of parts that no rank can see") > 0);                  /* rank 0 would see it */
-    CHECK(told(4, UINT64_MAX, "rank 1 tells of parts that no rank can see") > 0);
+    CHECK(told(5, 0, "rank 1 lists parts that it cannot see") > 0); /* rank 0 would see it */
+    CHECK(told(4, UINT64_MAX, "rank 1 lists parts that it cannot see") > 0);
     dtrain_set_log(NULL, NULL);
     snprintf(command, sizeof command, "rm -r %s", directory);
     CHECK_EQ(system(command), 0);

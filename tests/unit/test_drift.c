@@ -96,6 +96,8 @@ static void drifts(dtrain_comm *world)
     for (int step = 0; step < 8; step++) {
         dtrain_status status = ddp_step(ddp, m, step);
         if (found >= 0 || status == DTRAIN_OK) {
+            if (status != DTRAIN_OK)
+                fprintf(stderr, "rank %d, step %d: %s\n", rank, step, dtrain_last_error());
             CHECK_EQ(status, DTRAIN_OK);
             CHECK(m->grad[WTE] == (float)(WTE % 7 + step + 1) * (float)plan.micro_batches);
             update(m, step, differs);

@@ -230,7 +230,7 @@ stands() { # heading, next heading, the most lines
         grep -qF -- "$line" "$dir/stripped" || { echo "not in tests/unit/snippets.c: $line" >"$dir/log"; return 1; }
     done <"$dir/lines"
 }
-stands 'OPTIMIZER STATE SHARDED' 'CONVENTIONS' 11 # and 7: 2 to include it, 3 of the world, rank and ranks, the rank's examples
+stands 'OPTIMIZER STATE SHARDED' 'REDUCED DURING' 11 # and 7: 2 to include it, 3 of the world, rank and ranks, the rank's examples
 check $? "the manual shards optimizer state in 18 lines, which the snippets have"
 stands 'FULLY SHARDED, ON' 'ON GPUS' 22 # and 8: these, and the names
 check $? "the manual shards arrays of a trainer's in 30 lines, which the snippets have"
