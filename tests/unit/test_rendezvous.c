@@ -372,12 +372,16 @@ TEST(a_group_forms_by_polling_without_blocking)
     CHECK_EQ(end_of(pids[1], 20), 0);
 }
 
+static int formed[2]; /* a pipe */
+
 /* While a second process says that it is rank 1. */
 static int undisturbed(dtrain_comm *world, scene *s)
 {
     float x[2];
     double until = now_s() + 2;
     (void)s;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    CHECK_EQ(write(formed[1], "", 1), 1);
     do {
         x[0] = 1;
         x[1] = now_s() < until;
@@ -392,12 +396,17 @@ TEST(a_second_rank_1_comes_too_late_to_disturb_the_first)
     scene s;
     scene_begin(&s, 2, 1);
     s.desc.reconnect_ms = 5000;
+    CHECK_EQ(pipe(formed), 0);
     pid_t root = start_rank(&s, 0, undisturbed), one = start_rank(&s, 1, undisturbed);
-    usleep(500000);
+    char byte;
+    for (int rank = 0; rank < 2; rank++)
+        CHECK_EQ(read(formed[0], &byte, 1), 1);
     s.desc.timeout_ms = 700;
     CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_TIMEOUT, "its group is complete and runs"), 10), 0);
     CHECK_EQ(end_of(root, 10), 0);
     CHECK_EQ(end_of(one, 10), 0);
+    close(formed[0]);
+    close(formed[1]);
 }
 
 TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
