@@ -4419,10 +4419,10 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_mod
  *     const char *both[] = {"pipeline", "tensor"};
  *     DTRAIN_CHECK(dtrain_mesh_create(&mesh, world, dims, 3));
  *     DTRAIN_CHECK(dtrain_mesh_join(mesh, world, both, 2, &model));               the ranks of one copy of the model
- *     DTRAIN_CHECK(dtrain_param_layers(&table[QKVW], &parts[QKVW], first, count));          layers of this stage
- *     DTRAIN_CHECK(dtrain_param_cut(&table[QKVW], &parts[QKVW], 1, 3, channels, tp, rank)); q, k, v of this rank's
- * heads DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, dtrain_mesh_group(mesh, "data"), table, table_count, &desc));
- *     DTRAIN_CHECK(dtrain_module_create(&module, layers, layer_count, table, table_count, NULL));
+ *     DTRAIN_CHECK(dtrain_param_layers(&table[QKVW], &parts[QKVW], first, count));             this stage's layers
+ *     DTRAIN_CHECK(dtrain_param_cut(&table[QKVW], &parts[QKVW], 1, 3, channels, tp, rank));    this rank's heads
+ *     DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, dtrain_mesh_group(mesh, "data"), table, table_count, &desc));
+ *     DTRAIN_CHECK(dtrain_module_create(&module, layers, layer_count, table, table_count, &in_flight));
  *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, dtrain_mesh_group(mesh, "pipeline"), &stages));
  *     ...
  *     DTRAIN_CHECK(dtrain_pipeline_step(pipeline, inputs, batches));              all micro-batches, both ways
@@ -4453,7 +4453,7 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_mod
  *
  *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, group, &desc));
  *     DTRAIN_CHECK(dtrain_pipeline_agree(pipeline, rank == 0 ? inputs : NULL));
- *     for (...) {
+ *     for (int step = 0; step < steps; step++) {
  *         DTRAIN_CHECK(dtrain_fsdp_begin(fsdp, micro_batches, weight));
  *         DTRAIN_CHECK(dtrain_pipeline_step(pipeline, rank == 0 ? inputs : NULL, batches));
  *         DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
@@ -4811,10 +4811,11 @@ DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_embedding_backward(const dtr
  * Ranks exchange three numbers a row: no rank ever holds a whole row.
  *
  *   logits    [rows, this rank's dtrain_shard of vocab]. Out: the gradient of the sum over rows, not divided
- *   targets   [rows], the same on every rank. -1 leaves a row out: its loss and gradient are 0, whatever its logits
- * are. Another target outside 0 to vocab - 1 is DTRAIN_ERR_INVALID loss      out: the sum of -log p(target), the same
- * bits on every rank and under any flags and instruction set. Large logits do not overflow. A NaN or a positive
- * infinity makes it NaN; a negative infinity as the target's logit makes it infinite
+ *   targets   [rows], the same on every rank. -1 leaves a row out: its loss and gradient are 0, whatever its logits.
+ *             Another target outside 0 to vocab - 1 is DTRAIN_ERR_INVALID
+ *   loss      out: the sum of -log p(target), the same bits on every rank and under any flags and instruction set.
+ *             Large logits do not overflow. A NaN or a positive infinity makes it NaN; a negative infinity as the
+ *             target's logit makes it infinite
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
 DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group, float *logits,

@@ -55,7 +55,7 @@
  *
  * TRAINING. Give every parameter of the table the same device. Then the calls of DDP and FSDP are those of the CPU.
  *
- *     for (int i = 0; i < count; i++)
+ *     for (size_t i = 0; i < count; i++)
  *         table[i].device = gpu;                               data, grad: memory of the GPU; for FSDP also NULL
  *     DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, table, count, &desc));    or dtrain_ddp_create
  *     float *w = dtrain_fsdp_unit_param(fsdp, "qkvw", unit);   layer by layer, at addresses that stay

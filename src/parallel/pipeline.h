@@ -9,10 +9,10 @@
  *     const char *both[] = {"pipeline", "tensor"};
  *     DTRAIN_CHECK(dtrain_mesh_create(&mesh, world, dims, 3));
  *     DTRAIN_CHECK(dtrain_mesh_join(mesh, world, both, 2, &model));               the ranks of one copy of the model
- *     DTRAIN_CHECK(dtrain_param_layers(&table[QKVW], &parts[QKVW], first, count));          layers of this stage
- *     DTRAIN_CHECK(dtrain_param_cut(&table[QKVW], &parts[QKVW], 1, 3, channels, tp, rank)); q, k, v of this rank's
- * heads DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, dtrain_mesh_group(mesh, "data"), table, table_count, &desc));
- *     DTRAIN_CHECK(dtrain_module_create(&module, layers, layer_count, table, table_count, NULL));
+ *     DTRAIN_CHECK(dtrain_param_layers(&table[QKVW], &parts[QKVW], first, count));             this stage's layers
+ *     DTRAIN_CHECK(dtrain_param_cut(&table[QKVW], &parts[QKVW], 1, 3, channels, tp, rank));    this rank's heads
+ *     DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, dtrain_mesh_group(mesh, "data"), table, table_count, &desc));
+ *     DTRAIN_CHECK(dtrain_module_create(&module, layers, layer_count, table, table_count, &in_flight));
  *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, dtrain_mesh_group(mesh, "pipeline"), &stages));
  *     ...
  *     DTRAIN_CHECK(dtrain_pipeline_step(pipeline, inputs, batches));              all micro-batches, both ways
@@ -43,7 +43,7 @@
  *
  *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, group, &desc));
  *     DTRAIN_CHECK(dtrain_pipeline_agree(pipeline, rank == 0 ? inputs : NULL));
- *     for (...) {
+ *     for (int step = 0; step < steps; step++) {
  *         DTRAIN_CHECK(dtrain_fsdp_begin(fsdp, micro_batches, weight));
  *         DTRAIN_CHECK(dtrain_pipeline_step(pipeline, rank == 0 ? inputs : NULL, batches));
  *         DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));

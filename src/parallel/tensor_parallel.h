@@ -139,10 +139,11 @@ DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_embedding_backward(const dtr
  * Ranks exchange three numbers a row: no rank ever holds a whole row.
  *
  *   logits    [rows, this rank's dtrain_shard of vocab]. Out: the gradient of the sum over rows, not divided
- *   targets   [rows], the same on every rank. -1 leaves a row out: its loss and gradient are 0, whatever its logits
- * are. Another target outside 0 to vocab - 1 is DTRAIN_ERR_INVALID loss      out: the sum of -log p(target), the same
- * bits on every rank and under any flags and instruction set. Large logits do not overflow. A NaN or a positive
- * infinity makes it NaN; a negative infinity as the target's logit makes it infinite
+ *   targets   [rows], the same on every rank. -1 leaves a row out: its loss and gradient are 0, whatever its logits.
+ *             Another target outside 0 to vocab - 1 is DTRAIN_ERR_INVALID
+ *   loss      out: the sum of -log p(target), the same bits on every rank and under any flags and instruction set.
+ *             Large logits do not overflow. A NaN or a positive infinity makes it NaN; a negative infinity as the
+ *             target's logit makes it infinite
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
 DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group, float *logits,

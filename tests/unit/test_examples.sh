@@ -218,6 +218,8 @@ for compiler in gcc clang; do
         $compiler $language -O0 -D_DEFAULT_SOURCE $warnings -I. "$dir/snippets.c" -x none build/tests/libdtrain.a -o "$dir/snippets" -lpthread -lm >"$dir/log" 2>&1 &&
             run snippets "$dir/s" && rm -rf "$dir"/s.* && tail -1 "$dir/out" | grep -q '^[1-9][0-9]* passed, 0 failed$'
         check $? "the manual's snippets compile and run: $compiler $language"
+        $compiler $language -fsyntax-only -D_DEFAULT_SOURCE $warnings -I. -Itests/support tests/unit/test_snippets_parts.c >"$dir/log" 2>&1
+        check $? "the snippets of the section manuals compile: $compiler $language"
     done
 done
 # Lines of code in the manual between two headings, without what stands beside them.
