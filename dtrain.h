@@ -867,7 +867,7 @@ typedef enum dtrain_memory {
 
 /* A step of AdamW with the bits of dtrain_adamw, each operation rounded to float32:
  *
- *     m = m * beta1 + g * rest1;    v = v * beta2 + (g * g) * rest2
+ *     m = m * beta1 + g * rest1;  v = v * beta2 + (g * g) * rest2
  *     p = p * keep - m / (sqrt(v) * root + eps) * rate */
 typedef struct dtrain_device_adamw_step {
     float *params, *m, *v;
@@ -3279,8 +3279,8 @@ typedef struct dtrain_optimizer_desc {
  * It computes in float32 and rounds each operation, so the bits are the same under any flags and instruction set:
  *
  *     m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g);
- *     p = (1 - lr * weight_decay) * p - (lr / (1 - beta1^step)) * (m / (sqrt(v) * root + eps));
- *     root = 1 / sqrt(1 - beta2^step);
+ *     root = 1 / sqrt(1 - pow(beta2, step));
+ *     p = (1 - lr * weight_decay) * p - (lr / (1 - pow(beta1, step))) * (m / (sqrt(v) * root + eps));
  *
  * Constants are computed in float64, the powers by squaring, and rounded once.
  *
@@ -3550,12 +3550,12 @@ DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t 
  *     for (uint64_t step = 0; step < steps; step++) {
  *         for (int unit = 0; unit < units; unit++) {
  *             DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, unit));  // also starts the next unit
- *             forward(unit);
+ *             forward(qkvw, unit);
  *             DTRAIN_CHECK(dtrain_fsdp_release(fsdp, unit));
  *         }
  *         for (int unit = units - 1; unit >= 0; unit--) {
  *             DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, unit));
- *             backward(unit);                                // adds to the gradients
+ *             backward(qkvw, d_qkvw, unit);                  // adds to the gradients
  *             DTRAIN_CHECK(dtrain_fsdp_reduce(fsdp, unit));  // travels while the next unit is computed
  *         }
  *         DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));

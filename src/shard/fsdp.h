@@ -13,12 +13,12 @@
  *     for (uint64_t step = 0; step < steps; step++) {
  *         for (int unit = 0; unit < units; unit++) {
  *             DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, unit));  // also starts the next unit
- *             forward(unit);
+ *             forward(qkvw, unit);
  *             DTRAIN_CHECK(dtrain_fsdp_release(fsdp, unit));
  *         }
  *         for (int unit = units - 1; unit >= 0; unit--) {
  *             DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, unit));
- *             backward(unit);                                // adds to the gradients
+ *             backward(qkvw, d_qkvw, unit);                  // adds to the gradients
  *             DTRAIN_CHECK(dtrain_fsdp_reduce(fsdp, unit));  // travels while the next unit is computed
  *         }
  *         DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));

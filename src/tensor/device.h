@@ -31,7 +31,7 @@ typedef enum dtrain_memory {
 
 /* A step of AdamW with the bits of dtrain_adamw, each operation rounded to float32:
  *
- *     m = m * beta1 + g * rest1;    v = v * beta2 + (g * g) * rest2
+ *     m = m * beta1 + g * rest1;  v = v * beta2 + (g * g) * rest2
  *     p = p * keep - m / (sqrt(v) * root + eps) * rate */
 typedef struct dtrain_device_adamw_step {
     float *params, *m, *v;

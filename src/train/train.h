@@ -243,8 +243,8 @@ typedef struct dtrain_optimizer_desc {
  * It computes in float32 and rounds each operation, so the bits are the same under any flags and instruction set:
  *
  *     m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g);
- *     p = (1 - lr * weight_decay) * p - (lr / (1 - beta1^step)) * (m / (sqrt(v) * root + eps));
- *     root = 1 / sqrt(1 - beta2^step);
+ *     root = 1 / sqrt(1 - pow(beta2, step));
+ *     p = (1 - lr * weight_decay) * p - (lr / (1 - pow(beta1, step))) * (m / (sqrt(v) * root + eps));
  *
  * Constants are computed in float64, the powers by squaring, and rounded once.
  *

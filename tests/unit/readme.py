@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Holds README.md and the manual, src/manual.h and src/guide.h, to what they show: called by tests/unit/readme.sh.
 
-  python3 tests/unit/readme.py snippets        each code block of the manual stands in one function of snippets.c, in order
+  python3 tests/unit/readme.py snippets        each code block of the manual, and of the headers, stands in one function
+                                               of snippets.c or test_snippets_parts.c, in order
   python3 tests/unit/readme.py programs DIR    looks at README's program, and writes that of its three steps into DIR/parts.c
   python3 tests/unit/readme.py commands        runs README's commands; prints what differs from the output that it shows
   python3 tests/unit/readme.py tables          the tables of examples, environment variables, parts and sections are complete
 
---readme FILE, --manual FILE and --snippets FILE read other files in place of the real ones.
+--readme FILE, --manual FILE and --snippets FILE read other files in place of the real ones; --header FILE reads that
+header alone.
 """
 import re
 import subprocess
@@ -27,8 +29,8 @@ def check(good, what, why=""):
 
 
 def solid(code):
-    """Code without comments and white space."""
-    return re.sub(r"\s+", "", re.sub(r"/\*.*?\*/", "", code, flags=re.S))
+    """Code without comments and white space. C++ wants {}, so snippets say ZERO for {0}."""
+    return re.sub(r"\s+", "", re.sub(r"/\*.*?\*/", "", code, flags=re.S)).replace("={0};", "=ZERO;")
 
 
 # ---- the manual ----
@@ -56,11 +58,29 @@ def manual_blocks(text):
     return blocks
 
 
-def snippets(manual, source):
+def header_blocks(name, text):
+    """(name:line, lines) of each block of a header's comments: what is indented by five, without what stands beside it.
+    A block is code if one of its lines ends in ; { or }. Formulas and tables have no such line, logs and commands a # or $."""
+    blocks, held, start = [], [], 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if re.match(r" \*     ", line):
+            if not held:
+                start = number
+            held.append(re.sub(r"\s{3,}.*|\s*//.*|\s*\*/$", "", line[2:].strip()))
+        elif held:
+            if any(re.search(r"[;{}]$", code) for code in held) and not re.search(r"[#$]", "".join(held)):
+                blocks.append((f"{name}:{start}", held))
+            held = []
+    return blocks
+
+
+def snippets(manual, headers, source):
     functions = [solid(f) for f in re.split(r"(?<=\n)}\n", source)]
-    blocks = manual_blocks(manual)
+    blocks = [(f"manual:{line}", lines) for line, lines in manual_blocks(manual)]
     check(len(blocks) >= 15, f"the manual has {len(blocks)} blocks of code")
-    for start, lines in blocks:
+    of_headers = [block for name, text in headers for block in header_blocks(name, text)]
+    check(of_headers, f"the headers have {len(of_headers)} blocks of code")
+    for start, lines in blocks + of_headers:
         best = (-1, "")
         for function in functions:
             at = found = 0
@@ -74,7 +94,7 @@ def snippets(manual, source):
                 else:
                     at, found = place + 1, found + 1
             best = max(best, (found if missing else len(lines) + 1, missing))
-        check(best[0] > len(lines), f"line {start}: the block stands in one function of snippets.c",
+        check(best[0] > len(lines), f"{start}: the block stands in one function of the snippets",
               f"  the nearest function lacks, or has at another place: {best[1]}")
 
 
@@ -194,13 +214,22 @@ def main(args):
             path = args[at + 1]
             del args[at:at + 2]
             return Path(path).read_text()
-        return (ROOT / default).read_text()
+        return default and (ROOT / default).read_text()
 
     readme = option("--readme", "README.md")
     manual = option("--manual", "src/manual.h").replace(" * CONVENTIONS", (ROOT / "src/guide.h").read_text() + " * CONVENTIONS")
     source = option("--snippets", "tests/unit/snippets.c")
+    header = option("--header", None)
+    parts = ROOT / "tests/unit/test_snippets_parts.c"
     if args[0] == "snippets":
-        snippets(manual, source)
+        order = (ROOT / "src/order.txt").read_text().split("[implementation]")[0]
+        names = re.findall(r"^\S+/\S+\.h$", order, re.M) + ["cuda/manual.h", "cuda/cuda.h"]
+        if parts.exists():
+            source += parts.read_text()
+        else:
+            names = [name for name in names if name.split("/")[0] not in ("parallel", "loose", "device", "cuda")]
+        headers = [("header", header)] if header else [(name, (ROOT / "src" / name).read_text()) for name in names]
+        snippets(manual, headers, source)
     elif args[0] == "programs":
         programs(readme, Path(args[1]))
     elif args[0] == "commands":

@@ -1,6 +1,6 @@
 #!/bin/sh
-# README.md and the manual: their sentences are short, their code compiles and runs, README's commands print what it
-# says. Needs Python. Commands that README marks "not run here" are skipped, and named.
+# README.md, the manual and the headers: their sentences are short, their code compiles and runs, README's commands print
+# what it says. Needs Python. Commands that README marks "not run here" are skipped, and named.
 cd "$(dirname "$0")/../.." || exit 1
 unset MAKEFLAGS MFLAGS MAKELEVEL # a make of its own, also below make
 if ! command -v python3 >/dev/null 2>&1; then
@@ -36,7 +36,7 @@ timeout 60 build/dtrun -n 4 --no-prefix "$dir/parts" >"$dir/log" 2>&1 && [ "$(gr
 check $? "README's three steps make a program that trains on four processes"
 python commands
 
-# The manual's blocks stand in snippets.c, which tests/unit/test_examples.sh compiles by several compilers.
+# The blocks of the manual and the headers stand in snippets.c, which tests/unit/test_examples.sh compiles by several compilers.
 python snippets
 python tables
 ${CC:-cc} -Ofast -fopenmp -I. tests/unit/snippets.c -o "$dir/snippets" -lpthread -lm >"$dir/log" 2>&1 &&
@@ -66,6 +66,10 @@ sed 's/^\(dtrain_comm_destroy(world);\)/...  \/* \1/' README.md >"$dir/wrong.md"
 fails "a wrong block of README" programs "$dir" --readme "$dir/wrong.md"
 sed 's/dtrain_comm_ready(world, &ready)/dtrain_comm_ready(world)/' src/manual.h >"$dir/wrong.h"
 fails "a wrong block of the manual" snippets --manual "$dir/wrong.h"
+sed 's/backward(qkvw, d_qkvw, unit)/backward(unit)/' src/shard/fsdp.h >"$dir/wrong.h"
+fails "a wrong block of a header" snippets --header "$dir/wrong.h"
+[ "$(grep -c '^FAIL' "$dir/log")" -eq 1 ]
+check $? "the header's other blocks are found"
 sed 's/DTRAIN_ISA /DTRAIN_ISO /' src/manual.h >"$dir/wrong.h"
 fails "a wrong variable of the manual" tables --manual "$dir/wrong.h"
 checked

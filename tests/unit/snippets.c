@@ -1,11 +1,15 @@
-/* The manual's ways in, as a program writes them; compiled as C99 and as C++11, and run in the world that the
- * environment describes, and as one to four threads. What each ends with is the same on any number of ranks. */
+/* The code of the manual and of the headers, as a program writes it. It is compiled as C99 and as C++11, and run in the
+ * world that the environment describes, and as one to four threads. What each function ends with is the same on any
+ * number of ranks. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #ifdef __cplusplus
 #define ZERO \
@@ -613,6 +617,260 @@ static dtrain_status checkpointed(dtrain_comm *world, void *user)
     return good ? DTRAIN_OK : DTRAIN_ERR_INVALID;
 }
 
+/* What follows holds the blocks of code of the headers, as this file's other functions hold the manual's. */
+static double far_from(const float *values, size_t count, double expected)
+{
+    double most = 0;
+    for (size_t i = 0; i < count; i++)
+        most = fmax(most, fabs((double)values[i] - expected));
+    return most;
+}
+
+/* tensor/tensor.h and train/train.h: the formulas of optimizers give what the optimizers do. */
+static dtrain_status formulas(dtrain_comm *world, void *user)
+{
+    float params[COUNT], sgd[COUNT], grads[COUNT], first[COUNT] = ZERO, second[COUNT] = ZERO, velocities[COUNT] = ZERO;
+    uint16_t halves[COUNT];
+    size_t count = COUNT;
+    dtrain_optimizer_desc desc = ZERO;
+    double p = 2, q = 2, m = 0, v = 0, velocity = 0, d, wrong = 0;
+    double beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.25, momentum = 0.5, lr = 0.125;
+    (void)user;
+    desc.weight_decay = 0.25f, desc.momentum = 0.5f, desc.decoupled_decay = dtrain_comm_rank(world) % 2;
+    for (size_t i = 0; i < count; i++)
+        params[i] = sgd[i] = 2;
+    for (int step = 1; step <= 5; step++) {
+        double g = 1.0 / step;
+        for (size_t i = 0; i < count; i++)
+            grads[i] = (float)g;
+        m = beta1 * m + (1 - beta1) * g;
+        v = beta2 * v + (1 - beta2) * (g * g);
+        double root = 1 / sqrt(1 - pow(beta2, step));
+        p = (1 - lr * weight_decay) * p - (lr / (1 - pow(beta1, step))) * (m / (sqrt(v) * root + eps));
+        dtrain_adamw(params, grads, first, second, count, &desc, 0.125f, (uint64_t)step);
+        wrong = fmax(wrong, far_from(params, count, p));
+        DTRAIN_CHECK(dtrain_device_sgd(NULL, sgd, grads, velocities, count, &desc, 0.125f, NULL));
+        double was = p;
+        p = q;
+        if (!desc.decoupled_decay)
+            g = g + weight_decay * p;
+        else
+            p = (1 - lr * weight_decay) * p;
+        velocity = momentum * velocity + g;
+        d = velocity;
+        p = p - lr * d;
+        q = p, p = was;
+        wrong = fmax(wrong, far_from(sgd, count, q));
+    }
+    for (size_t i = 0; i < count; i++)
+        params[i] = 1;
+    DTRAIN_CHECK(dtrain_convert(params, DTRAIN_F32, halves, DTRAIN_BF16, count));
+    return wrong < 1e-5 && halves[COUNT - 1] == 0x3f80 ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+/* compress/compress.h: vectors that each compressor sends without loss. */
+static dtrain_status compressed(dtrain_comm *world, void *user)
+{
+    enum { ROWS = 8, COLUMNS = 12 };
+    float grads[ROWS * COLUMNS];
+    size_t rows = ROWS, columns = COLUMNS, count = rows * columns;
+    uint64_t seed = 1;
+    int good = 1, ranks = dtrain_comm_size(world);
+    dtrain_topk_desc topk = ZERO;
+    (void)user;
+    topk.schedule.ratio = 1;
+    for (int which = 0; which < 3; which++) {
+        dtrain_compressed *compressed;
+        dtrain_compressor compressor = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
+        if (which == 1)
+            DTRAIN_CHECK(dtrain_compressor_topk(&compressor, &topk, NULL));
+        if (which == 2)
+            DTRAIN_CHECK(dtrain_compressor_powersgd(&compressor, rows, columns, 4, seed, NULL));
+        DTRAIN_CHECK(dtrain_compressed_create(&compressed, world, count, &compressor, NULL));
+        for (size_t i = 0; i < count; i++)
+            grads[i] = 1;
+        DTRAIN_CHECK(dtrain_compressed_all_reduce(compressed, grads, grads, DTRAIN_MEAN));
+        uint64_t sent = dtrain_compressed_get_stats(compressed).sent_bytes;
+        dtrain_compressed_destroy(compressed);
+        good &= far_from(grads, count, 1) < 1e-3 && (sent > 0) == (ranks > 1);
+    }
+    return good ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+static void forward(const float *weights, int unit)
+{
+    (void)weights, (void)unit;
+}
+
+static void backward(const float *weights, float *grads, int unit)
+{
+    layer_backward(weights + unit * 3 * C * C, grads + unit * 3 * C * C, 3 * C * C, 0, 1);
+}
+
+/* shard/fsdp.h: one stacked tensor, of a unit a layer. */
+static dtrain_status fsdp_loop(dtrain_comm *world, void *user)
+{
+    float value[L * 3 * C * C], lr = 0.02f;
+    double norm = 1;
+    int units = L;
+    uint64_t steps = 200;
+    size_t count = 1;
+    dtrain_fsdp *fsdp;
+    dtrain_param tables[PARAMS], *table = tables + 1;
+    (void)user;
+    table_of(tables);
+    table->unit = 0;
+    dtrain_fsdp_desc desc = ZERO;
+    desc.strategy = DTRAIN_FULL_SHARD;
+    DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, table, count, &desc));
+    float *qkvw = dtrain_fsdp_param(fsdp, "qkvw");
+    float *d_qkvw = dtrain_fsdp_grad(fsdp, "qkvw");
+    for (uint64_t step = 0; step < steps; step++) {
+        for (int unit = 0; unit < units; unit++) {
+            DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, unit));
+            forward(qkvw, unit);
+            DTRAIN_CHECK(dtrain_fsdp_release(fsdp, unit));
+        }
+        for (int unit = units - 1; unit >= 0; unit--) {
+            DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, unit));
+            backward(qkvw, d_qkvw, unit);
+            DTRAIN_CHECK(dtrain_fsdp_reduce(fsdp, unit));
+        }
+        DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
+        DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+    }
+    DTRAIN_CHECK(dtrain_fsdp_get(fsdp, "qkvw", value, -1));
+    dtrain_fsdp_destroy(fsdp);
+    return far_from(value, sizeof value / sizeof *value, 1) < 0.1 && norm < 1 ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+/* Counts the weights of wte, and the elements of the program's own arrays. */
+static void put(void *user, const dtrain_piece *piece)
+{
+    uint64_t *file = (uint64_t *)user;
+    if (strcmp(piece->name, "wte") == 0 && piece->suffix == NULL)
+        file[0] += piece->count;
+    if (strncmp(piece->name, "own", 3) == 0)
+        file[1] += piece->count;
+}
+
+/* tensor/pieces.h */
+static dtrain_status pieces(dtrain_comm *world, void *user)
+{
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    float array[3] = {1, 2, 3};
+    uint64_t file[2] = {0, 0};
+    dtrain_piece own[2];
+    dtrain_sampler sampler;
+    dtrain_sampler_desc data = ZERO;
+    dtrain_param table[PARAMS];
+    dtrain_fsdp_desc sharded = ZERO;
+    dtrain_fsdp *fsdp;
+    (void)user;
+    table_of(table);
+    data.count = 64;
+    sharded.strategy = DTRAIN_FULL_SHARD;
+    memset(own, 0, sizeof own);
+    for (int i = 0; i < 2; i++) {
+        own[i].name = i == 0 ? "own.a" : "own.b", own[i].dtype = DTRAIN_F32, own[i].ndim = 1, own[i].shape[0] = 3;
+        own[i].data = array, own[i].count = 3, own[i].copies = ranks, own[i].copy = rank;
+    }
+    DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, table, PARAMS, &sharded));
+    DTRAIN_CHECK(dtrain_sampler_init(&sampler, &data));
+    dtrain_pieces lists[3] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};
+    lists[2].pieces = own;
+    lists[2].count = 2;
+    DTRAIN_CHECK(dtrain_pieces_each(lists, 3, ranks, rank, put, file));
+    dtrain_fsdp_destroy(fsdp);
+    DTRAIN_CHECK(dtrain_all_reduce(world, file, file, 2, DTRAIN_U64, DTRAIN_SUM));
+    return file[0] == V * C && file[1] == 6 * (uint64_t)ranks ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+/* format/safetensors.h, in the working directory: rank 0 writes, all read. */
+static dtrain_status tensor_files(dtrain_comm *world, void *user)
+{
+    enum { FILE_BYTES = 8 + 120 + (V * C + L * C) * 4 };
+    float wte[V * C], wpe[L * C];
+    size_t wte_shape[2] = {V, C}, wpe_shape[2] = {L, C};
+    unsigned char weights[FILE_BYTES];
+    const void *data;
+    (void)user;
+    for (int i = 0; i < V * C; i++)
+        wte[i] = (float)i;
+    memset(wpe, 0, sizeof wpe);
+    dtrain_safetensors_source arrays[2] = {{"wte", 0, DTRAIN_F32, 2, wte_shape, wte, NULL, NULL},
+                                           {"wpe", 0, DTRAIN_F32, 2, wpe_shape, wpe, NULL, NULL}};
+    if (dtrain_comm_rank(world) == 0)
+        DTRAIN_CHECK(dtrain_safetensors_save("model.safetensors", arrays, 2, NULL));
+    DTRAIN_CHECK(dtrain_barrier(world));
+    memset(wte, 0, sizeof wte);
+    dtrain_safetensors *file;
+    DTRAIN_CHECK(dtrain_safetensors_open(&file, "model.safetensors", NULL));
+    DTRAIN_CHECK(dtrain_safetensors_load(file, "wte", wte, V * C, DTRAIN_F32));
+    dtrain_safetensors_close(file);
+    FILE *raw = fopen("model.safetensors", "rb");
+    int good = raw != NULL && fread(weights, 1, sizeof weights, raw) == sizeof weights && fgetc(raw) == EOF;
+    if (raw != NULL)
+        fclose(raw);
+    DTRAIN_CHECK(dtrain_safetensors_open_memory(&file, weights, sizeof weights, NULL));
+    DTRAIN_CHECK(dtrain_safetensors_view(file, dtrain_safetensors_find(file, "wte", 3), &data));
+    good &= wte[V * C - 1] == V * C - 1 && memcmp(data, wte, sizeof wte) == 0;
+    dtrain_safetensors_close(file);
+    DTRAIN_CHECK(dtrain_barrier(world));
+    return good ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+/* checkpoint/checkpoint.h, in the working directory; goes on from what another number of ranks has saved there. */
+static dtrain_status run_directory(dtrain_comm *world, void *user)
+{
+    dtrain_safetensors_pair values[1] = {{"note", 0, "a text", 0}};
+    dtrain_checkpoint *ckpt;
+    dtrain_sampler sampler;
+    dtrain_sampler_desc data = ZERO;
+    dtrain_param table[PARAMS];
+    dtrain_fsdp_desc sharded = ZERO;
+    dtrain_fsdp *fsdp;
+    uint64_t step = 0, expected = (uint64_t)dtrain_comm_size(world) - 1;
+    int resume = expected > 0, good;
+    float value[V * C] = ZERO;
+    (void)user;
+    table_of(table);
+    data.count = 64;
+    DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, table, PARAMS, &sharded));
+    DTRAIN_CHECK(dtrain_sampler_init(&sampler, &data));
+    dtrain_checkpoint_desc desc = ZERO;
+    desc.directory = "run";
+    desc.keep_last = 3;
+    DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));
+    dtrain_pieces lists[2] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};
+    dtrain_checkpoint_state state = ZERO;
+    state.lists = lists;
+    state.list_count = 2;
+    if (resume) {
+        DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL));
+        step = state.step;
+    }
+    DTRAIN_CHECK(dtrain_fsdp_get(fsdp, "wte", value, -1));
+    good = step == expected && far_from(value, V * C, (double)expected) == 0;
+    step++;
+    for (int i = 0; i < V * C; i++)
+        value[i] = (float)step;
+    DTRAIN_CHECK(dtrain_fsdp_set(fsdp, "wte", value, 0));
+    state.values = values, state.value_count = 1;
+    state.step = step;
+    DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));
+    const char *note = dtrain_checkpoint_value(ckpt, "note", NULL);
+    good &= resume ? note != NULL && strcmp(note, "a text") == 0 : note == NULL;
+    if (dtrain_comm_rank(world) == 0) {
+        DTRAIN_CHECK(dtrain_checkpoint_verify("run"));
+        DTRAIN_CHECK(dtrain_checkpoint_export("run", "run.safetensors", 0));
+    }
+    DTRAIN_CHECK(dtrain_barrier(world));
+    dtrain_checkpoint_destroy(ckpt);
+    dtrain_fsdp_destroy(fsdp);
+    return good ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
 static int passed, failed;
 
 static void check(const char *what, int ranks, dtrain_status status)
@@ -636,6 +894,10 @@ int main(int argc, char **argv)
     check("fully sharded from the environment", size, fully_sharded(world, &full));
     check("sharded on its own arrays from the environment", size, sharded_on_arrays(world, &full));
     check("reduced in backward from the environment", size, reduced_in_backward(world, NULL));
+    check("formulas of optimizers from the environment", size, formulas(world, NULL));
+    check("compressed from the environment", size, compressed(world, NULL));
+    check("the loop of FSDP from the environment", size, fsdp_loop(world, NULL));
+    check("pieces from the environment", size, pieces(world, NULL));
     dtrain_comm_destroy(world);
     if (size == 1)
         check("a frame loop in a world that it has formed", size, frame_loop(NULL, NULL));
@@ -653,11 +915,24 @@ int main(int argc, char **argv)
         check("unequal numbers of examples", ranks, dtrain_run_threads(ranks, unequal, NULL, NULL));
         check("on memory of devices", ranks, dtrain_run_threads(ranks, on_gpus, NULL, NULL));
         check("in parts", ranks, dtrain_run_threads(ranks, in_parts, NULL, NULL));
+        check("formulas of optimizers", ranks, dtrain_run_threads(ranks, formulas, NULL, NULL));
+        check("compressed", ranks, dtrain_run_threads(ranks, compressed, NULL, NULL));
+        check("the loop of FSDP", ranks, dtrain_run_threads(ranks, fsdp_loop, NULL, NULL));
+        check("pieces", ranks, dtrain_run_threads(ranks, pieces, NULL, NULL));
         if (argc > 1) {
             check("placed by hand", ranks, dtrain_run_threads(ranks, placed_by_hand, argv[1], NULL));
             check("checkpointed", ranks, dtrain_run_threads(ranks, checkpointed, argv[1], NULL));
         }
         check("a frame loop", ranks, dtrain_run_threads(ranks, frame_loop, NULL, &poll));
+    }
+    char directory[256];
+    snprintf(directory, sizeof directory, "%s.files", argc > 1 ? argv[1] : "");
+    int inside = argc > 1 && size == 1;
+    if (inside && (mkdir(directory, 0700) != 0 || chdir(directory) != 0))
+        check("a working directory", size, DTRAIN_ERR_IO), inside = 0;
+    for (int ranks = 1; ranks <= 4 && inside; ranks++) {
+        check("files of tensors", ranks, dtrain_run_threads(ranks, tensor_files, NULL, NULL));
+        check("a directory of checkpoints", ranks, dtrain_run_threads(ranks, run_directory, NULL, NULL));
     }
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0;
