@@ -20063,7 +20063,8 @@ static dtrain_status dtrain__no_sockets(void)
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
                                                  const dtrain__hub_desc *desc, dtrain_allocator *allocator)
 {
-    (void)end, (void)keys, (void)desc, (void)allocator;
+    (void)keys, (void)desc, (void)allocator;
+    memset(end, 0, sizeof *end); /* gcc does not see that no caller uses it after an error */
     return dtrain__no_sockets();
 }
 
@@ -24883,7 +24884,6 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
                             place.keys.world_size);
     dtrain_comm_desc placed = *desc;
     placed.timeout_ms = place.hub.timeout_ms;
-    memset(&end, 0, sizeof end); /* where sockets are left out, gcc sees it used without a value */
     status = dtrain__socket_plane_create(&end, &place.keys, &place.hub, desc->allocator);
     memset(&place, 0, sizeof place);
     if (status == DTRAIN_OK)

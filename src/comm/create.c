@@ -204,7 +204,6 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
                             place.keys.world_size);
     dtrain_comm_desc placed = *desc;
     placed.timeout_ms = place.hub.timeout_ms;
-    memset(&end, 0, sizeof end); /* where sockets are left out, gcc sees it used without a value */
     status = dtrain__socket_plane_create(&end, &place.keys, &place.hub, desc->allocator);
     memset(&place, 0, sizeof place);
     if (status == DTRAIN_OK)

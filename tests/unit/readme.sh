@@ -59,6 +59,11 @@ cat >"$dir/wrong.md" <<'END'
     $ true
     $ true
 END
+for words in 30 31; do
+    awk -v n=$words 'BEGIN { print "/* One"; for (i = 1; i < n; i++) print " * more"; print " * . */" }' >"$dir/long-$words.c"
+done
+python3 tests/unit/prose.py "$dir/long-30.c" >"$dir/log" && ! python3 tests/unit/prose.py "$dir/long-31.c" >"$dir/log"
+check $? "a sentence of 31 words is found, one of 30 passes"
 fails "a wrong output" commands --readme "$dir/wrong.md"
 [ "$(grep -c '^FAIL' "$dir/log")" -eq 1 ]
 check $? "another figure is no wrong output"
