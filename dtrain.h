@@ -1572,7 +1572,8 @@ typedef struct dtrain_transfer {
  *
  * One thread at a time calls these: the caller's, or the service thread, which starts with the group and receives while
  * no call does. Poll mode has no service thread. A call waits in slices of a few milliseconds and serves the other
- * peers in between. The blocking sends of a group are ordered so that they never form a cycle.
+ * peers in between. To send and receive at once without `exchange`, it tries to send without waiting, and waits for
+ * the peer's bytes in between.
  *
  * The optional functions:
  *
@@ -14950,6 +14951,29 @@ static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, in
     return raw->moved == raw->bytes ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT;
 }
 
+/* Moves both ways until one is complete or either has moved, or until until_ns. Without an exchange it tries to send,
+ * and waits for the peer in between, so that two ranks whose streams are full do not wait for each other. */
+static dtrain_status dtrain__mux_both(const dtrain_transport *table, dtrain_transfer *out, dtrain_transfer *in,
+                                      int64_t until_ns)
+{
+    if (table->exchange != NULL)
+        return table->exchange(table->self, out, in, until_ns);
+    for (int64_t span = 20000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
+        size_t sent = 0, received = 0;
+        dtrain_status status =
+            table->send(table->self, out->peer, out->data + out->moved, out->bytes - out->moved, 0, &sent);
+        out->moved += sent;
+        if (status != DTRAIN_ERR_TIMEOUT)
+            return status;
+        int64_t now = dtrain__os_now_ns(), soon = now + span < until_ns ? now + span : until_ns;
+        status = table->recv(table->self, in->peer, in->data + in->moved, in->bytes - in->moved, sent > 0 ? 0 : soon,
+                             &received);
+        in->moved += received;
+        if (status != DTRAIN_ERR_TIMEOUT || sent > 0 || received > 0 || now >= until_ns)
+            return status;
+    }
+}
+
 /* Makes one call of the table, one way or both, until until_ns, and counts what moved. in: a lane's call, whose memory
  * raw_in may point into. Returns whether all of one way has moved. */
 static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
@@ -14962,7 +14986,7 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
     dtrain__thread_error.status = DTRAIN_OK;
     if (raw_out != NULL && raw_in != NULL) {
         raw_in->more = 0;
-        status = table->exchange(table->self, raw_out, raw_in, until_ns);
+        status = dtrain__mux_both(table, raw_out, raw_in, until_ns);
     } else if (raw_in == NULL)
         status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
     else
@@ -15174,7 +15198,7 @@ static dtrain_status dtrain__mux_own_call(const dtrain__mux_lane *lane, dtrain_t
     *lost = one->peer;
     dtrain__thread_error.status = DTRAIN_OK;
     if (out != NULL && in != NULL) {
-        status = own->exchange(own->self, out, in, until_ns);
+        status = dtrain__mux_both(own, out, in, until_ns);
         if (status == DTRAIN_OK || status == DTRAIN_ERR_TIMEOUT)
             return status;
         if (own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, 0, &moved) != status)
@@ -15443,7 +15467,7 @@ static void dtrain__mux_detach(void *self)
 #ifndef DTRAIN__MUX_PLANE
 #define DTRAIN__MUX_PLANE
 
-#define DTRAIN__MUX_IDLE_NS 50000000 /* longest pause of the service thread between two looks */
+#define DTRAIN__MUX_IDLE_NS 50000000 /* longest pause of the service thread if no call is under way */
 
 /* ---- the council ---- */
 
@@ -15505,19 +15529,22 @@ static void dtrain__mux_convene(dtrain__mux *mux)
 
 /* ---- the transport ---- */
 
-/* One turn of the service thread. A thread in a call does the same, and more. */
+/* One turn of the service thread. A thread in a call does the same, and more. until_ns: 0 if calls under way have just
+ * moved, soon if some wait, late if there are none. */
 static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
 {
     dtrain__mux *mux = (dtrain__mux *)(void *)origin; /* its first member */
-    int moved = 0;
+    int moved = until_ns == 0;                        /* by calls under way */
     if (pthread_mutex_trylock(&mux->turn) == 0) {
-        moved = dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        moved |= dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
         pthread_mutex_unlock(&mux->turn);
     }
+    int64_t now = dtrain__os_now_ns(),
+            most = until_ns - now < DTRAIN__MUX_IDLE_NS ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_IDLE_NS;
     mux->idle_ns = moved || mux->idle_ns == 0 ? 100000 : 2 * mux->idle_ns;
-    mux->idle_ns = mux->idle_ns < DTRAIN__MUX_IDLE_NS ? mux->idle_ns : DTRAIN__MUX_IDLE_NS;
+    mux->idle_ns = mux->idle_ns < most ? mux->idle_ns : most;
     if (mux->table.poll != NULL) {
-        int64_t soon = dtrain__os_now_ns() + mux->idle_ns;
+        int64_t soon = now + mux->idle_ns;
         mux->table.poll(mux->table.self, moved ? 0 : soon < until_ns ? soon : until_ns);
     } else if (!moved) {
         dtrain__mux_rest(mux, mux->idle_ns, until_ns);
@@ -15574,8 +15601,6 @@ static void dtrain__mux_plane_leave(void *self, const char *why)
 static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
 {
     dtrain__seat_give(&lane->seat, end);
-    if ((lane->own.send != NULL ? lane->own.exchange : lane->mux->table.exchange) == NULL)
-        end->transport.exchange = NULL;
     end->transport.poll = dtrain__mux_plane_poll;
     end->transport.wake = dtrain__mux_plane_wake;
     end->transport.fail = dtrain__mux_plane_fail;

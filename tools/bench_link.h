@@ -16,6 +16,8 @@ typedef struct bench_link {
     int64_t late_ns; /* how much lost time a sender may catch up, as if a socket's buffer had been full */
 } bench_link;
 
+static bench_link bench_link_of[BENCH_RANKS]; /* each rank's */
+
 static dtrain_status bench_link_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
                                      size_t *moved)
 {
@@ -26,8 +28,9 @@ static dtrain_status bench_link_send(void *self, int peer, const void *data, siz
         if (now < until) {
             struct timespec pause = {(until - now) / 1000000000, (until - now) % 1000000000};
             nanosleep(&pause, NULL);
+            now = bench_now_ns();
         }
-        if (link->next_ns > until)
+        if (now < link->next_ns)
             return DTRAIN_ERR_TIMEOUT;
         dtrain_status status =
             link->inner.send(link->inner.self, peer, (const char *)data + *moved, n, deadline_ns, &sent);
@@ -80,18 +83,17 @@ static void *bench_link_rank(void *pointer)
 /* Runs body on every rank over slow links. */
 static int bench_links(bench *b, double byte_ns, void (*body)(dtrain_comm *world, bench *b))
 {
-    static bench_link links[BENCH_RANKS];
     pthread_t threads[BENCH_RANKS];
     dtrain__threads_group *board;
     DTRAIN_CHECK(dtrain__threads_create(&board, b->ranks, NULL));
     for (int r = 0; r < b->ranks; r++) {
-        links[r].board = board;
-        links[r].b = b;
-        links[r].body = body;
-        links[r].rank = r;
-        links[r].byte_ns = byte_ns;
-        links[r].late_ns = 1000000;
-        if (pthread_create(&threads[r], NULL, bench_link_rank, &links[r]) != 0)
+        bench_link_of[r].board = board;
+        bench_link_of[r].b = b;
+        bench_link_of[r].body = body;
+        bench_link_of[r].rank = r;
+        bench_link_of[r].byte_ns = byte_ns;
+        bench_link_of[r].late_ns = 1000000;
+        if (pthread_create(&threads[r], NULL, bench_link_rank, &bench_link_of[r]) != 0)
             return 1;
     }
     for (int r = 0; r < b->ranks; r++)

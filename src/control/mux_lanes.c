@@ -61,6 +61,29 @@ static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, in
     return raw->moved == raw->bytes ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT;
 }
 
+/* Moves both ways until one is complete or either has moved, or until until_ns. Without an exchange it tries to send,
+ * and waits for the peer in between, so that two ranks whose streams are full do not wait for each other. */
+static dtrain_status dtrain__mux_both(const dtrain_transport *table, dtrain_transfer *out, dtrain_transfer *in,
+                                      int64_t until_ns)
+{
+    if (table->exchange != NULL)
+        return table->exchange(table->self, out, in, until_ns);
+    for (int64_t span = 20000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
+        size_t sent = 0, received = 0;
+        dtrain_status status =
+            table->send(table->self, out->peer, out->data + out->moved, out->bytes - out->moved, 0, &sent);
+        out->moved += sent;
+        if (status != DTRAIN_ERR_TIMEOUT)
+            return status;
+        int64_t now = dtrain__os_now_ns(), soon = now + span < until_ns ? now + span : until_ns;
+        status = table->recv(table->self, in->peer, in->data + in->moved, in->bytes - in->moved, sent > 0 ? 0 : soon,
+                             &received);
+        in->moved += received;
+        if (status != DTRAIN_ERR_TIMEOUT || sent > 0 || received > 0 || now >= until_ns)
+            return status;
+    }
+}
+
 /* Makes one call of the table, one way or both, until until_ns, and counts what moved. in: a lane's call, whose memory
  * raw_in may point into. Returns whether all of one way has moved. */
 static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
@@ -73,7 +96,7 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
     dtrain__thread_error.status = DTRAIN_OK;
     if (raw_out != NULL && raw_in != NULL) {
         raw_in->more = 0;
-        status = table->exchange(table->self, raw_out, raw_in, until_ns);
+        status = dtrain__mux_both(table, raw_out, raw_in, until_ns);
     } else if (raw_in == NULL)
         status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
     else
@@ -285,7 +308,7 @@ static dtrain_status dtrain__mux_own_call(const dtrain__mux_lane *lane, dtrain_t
     *lost = one->peer;
     dtrain__thread_error.status = DTRAIN_OK;
     if (out != NULL && in != NULL) {
-        status = own->exchange(own->self, out, in, until_ns);
+        status = dtrain__mux_both(own, out, in, until_ns);
         if (status == DTRAIN_OK || status == DTRAIN_ERR_TIMEOUT)
             return status;
         if (own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, 0, &moved) != status)

@@ -6,7 +6,7 @@
 #define DTRAIN__MUX_PLANE
 #include "mux_lanes.c"
 
-#define DTRAIN__MUX_IDLE_NS 50000000 /* longest pause of the service thread between two looks */
+#define DTRAIN__MUX_IDLE_NS 50000000 /* longest pause of the service thread if no call is under way */
 
 /* ---- the council ---- */
 
@@ -68,19 +68,22 @@ static void dtrain__mux_convene(dtrain__mux *mux)
 
 /* ---- the transport ---- */
 
-/* One turn of the service thread. A thread in a call does the same, and more. */
+/* One turn of the service thread. A thread in a call does the same, and more. until_ns: 0 if calls under way have just
+ * moved, soon if some wait, late if there are none. */
 static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
 {
     dtrain__mux *mux = (dtrain__mux *)(void *)origin; /* its first member */
-    int moved = 0;
+    int moved = until_ns == 0;                        /* by calls under way */
     if (pthread_mutex_trylock(&mux->turn) == 0) {
-        moved = dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        moved |= dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
         pthread_mutex_unlock(&mux->turn);
     }
+    int64_t now = dtrain__os_now_ns(),
+            most = until_ns - now < DTRAIN__MUX_IDLE_NS ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_IDLE_NS;
     mux->idle_ns = moved || mux->idle_ns == 0 ? 100000 : 2 * mux->idle_ns;
-    mux->idle_ns = mux->idle_ns < DTRAIN__MUX_IDLE_NS ? mux->idle_ns : DTRAIN__MUX_IDLE_NS;
+    mux->idle_ns = mux->idle_ns < most ? mux->idle_ns : most;
     if (mux->table.poll != NULL) {
-        int64_t soon = dtrain__os_now_ns() + mux->idle_ns;
+        int64_t soon = now + mux->idle_ns;
         mux->table.poll(mux->table.self, moved ? 0 : soon < until_ns ? soon : until_ns);
     } else if (!moved) {
         dtrain__mux_rest(mux, mux->idle_ns, until_ns);
@@ -137,8 +140,6 @@ static void dtrain__mux_plane_leave(void *self, const char *why)
 static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
 {
     dtrain__seat_give(&lane->seat, end);
-    if ((lane->own.send != NULL ? lane->own.exchange : lane->mux->table.exchange) == NULL)
-        end->transport.exchange = NULL;
     end->transport.poll = dtrain__mux_plane_poll;
     end->transport.wake = dtrain__mux_plane_wake;
     end->transport.fail = dtrain__mux_plane_fail;

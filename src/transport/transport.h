@@ -31,7 +31,8 @@ typedef struct dtrain_transfer {
  *
  * One thread at a time calls these: the caller's, or the service thread, which starts with the group and receives while
  * no call does. Poll mode has no service thread. A call waits in slices of a few milliseconds and serves the other
- * peers in between. The blocking sends of a group are ordered so that they never form a cycle.
+ * peers in between. To send and receive at once without `exchange`, it tries to send without waiting, and waits for
+ * the peer's bytes in between.
  *
  * The optional functions:
  *
