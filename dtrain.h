@@ -163,6 +163,7 @@
  *     DTRAIN_JOB              name of the job; processes of another job are refused
  *     DTRAIN_INTERFACE        interface or address of this rank
  *     DTRAIN_INSECURE         1: TCP without a token
+ *     DTRAIN_TRANSPORT        tcp or unix: no memory is shared; see dtrain_comm_desc
  *     DTRAIN_SECURE           1: seal all connections; 0: none. Unset: with a token, those that leave the host
  *     DTRAIN_TIMEOUT_MS       deadline of every blocking call, -1: none
  *     DTRAIN_LISTEN_FD        rank 0: number of a listening socket that the launcher has opened at DTRAIN_ROOT
@@ -1754,6 +1755,15 @@ typedef enum dtrain_progress {
  * root on loopback such as "127.0.0.1:29500" then means the socket /tmp/dtrain-UID/29500. UID is the user's number, and
  * the directory is the user's alone. TMPDIR replaces /tmp if it is an absolute path of at most 44 bytes. TCP without a
  * token, even on loopback, needs insecure or DTRAIN_INSECURE=1.
+ *
+ * SHARED MEMORY. Two processes of one host share memory where the system lets one open the other's, as Linux does
+ * within one user and one container. It carries what their connection would; the connection stays and shows when a
+ * process dies. Sealed connections share none. DTRAIN_TRANSPORT is always read:
+ *
+ *   unset   shared memory where it can be had, else the connection
+ *   shm     the same, and a warning in the log where it cannot be had
+ *   unix    unix sockets, also with a token; all ranks are on the root's host
+ *   tcp     TCP, which needs a token or insecure
  *
  * SEALING. With a token, every connection that leaves the host is encrypted and authenticated with ChaCha20-Poly1305.
  * Each connection and direction has a key of its own, made from the token and both sides' nonces. A connection's two
@@ -5761,8 +5771,8 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 #define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
-static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2", "populate", "mremap",
-                                                       "pagemap", "memfd",  "unix", "ipv6",     "mprotect"};
+static const char *const dtrain__os_without_names[] = {"pkeys", "avx512", "avx2", "populate", "mremap", "pagemap",
+                                                       "memfd", "unix",   "ipv6", "mprotect", "shm"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {
@@ -12498,10 +12508,13 @@ typedef struct dtrain__keys {
     char name[DTRAIN__NAME_BYTES]; /* this process: "pid 4711 (train) on alpha" */
 } dtrain__keys;
 
+/* What moves bytes between processes of one host: DTRAIN_TRANSPORT. ANY: shared memory where it can be had. */
+enum { DTRAIN__TRANSPORT_ANY = 0, DTRAIN__TRANSPORT_TCP, DTRAIN__TRANSPORT_UNIX, DTRAIN__TRANSPORT_SHM };
+
 /* How a world of processes forms. */
 typedef struct dtrain__hub_desc {
     const char *root, *listen_on, *fingerprint, *believed;
-    int insecure, listen_fd, connections;
+    int insecure, listen_fd, connections, transport;
     int64_t heartbeat_ms, reconnect_ms, timeout_ms;
     void (*on_address)(void *user, const char *address);
     void *on_address_user;
@@ -13901,7 +13914,8 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
     return &group->rings[(size_t)from * (size_t)group->shared.members.size + (size_t)to];
 }
 
-/* Moves bytes into the ring or out of it. Returns how many. */
+/* Moves bytes into the ring or out of it. Returns how many. None if the counters cannot be right: they may lie in
+ * memory of another process (see >>shm). */
 static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
 {
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written, moved = *mine;
@@ -13909,7 +13923,7 @@ static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned
     size_t room = put ? DTRAIN__THREADS_RING_BYTES - (size_t)ahead : (size_t)(0 - ahead),
            n = bytes < room ? bytes : room;
     size_t at = (size_t)moved % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
-    if (n == 0)
+    if (n == 0 || room > DTRAIN__THREADS_RING_BYTES)
         return 0;
     first = first < n ? first : n;
     memcpy(put ? ring->bytes + at : data, put ? data : ring->bytes + at, first);
@@ -16689,14 +16703,154 @@ static void dtrain__net_drain(int fd)
 
 #endif
 
+/* ---- >>shm ----
+ * Memory that two processes of a host share, in place of what their connection would carry: a ring for each direction.
+ * The side that connects offers the memory in its proof, and the other side says in its verdict whether it could open
+ * it (see >>admission). So hosts, users and containers are told apart by trying. The connection itself stays: its end
+ * says that the peer has left or died, and a byte on it wakes a peer that sleeps in poll().
+ *
+ * Invariants: each side writes only its own counters and bytes. A side that will sleep says so first and then looks at
+ * the ring once more. A peer can write anything: no value in the memory leads to an access outside the ring. No lock
+ * is in the memory, so a process that is killed holds none. */
+#ifndef DTRAIN__SHM
+#define DTRAIN__SHM
+DTRAIN__FAST_BEGIN
+
+#define DTRAIN__SHM_OFFER_BYTES 32
+
+typedef struct dtrain__shm_page {
+    unsigned char key[16];
+    uint32_t asleep[2]; /* whether this side waits for a byte on the connection */
+    char pad[DTRAIN__CACHE_LINE - 24];
+    dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected */
+} dtrain__shm_page;
+
+/* One side's end. */
+typedef struct dtrain__shm {
+    dtrain__shm_page *page; /* NULL: the connection itself carries the bytes */
+    int side;
+    int look; /* there may be something on the connection */
+} dtrain__shm;
+
+static void dtrain__shm_close(dtrain__shm_page **page)
+{
+    if (*page != NULL)
+        dtrain__os_unreserve(*page, sizeof **page);
+    *page = NULL;
+}
+
+/* Makes memory and an offer of it. *fd stays open until the peer has answered. All zero: there is no memory. */
+static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], dtrain__shm_page **page, int *fd)
+{
+    memset(offer, 0, DTRAIN__SHM_OFFER_BYTES);
+    *fd = -1;
+    *page = dtrain__without("shm") ? NULL : (dtrain__shm_page *)dtrain__os_share(sizeof **page, fd);
+    if (*page == NULL)
+        return;
+    if (dtrain__os_random((*page)->key, sizeof(*page)->key) != 0) {
+        dtrain__shm_close(page);
+        return;
+    }
+    dtrain__put_le(offer, (uint64_t)getpid(), 8);
+    dtrain__put_le(offer + 8, (uint64_t)*fd, 8);
+    memcpy(offer + 16, (*page)->key, sizeof(*page)->key);
+}
+
+/* Opens the memory of an offer. Returns NULL if that is not possible, or it is not the memory that was offered. */
+static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_OFFER_BYTES])
+{
+    uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 8);
+    if (process == 0 || process > INT_MAX || fd > INT_MAX || dtrain__without("shm"))
+        return NULL;
+    dtrain__shm_page *page = (dtrain__shm_page *)dtrain__os_share_open((pid_t)process, (int)fd, sizeof *page);
+    if (page != NULL && memcmp(page->key, offer + 16, sizeof page->key) != 0)
+        dtrain__shm_close(&page);
+    return page;
+}
+
+/* Wakes the peer if it sleeps. A full connection holds bytes that wake it. */
+static void dtrain__shm_wake(dtrain__shm *shm, int fd)
+{
+    uint32_t *asleep = &shm->page->asleep[1 - shm->side];
+    if (__atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 && __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
+        dtrain__net_send(fd, "", 1, 0);
+}
+
+/* Returns the bytes in the ring that a side fills. */
+static uint64_t dtrain__shm_held(const dtrain__shm *shm, int side)
+{
+    const dtrain__threads_ring *ring = &shm->page->ways[side];
+    uint64_t read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - read;
+}
+
+/* Looks at the connection after nothing could be moved. Returns 0, or -1 with errno if the connection has ended or the
+ * memory holds what no peer of ours writes. */
+static ssize_t dtrain__shm_look(dtrain__shm *shm, int fd, int side)
+{
+    unsigned char waste[64];
+    ssize_t n = sizeof waste;
+    if (dtrain__shm_held(shm, side) > DTRAIN__THREADS_RING_BYTES) {
+        errno = EBADMSG;
+        return -1;
+    }
+    while (shm->look && n == (ssize_t)sizeof waste)
+        n = dtrain__net_recv(fd, waste, sizeof waste);
+    shm->look = n < 0; /* an end is found again */
+    return n < 0 ? -1 : 0;
+}
+
+/* Sends through the ring, otherwise as dtrain__net_send. */
+static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size_t bytes)
+{
+    unsigned char *from;
+    memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
+    size_t n = dtrain__threads_copy(&shm->page->ways[shm->side], 1, from, bytes);
+    if (n == 0)
+        return dtrain__shm_look(shm, fd, shm->side);
+    dtrain__shm_wake(shm, fd);
+    return (ssize_t)n;
+}
+
+/* Receives from the ring, otherwise as dtrain__net_recv. What a peer sent before it left is still received. */
+static ssize_t dtrain__shm_recv(dtrain__shm *shm, int fd, void *data, size_t bytes)
+{
+    dtrain__threads_ring *ring = &shm->page->ways[1 - shm->side];
+    size_t n = dtrain__threads_copy(ring, 0, (unsigned char *)data, bytes);
+    if (n == 0 && dtrain__shm_look(shm, fd, 1 - shm->side) < 0) {
+        int error = errno;
+        n = dtrain__threads_copy(ring, 0, (unsigned char *)data, bytes);
+        errno = error;
+        if (n == 0)
+            return -1;
+    }
+    if (n > 0)
+        dtrain__shm_wake(shm, fd);
+    return (ssize_t)n;
+}
+
+/* Says that this side is about to sleep on the connection. Returns 1 if there is something to move after all. */
+static int dtrain__shm_arm(dtrain__shm *shm, int sending)
+{
+    int side = sending ? shm->side : 1 - shm->side;
+    shm->look = 1;
+    __atomic_store_n(&shm->page->asleep[shm->side], 1u, __ATOMIC_SEQ_CST);
+    uint64_t held = dtrain__shm_held(shm, side);
+    return sending ? held != DTRAIN__THREADS_RING_BYTES : held != 0;
+}
+
+DTRAIN__FAST_END
+#endif
+
 /* ---- >>admission ----
  * Who may come in. Every connection opens with four messages of fixed size, whatever the peer sends:
  *
  *   hello      initiator  who it is, whom it wants, what for, a nonce
  *   challenge  acceptor   who it is, the run, a nonce
- *   proof      initiator  its position in the stream, its job, its process; HMAC-SHA256 of "initiator", hello,
- *                         challenge and these
- *   verdict    acceptor   yes or no, its position, HMAC-SHA256 of "acceptor" and all that came before
+ *   proof      initiator  its position in the stream, its job, its process, memory that it offers to share;
+ *                         HMAC-SHA256 of "initiator", hello, challenge and these
+ *   verdict    acceptor   yes or no, whether it shares that memory, its position, HMAC-SHA256 of "acceptor" and all
+ * that came before
  *
  * Only these fixed fields are read before the proof holds. Both proofs cover direction, run, both ranks, version, both
  * nonces, and what each side wants of sealing. So a recording, a reflection or a relay to another rank proves nothing,
@@ -16708,12 +16862,13 @@ static void dtrain__net_drain(int fd)
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
 
-#define DTRAIN__WIRE_VERSION 5u
+#define DTRAIN__WIRE_VERSION 6u
 #define DTRAIN__HELLO_BYTES \
     128 /* this and the next are the same in every version, so that each side can name both \
          * versions */
 #define DTRAIN__CHALLENGE_BYTES 80
-#define DTRAIN__PROOF_BYTES (40 + DTRAIN__JOB_BYTES + DTRAIN__NAME_BYTES)
+#define DTRAIN__PROOF_OFFER (40 + DTRAIN__JOB_BYTES + DTRAIN__NAME_BYTES) /* where the offer stands */
+#define DTRAIN__PROOF_BYTES (DTRAIN__PROOF_OFFER + DTRAIN__SHM_OFFER_BYTES)
 #define DTRAIN__VERDICT_BYTES 304
 #define DTRAIN__VERDICT_TEXT 256
 #define DTRAIN__NONCE_BYTES 32
@@ -16748,6 +16903,9 @@ typedef struct dtrain__handshake {
     size_t in_bytes, out_bytes, out_done;
     char peer_name[DTRAIN__ADDRESS_BYTES];
     char job[DTRAIN__JOB_BYTES], name[DTRAIN__NAME_BYTES]; /* of the process that has proved itself to an acceptor */
+    dtrain__shm_page *page;                                /* shared with the peer; NULL: none */
+    int page_fd;                                           /* initiator: of page while it is offered */
+    unsigned char offer[DTRAIN__SHM_OFFER_BYTES];          /* initiator: of page */
     dtrain__error error;
     int verdict;      /* initiator: a proved no, as a dtrain_status */
     int system_error; /* why the connection ended, as an errno */
@@ -16943,6 +17101,7 @@ static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const
     dtrain__put_le(proof + 32, handshake->received, 8);
     snprintf((char *)proof + 40, DTRAIN__JOB_BYTES, "%s", keys->job);
     snprintf((char *)proof + 40 + DTRAIN__JOB_BYTES, DTRAIN__NAME_BYTES, "%s", keys->name);
+    memcpy(proof + DTRAIN__PROOF_OFFER, handshake->offer, DTRAIN__SHM_OFFER_BYTES);
     dtrain__handshake_mac(keys, handshake, "dtrain initiator", 0, proof + 32, DTRAIN__PROOF_BYTES - 32, proof);
     dtrain__handshake_say(handshake, proof, sizeof handshake->proof);
     handshake->state = DTRAIN__HANDSHAKE_VERDICT;
@@ -16977,6 +17136,7 @@ static void dtrain__handshake_answer(dtrain__handshake *handshake, const dtrain_
     unsigned char verdict[DTRAIN__VERDICT_BYTES];
     memset(verdict, 0, sizeof verdict);
     verdict[0] = (unsigned char)status;
+    verdict[1] = handshake->page != NULL;
     dtrain__put_le(verdict + 8, handshake->received, 8);
     snprintf((char *)verdict + 16, DTRAIN__VERDICT_TEXT, "%s", text);
     dtrain__handshake_mac(keys, handshake, "dtrain acceptor", sizeof handshake->proof, verdict,
@@ -17004,6 +17164,8 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
         dtrain__handshake_close(handshake);
         return;
     }
+    if (verdict[1] == 0)
+        dtrain__shm_close(&handshake->page);
     handshake->peer_received = dtrain__get_le(verdict + 8, 8);
     memcpy(text, verdict + 16, sizeof text);
     text[sizeof text - 1] = 0;
@@ -17260,7 +17422,8 @@ typedef struct dtrain__stream {
     uint64_t again;        /* the last `again` bytes of `sent` must be sent once more */
     unsigned char *replay; /* the last DTRAIN__REPLAY_BYTES sent; NULL: the stream ends with its connection */
     dtrain__seal *seal;    /* NULL: bytes are not sealed */
-    int withheld;          /* 1: the owner is told that the last byte of `sent` is not sent yet, as sealed bytes wait */
+    dtrain__shm shm;
+    int withheld; /* 1: the owner is told that the last byte of `sent` is not sent yet, as sealed bytes wait */
 } dtrain__stream;
 
 static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
@@ -17268,6 +17431,7 @@ static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
     if (stream->fd >= 0)
         close(stream->fd);
     stream->fd = -1;
+    dtrain__shm_close(&stream->shm.page);
 }
 
 /* Continues over fd, whose other end has received peer_received bytes. Returns 0 if too many bytes were lost. */
@@ -17323,6 +17487,16 @@ static int dtrain__stream_holds(const dtrain__stream *stream)
            (seal->ended || seal->plain_at < seal->plain_end || dtrain__seal_whole(seal, &bytes) != 0);
 }
 
+/* Prepares to wait in poll() until the stream may send or receive. Returns 1 if it may do so now. *events: what to poll
+ * its descriptor for. */
+static int dtrain__stream_arm(dtrain__stream *stream, int sending, int *events)
+{
+    *events = sending && stream->shm.page == NULL ? POLLOUT : POLLIN;
+    if (stream->fd >= 0 && stream->shm.page != NULL)
+        return dtrain__shm_arm(&stream->shm, sending);
+    return !sending && dtrain__stream_holds(stream);
+}
+
 static void dtrain__stream_keep(dtrain__stream *stream, const unsigned char *data, size_t bytes)
 {
     size_t at, first;
@@ -17371,6 +17545,12 @@ static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned
     return (ssize_t)(told + n) - stream->withheld;
 }
 
+static ssize_t dtrain__stream_put(dtrain__stream *stream, const void *data, size_t bytes, int more)
+{
+    return stream->shm.page != NULL ? dtrain__shm_send(&stream->shm, stream->fd, data, bytes)
+                                    : dtrain__net_send(stream->fd, data, bytes, more);
+}
+
 /* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
 static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, size_t bytes, int more)
 {
@@ -17379,7 +17559,7 @@ static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, siz
         return dtrain__stream_send_sealed(stream, (const unsigned char *)data, bytes, more);
     while (stream->again > 0) {
         size_t at = (size_t)((stream->sent - stream->again) % DTRAIN__REPLAY_BYTES), room = DTRAIN__REPLAY_BYTES - at;
-        n = dtrain__net_send(stream->fd, stream->replay + at, stream->again < room ? (size_t)stream->again : room, 0);
+        n = dtrain__stream_put(stream, stream->replay + at, stream->again < room ? (size_t)stream->again : room, 0);
         if (n <= 0)
             return n;
         stream->again -= (uint64_t)n;
@@ -17390,7 +17570,7 @@ static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, siz
         stream->withheld = 0;
         return 1;
     }
-    n = dtrain__net_send(stream->fd, data, bytes, more);
+    n = dtrain__stream_put(stream, data, bytes, more);
     if (n > 0) {
         stream->sent += (uint64_t)n;
         dtrain__stream_keep(stream, (const unsigned char *)data, (size_t)n);
@@ -17400,8 +17580,9 @@ static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, siz
 
 static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t bytes)
 {
-    ssize_t n = stream->seal != NULL ? dtrain__seal_recv(stream->seal, stream->fd, (unsigned char *)data, bytes)
-                                     : dtrain__net_recv(stream->fd, data, bytes);
+    ssize_t n = stream->seal != NULL       ? dtrain__seal_recv(stream->seal, stream->fd, (unsigned char *)data, bytes)
+                : stream->shm.page != NULL ? dtrain__shm_recv(&stream->shm, stream->fd, data, bytes)
+                                           : dtrain__net_recv(stream->fd, data, bytes);
     if (n > 0)
         stream->received += (uint64_t)n;
     return n;
@@ -17556,6 +17737,7 @@ struct dtrain__hub {
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
+    int transport;     /* DTRAIN__TRANSPORT_ANY ... */
     int crowded;       /* more ranks on this host than processors */
     int leader;        /* the lowest rank that is not gone */
     int elected;       /* the leader is new */
@@ -17897,6 +18079,10 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
         return DTRAIN_ERR_MEMORY;
     if (!dtrain__stream_resume(stream, handshake->fd, handshake->peer_received))
         return DTRAIN_ERR_PEER_LOST;
+    stream->shm.page = handshake->page;
+    stream->shm.side = !handshake->initiator;
+    stream->shm.look = 0;
+    handshake->page = NULL;
     dtrain__net_tune(handshake->fd, same_host, hub->reconnect_ns > 0 ? DTRAIN__SOCKET_BUFFER : 0);
     handshake->fd = -1;
     hub->notes.sealed |= stream->seal != NULL && !hub->told_sealed;
@@ -18354,8 +18540,12 @@ static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 /* Ends a handshake, if there is one. */
 static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake **handshake)
 {
-    if (*handshake != NULL)
-        dtrain__handshake_close(*handshake);
+    if (*handshake == NULL)
+        return;
+    dtrain__handshake_close(*handshake);
+    dtrain__shm_close(&(*handshake)->page);
+    if ((*handshake)->page_fd >= 0)
+        close((*handshake)->page_fd);
     dtrain__free(hub->allocator, *handshake);
     *handshake = NULL;
 }
@@ -18365,7 +18555,7 @@ static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtra
     dtrain__handshake *handshake = (dtrain__handshake *)dtrain__alloc(hub->allocator, sizeof *handshake);
     if (handshake == NULL)
         return NULL;
-    handshake->fd = -1;
+    handshake->fd = handshake->page_fd = -1;
     snprintf(handshake->peer_name, sizeof handshake->peer_name, "%s", dtrain__net_text(peer).text);
     return handshake;
 }
@@ -18413,6 +18603,13 @@ static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, i
     return -1;
 }
 
+/* Whether to try to share memory with a peer: with each process of this host, unless bytes are to be sealed. */
+static int dtrain__hub_shares(const dtrain__hub *hub, int peer)
+{
+    int asked = hub->transport == DTRAIN__TRANSPORT_ANY || hub->transport == DTRAIN__TRANSPORT_SHM;
+    return asked && hub->keys.secure <= 0 && hub->members[peer].host == hub->members[hub->rank].host;
+}
+
 /* Starts a connection to `peer`; NULL with errno if the system or the peer refuses at once. */
 static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, const dtrain__address *address)
 {
@@ -18431,6 +18628,8 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     handshake->purpose = purpose;
     if (purpose == DTRAIN__PURPOSE_CONTROL)
         handshake->received = hub->members[peer].control.received;
+    else if (dtrain__hub_shares(hub, peer))
+        dtrain__shm_offer(handshake->offer, &handshake->page, &handshake->page_fd);
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
         dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
                      "%s belongs to another user, and there is no token: give every rank the same DTRAIN_TOKEN",
@@ -18474,6 +18673,12 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
         dtrain__seat_end(&channel->seat, status == DTRAIN_ERR_MEMORY ? channel->seat.rank : rank, &cause);
         return;
     }
+    if (hub->transport == DTRAIN__TRANSPORT_SHM && lane->stream.shm.page == NULL)
+        dtrain__hub_note(hub,
+                         "rank %d cannot share memory with rank %d (%s), as DTRAIN_TRANSPORT asks, and uses their "
+                         "connection: it is sealed, or they are on two hosts, in two containers or of two users, or "
+                         "the system has no memory to share",
+                         hub->rank, handshake->peer, hub->members[handshake->peer].name);
     channel->attend |= lane->stream.again > 0;
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;
@@ -18588,6 +18793,8 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     channel->attend = 1;
     dtrain__stream_cut(&lane->stream);
     handshake->received = lane->stream.received;
+    if (dtrain__hub_shares(hub, handshake->peer) && !dtrain__handshake_sealed(handshake, &hub->keys))
+        handshake->page = dtrain__shm_open(handshake->proof + DTRAIN__PROOF_OFFER);
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
@@ -19098,14 +19305,16 @@ static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 /* Adds the channel's connections that are being made, or that have to send again. */
 static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, int64_t due)
 {
-    for (int i = 0; i < channel->seat.size * channel->hub->connections; i++) {
+    for (int i = 0, events; i < channel->seat.size * channel->hub->connections; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         if (lane->handshake != NULL)
             dtrain__hub_watch(channel->hub, count, lane->handshake->fd, dtrain__handshake_events(lane->handshake));
         else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
             due = lane->retry_ns;
-        if (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream))
-            dtrain__hub_watch(channel->hub, count, lane->stream.fd, POLLOUT);
+        if (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream)) {
+            due = dtrain__stream_arm(&lane->stream, 1, &events) ? 0 : due;
+            dtrain__hub_watch(channel->hub, count, lane->stream.fd, events);
+        }
     }
     return due;
 }
@@ -19153,13 +19362,13 @@ static int dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
     int here = 0;
     for (int rank = 0; channel->awaiting && rank < channel->seat.size; rank++)
         for (int sending = 0; sending < 2; sending++) {
-            int event = sending ? POLLOUT : POLLIN;
-            if ((channel->peers[rank].awaits & event) == 0)
+            int events;
+            if ((channel->peers[rank].awaits & (sending ? POLLOUT : POLLIN)) == 0)
                 continue;
             dtrain__lane *lane = dtrain__channel_lane(channel, rank, sending, &room);
+            here |= dtrain__stream_arm(&lane->stream, sending, &events);
             if (lane->stream.fd >= 0)
-                dtrain__hub_watch(channel->hub, count, lane->stream.fd, event);
-            here |= !sending && dtrain__stream_holds(&lane->stream);
+                dtrain__hub_watch(channel->hub, count, lane->stream.fd, events);
         }
     return here;
 }
@@ -19542,15 +19751,19 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
     return status;
 }
 
-static void dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *transfer, int sending, struct pollfd *fds,
-                                 int *count)
+/* Adds what a direction waits for. Returns 1 if it need not wait. */
+static int dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *transfer, int sending, struct pollfd *fds,
+                                int *count)
 {
     size_t room;
+    int events;
     if (transfer == NULL)
-        return;
-    const dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
+        return 0;
+    dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
+    int here = dtrain__stream_arm(&lane->stream, sending, &events);
     if (lane->stream.fd >= 0)
-        dtrain__net_watch(fds, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
+        dtrain__net_watch(fds, count, lane->stream.fd, events);
+    return here;
 }
 
 /* Sleeps until a direction may move bytes, the control plane has news, or until_ns. */
@@ -19560,10 +19773,12 @@ static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out,
     struct pollfd fds[3];
     int count = 0, missing;
     pthread_mutex_lock(&channel->hub->mutex);
-    dtrain__socket_watch(channel, out, 1, fds, &count);
-    dtrain__socket_watch(channel, in, 0, fds, &count);
+    int here = dtrain__socket_watch(channel, out, 1, fds, &count);
+    here |= dtrain__socket_watch(channel, in, 0, fds, &count);
     missing = count < (out != NULL) + (in != NULL);
     pthread_mutex_unlock(&channel->hub->mutex);
+    if (here)
+        return;
     if (missing) { /* a missing connection also ends by the clock */
         int64_t soon = dtrain__os_now_ns() + 50000000;
         until_ns = soon < until_ns ? soon : until_ns;
@@ -19779,12 +19994,18 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
         cause = dtrain__thread_error;
         return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
     }
-    if (dtrain__hub_allows(hub, &hub->root_addresses[0]))
+    int tcp = hub->transport == DTRAIN__TRANSPORT_TCP, local = dtrain__net_is_unix(&hub->root_addresses[0]);
+    if (tcp && local)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "comm_create: rank %d: DTRAIN_TRANSPORT is tcp and the root is %.200s; give a host and port", hub->rank,
+            hub->root);
+    if (dtrain__hub_allows(hub, &hub->root_addresses[0]) && (local || hub->transport != DTRAIN__TRANSPORT_UNIX))
         return DTRAIN_OK;
-    for (int i = 0; i < hub->root_count; i++)
+    for (int i = 0; i < hub->root_count && !tcp; i++)
         if (dtrain__net_is_local(&hub->root_addresses[i]))
             return dtrain__socket_privately(hub);
-    snprintf(text, sizeof text, "%.200s is beyond this host", hub->root);
+    snprintf(text, sizeof text, tcp ? "DTRAIN_TRANSPORT is tcp" : "%.200s is beyond this host", hub->root);
     return dtrain__socket_closed(hub, text);
 }
 
@@ -19795,6 +20016,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
+    hub->transport = desc->transport;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
     hub->heartbeat_ns =
         desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
@@ -21875,6 +22097,23 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
     return DTRAIN_OK;
 }
 
+/* Reads DTRAIN_TRANSPORT. */
+static dtrain_status dtrain__place_transport(int *out)
+{
+    static const char *const names[] = {"", "tcp", "unix", "shm"}; /* by DTRAIN__TRANSPORT_ANY ... */
+    const char *asked = dtrain__place_get("DTRAIN_TRANSPORT");
+    *out = DTRAIN__TRANSPORT_ANY;
+    while (asked != NULL && *out <= DTRAIN__TRANSPORT_SHM && strcmp(asked, names[*out]) != 0)
+        ++*out;
+    if (*out <= DTRAIN__TRANSPORT_SHM)
+        return DTRAIN_OK;
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_INVALID,
+        "comm_create: DTRAIN_TRANSPORT is \"%.40s\"; expected tcp, unix or shm, or unset it to let each "
+        "pair of ranks take the fastest",
+        asked);
+}
+
 /* Reads everything but rank, size and root. */
 static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
 {
@@ -21900,7 +22139,8 @@ static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_
         dtrain__place_option(asks, "DTRAIN_SECURE", 0, 1, &secure) != DTRAIN_OK ||
         dtrain__place_option(environment && desc->timeout_ms == 0, "DTRAIN_TIMEOUT_MS", -1, INT_MAX,
                              &hub->timeout_ms) != DTRAIN_OK ||
-        dtrain__place_option(leads, "DTRAIN_LISTEN_FD", 0, INT_MAX, &listen_fd) != DTRAIN_OK)
+        dtrain__place_option(leads, "DTRAIN_LISTEN_FD", 0, INT_MAX, &listen_fd) != DTRAIN_OK ||
+        dtrain__place_transport(&hub->transport) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     if (hub->timeout_ms == 0)
         hub->timeout_ms = 60000;

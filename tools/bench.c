@@ -140,8 +140,8 @@ typedef struct bench_mailbox {
     float data[2][BENCH_MAILBOX / sizeof(float)];
 } bench_mailbox;
 
-enum { THREADS, TCP, UNIX, SLOW, SEALED };
-static const char *const bench_transports[] = {"threads", "tcp", "unix", "slow", "sealed"};
+enum { THREADS, TCP, UNIX, SHM, SLOW, SEALED };
+static const char *const bench_transports[] = {"threads", "tcp", "unix", "shm", "slow", "sealed"};
 
 typedef struct bench {
     bench_op op;
@@ -632,10 +632,12 @@ static int bench_processes(const bench *plan)
     if (b == MAP_FAILED)
         return 1;
     *b = *plan;
-    if (b->transport != UNIX)
+    if (b->transport != UNIX && b->transport != SHM)
         snprintf(root, sizeof root, "127.0.0.1:%d", port);
     else
         snprintf(root, sizeof root, "unix:/tmp/dtrain-bench-%ld", (long)getpid());
+    if (b->transport != SEALED)
+        setenv("DTRAIN_TRANSPORT", bench_transports[b->transport], 1);
     if (b->transport != SEALED)
         wire_open(b->ranks, b->transport == TCP);
     for (int rank = 0; rank < b->ranks; rank++) {

@@ -13,7 +13,7 @@ static const char bench_help[] =
     "checkpoints  save_async reload\n"
     "  ranks=2 runs=11      1 to 64 ranks (4 for pipeline and links); 7 to 1001 runs\n"
     "  bytes=N, count=N     a rank's buffer in bytes, or in floats; 1 MiB for most\n"
-    "  transport=threads    or processes: tcp, unix, sealed; fsdp also has slow\n"
+    "  transport=threads    or processes: tcp, unix, shm, sealed; fsdp has slow\n"
     "  algorithm=auto       a name that DTRAIN_ALGORITHM takes\n"
     "  against=limit        or ring; chunk=262144 bytes of the ring under way at once\n"
     "  pin=0 huge=0         1: one processor for each rank; 1: huge pages\n"
@@ -69,7 +69,7 @@ static const char *bench_word(bench *b, const char *key, const char *value)
     if (strcmp(key, "transport") == 0)
         return (b->transport = bench_among(value, bench_transports, SEALED + 1)) >= 0
                    ? NULL
-                   : "threads, tcp, unix, sealed or slow is expected";
+                   : "threads, tcp, unix, shm, sealed or slow is expected";
     if (strcmp(key, "strategy") == 0)
         return (b->strategy = bench_among(value, fsdp_strategy_names, 4)) >= 0
                    ? NULL

@@ -135,6 +135,15 @@ typedef enum dtrain_progress {
  * the directory is the user's alone. TMPDIR replaces /tmp if it is an absolute path of at most 44 bytes. TCP without a
  * token, even on loopback, needs insecure or DTRAIN_INSECURE=1.
  *
+ * SHARED MEMORY. Two processes of one host share memory where the system lets one open the other's, as Linux does
+ * within one user and one container. It carries what their connection would; the connection stays and shows when a
+ * process dies. Sealed connections share none. DTRAIN_TRANSPORT is always read:
+ *
+ *   unset   shared memory where it can be had, else the connection
+ *   shm     the same, and a warning in the log where it cannot be had
+ *   unix    unix sockets, also with a token; all ranks are on the root's host
+ *   tcp     TCP, which needs a token or insecure
+ *
  * SEALING. With a token, every connection that leaves the host is encrypted and authenticated with ChaCha20-Poly1305.
  * Each connection and direction has a key of its own, made from the token and both sides' nonces. A connection's two
  * addresses say whether it leaves the host, and both sides prove what they found.

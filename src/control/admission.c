@@ -3,9 +3,10 @@
  *
  *   hello      initiator  who it is, whom it wants, what for, a nonce
  *   challenge  acceptor   who it is, the run, a nonce
- *   proof      initiator  its position in the stream, its job, its process; HMAC-SHA256 of "initiator", hello,
- *                         challenge and these
- *   verdict    acceptor   yes or no, its position, HMAC-SHA256 of "acceptor" and all that came before
+ *   proof      initiator  its position in the stream, its job, its process, memory that it offers to share;
+ *                         HMAC-SHA256 of "initiator", hello, challenge and these
+ *   verdict    acceptor   yes or no, whether it shares that memory, its position, HMAC-SHA256 of "acceptor" and all
+ * that came before
  *
  * Only these fixed fields are read before the proof holds. Both proofs cover direction, run, both ranks, version, both
  * nonces, and what each side wants of sealing. So a recording, a reflection or a relay to another rank proves nothing,
@@ -19,15 +20,16 @@
 #include "../base/os.c"
 #include "../base/status.c"
 #include "../transport/chacha.c"
-#include "../transport/net.c"
+#include "../transport/shm.c"
 #include "plane.c"
 
-#define DTRAIN__WIRE_VERSION 5u
+#define DTRAIN__WIRE_VERSION 6u
 #define DTRAIN__HELLO_BYTES \
     128 /* this and the next are the same in every version, so that each side can name both \
          * versions */
 #define DTRAIN__CHALLENGE_BYTES 80
-#define DTRAIN__PROOF_BYTES (40 + DTRAIN__JOB_BYTES + DTRAIN__NAME_BYTES)
+#define DTRAIN__PROOF_OFFER (40 + DTRAIN__JOB_BYTES + DTRAIN__NAME_BYTES) /* where the offer stands */
+#define DTRAIN__PROOF_BYTES (DTRAIN__PROOF_OFFER + DTRAIN__SHM_OFFER_BYTES)
 #define DTRAIN__VERDICT_BYTES 304
 #define DTRAIN__VERDICT_TEXT 256
 #define DTRAIN__NONCE_BYTES 32
@@ -62,6 +64,9 @@ typedef struct dtrain__handshake {
     size_t in_bytes, out_bytes, out_done;
     char peer_name[DTRAIN__ADDRESS_BYTES];
     char job[DTRAIN__JOB_BYTES], name[DTRAIN__NAME_BYTES]; /* of the process that has proved itself to an acceptor */
+    dtrain__shm_page *page;                                /* shared with the peer; NULL: none */
+    int page_fd;                                           /* initiator: of page while it is offered */
+    unsigned char offer[DTRAIN__SHM_OFFER_BYTES];          /* initiator: of page */
     dtrain__error error;
     int verdict;      /* initiator: a proved no, as a dtrain_status */
     int system_error; /* why the connection ended, as an errno */
@@ -257,6 +262,7 @@ static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const
     dtrain__put_le(proof + 32, handshake->received, 8);
     snprintf((char *)proof + 40, DTRAIN__JOB_BYTES, "%s", keys->job);
     snprintf((char *)proof + 40 + DTRAIN__JOB_BYTES, DTRAIN__NAME_BYTES, "%s", keys->name);
+    memcpy(proof + DTRAIN__PROOF_OFFER, handshake->offer, DTRAIN__SHM_OFFER_BYTES);
     dtrain__handshake_mac(keys, handshake, "dtrain initiator", 0, proof + 32, DTRAIN__PROOF_BYTES - 32, proof);
     dtrain__handshake_say(handshake, proof, sizeof handshake->proof);
     handshake->state = DTRAIN__HANDSHAKE_VERDICT;
@@ -291,6 +297,7 @@ static void dtrain__handshake_answer(dtrain__handshake *handshake, const dtrain_
     unsigned char verdict[DTRAIN__VERDICT_BYTES];
     memset(verdict, 0, sizeof verdict);
     verdict[0] = (unsigned char)status;
+    verdict[1] = handshake->page != NULL;
     dtrain__put_le(verdict + 8, handshake->received, 8);
     snprintf((char *)verdict + 16, DTRAIN__VERDICT_TEXT, "%s", text);
     dtrain__handshake_mac(keys, handshake, "dtrain acceptor", sizeof handshake->proof, verdict,
@@ -318,6 +325,8 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
         dtrain__handshake_close(handshake);
         return;
     }
+    if (verdict[1] == 0)
+        dtrain__shm_close(&handshake->page);
     handshake->peer_received = dtrain__get_le(verdict + 8, 8);
     memcpy(text, verdict + 16, sizeof text);
     text[sizeof text - 1] = 0;

@@ -9,8 +9,12 @@
 /* Ends a handshake, if there is one. */
 static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake **handshake)
 {
-    if (*handshake != NULL)
-        dtrain__handshake_close(*handshake);
+    if (*handshake == NULL)
+        return;
+    dtrain__handshake_close(*handshake);
+    dtrain__shm_close(&(*handshake)->page);
+    if ((*handshake)->page_fd >= 0)
+        close((*handshake)->page_fd);
     dtrain__free(hub->allocator, *handshake);
     *handshake = NULL;
 }
@@ -20,7 +24,7 @@ static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtra
     dtrain__handshake *handshake = (dtrain__handshake *)dtrain__alloc(hub->allocator, sizeof *handshake);
     if (handshake == NULL)
         return NULL;
-    handshake->fd = -1;
+    handshake->fd = handshake->page_fd = -1;
     snprintf(handshake->peer_name, sizeof handshake->peer_name, "%s", dtrain__net_text(peer).text);
     return handshake;
 }
@@ -68,6 +72,13 @@ static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, i
     return -1;
 }
 
+/* Whether to try to share memory with a peer: with each process of this host, unless bytes are to be sealed. */
+static int dtrain__hub_shares(const dtrain__hub *hub, int peer)
+{
+    int asked = hub->transport == DTRAIN__TRANSPORT_ANY || hub->transport == DTRAIN__TRANSPORT_SHM;
+    return asked && hub->keys.secure <= 0 && hub->members[peer].host == hub->members[hub->rank].host;
+}
+
 /* Starts a connection to `peer`; NULL with errno if the system or the peer refuses at once. */
 static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, const dtrain__address *address)
 {
@@ -86,6 +97,8 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     handshake->purpose = purpose;
     if (purpose == DTRAIN__PURPOSE_CONTROL)
         handshake->received = hub->members[peer].control.received;
+    else if (dtrain__hub_shares(hub, peer))
+        dtrain__shm_offer(handshake->offer, &handshake->page, &handshake->page_fd);
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
         dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
                      "%s belongs to another user, and there is no token: give every rank the same DTRAIN_TOKEN",
@@ -129,6 +142,12 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
         dtrain__seat_end(&channel->seat, status == DTRAIN_ERR_MEMORY ? channel->seat.rank : rank, &cause);
         return;
     }
+    if (hub->transport == DTRAIN__TRANSPORT_SHM && lane->stream.shm.page == NULL)
+        dtrain__hub_note(hub,
+                         "rank %d cannot share memory with rank %d (%s), as DTRAIN_TRANSPORT asks, and uses their "
+                         "connection: it is sealed, or they are on two hosts, in two containers or of two users, or "
+                         "the system has no memory to share",
+                         hub->rank, handshake->peer, hub->members[handshake->peer].name);
     channel->attend |= lane->stream.again > 0;
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;
@@ -243,6 +262,8 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     channel->attend = 1;
     dtrain__stream_cut(&lane->stream);
     handshake->received = lane->stream.received;
+    if (dtrain__hub_shares(hub, handshake->peer) && !dtrain__handshake_sealed(handshake, &hub->keys))
+        handshake->page = dtrain__shm_open(handshake->proof + DTRAIN__PROOF_OFFER);
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 

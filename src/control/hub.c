@@ -101,6 +101,7 @@ struct dtrain__hub {
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
+    int transport;     /* DTRAIN__TRANSPORT_ANY ... */
     int crowded;       /* more ranks on this host than processors */
     int leader;        /* the lowest rank that is not gone */
     int elected;       /* the leader is new */
@@ -442,6 +443,10 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
         return DTRAIN_ERR_MEMORY;
     if (!dtrain__stream_resume(stream, handshake->fd, handshake->peer_received))
         return DTRAIN_ERR_PEER_LOST;
+    stream->shm.page = handshake->page;
+    stream->shm.side = !handshake->initiator;
+    stream->shm.look = 0;
+    handshake->page = NULL;
     dtrain__net_tune(handshake->fd, same_host, hub->reconnect_ns > 0 ? DTRAIN__SOCKET_BUFFER : 0);
     handshake->fd = -1;
     hub->notes.sealed |= stream->seal != NULL && !hub->told_sealed;

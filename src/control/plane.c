@@ -180,10 +180,13 @@ typedef struct dtrain__keys {
     char name[DTRAIN__NAME_BYTES]; /* this process: "pid 4711 (train) on alpha" */
 } dtrain__keys;
 
+/* What moves bytes between processes of one host: DTRAIN_TRANSPORT. ANY: shared memory where it can be had. */
+enum { DTRAIN__TRANSPORT_ANY = 0, DTRAIN__TRANSPORT_TCP, DTRAIN__TRANSPORT_UNIX, DTRAIN__TRANSPORT_SHM };
+
 /* How a world of processes forms. */
 typedef struct dtrain__hub_desc {
     const char *root, *listen_on, *fingerprint, *believed;
-    int insecure, listen_fd, connections;
+    int insecure, listen_fd, connections, transport;
     int64_t heartbeat_ms, reconnect_ms, timeout_ms;
     void (*on_address)(void *user, const char *address);
     void *on_address_user;

@@ -347,14 +347,16 @@ static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 /* Adds the channel's connections that are being made, or that have to send again. */
 static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, int64_t due)
 {
-    for (int i = 0; i < channel->seat.size * channel->hub->connections; i++) {
+    for (int i = 0, events; i < channel->seat.size * channel->hub->connections; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         if (lane->handshake != NULL)
             dtrain__hub_watch(channel->hub, count, lane->handshake->fd, dtrain__handshake_events(lane->handshake));
         else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
             due = lane->retry_ns;
-        if (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream))
-            dtrain__hub_watch(channel->hub, count, lane->stream.fd, POLLOUT);
+        if (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream)) {
+            due = dtrain__stream_arm(&lane->stream, 1, &events) ? 0 : due;
+            dtrain__hub_watch(channel->hub, count, lane->stream.fd, events);
+        }
     }
     return due;
 }
@@ -402,13 +404,13 @@ static int dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
     int here = 0;
     for (int rank = 0; channel->awaiting && rank < channel->seat.size; rank++)
         for (int sending = 0; sending < 2; sending++) {
-            int event = sending ? POLLOUT : POLLIN;
-            if ((channel->peers[rank].awaits & event) == 0)
+            int events;
+            if ((channel->peers[rank].awaits & (sending ? POLLOUT : POLLIN)) == 0)
                 continue;
             dtrain__lane *lane = dtrain__channel_lane(channel, rank, sending, &room);
+            here |= dtrain__stream_arm(&lane->stream, sending, &events);
             if (lane->stream.fd >= 0)
-                dtrain__hub_watch(channel->hub, count, lane->stream.fd, event);
-            here |= !sending && dtrain__stream_holds(&lane->stream);
+                dtrain__hub_watch(channel->hub, count, lane->stream.fd, events);
         }
     return here;
 }

@@ -117,15 +117,19 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
     return status;
 }
 
-static void dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *transfer, int sending, struct pollfd *fds,
-                                 int *count)
+/* Adds what a direction waits for. Returns 1 if it need not wait. */
+static int dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *transfer, int sending, struct pollfd *fds,
+                                int *count)
 {
     size_t room;
+    int events;
     if (transfer == NULL)
-        return;
-    const dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
+        return 0;
+    dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
+    int here = dtrain__stream_arm(&lane->stream, sending, &events);
     if (lane->stream.fd >= 0)
-        dtrain__net_watch(fds, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
+        dtrain__net_watch(fds, count, lane->stream.fd, events);
+    return here;
 }
 
 /* Sleeps until a direction may move bytes, the control plane has news, or until_ns. */
@@ -135,10 +139,12 @@ static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out,
     struct pollfd fds[3];
     int count = 0, missing;
     pthread_mutex_lock(&channel->hub->mutex);
-    dtrain__socket_watch(channel, out, 1, fds, &count);
-    dtrain__socket_watch(channel, in, 0, fds, &count);
+    int here = dtrain__socket_watch(channel, out, 1, fds, &count);
+    here |= dtrain__socket_watch(channel, in, 0, fds, &count);
     missing = count < (out != NULL) + (in != NULL);
     pthread_mutex_unlock(&channel->hub->mutex);
+    if (here)
+        return;
     if (missing) { /* a missing connection also ends by the clock */
         int64_t soon = dtrain__os_now_ns() + 50000000;
         until_ns = soon < until_ns ? soon : until_ns;
@@ -354,12 +360,18 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
         cause = dtrain__thread_error;
         return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
     }
-    if (dtrain__hub_allows(hub, &hub->root_addresses[0]))
+    int tcp = hub->transport == DTRAIN__TRANSPORT_TCP, local = dtrain__net_is_unix(&hub->root_addresses[0]);
+    if (tcp && local)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "comm_create: rank %d: DTRAIN_TRANSPORT is tcp and the root is %.200s; give a host and port", hub->rank,
+            hub->root);
+    if (dtrain__hub_allows(hub, &hub->root_addresses[0]) && (local || hub->transport != DTRAIN__TRANSPORT_UNIX))
         return DTRAIN_OK;
-    for (int i = 0; i < hub->root_count; i++)
+    for (int i = 0; i < hub->root_count && !tcp; i++)
         if (dtrain__net_is_local(&hub->root_addresses[i]))
             return dtrain__socket_privately(hub);
-    snprintf(text, sizeof text, "%.200s is beyond this host", hub->root);
+    snprintf(text, sizeof text, tcp ? "DTRAIN_TRANSPORT is tcp" : "%.200s is beyond this host", hub->root);
     return dtrain__socket_closed(hub, text);
 }
 
@@ -370,6 +382,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
+    hub->transport = desc->transport;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
     hub->heartbeat_ns =
         desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);

@@ -8,7 +8,7 @@
 #include "../base/memory.c"
 #include "../control/admission.c"
 #include "chacha.c"
-#include "net.c"
+#include "shm.c"
 DTRAIN__FAST_BEGIN
 
 /* ---- records, which carry the bytes of a sealed connection ----
@@ -174,7 +174,8 @@ typedef struct dtrain__stream {
     uint64_t again;        /* the last `again` bytes of `sent` must be sent once more */
     unsigned char *replay; /* the last DTRAIN__REPLAY_BYTES sent; NULL: the stream ends with its connection */
     dtrain__seal *seal;    /* NULL: bytes are not sealed */
-    int withheld;          /* 1: the owner is told that the last byte of `sent` is not sent yet, as sealed bytes wait */
+    dtrain__shm shm;
+    int withheld; /* 1: the owner is told that the last byte of `sent` is not sent yet, as sealed bytes wait */
 } dtrain__stream;
 
 static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
@@ -182,6 +183,7 @@ static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
     if (stream->fd >= 0)
         close(stream->fd);
     stream->fd = -1;
+    dtrain__shm_close(&stream->shm.page);
 }
 
 /* Continues over fd, whose other end has received peer_received bytes. Returns 0 if too many bytes were lost. */
@@ -237,6 +239,16 @@ static int dtrain__stream_holds(const dtrain__stream *stream)
            (seal->ended || seal->plain_at < seal->plain_end || dtrain__seal_whole(seal, &bytes) != 0);
 }
 
+/* Prepares to wait in poll() until the stream may send or receive. Returns 1 if it may do so now. *events: what to poll
+ * its descriptor for. */
+static int dtrain__stream_arm(dtrain__stream *stream, int sending, int *events)
+{
+    *events = sending && stream->shm.page == NULL ? POLLOUT : POLLIN;
+    if (stream->fd >= 0 && stream->shm.page != NULL)
+        return dtrain__shm_arm(&stream->shm, sending);
+    return !sending && dtrain__stream_holds(stream);
+}
+
 static void dtrain__stream_keep(dtrain__stream *stream, const unsigned char *data, size_t bytes)
 {
     size_t at, first;
@@ -285,6 +297,12 @@ static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned
     return (ssize_t)(told + n) - stream->withheld;
 }
 
+static ssize_t dtrain__stream_put(dtrain__stream *stream, const void *data, size_t bytes, int more)
+{
+    return stream->shm.page != NULL ? dtrain__shm_send(&stream->shm, stream->fd, data, bytes)
+                                    : dtrain__net_send(stream->fd, data, bytes, more);
+}
+
 /* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
 static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, size_t bytes, int more)
 {
@@ -293,7 +311,7 @@ static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, siz
         return dtrain__stream_send_sealed(stream, (const unsigned char *)data, bytes, more);
     while (stream->again > 0) {
         size_t at = (size_t)((stream->sent - stream->again) % DTRAIN__REPLAY_BYTES), room = DTRAIN__REPLAY_BYTES - at;
-        n = dtrain__net_send(stream->fd, stream->replay + at, stream->again < room ? (size_t)stream->again : room, 0);
+        n = dtrain__stream_put(stream, stream->replay + at, stream->again < room ? (size_t)stream->again : room, 0);
         if (n <= 0)
             return n;
         stream->again -= (uint64_t)n;
@@ -304,7 +322,7 @@ static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, siz
         stream->withheld = 0;
         return 1;
     }
-    n = dtrain__net_send(stream->fd, data, bytes, more);
+    n = dtrain__stream_put(stream, data, bytes, more);
     if (n > 0) {
         stream->sent += (uint64_t)n;
         dtrain__stream_keep(stream, (const unsigned char *)data, (size_t)n);
@@ -314,8 +332,9 @@ static ssize_t dtrain__stream_send(dtrain__stream *stream, const void *data, siz
 
 static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t bytes)
 {
-    ssize_t n = stream->seal != NULL ? dtrain__seal_recv(stream->seal, stream->fd, (unsigned char *)data, bytes)
-                                     : dtrain__net_recv(stream->fd, data, bytes);
+    ssize_t n = stream->seal != NULL       ? dtrain__seal_recv(stream->seal, stream->fd, (unsigned char *)data, bytes)
+                : stream->shm.page != NULL ? dtrain__shm_recv(&stream->shm, stream->fd, data, bytes)
+                                           : dtrain__net_recv(stream->fd, data, bytes);
     if (n > 0)
         stream->received += (uint64_t)n;
     return n;

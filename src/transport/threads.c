@@ -118,7 +118,8 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
     return &group->rings[(size_t)from * (size_t)group->shared.members.size + (size_t)to];
 }
 
-/* Moves bytes into the ring or out of it. Returns how many. */
+/* Moves bytes into the ring or out of it. Returns how many. None if the counters cannot be right: they may lie in
+ * memory of another process (see >>shm). */
 static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
 {
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written, moved = *mine;
@@ -126,7 +127,7 @@ static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned
     size_t room = put ? DTRAIN__THREADS_RING_BYTES - (size_t)ahead : (size_t)(0 - ahead),
            n = bytes < room ? bytes : room;
     size_t at = (size_t)moved % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
-    if (n == 0)
+    if (n == 0 || room > DTRAIN__THREADS_RING_BYTES)
         return 0;
     first = first < n ? first : n;
     memcpy(put ? ring->bytes + at : data, put ? data : ring->bytes + at, first);

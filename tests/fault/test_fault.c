@@ -1,8 +1,8 @@
 /* Collectives while the system and the connections misbehave: short reads and writes, EINTR and EAGAIN storms,
- * delays, resets, on plain connections and on sealed ones; over a transport of the user's own also bytes that are
- * dropped, cut off or changed. The calls that the library makes to the system are caught here and passed on, or not.
- * Every call ends within its deadline, with the right result or an error. FAULT_SEED=n and FAULT_RUNS=n repeat and
- * prolong. */
+ * delays, resets, on plain connections, on sealed ones and with shared memory; over a transport of the user's own also
+ * bytes that are dropped, cut off or changed. The calls that the library makes to the system are caught here and passed
+ * on, or not. Every call ends within its deadline, with the right result or an error. FAULT_SEED=n and FAULT_RUNS=n
+ * repeat and prolong. */
 #define _GNU_SOURCE
 #include "hooks.h"
 #define DTRAIN_API static
@@ -290,6 +290,8 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int ove
     if (over == PAIRS)
         own = pairs_new(n, seed % 2 != 0);
     turn++;
+    int local = seed % 2 == 0 && scene_has_unix();
+    setenv("DTRAIN_TRANSPORT", seed / 2 % 2 != 0 ? "shm" : local ? "unix" : "tcp", 1);
     for (int rank = 0; rank < n; rank++) {
         rank_of_run *r = &ranks[rank];
         memset(r, 0, sizeof *r);
@@ -301,7 +303,7 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int ove
         r->formed = &formed;
         r->seed = seed;
         r->reconnect_ms = reconnect_ms;
-        if (seed % 2 == 0 && scene_has_unix())
+        if (local)
             snprintf(r->root, sizeof r->root, "unix:/tmp/dtrain-fault-%ld-%d", (long)getpid(), turn);
         else
             snprintf(r->root, sizeof r->root, "127.0.0.1:%d", port);

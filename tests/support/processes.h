@@ -1,5 +1,6 @@
-/* Ranks as real processes for tests: run_ranks() forks them, a body returns 0 when its checks held. With TEST_SEALED=1 in
- * the environment their connections are sealed. */
+/* Ranks as real processes for tests: run_ranks() forks them, a body returns 0 when its checks held. With TEST_SEALED=1
+ * in the environment their connections are sealed. Ranks that meet over unix sockets share memory where they can, and
+ * those that meet over TCP do not; TEST_TRANSPORT=tcp, unix or shm says otherwise. */
 #ifndef DTRAIN_TEST_PROCESSES_H
 #define DTRAIN_TEST_PROCESSES_H
 #include <arpa/inet.h>
@@ -28,7 +29,8 @@ typedef struct scene {
     char root[128];
     dtrain_comm_desc desc; /* rank, world_size and root are filled in */
     void *user;
-    pairs *own; /* NULL: ranks meet at the root */
+    pairs *own;            /* NULL: ranks meet at the root */
+    const char *transport; /* DTRAIN_TRANSPORT; empty: none; NULL: tcp for TCP with a token, else none */
 } scene;
 
 typedef int (*rank_body)(dtrain_comm *world, scene *s);
@@ -42,8 +44,8 @@ static void scene_clean(void)
 }
 
 /* A port of the loopback device that nobody listens at. Several tests run at once: each program tries ports of its own
- * first, below those that a system gives to connections (from 32768 on Linux, 49152 elsewhere), as one of these could be
- * taken before rank 0 listens. */
+ * first, below those that a system gives to connections (from 32768 on Linux, 49152 elsewhere), as one of these could
+ * be taken before rank 0 listens. */
 static int free_port(void)
 {
     static int serial;
@@ -99,6 +101,7 @@ __attribute__((unused)) static void scene_begin(scene *s, int ranks, int tcp)
     s->ranks = ranks;
     s->desc.timeout_ms = 20000;
     tcp |= !scene_has_unix();
+    tcp |= getenv("TEST_TRANSPORT") != NULL && strcmp(getenv("TEST_TRANSPORT"), "tcp") == 0;
     s->desc.token = tcp ? "what TCP takes to meet" : NULL;
     scene_root(s, tcp);
 }
@@ -132,6 +135,15 @@ static void scene_seal(dtrain_comm_desc *desc)
 static dtrain_comm_desc scene_desc(scene *s, int rank)
 {
     dtrain_comm_desc desc = s->desc;
+    const char *transport = getenv("TEST_TRANSPORT");
+    if (transport == NULL)
+        transport = s->transport != NULL                                      ? s->transport
+                    : strncmp(s->root, "unix:", 5) != 0 && desc.token != NULL ? "tcp"
+                                                                              : "";
+    if (transport[0] != 0)
+        setenv("DTRAIN_TRANSPORT", transport, 1);
+    else
+        unsetenv("DTRAIN_TRANSPORT");
     desc.rank = rank;
     desc.world_size = s->ranks;
     desc.root = s->root;

@@ -74,13 +74,14 @@ static int as_on_threads(dtrain_comm *world, scene *s)
     return 0;
 }
 
-static void same_bits(int tcp, int connections)
+static void same_bits(const char *transport, int connections)
 {
     static const int sizes[] = {2, 3, 4, 8};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         scene s;
         CHECK_EQ(dtrain_run_threads(sizes[i], on_threads, NULL, NULL), DTRAIN_OK);
-        scene_begin(&s, sizes[i], tcp);
+        scene_begin(&s, sizes[i], strcmp(transport, "tcp") == 0);
+        s.transport = scene_has_unix() ? transport : "tcp";
         s.desc.connections = connections;
         run_ranks(&s, as_on_threads);
     }
@@ -88,17 +89,23 @@ static void same_bits(int tcp, int connections)
 
 TEST(tcp_gives_the_bits_of_threads_at_2_3_4_and_8_ranks)
 {
-    same_bits(1, 0);
+    same_bits("tcp", 0);
 }
 
 TEST(unix_sockets_give_the_bits_of_threads_at_2_3_4_and_8_ranks)
 {
-    same_bits(0, 0);
+    same_bits("unix", 0);
+}
+
+TEST(shared_memory_gives_the_bits_of_threads_at_2_3_4_and_8_ranks)
+{
+    same_bits("shm", 0);
+    same_bits("shm", 3);
 }
 
 TEST(three_connections_to_a_peer_give_the_same_bits)
 {
-    same_bits(1, 3);
+    same_bits("tcp", 3);
 }
 
 TEST(the_six_addresses_of_ipv6_work_as_well)

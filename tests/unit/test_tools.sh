@@ -82,7 +82,7 @@ refused "runs=6: a whole number from 7 to 1001 is expected" bench gemm runs=6
 for value in 0 1.1 nan 0.1x ""; do
     refused "ratio=$value: a share above 0, and at most 1, is expected" bench topk "ratio=$value"
 done
-refused "transport=udp: threads, tcp, unix, sealed or slow is expected" bench all_reduce transport=udp
+refused "transport=udp: threads, tcp, unix, shm, sealed or slow is expected" bench all_reduce transport=udp
 refused "transport=slow: only fsdp has it" bench all_reduce transport=slow
 refused "algorithm=best: a name of DTRAIN_ALGORITHM is expected" bench all_reduce algorithm=best
 refused "against=all: limit or ring is expected" bench all_reduce against=all

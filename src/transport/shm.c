@@ -1,0 +1,140 @@
+/* ---- >>shm ----
+ * Memory that two processes of a host share, in place of what their connection would carry: a ring for each direction.
+ * The side that connects offers the memory in its proof, and the other side says in its verdict whether it could open
+ * it (see >>admission). So hosts, users and containers are told apart by trying. The connection itself stays: its end
+ * says that the peer has left or died, and a byte on it wakes a peer that sleeps in poll().
+ *
+ * Invariants: each side writes only its own counters and bytes. A side that will sleep says so first and then looks at
+ * the ring once more. A peer can write anything: no value in the memory leads to an access outside the ring. No lock
+ * is in the memory, so a process that is killed holds none. */
+#ifndef DTRAIN__SHM
+#define DTRAIN__SHM
+#include "net.c"
+#include "threads.c"
+DTRAIN__FAST_BEGIN
+
+#define DTRAIN__SHM_OFFER_BYTES 32
+
+typedef struct dtrain__shm_page {
+    unsigned char key[16];
+    uint32_t asleep[2]; /* whether this side waits for a byte on the connection */
+    char pad[DTRAIN__CACHE_LINE - 24];
+    dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected */
+} dtrain__shm_page;
+
+/* One side's end. */
+typedef struct dtrain__shm {
+    dtrain__shm_page *page; /* NULL: the connection itself carries the bytes */
+    int side;
+    int look; /* there may be something on the connection */
+} dtrain__shm;
+
+static void dtrain__shm_close(dtrain__shm_page **page)
+{
+    if (*page != NULL)
+        dtrain__os_unreserve(*page, sizeof **page);
+    *page = NULL;
+}
+
+/* Makes memory and an offer of it. *fd stays open until the peer has answered. All zero: there is no memory. */
+static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], dtrain__shm_page **page, int *fd)
+{
+    memset(offer, 0, DTRAIN__SHM_OFFER_BYTES);
+    *fd = -1;
+    *page = dtrain__without("shm") ? NULL : (dtrain__shm_page *)dtrain__os_share(sizeof **page, fd);
+    if (*page == NULL)
+        return;
+    if (dtrain__os_random((*page)->key, sizeof(*page)->key) != 0) {
+        dtrain__shm_close(page);
+        return;
+    }
+    dtrain__put_le(offer, (uint64_t)getpid(), 8);
+    dtrain__put_le(offer + 8, (uint64_t)*fd, 8);
+    memcpy(offer + 16, (*page)->key, sizeof(*page)->key);
+}
+
+/* Opens the memory of an offer. Returns NULL if that is not possible, or it is not the memory that was offered. */
+static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_OFFER_BYTES])
+{
+    uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 8);
+    if (process == 0 || process > INT_MAX || fd > INT_MAX || dtrain__without("shm"))
+        return NULL;
+    dtrain__shm_page *page = (dtrain__shm_page *)dtrain__os_share_open((pid_t)process, (int)fd, sizeof *page);
+    if (page != NULL && memcmp(page->key, offer + 16, sizeof page->key) != 0)
+        dtrain__shm_close(&page);
+    return page;
+}
+
+/* Wakes the peer if it sleeps. A full connection holds bytes that wake it. */
+static void dtrain__shm_wake(dtrain__shm *shm, int fd)
+{
+    uint32_t *asleep = &shm->page->asleep[1 - shm->side];
+    if (__atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 && __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
+        dtrain__net_send(fd, "", 1, 0);
+}
+
+/* Returns the bytes in the ring that a side fills. */
+static uint64_t dtrain__shm_held(const dtrain__shm *shm, int side)
+{
+    const dtrain__threads_ring *ring = &shm->page->ways[side];
+    uint64_t read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - read;
+}
+
+/* Looks at the connection after nothing could be moved. Returns 0, or -1 with errno if the connection has ended or the
+ * memory holds what no peer of ours writes. */
+static ssize_t dtrain__shm_look(dtrain__shm *shm, int fd, int side)
+{
+    unsigned char waste[64];
+    ssize_t n = sizeof waste;
+    if (dtrain__shm_held(shm, side) > DTRAIN__THREADS_RING_BYTES) {
+        errno = EBADMSG;
+        return -1;
+    }
+    while (shm->look && n == (ssize_t)sizeof waste)
+        n = dtrain__net_recv(fd, waste, sizeof waste);
+    shm->look = n < 0; /* an end is found again */
+    return n < 0 ? -1 : 0;
+}
+
+/* Sends through the ring, otherwise as dtrain__net_send. */
+static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size_t bytes)
+{
+    unsigned char *from;
+    memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
+    size_t n = dtrain__threads_copy(&shm->page->ways[shm->side], 1, from, bytes);
+    if (n == 0)
+        return dtrain__shm_look(shm, fd, shm->side);
+    dtrain__shm_wake(shm, fd);
+    return (ssize_t)n;
+}
+
+/* Receives from the ring, otherwise as dtrain__net_recv. What a peer sent before it left is still received. */
+static ssize_t dtrain__shm_recv(dtrain__shm *shm, int fd, void *data, size_t bytes)
+{
+    dtrain__threads_ring *ring = &shm->page->ways[1 - shm->side];
+    size_t n = dtrain__threads_copy(ring, 0, (unsigned char *)data, bytes);
+    if (n == 0 && dtrain__shm_look(shm, fd, 1 - shm->side) < 0) {
+        int error = errno;
+        n = dtrain__threads_copy(ring, 0, (unsigned char *)data, bytes);
+        errno = error;
+        if (n == 0)
+            return -1;
+    }
+    if (n > 0)
+        dtrain__shm_wake(shm, fd);
+    return (ssize_t)n;
+}
+
+/* Says that this side is about to sleep on the connection. Returns 1 if there is something to move after all. */
+static int dtrain__shm_arm(dtrain__shm *shm, int sending)
+{
+    int side = sending ? shm->side : 1 - shm->side;
+    shm->look = 1;
+    __atomic_store_n(&shm->page->asleep[shm->side], 1u, __ATOMIC_SEQ_CST);
+    uint64_t held = dtrain__shm_held(shm, side);
+    return sending ? held != DTRAIN__THREADS_RING_BYTES : held != 0;
+}
+
+DTRAIN__FAST_END
+#endif

@@ -1,0 +1,356 @@
+/* Memory that two processes share in place of a connection: which pairs of ranks take it, streams through it, sleep and
+ * wake, ends, offers that lie, and counters that cannot be. Collectives, faults and kills over it are in the tests of
+ * sockets, whose ranks share memory too. */
+#define _GNU_SOURCE
+#define DTRAIN_API static
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include "processes.h"
+
+/* Both ends of a connection with memory, in one process or to be taken apart by fork. page NULL: the system has none.
+ */
+typedef struct pair {
+    dtrain__stream ends[2];
+} pair;
+
+static int open_pair(pair *p)
+{
+    unsigned char offer[DTRAIN__SHM_OFFER_BYTES];
+    dtrain__shm_page *pages[2];
+    int fds[2], fd;
+    memset(p, 0, sizeof *p);
+    dtrain__shm_offer(offer, &pages[0], &fd);
+    if (pages[0] == NULL) {
+        printf("skipped: this system has no memory that processes can share\n");
+        return 0;
+    }
+    pages[1] = dtrain__shm_open(offer);
+    CHECK(pages[1] != NULL && pages[1] != pages[0]);
+    close(fd);
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, fds), 0);
+    for (int side = 0; side < 2; side++) {
+        CHECK_EQ(fcntl(fds[side], F_SETFL, O_NONBLOCK), 0);
+        p->ends[side].fd = fds[side];
+        p->ends[side].shm.page = pages[side];
+        p->ends[side].shm.side = side;
+    }
+    return pages[1] != NULL;
+}
+
+static void close_pair(pair *p)
+{
+    dtrain__stream_cut(&p->ends[0]);
+    dtrain__stream_cut(&p->ends[1]);
+}
+
+/* Waits in poll() as the library does. */
+static void wait_for(dtrain__stream *stream, int sending)
+{
+    int events;
+    if (dtrain__stream_arm(stream, sending, &events))
+        return;
+    struct pollfd fd = {stream->fd, (short)events, 0};
+    CHECK_EQ(poll(&fd, 1, 20000), 1);
+}
+
+enum { TOTAL = 3000000 };
+
+static unsigned char byte_at(size_t i)
+{
+    return (unsigned char)(i * 2654435761u >> 13);
+}
+
+/* Sends TOTAL bytes in pieces of 1 to 100,000; pauses at some, so that the other side sleeps. */
+static void *send_all(void *pointer)
+{
+    dtrain__stream *stream = (dtrain__stream *)pointer;
+    static __thread unsigned char data[100000];
+    for (size_t sent = 0, turn = 0; sent < TOTAL; turn++) {
+        size_t n = 1 + (size_t)(dtrain_random_u64(1, turn) % (turn % 3 == 0 ? 100000 : 300));
+        n = n < TOTAL - sent ? n : TOTAL - sent;
+        for (size_t i = 0; i < n; i++)
+            data[i] = byte_at(sent + i);
+        ssize_t done = dtrain__stream_send(stream, data, n, 0);
+        CHECK(done >= 0);
+        if (done < 0)
+            break;
+        if (done == 0)
+            wait_for(stream, 1);
+        sent += (size_t)done;
+        if (turn % 50 == 0)
+            usleep(500);
+    }
+    return NULL;
+}
+
+static size_t receive_all(dtrain__stream *stream)
+{
+    static unsigned char data[70000];
+    size_t got = 0, wrong = 0;
+    for (size_t turn = 0; got < TOTAL; turn++) {
+        size_t n = 1 + (size_t)(dtrain_random_u64(2, turn) % sizeof data);
+        ssize_t done = dtrain__stream_recv(stream, data, n);
+        if (done < 0)
+            break;
+        for (size_t i = 0; i < (size_t)done; i++)
+            wrong += data[i] != byte_at(got + i);
+        if (done == 0)
+            wait_for(stream, 0);
+        got += (size_t)done;
+        if (turn % 60 == 0)
+            usleep(500);
+    }
+    CHECK_EQ(wrong, 0);
+    return got;
+}
+
+TEST(a_stream_arrives_whole_whoever_sleeps)
+{
+    pair p;
+    pthread_t sender;
+    for (int side = 0; side < 2 && open_pair(&p); side++) {
+        CHECK_EQ(pthread_create(&sender, NULL, send_all, &p.ends[side]), 0);
+        CHECK_EQ(receive_all(&p.ends[1 - side]), TOTAL);
+        pthread_join(sender, NULL);
+        CHECK_EQ(p.ends[side].sent, TOTAL);
+        CHECK_EQ(p.ends[1 - side].received, TOTAL);
+        close_pair(&p);
+    }
+}
+
+TEST(what_was_sent_before_the_end_is_received_and_then_the_end)
+{
+    pair p;
+    unsigned char data[100] = {7}, got[200];
+    if (!open_pair(&p))
+        return;
+    CHECK_EQ(dtrain__stream_recv(&p.ends[1], got, 10), 0);
+    CHECK_EQ(dtrain__stream_send(&p.ends[0], data, 100, 0), 100);
+    dtrain__stream_end(&p.ends[0]);
+    dtrain__stream_cut(&p.ends[0]);
+    wait_for(&p.ends[1], 0);
+    CHECK_EQ(dtrain__stream_recv(&p.ends[1], got, 60), 60);
+    CHECK_EQ(dtrain__stream_recv(&p.ends[1], got, 60), 40);
+    CHECK_EQ(dtrain__stream_recv(&p.ends[1], got, 60), -1);
+    CHECK_EQ(errno, 0);
+    CHECK_EQ(dtrain__stream_recv(&p.ends[1], got, 60), -1);
+    close_pair(&p);
+}
+
+/* A process is killed at any moment while it stores into the memory. The other end takes what was published, in order,
+ * and then finds the end. */
+TEST(a_process_that_is_killed_in_a_store_leaves_an_end_and_no_lock)
+{
+    for (int round = 0; round < 20; round++) {
+        pair p;
+        if (!open_pair(&p))
+            return;
+        fflush(stdout);
+        pid_t child = fork();
+        if (child == 0) {
+            dtrain__stream_cut(&p.ends[1]);
+            for (;;)
+                send_all(&p.ends[0]);
+        }
+        dtrain__stream_cut(&p.ends[0]);
+        usleep((useconds_t)(dtrain_random_u64(3, (uint64_t)round) % 3000));
+        kill(child, SIGKILL);
+        CHECK(receive_all(&p.ends[1]) <= TOTAL);
+        waitpid(child, NULL, 0);
+        close_pair(&p);
+    }
+}
+
+TEST(counters_that_cannot_be_are_a_corrupt_connection)
+{
+    static const uint64_t bad[] = {DTRAIN__THREADS_RING_BYTES + 1, (uint64_t)1 << 40, (uint64_t)1 << 63};
+    unsigned char data[100] = {1};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        pair p;
+        if (!open_pair(&p))
+            return;
+        dtrain__shm_page *page = p.ends[0].shm.page;
+        page->ways[1].written = bad[i]; /* what side 1 says of its own ring, and of side 0's */
+        CHECK_EQ(dtrain__stream_recv(&p.ends[0], data, 100), -1);
+        CHECK_EQ(errno, EBADMSG);
+        page->ways[0].read = bad[i];
+        CHECK_EQ(dtrain__stream_send(&p.ends[0], data, 100, 0), -1);
+        CHECK_EQ(errno, EBADMSG);
+        close_pair(&p);
+    }
+}
+
+TEST(an_offer_that_lies_is_not_taken)
+{
+    unsigned char offer[DTRAIN__SHM_OFFER_BYTES], other[DTRAIN__SHM_OFFER_BYTES];
+    dtrain__shm_page *page, *opened;
+    int fd;
+    memset(offer, 0, sizeof offer);
+    CHECK(dtrain__shm_open(offer) == NULL);
+    memset(offer, 255, sizeof offer);
+    CHECK(dtrain__shm_open(offer) == NULL);
+    dtrain__shm_offer(offer, &page, &fd);
+    if (page == NULL)
+        return;
+    memcpy(other, offer, sizeof other);
+    other[31] ^= 1; /* the key */
+    CHECK(dtrain__shm_open(other) == NULL);
+    memcpy(other, offer, sizeof other);
+    dtrain__put_le(other + 8, 0, 8); /* standard input */
+    CHECK(dtrain__shm_open(other) == NULL);
+    dtrain__put_le(other + 8, 9999, 8);
+    CHECK(dtrain__shm_open(other) == NULL);
+    memcpy(other, offer, sizeof other);
+    dtrain__put_le(other, 1, 8); /* another process */
+    CHECK(dtrain__shm_open(other) == NULL);
+    opened = dtrain__shm_open(offer);
+    CHECK(opened != NULL);
+    dtrain__shm_close(&opened);
+    close(fd);
+    CHECK(dtrain__shm_open(offer) == NULL); /* the offer has ended */
+    dtrain__shm_close(&page);
+}
+
+/* ---- which ranks share memory ---- */
+
+static int shares(dtrain_comm *world, scene *s)
+{
+    int expected = *(int *)s->user, shared = 0;
+    float x = (float)dtrain_comm_rank(world);
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    CHECK(x == 3);
+    for (int peer = 0; peer < 3; peer++)
+        shared += CHANNEL(world)->peers[peer].lanes[0].stream.shm.page != NULL;
+    CHECK((shared > 0) == expected);
+    return 0;
+}
+
+static void meet(const char *transport, const char *without, int tcp, int secure, int expected)
+{
+    scene s;
+    scene_begin(&s, 3, tcp);
+    s.transport = transport != NULL ? transport : "";
+    s.desc.secure = secure;
+    s.desc.token = "a token of this test's";
+    expected = expected && !dtrain__without("shm") && strcmp(without, "shm") != 0;
+    s.user = &expected;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) { /* what is left out is read once a process */
+        int before = test_failures;
+        if (getenv("DTRAIN_WITHOUT") == NULL && without[0] != 0) {
+            setenv("DTRAIN_WITHOUT", without, 1);
+            __atomic_store_n(&dtrain__os_without_mask, 0u, __ATOMIC_RELAXED);
+        }
+        run_ranks(&s, shares);
+        _exit(test_failures != before);
+    }
+    CHECK_EQ(end_of(child, 60), 0);
+}
+
+TEST(ranks_of_a_host_share_memory_unless_told_not_to)
+{
+#ifdef __linux__
+    int has = 1;
+#else
+    int has = 0;
+#endif
+    meet(NULL, "", 0, 0, has);
+    meet(NULL, "", 1, 0, has);
+    meet("shm", "", 1, 0, has);
+    meet("shm", "", 1, -1, has);
+    meet(NULL, "shm", 0, 0, 0);
+    meet(NULL, "memfd", 0, 0, has);
+    meet("tcp", "", 1, 0, 0);
+    if (scene_has_unix())
+        meet("unix", "", 1, 0, 0);
+    meet(NULL, "", 1, 1, 0); /* sealed */
+}
+
+TEST(a_transport_that_is_none_is_refused)
+{
+    dtrain_comm *world = NULL;
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.world_size = 2;
+    desc.root = "127.0.0.1:1";
+    setenv("DTRAIN_TRANSPORT", "infiniband", 1);
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_TRANSPORT is \"infiniband\"; expected tcp, unix or shm");
+    setenv("DTRAIN_TRANSPORT", "tcp", 1);
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_DENIED);
+    CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_TRANSPORT is tcp and there is no token");
+    desc.root = "unix:/tmp/dtrain-none";
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "give a host and port");
+    desc.root = "192.0.2.1:29500";
+    setenv("DTRAIN_TRANSPORT", "unix", 1);
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_DENIED);
+    CHECK_CONTAINS(dtrain_last_error(), "is beyond this host");
+    unsetenv("DTRAIN_TRANSPORT");
+}
+
+/* ---- dead and stopped peers ---- */
+
+/* Rank 2 dies while ranks 0 and 1 send to it, and its rings are full. */
+static int loses_rank_2(dtrain_comm *world, scene *s)
+{
+    static float big[1 << 20];
+    float x = 1;
+    (void)s;
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 2) {
+        usleep(100000);
+        kill(getpid(), SIGKILL);
+    }
+    double begin = now_s();
+    CHECK_EQ(dtrain_send(world, big, 1 << 20, DTRAIN_F32, 2), DTRAIN_ERR_PEER_LOST);
+    CHECK_CONTAINS(dtrain_last_error(), "rank 2");
+    CHECK(now_s() - begin < 5);
+    return 0;
+}
+
+TEST(a_peer_that_dies_with_a_full_ring_is_named)
+{
+    scene s;
+    pid_t pids[3];
+    scene_begin(&s, 3, 0);
+    dtrain_set_log(quiet, NULL);
+    for (int rank = 0; rank < 3; rank++)
+        pids[rank] = start_rank(&s, rank, loses_rank_2);
+    CHECK_EQ(end_of(pids[0], 30), 0);
+    CHECK_EQ(end_of(pids[1], 30), 0);
+    CHECK_EQ(end_of(pids[2], 30), 128 + SIGKILL);
+    dtrain_set_log(NULL, NULL);
+}
+
+static int sums_for_a_while(dtrain_comm *world, scene *s)
+{
+    static float big[100000];
+    (void)s;
+    for (int step = 0; step < 300; step++) {
+        for (int i = 0; i < 100000; i++)
+            big[i] = 1;
+        CHECK_EQ(dtrain_all_reduce(world, big, big, 100000, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+        CHECK(big[0] == 2 && big[99999] == 2);
+    }
+    return 0;
+}
+
+TEST(a_stopped_peer_goes_on_where_it_was)
+{
+    scene s;
+    pid_t pids[2];
+    scene_begin(&s, 2, 0);
+    for (int rank = 0; rank < 2; rank++)
+        pids[rank] = start_rank(&s, rank, sums_for_a_while);
+    for (int i = 0; i < 10; i++) {
+        usleep(5000);
+        kill(pids[i % 2], SIGSTOP);
+        usleep(20000);
+        kill(pids[i % 2], SIGCONT);
+    }
+    CHECK_EQ(end_of(pids[0], 30), 0);
+    CHECK_EQ(end_of(pids[1], 30), 0);
+}
