@@ -12738,6 +12738,17 @@ static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council
     return seat;
 }
 
+/* Checks the name that its members give a group to be made. */
+static dtrain_status dtrain__council_check(const dtrain__council *council, uint64_t id, int rank, int size)
+{
+    if (id != 0 && dtrain__council_seat(council, id) == NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                        "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
+                        "group has that name",
+                        rank, size, (unsigned long long)id);
+}
+
 /* Fills a new seat. Returns 0 if there is no memory.
  *
  *   shared   what it shares with the seats of other ranks, or NULL
@@ -15371,6 +15382,7 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)dtrain__alloc(mux->allocator, sizeof *lane);
     size_t n = (size_t)size;
+    dtrain_status status = DTRAIN_OK;
     int good = lane != NULL;
     *out = lane;
     if (good) {
@@ -15381,6 +15393,9 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
                lane->done != NULL;
     }
     dtrain__mux_enter(mux);
+    if (mux->council.seats != NULL)
+        status = dtrain__council_check(&mux->council, id, rank, size);
+    good = good && status == DTRAIN_OK;
     for (int i = 0; good && i < size; i++) {
         lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->seat.worlds[i], id);
         good = lane->inboxes[i] != NULL;
@@ -15397,7 +15412,9 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
         return DTRAIN_OK;
     if (lane != NULL)
         dtrain__mux_lane_free(lane);
-    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group of %d ranks", rank, size);
+    return status != DTRAIN_OK ? status
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                              "rank %d: no memory for its end of a group of %d ranks", rank, size);
 }
 
 /* Takes the lane from its mux. What still comes for it is dropped, until the peer says that it has left, too. */
@@ -19486,15 +19503,11 @@ static void dtrain__channel_free(dtrain__channel *channel)
 static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *hub, uint64_t id, const int *worlds,
                                             int size, int rank)
 {
+    dtrain_status status = hub->formed ? dtrain__council_check(&hub->council, id, rank, size) : DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return status;
     dtrain__channel *channel = (dtrain__channel *)dtrain__alloc(hub->allocator, sizeof *channel);
     int error = ENOMEM;
-    if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* messages name it so */
-        dtrain__free(hub->allocator, channel);
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                            "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
-                            "group has that name",
-                            rank, size, (unsigned long long)id);
-    }
     if (channel != NULL) {
         channel->hub = hub;
         channel->wake[0] = channel->wake[1] = -1;

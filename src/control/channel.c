@@ -42,15 +42,11 @@ static void dtrain__channel_free(dtrain__channel *channel)
 static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *hub, uint64_t id, const int *worlds,
                                             int size, int rank)
 {
+    dtrain_status status = hub->formed ? dtrain__council_check(&hub->council, id, rank, size) : DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return status;
     dtrain__channel *channel = (dtrain__channel *)dtrain__alloc(hub->allocator, sizeof *channel);
     int error = ENOMEM;
-    if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* messages name it so */
-        dtrain__free(hub->allocator, channel);
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                            "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
-                            "group has that name",
-                            rank, size, (unsigned long long)id);
-    }
     if (channel != NULL) {
         channel->hub = hub;
         channel->wake[0] = channel->wake[1] = -1;

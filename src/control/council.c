@@ -139,6 +139,17 @@ static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council
     return seat;
 }
 
+/* Checks the name that its members give a group to be made. */
+static dtrain_status dtrain__council_check(const dtrain__council *council, uint64_t id, int rank, int size)
+{
+    if (id != 0 && dtrain__council_seat(council, id) == NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                        "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
+                        "group has that name",
+                        rank, size, (unsigned long long)id);
+}
+
 /* Fills a new seat. Returns 0 if there is no memory.
  *
  *   shared   what it shares with the seats of other ranks, or NULL

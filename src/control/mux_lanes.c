@@ -467,6 +467,7 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)dtrain__alloc(mux->allocator, sizeof *lane);
     size_t n = (size_t)size;
+    dtrain_status status = DTRAIN_OK;
     int good = lane != NULL;
     *out = lane;
     if (good) {
@@ -477,6 +478,9 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
                lane->done != NULL;
     }
     dtrain__mux_enter(mux);
+    if (mux->council.seats != NULL)
+        status = dtrain__council_check(&mux->council, id, rank, size);
+    good = good && status == DTRAIN_OK;
     for (int i = 0; good && i < size; i++) {
         lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->seat.worlds[i], id);
         good = lane->inboxes[i] != NULL;
@@ -493,7 +497,9 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
         return DTRAIN_OK;
     if (lane != NULL)
         dtrain__mux_lane_free(lane);
-    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group of %d ranks", rank, size);
+    return status != DTRAIN_OK ? status
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                              "rank %d: no memory for its end of a group of %d ranks", rank, size);
 }
 
 /* Takes the lane from its mux. What still comes for it is dropped, until the peer says that it has left, too. */
