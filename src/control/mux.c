@@ -190,25 +190,23 @@ static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind,
                             const void *data, size_t bytes)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
-    dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, lane, kind, head, head_bytes, data, bytes);
+    pthread_mutex_lock(&mux->mutex);
+    int full = kind >= DTRAIN__MUX_OTHERS && p->posted > DTRAIN__MUX_POSTED; /* before anything is copied */
+    pthread_mutex_unlock(&mux->mutex);
+    dtrain__mux_message *post =
+        full ? NULL : dtrain__mux_post_new(mux, peer, lane, kind, head, head_bytes, data, bytes);
     if (post == NULL)
         return 0;
     pthread_mutex_lock(&mux->mutex);
-    int full = kind >= DTRAIN__MUX_OTHERS && p->posted > DTRAIN__MUX_POSTED;
-    if (!full) {
-        if (p->last != NULL)
-            p->last->next = post;
-        else
-            p->first = post;
-        p->last = post;
-        p->posted += post->bytes;
-    }
-    pthread_mutex_unlock(&mux->mutex);
-    if (full)
-        dtrain__free(mux->allocator, post);
+    if (p->last != NULL)
+        p->last->next = post;
     else
-        dtrain__mux_wake(mux);
-    return !full;
+        p->first = post;
+    p->last = post;
+    p->posted += post->bytes;
+    pthread_mutex_unlock(&mux->mutex);
+    dtrain__mux_wake(mux);
+    return 1;
 }
 
 /* Posts to all other members that are there. Without memory they find out by themselves. */
