@@ -1765,6 +1765,8 @@ typedef enum dtrain_progress {
  *   unix    unix sockets, also with a token; all ranks are on the root's host
  *   tcp     TCP, which needs a token or insecure
  *
+ * The file of dtrain_comm_trace says what each pair of ranks uses, and why they share no memory if they do not.
+ *
  * SEALING. With a token, every connection that leaves the host is encrypted and authenticated with ChaCha20-Poly1305.
  * Each connection and direction has a key of its own, made from the token and both sides' nonces. A connection's two
  * addresses say whether it leaves the host, and both sides prove what they found.
@@ -1924,6 +1926,9 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
  *   awaited         the peer that it waited for last
  *   status          how it ended
  *   ..._ns          when it was called, started, moved its first bytes and ended, by CLOCK_MONOTONIC
+ *
+ * An event "transport" for each peer says what carries the bytes: shared memory, a unix socket or TCP. If the ranks
+ * share no memory, it says why.
  *
  * tools/dtrace.c merges the files of all ranks (see >>disagree).
  *
@@ -12552,6 +12557,8 @@ struct dtrain__plane {
     uint64_t (*host)(void *self, int rank); /* equal for ranks that share a host; 0: unknown */
     /* Says whether all ranks have come to a new world. wait: waits until they have, or deadline_ns. */
     dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
+    /* Says what carries bytes to a rank, and why; leaves text alone if there is no connection. */
+    void (*way)(void *self, int rank, char *text, size_t capacity);
     /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no longer. */
     void (*publish)(void *self, dtrain__tell tell, void *record);
     /* Copies what `rank` was last heard to do, if that was after after_ns. Returns its bytes, and its age. */
@@ -14260,7 +14267,7 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 }
 
 static const dtrain__plane dtrain__threads_plane = {
-    1, 0, dtrain__threads_join, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
+    1, 0, dtrain__threads_join, NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
 
 /* Makes a new world, and a group that `size` ranks have joined. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
@@ -15659,7 +15666,8 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     return status;
 }
 
-static const dtrain__plane dtrain__mux_plane = {0, 1, dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL, NULL};
+static const dtrain__plane dtrain__mux_plane = {0,    1,   dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL,
+                                                NULL, NULL};
 
 /* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
 static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
@@ -18669,6 +18677,27 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
     return 1;
 }
 
+/* Says what carries a connection's bytes to a peer, and if that is no shared memory, why. */
+static void dtrain__hub_way(const dtrain__hub *hub, int peer, const dtrain__stream *stream, char *text, size_t capacity)
+{
+    dtrain__address end;
+    if (stream->shm.page != NULL) {
+        snprintf(text, capacity, "shared memory");
+        return;
+    }
+    int local = dtrain__net_end(stream->fd, 0, &end) == 0 && dtrain__net_is_unix(&end);
+    const char *why = "the system lets neither process open the other's memory, or has none to share";
+    if (hub->members[peer].host != hub->members[hub->rank].host)
+        why = "two hosts";
+    else if (stream->seal != NULL)
+        why = "the connection is sealed";
+    else if (!dtrain__hub_shares(hub, peer))
+        why = "DTRAIN_TRANSPORT asks for none";
+    else if (dtrain__without("shm"))
+        why = "DTRAIN_WITHOUT names shm";
+    snprintf(text, capacity, "%s, no shared memory: %s", local ? "unix socket" : "TCP", why);
+}
+
 static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__handshake *handshake)
 {
     dtrain__hub *hub = channel->hub;
@@ -18688,12 +18717,12 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
         dtrain__seat_end(&channel->seat, status == DTRAIN_ERR_MEMORY ? channel->seat.rank : rank, &cause);
         return;
     }
-    if (hub->transport == DTRAIN__TRANSPORT_SHM && lane->stream.shm.page == NULL)
-        dtrain__hub_note(hub,
-                         "rank %d cannot share memory with rank %d (%s), as DTRAIN_TRANSPORT asks, and uses their "
-                         "connection: it is sealed, or they are on two hosts, in two containers or of two users, or "
-                         "the system has no memory to share",
-                         hub->rank, handshake->peer, hub->members[handshake->peer].name);
+    if (hub->transport == DTRAIN__TRANSPORT_SHM && lane->stream.shm.page == NULL) {
+        char way[160];
+        dtrain__hub_way(hub, handshake->peer, &lane->stream, way, sizeof way);
+        dtrain__hub_note(hub, "DTRAIN_TRANSPORT is shm, but between rank %d and rank %d (%s) there is %s", hub->rank,
+                         handshake->peer, hub->members[handshake->peer].name, way);
+    }
     channel->attend |= lane->stream.again > 0;
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;
@@ -20222,6 +20251,17 @@ static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t 
     }
 }
 
+static void dtrain__socket_plane_way(void *self, int rank, char *text, size_t capacity)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    pthread_mutex_lock(&hub->mutex);
+    const dtrain__lane *lanes = channel->peers[rank].lanes;
+    if (lanes != NULL && lanes->stream.fd >= 0)
+        dtrain__hub_way(hub, channel->seat.worlds[rank], &lanes->stream, text, capacity);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
 /* Heartbeats carry what `tell` writes. It is called with the hub's mutex held. */
 static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record)
 {
@@ -20280,6 +20320,7 @@ static const dtrain__plane dtrain__socket_plane = {0,
                                                    dtrain__socket_plane_group,
                                                    dtrain__socket_plane_host,
                                                    dtrain__socket_plane_form,
+                                                   dtrain__socket_plane_way,
                                                    dtrain__socket_plane_publish,
                                                    dtrain__socket_plane_last,
                                                    dtrain__socket_plane_suspect,
@@ -21587,6 +21628,26 @@ static void dtrain__trace_title(dtrain__trace *trace, const char *what, const ch
     dtrain__trace_end(trace, ",\n");
 }
 
+/* Writes an event for each rank that this one has a connection to: what carries the bytes. */
+static void dtrain__trace_ways(dtrain__trace *trace)
+{
+    dtrain_comm *comm = trace->comm;
+    for (int rank = 0; comm->plane->way != NULL && rank < comm->size; rank++) {
+        char way[160] = "";
+        if (rank != comm->rank)
+            comm->plane->way(comm->transport.self, rank, way, sizeof way);
+        if (way[0] == 0)
+            continue;
+        dtrain__trace_event(trace, "transport", "i");
+        dtrain__trace_us(trace, "ts", (uint64_t)trace->now);
+        dtrain__trace_args(trace);
+        dtrain__json_member_u64(&trace->json, "peer", (uint64_t)rank);
+        dtrain__json_member_text(&trace->json, "way", way);
+        dtrain__json_end(&trace->json);
+        dtrain__trace_end(trace, ",\n");
+    }
+}
+
 static void dtrain__trace_head(dtrain__trace *trace)
 {
     static const char open[] = "{\"displayTimeUnit\":\"ms\",\"otherData\":", events[] = ",\n\"traceEvents\":[\n";
@@ -21613,6 +21674,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__trace_title(trace, "process_name", title);
     snprintf(title, sizeof title, "group %llu", (unsigned long long)comm->group);
     dtrain__trace_title(trace, "thread_name", title);
+    dtrain__trace_ways(trace);
 }
 
 /* Writes the call of an operation, and how it ended. */

@@ -144,6 +144,8 @@ typedef enum dtrain_progress {
  *   unix    unix sockets, also with a token; all ranks are on the root's host
  *   tcp     TCP, which needs a token or insecure
  *
+ * The file of dtrain_comm_trace says what each pair of ranks uses, and why they share no memory if they do not.
+ *
  * SEALING. With a token, every connection that leaves the host is encrypted and authenticated with ChaCha20-Poly1305.
  * Each connection and direction has a key of its own, made from the token and both sides' nonces. A connection's two
  * addresses say whether it leaves the host, and both sides prove what they found.
@@ -303,6 +305,9 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
  *   awaited         the peer that it waited for last
  *   status          how it ended
  *   ..._ns          when it was called, started, moved its first bytes and ended, by CLOCK_MONOTONIC
+ *
+ * An event "transport" for each peer says what carries the bytes: shared memory, a unix socket or TCP. If the ranks
+ * share no memory, it says why.
  *
  * tools/dtrace.c merges the files of all ranks (see >>disagree).
  *

@@ -93,6 +93,26 @@ static void dtrain__trace_title(dtrain__trace *trace, const char *what, const ch
     dtrain__trace_end(trace, ",\n");
 }
 
+/* Writes an event for each rank that this one has a connection to: what carries the bytes. */
+static void dtrain__trace_ways(dtrain__trace *trace)
+{
+    dtrain_comm *comm = trace->comm;
+    for (int rank = 0; comm->plane->way != NULL && rank < comm->size; rank++) {
+        char way[160] = "";
+        if (rank != comm->rank)
+            comm->plane->way(comm->transport.self, rank, way, sizeof way);
+        if (way[0] == 0)
+            continue;
+        dtrain__trace_event(trace, "transport", "i");
+        dtrain__trace_us(trace, "ts", (uint64_t)trace->now);
+        dtrain__trace_args(trace);
+        dtrain__json_member_u64(&trace->json, "peer", (uint64_t)rank);
+        dtrain__json_member_text(&trace->json, "way", way);
+        dtrain__json_end(&trace->json);
+        dtrain__trace_end(trace, ",\n");
+    }
+}
+
 static void dtrain__trace_head(dtrain__trace *trace)
 {
     static const char open[] = "{\"displayTimeUnit\":\"ms\",\"otherData\":", events[] = ",\n\"traceEvents\":[\n";
@@ -119,6 +139,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__trace_title(trace, "process_name", title);
     snprintf(title, sizeof title, "group %llu", (unsigned long long)comm->group);
     dtrain__trace_title(trace, "thread_name", title);
+    dtrain__trace_ways(trace);
 }
 
 /* Writes the call of an operation, and how it ended. */

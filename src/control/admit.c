@@ -123,6 +123,27 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
     return 1;
 }
 
+/* Says what carries a connection's bytes to a peer, and if that is no shared memory, why. */
+static void dtrain__hub_way(const dtrain__hub *hub, int peer, const dtrain__stream *stream, char *text, size_t capacity)
+{
+    dtrain__address end;
+    if (stream->shm.page != NULL) {
+        snprintf(text, capacity, "shared memory");
+        return;
+    }
+    int local = dtrain__net_end(stream->fd, 0, &end) == 0 && dtrain__net_is_unix(&end);
+    const char *why = "the system lets neither process open the other's memory, or has none to share";
+    if (hub->members[peer].host != hub->members[hub->rank].host)
+        why = "two hosts";
+    else if (stream->seal != NULL)
+        why = "the connection is sealed";
+    else if (!dtrain__hub_shares(hub, peer))
+        why = "DTRAIN_TRANSPORT asks for none";
+    else if (dtrain__without("shm"))
+        why = "DTRAIN_WITHOUT names shm";
+    snprintf(text, capacity, "%s, no shared memory: %s", local ? "unix socket" : "TCP", why);
+}
+
 static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__handshake *handshake)
 {
     dtrain__hub *hub = channel->hub;
@@ -142,12 +163,12 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
         dtrain__seat_end(&channel->seat, status == DTRAIN_ERR_MEMORY ? channel->seat.rank : rank, &cause);
         return;
     }
-    if (hub->transport == DTRAIN__TRANSPORT_SHM && lane->stream.shm.page == NULL)
-        dtrain__hub_note(hub,
-                         "rank %d cannot share memory with rank %d (%s), as DTRAIN_TRANSPORT asks, and uses their "
-                         "connection: it is sealed, or they are on two hosts, in two containers or of two users, or "
-                         "the system has no memory to share",
-                         hub->rank, handshake->peer, hub->members[handshake->peer].name);
+    if (hub->transport == DTRAIN__TRANSPORT_SHM && lane->stream.shm.page == NULL) {
+        char way[160];
+        dtrain__hub_way(hub, handshake->peer, &lane->stream, way, sizeof way);
+        dtrain__hub_note(hub, "DTRAIN_TRANSPORT is shm, but between rank %d and rank %d (%s) there is %s", hub->rank,
+                         handshake->peer, hub->members[handshake->peer].name, way);
+    }
     channel->attend |= lane->stream.again > 0;
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;

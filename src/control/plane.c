@@ -224,6 +224,8 @@ struct dtrain__plane {
     uint64_t (*host)(void *self, int rank); /* equal for ranks that share a host; 0: unknown */
     /* Says whether all ranks have come to a new world. wait: waits until they have, or deadline_ns. */
     dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
+    /* Says what carries bytes to a rank, and why; leaves text alone if there is no connection. */
+    void (*way)(void *self, int rank, char *text, size_t capacity);
     /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no longer. */
     void (*publish)(void *self, dtrain__tell tell, void *record);
     /* Copies what `rank` was last heard to do, if that was after after_ns. Returns its bytes, and its age. */

@@ -46,6 +46,17 @@ static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t 
     }
 }
 
+static void dtrain__socket_plane_way(void *self, int rank, char *text, size_t capacity)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    pthread_mutex_lock(&hub->mutex);
+    const dtrain__lane *lanes = channel->peers[rank].lanes;
+    if (lanes != NULL && lanes->stream.fd >= 0)
+        dtrain__hub_way(hub, channel->seat.worlds[rank], &lanes->stream, text, capacity);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
 /* Heartbeats carry what `tell` writes. It is called with the hub's mutex held. */
 static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record)
 {
@@ -104,6 +115,7 @@ static const dtrain__plane dtrain__socket_plane = {0,
                                                    dtrain__socket_plane_group,
                                                    dtrain__socket_plane_host,
                                                    dtrain__socket_plane_form,
+                                                   dtrain__socket_plane_way,
                                                    dtrain__socket_plane_publish,
                                                    dtrain__socket_plane_last,
                                                    dtrain__socket_plane_suspect,

@@ -453,7 +453,7 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 }
 
 static const dtrain__plane dtrain__threads_plane = {
-    1, 0, dtrain__threads_join, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
+    1, 0, dtrain__threads_join, NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
 
 /* Makes a new world, and a group that `size` ranks have joined. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)

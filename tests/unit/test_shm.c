@@ -214,26 +214,54 @@ TEST(an_offer_that_lies_is_not_taken)
 
 /* ---- which ranks share memory ---- */
 
+typedef struct expectation {
+    int shared;
+    const char *way; /* as the trace says it */
+} expectation;
+
 static int shares(dtrain_comm *world, scene *s)
 {
-    int expected = *(int *)s->user, shared = 0;
+    const expectation *expected = (const expectation *)s->user;
+    int shared = 0;
     float x = (float)dtrain_comm_rank(world);
     CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
     CHECK(x == 3);
-    for (int peer = 0; peer < 3; peer++)
+    for (int peer = 0; peer < 3; peer++) {
+        char way[160] = "";
         shared += CHANNEL(world)->peers[peer].lanes[0].stream.shm.page != NULL;
-    CHECK((shared > 0) == expected);
+        if (peer != dtrain_comm_rank(world))
+            world->plane->way(world->transport.self, peer, way, sizeof way);
+        if (way[0] != 0)
+            CHECK_CONTAINS(way, expected->way);
+    }
+    CHECK((shared > 0) == expected->shared);
+    if (dtrain_comm_rank(world) == 0) {
+        char path[] = "/tmp/dtrain-test-ways-XXXXXX", text[16384] = "";
+        int fd = mkstemp(path);
+        CHECK_EQ(dtrain_comm_trace(world, path), DTRAIN_OK);
+        close(fd);
+        fd = open(path, O_RDONLY);
+        CHECK(read(fd, text, sizeof text - 1) > 0);
+        CHECK_CONTAINS(text, expected->way);
+        CHECK_CONTAINS(text, "\"peer\":1");
+        close(fd);
+        unlink(path);
+    }
     return 0;
 }
 
-static void meet(const char *transport, const char *without, int tcp, int secure, int expected)
+static void meet(const char *transport, const char *without, int tcp, int secure, const char *why)
 {
+    expectation expected = {why == NULL, why != NULL ? why : "shared memory"};
     scene s;
     scene_begin(&s, 3, tcp);
     s.transport = transport != NULL ? transport : "";
     s.desc.secure = secure;
     s.desc.token = "a token of this test's";
-    expected = expected && !dtrain__without("shm") && strcmp(without, "shm") != 0;
+    if (expected.shared && dtrain__without("shm")) {
+        expected.shared = 0;
+        expected.way = "DTRAIN_WITHOUT names shm";
+    }
     s.user = &expected;
     fflush(stdout);
     pid_t child = fork();
@@ -252,20 +280,20 @@ static void meet(const char *transport, const char *without, int tcp, int secure
 TEST(ranks_of_a_host_share_memory_unless_told_not_to)
 {
 #ifdef __linux__
-    int has = 1;
+    const char *none = NULL;
 #else
-    int has = 0;
+    const char *none = "or has none to share";
 #endif
-    meet(NULL, "", 0, 0, has);
-    meet(NULL, "", 1, 0, has);
-    meet("shm", "", 1, 0, has);
-    meet("shm", "", 1, -1, has);
-    meet(NULL, "shm", 0, 0, 0);
-    meet(NULL, "memfd", 0, 0, has);
-    meet("tcp", "", 1, 0, 0);
+    meet(NULL, "", 0, 0, none);
+    meet(NULL, "", 1, 0, none);
+    meet("shm", "", 1, 0, none);
+    meet("shm", "", 1, -1, none);
+    meet(NULL, "shm", 0, 0, "unix socket, no shared memory: DTRAIN_WITHOUT names shm");
+    meet(NULL, "memfd", 0, 0, none);
+    meet("tcp", "", 1, 0, "TCP, no shared memory: DTRAIN_TRANSPORT asks for none");
     if (scene_has_unix())
-        meet("unix", "", 1, 0, 0);
-    meet(NULL, "", 1, 1, 0); /* sealed */
+        meet("unix", "", 1, 0, "unix socket, no shared memory: DTRAIN_TRANSPORT asks for none");
+    meet(NULL, "", 1, 1, "no shared memory: the connection is sealed");
 }
 
 TEST(a_transport_that_is_none_is_refused)
