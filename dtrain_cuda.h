@@ -1111,6 +1111,16 @@ static cudaError_t dtrain__cuda_emulated_word(cudaStream_t stream, unsigned long
     return error;
 }
 
+/* Waits a little for what another rank's kernel or queue writes. Ranks outnumber processors, so after many turns it
+ * sleeps. */
+static void dtrain__cuda_emulated_pause(unsigned turn)
+{
+    if (turn < 800)
+        sched_yield();
+    else
+        usleep(200);
+}
+
 /* Emulates the driver's cuStreamWriteValue32. */
 static int dtrain__cuda_emulated_write(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
 {
@@ -1127,8 +1137,9 @@ static int dtrain__cuda_emulated_await(cudaStream_t stream, unsigned long long a
 {
     cudaError_t error = dtrain__cuda_emulated_word(stream, at);
     (void)flags;
-    while (error == 0 && (int32_t)(__atomic_load_n((uint32_t *)(uintptr_t)at, __ATOMIC_SEQ_CST) - value) < 0)
-        sched_yield();
+    for (unsigned turn = 0;
+         error == 0 && (int32_t)(__atomic_load_n((uint32_t *)(uintptr_t)at, __ATOMIC_SEQ_CST) - value) < 0; turn++)
+        dtrain__cuda_emulated_pause(turn);
     return error;
 }
 #endif
@@ -2519,10 +2530,10 @@ DTRAIN__CUDA_FN void dtrain__cuda_flags_await(const dtrain__cuda_flags *args, dt
     word = args->words[args->rank] + (at.block * 2 + (size_t)round) * (size_t)args->ranks + at.thread;
     begin = glance = dtrain__cuda_clock();
     while ((int32_t)(dtrain__cuda_acquire_u32(word) - args->epoch) < 0) {
-#ifdef DTRAIN_CUDA_EMULATE
-        sched_yield();
-#endif
         now = dtrain__cuda_clock();
+#ifdef DTRAIN_CUDA_EMULATE
+        dtrain__cuda_emulated_pause((unsigned)((now - begin) / 256)); /* about the ns of a turn */
+#endif
         if (now - glance < DTRAIN__CUDA_FLAGS_GLANCE)
             continue;
         glance = now;

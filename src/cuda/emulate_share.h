@@ -235,6 +235,16 @@ static cudaError_t dtrain__cuda_emulated_word(cudaStream_t stream, unsigned long
     return error;
 }
 
+/* Waits a little for what another rank's kernel or queue writes. Ranks outnumber processors, so after many turns it
+ * sleeps. */
+static void dtrain__cuda_emulated_pause(unsigned turn)
+{
+    if (turn < 800)
+        sched_yield();
+    else
+        usleep(200);
+}
+
 /* Emulates the driver's cuStreamWriteValue32. */
 static int dtrain__cuda_emulated_write(cudaStream_t stream, unsigned long long at, uint32_t value, unsigned flags)
 {
@@ -251,8 +261,9 @@ static int dtrain__cuda_emulated_await(cudaStream_t stream, unsigned long long a
 {
     cudaError_t error = dtrain__cuda_emulated_word(stream, at);
     (void)flags;
-    while (error == 0 && (int32_t)(__atomic_load_n((uint32_t *)(uintptr_t)at, __ATOMIC_SEQ_CST) - value) < 0)
-        sched_yield();
+    for (unsigned turn = 0;
+         error == 0 && (int32_t)(__atomic_load_n((uint32_t *)(uintptr_t)at, __ATOMIC_SEQ_CST) - value) < 0; turn++)
+        dtrain__cuda_emulated_pause(turn);
     return error;
 }
 #endif

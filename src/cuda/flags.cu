@@ -103,10 +103,10 @@ DTRAIN__CUDA_FN void dtrain__cuda_flags_await(const dtrain__cuda_flags *args, dt
     word = args->words[args->rank] + (at.block * 2 + (size_t)round) * (size_t)args->ranks + at.thread;
     begin = glance = dtrain__cuda_clock();
     while ((int32_t)(dtrain__cuda_acquire_u32(word) - args->epoch) < 0) {
-#ifdef DTRAIN_CUDA_EMULATE
-        sched_yield();
-#endif
         now = dtrain__cuda_clock();
+#ifdef DTRAIN_CUDA_EMULATE
+        dtrain__cuda_emulated_pause((unsigned)((now - begin) / 256)); /* about the ns of a turn */
+#endif
         if (now - glance < DTRAIN__CUDA_FLAGS_GLANCE)
             continue;
         glance = now;
