@@ -1692,7 +1692,7 @@ typedef enum dtrain_order {
  * Parallel Computing 35(12), 2009; binary blocks of HALVING_DOUBLING: Rabenseifner, ICCS 2004. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
-    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank does its share on every rank's buffer */
+    DTRAIN_ALGORITHM_FUSED = 201,        /* shared memory: each rank does its share of the work for all */
     DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; TREE unless size is a power of two */
     DTRAIN_ALGORITHM_TREE,               /* whole vectors up to one rank and down again */
     DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */
@@ -5884,6 +5884,42 @@ static void dtrain__os_wake_word(uint32_t *word)
 #else
     (void)word;
 #endif
+}
+
+static pid_t dtrain__os_known_pid;    /* 0: unknown, as after a fork */
+static uint32_t dtrain__os_pid_state; /* 0: nobody has asked; 2: a fork makes it unknown */
+
+static void dtrain__os_forget_pid(void)
+{
+    __atomic_store_n(&dtrain__os_known_pid, 0, __ATOMIC_RELAXED);
+}
+
+/* Returns this process, and a forked child itself, without a call of the system where one costs more than 100 ns. */
+static pid_t dtrain__os_pid(void)
+{
+    uint32_t nobody = 0;
+    pid_t pid = __atomic_load_n(&dtrain__os_known_pid, __ATOMIC_RELAXED);
+    if (pid != 0)
+        return pid;
+    pid = getpid();
+#ifdef __linux__
+    if (__atomic_compare_exchange_n(&dtrain__os_pid_state, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) &&
+        pthread_atfork(NULL, NULL, dtrain__os_forget_pid) == 0)
+        __atomic_store_n(&dtrain__os_pid_state, 2u, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&dtrain__os_pid_state, __ATOMIC_SEQ_CST) == 2)
+        __atomic_store_n(&dtrain__os_known_pid, pid, __ATOMIC_RELAXED);
+#else
+    (void)nobody;
+    (void)dtrain__os_forget_pid;
+#endif
+    return pid;
+}
+
+/* Wakes whoever polls the pipe. */
+static void dtrain__os_poke(int fd)
+{
+    ssize_t ignored = write(fd, "", 1);
+    (void)ignored; /* a full pipe wakes a poll() too */
 }
 
 typedef struct dtrain__os_thread {
@@ -12549,6 +12585,19 @@ typedef struct dtrain__agreement {
 /* Writes what a rank does, in bytes that only its owner understands. *awaits: the rank that it waits for, or -1. */
 typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
 
+#define DTRAIN__SHARING_BYTES 64 /* of an offer, and of a verdict */
+
+/* How processes come to share the memory in which they post collectives: see >>arena. */
+typedef struct dtrain__sharing {
+    /* Writes this rank's offer. Returns 0 if all ranks know that there is nothing to share. */
+    int (*offer)(void *self, unsigned char *offer);
+    /* Opens the offers of all ranks, and writes this rank's verdict over its own. */
+    void (*open)(void *self, unsigned char *offers);
+    /* Takes the verdicts of all ranks. Returns NULL if one was bad. */
+    struct dtrain__shared *(*keep)(void *self, const unsigned char *verdicts);
+    void (*doze)(void *self); /* the service thread will sleep, and a peer's post is to wake it */
+} dtrain__sharing;
+
 struct dtrain__plane {
     int in_process; /* ranks are threads of one process, which owns what was given to publish, as peers may read it */
     int checks;     /* messages carry a checksum of their data, unless the desc forbids it */
@@ -12565,6 +12614,7 @@ struct dtrain__plane {
     size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
     void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, if known */
     void (*rest)(void *self); /* the service thread is about to look at this group's work */
+    const dtrain__sharing *sharing;
 };
 
 /* Returns a number that this process gives to no other group. */
@@ -13849,26 +13899,46 @@ typedef struct dtrain__device_word {
 } dtrain__device_word;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
-    uint64_t finished; /* turn of the last operation whose buffers this rank no longer reads */
+    uint64_t arrived;   /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
+    uint64_t finished;  /* turn of the last operation whose buffers this rank no longer reads */
+    uint64_t withdrawn; /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it */
     uint32_t inside;
+    uint32_t asleep; /* between processes: this rank waits for its doorbell */
     dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__shared {
-    dtrain__bell bell;
-    uint64_t withdrawn; /* counts 2 for each try to withdraw a post; odd while a rank does it */
-    dtrain__membership members;
-    dtrain__slot *slots; /* one for each rank */
+    dtrain__bell bell; /* unused between processes */
+    dtrain__membership *members;
+    dtrain__slot *slots;   /* one for each rank */
+    size_t inline_bytes;   /* up to here a rank's input lies in its post */
+    unsigned char *inputs; /* between processes: those inputs, two of inline_bytes for each rank */
+    const int *doorbells;  /* between processes: what wakes each rank */
+    int crowded;           /* between processes: there are more ranks than processors */
 } dtrain__shared;
+
+/* Wakes the ranks that wait for this one. */
+static void dtrain__shared_ring(dtrain__shared *shared, int rank)
+{
+    if (shared->doorbells == NULL) {
+        dtrain__bell_ring(&shared->bell);
+        return;
+    }
+    for (int peer = 0; peer < shared->members->size; peer++) {
+        uint32_t *asleep = &shared->slots[peer].asleep;
+        if (peer != rank && __atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 &&
+            __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
+            dtrain__os_poke(shared->doorbells[peer]);
+    }
+}
 
 /* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
 static int dtrain__shared_enter(dtrain__shared *shared, int rank)
 {
     __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
-    if (!dtrain__membership_broken(&shared->members))
+    if (!dtrain__membership_broken(shared->members))
         return 1;
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
     return 0;
@@ -13879,10 +13949,11 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
 }
 
-/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. */
+/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. Processes never do.
+ */
 static void dtrain__shared_revoke(dtrain__shared *shared, int rank)
 {
-    for (int peer = 0; peer < shared->members.size; peer++)
+    for (int peer = 0; shared->doorbells == NULL && peer < shared->members->size; peer++)
         while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST))
             sched_yield();
 }
@@ -13919,6 +13990,7 @@ typedef struct dtrain__threads_world {
 
 struct dtrain__threads_group {
     dtrain__shared shared;
+    dtrain__membership members;
     int ends; /* how many ranks have joined and not left */
     dtrain__threads_world *world;
     dtrain__threads_rank *ranks;
@@ -13929,7 +14001,7 @@ struct dtrain__threads_group {
 
 static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
 {
-    return &group->rings[(size_t)from * (size_t)group->shared.members.size + (size_t)to];
+    return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
 }
 
 /* Moves bytes into the ring or out of it. Returns how many. None if the counters cannot be right: they may lie in
@@ -14062,13 +14134,13 @@ static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t unti
 
 static void dtrain__threads_free(dtrain__threads_group *group)
 {
-    size_t size = (size_t)group->shared.members.size;
+    size_t size = (size_t)group->members.size;
     dtrain_allocator *allocator = group->world->allocator;
     for (size_t i = 0; group->rings != NULL && i < size * size; i++)
         dtrain__free(allocator, group->rings[i]);
     for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
         dtrain__free(allocator, group->ranks[rank].record);
-    dtrain__membership_free(&group->shared.members, allocator);
+    dtrain__membership_free(&group->members, allocator);
     dtrain__free(allocator, group->rings);
     dtrain__free(allocator, group->shared.slots);
     dtrain__free(allocator, group->ranks);
@@ -14177,10 +14249,12 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
     group->shared.bell.spins =
         size <= dtrain__os_processors() ? 100 : 0; /* about 5 us; other programs need the processors too */
     group->shared.bell.also = &world->bell;
+    group->shared.members = &group->members;
+    group->shared.inline_bytes = DTRAIN__POST_INLINE_BYTES;
     group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
     group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
     group->rings = (dtrain__threads_ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
-    if (dtrain__membership_open(&group->shared.members, allocator, size) && group->shared.slots != NULL &&
+    if (dtrain__membership_open(&group->members, allocator, size) && group->shared.slots != NULL &&
         group->ranks != NULL && group->rings != NULL)
         return group;
     dtrain__threads_free(group);
@@ -14199,8 +14273,8 @@ static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain_
     if (good) {
         seat = &group->ranks[desc->rank].seat;
         group->ranks[desc->rank].group = group;
-        good = dtrain__seat_open(seat, &world->council, desc->id, &group->shared.members, desc->worlds, desc->size,
-                                 desc->rank);
+        good =
+            dtrain__seat_open(seat, &world->council, desc->id, &group->members, desc->worlds, desc->size, desc->rank);
     }
     if (good) {
         group->ends++;
@@ -14267,7 +14341,7 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 }
 
 static const dtrain__plane dtrain__threads_plane = {
-    1, 0, dtrain__threads_join, NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
+    1, 0, dtrain__threads_join, NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL, NULL};
 
 /* Makes a new world, and a group that `size` ranks have joined. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
@@ -15666,7 +15740,7 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     return status;
 }
 
-static const dtrain__plane dtrain__mux_plane = {0,    1,   dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL,
+static const dtrain__plane dtrain__mux_plane = {0,    1,   dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL, NULL,
                                                 NULL, NULL};
 
 /* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
@@ -16424,10 +16498,9 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
         out[(*count)++].bytes = at->ai_addrlen;
     }
     freeaddrinfo(list);
-    return *count > 0
-               ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_IO,
-                              "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
+    return *count > 0 ? DTRAIN_OK
+                      : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                                     "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
 }
 
 /* Reads an address in numbers, or the path of a unix socket. */
@@ -16711,10 +16784,21 @@ static int dtrain__net_pipe(int ends[2])
     return error;
 }
 
-static void dtrain__net_poke(int fd)
+/* Opens a pipe of another process of this user, to write to it. Returns -1 if it is not the pipe with this inode. It is
+ * open for reading too, so that no signal comes when the other process has died. */
+static int dtrain__net_pipe_open(pid_t process, int fd, uint64_t inode)
 {
-    ssize_t ignored = write(fd, "", 1);
-    (void)ignored; /* a full pipe wakes a poll() too */
+    char path[64];
+    struct stat what;
+    int own = -1;
+    snprintf(path, sizeof path, "/proc/%ld/fd/%d", (long)process, fd);
+    if (stat(path, &what) == 0 && S_ISFIFO(what.st_mode) && (uint64_t)what.st_ino == inode)
+        own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (own >= 0 && (fstat(own, &what) != 0 || !S_ISFIFO(what.st_mode) || (uint64_t)what.st_ino != inode)) {
+        close(own);
+        own = -1;
+    }
+    return own;
 }
 
 static void dtrain__net_drain(int fd)
@@ -17706,6 +17790,7 @@ typedef struct dtrain__peer {
 } dtrain__peer;
 
 typedef struct dtrain__hub dtrain__hub;
+typedef struct dtrain__arena dtrain__arena;
 
 typedef struct dtrain__channel {
     dtrain__seat seat; /* first; written with the hub's mutex held */
@@ -17715,8 +17800,10 @@ typedef struct dtrain__channel {
     int attend;          /* some lane needs a step */
     int wake[2];         /* a pipe that wakes the waiting caller */
     uint32_t waiting;
-    int awaiting;      /* some peer has a nonzero awaits */
-    dtrain__tell last; /* writes what this rank does; may be NULL */
+    uint32_t dozing;      /* the service thread waits for the doorbell, which is `wake` */
+    int awaiting;         /* some peer has a nonzero awaits */
+    dtrain__arena *arena; /* NULL: the members share no memory */
+    dtrain__tell last;    /* writes what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
 
@@ -17813,7 +17900,7 @@ static void dtrain__hub_tell(dtrain__hub *hub)
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))
         if (__atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
-            dtrain__net_poke(channel->wake[1]);
+            dtrain__os_poke(channel->wake[1]);
 }
 
 /* Asks whoever steps to look again. A thread that is about to step will look anyway. */
@@ -17821,7 +17908,17 @@ static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 {
     __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
-        dtrain__net_poke(hub->kick[1]);
+        dtrain__os_poke(hub->kick[1]);
+}
+
+/* Empties the pipe that wakes a caller, and, if it is awaited, the service thread. Each leaves the other a byte. */
+static void dtrain__channel_awake(dtrain__channel *channel, int service)
+{
+    dtrain__net_drain(channel->wake[0]);
+    if (service && __atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
+        dtrain__os_poke(channel->wake[1]);
+    if (!service && __atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
+        dtrain__hub_kick(channel->hub);
 }
 
 /* Queues a warning for the log; the caller holds the mutex. The last of many at once are dropped. */
@@ -19456,9 +19553,12 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     for (dtrain__channel *channel = dtrain__channel_first(hub); serviced && channel != NULL;
-         channel = dtrain__channel_next(channel))
+         channel = dtrain__channel_next(channel)) {
         if (dtrain__hub_watch_awaited(channel, &count))
             until_ns = 0;
+        if (__atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
+            dtrain__hub_watch(hub, &count, channel->wake[0], POLLIN);
+    }
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
     if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
@@ -19469,6 +19569,10 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     if (hub->fds[0].revents != 0)
         dtrain__net_drain(hub->kick[0]);
     pthread_mutex_lock(&hub->mutex);
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
+         channel = dtrain__channel_next(channel))
+        if (__atomic_exchange_n(&channel->dozing, 0u, __ATOMIC_SEQ_CST) != 0)
+            dtrain__channel_awake(channel, 1);
     dtrain__hub_work(hub);
     if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined)
         notes = hub->notes;
@@ -19506,6 +19610,9 @@ static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
     dtrain__stream_cut(stream);
 }
 
+/* Frees the memory that the members share. Defined in arena.c. */
+static void dtrain__arena_free(dtrain__channel *channel);
+
 static void dtrain__channel_free(dtrain__channel *channel)
 {
     dtrain__hub *hub = channel->hub;
@@ -19518,6 +19625,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     }
     dtrain__free(hub->allocator, channel->lanes);
     dtrain__free(hub->allocator, channel->peers);
+    dtrain__arena_free(channel);
     dtrain__seat_free(&channel->seat);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
@@ -19625,17 +19733,21 @@ static void dtrain__channel_destroy(void *self)
     dtrain__hub_free(hub, forked);
 }
 
-/* Waits for one of fds, for news, or for until_ns. If nobody else runs the hub, this call does. `seen` is the value of
- * `news` before the caller last looked. Without a service thread, whoever runs the hub may stop at any time. */
+/* Waits for one of fds, for news, for the doorbell, or for until_ns. fds has room for one more. If nobody else runs the
+ * hub, this call does. `seen` is the value of `news` before the caller last looked. Without a service thread, whoever
+ * runs the hub may stop at any time. */
 static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
     dtrain__hub *hub = channel->hub;
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
     if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
+        dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
         if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
         pthread_mutex_unlock(&hub->step_mutex);
+        if (channel->arena != NULL)
+            dtrain__channel_awake(channel, 0);
         return;
     }
     __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
@@ -19643,7 +19755,7 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
         dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
         dtrain__hub_poll(fds, count, until_ns < soon ? until_ns : soon);
         if (fds[count - 1].revents != 0)
-            dtrain__net_drain(channel->wake[0]);
+            dtrain__channel_awake(channel, 0);
     }
     __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
 }
@@ -20204,6 +20316,177 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
 DTRAIN__FAST_END
 #endif
 
+/* ---- >>arena ----
+ * Memory in which the ranks of a group post their collectives (see >>fused), if all are processes of one host that can
+ * open each other's files. Rank 0 makes it. Every rank offers its doorbell, a pipe: a peer writes to it to wake a rank
+ * that sleeps. The group's first collective carries the offers, and then what each rank found (see >>meet).
+ *
+ * Invariants: a rank writes only its own slot, except that a peer clears `asleep`. Whatever a peer may write there, it
+ * is compared or copied, never followed. A rank that is killed holds no lock that outlives it: its loss breaks the
+ * group, and whoever waits looks for that. */
+#ifndef DTRAIN__ARENA
+#define DTRAIN__ARENA
+
+#define DTRAIN__ARENA_RANKS 64 /* each has a descriptor for the doorbell of each other one */
+#define DTRAIN__ARENA_INLINE_BYTES ((size_t)8192)
+#define DTRAIN__ARENA_KEY_BYTES 16
+
+/* Where the fields of an offer are. */
+enum {
+    DTRAIN__OFFER_PROCESS = 0,
+    DTRAIN__OFFER_DOORBELL = 8, /* a descriptor of that process */
+    DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
+    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's inode */
+    DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
+    DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
+};
+
+struct dtrain__arena {
+    dtrain__shared shared;
+    unsigned char *memory; /* the key; the slots from the next cache line on; then small inputs */
+    size_t bytes;
+    int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
+    int *doorbells;
+};
+
+static void dtrain__arena_close(dtrain__arena *arena)
+{
+    if (arena->fd >= 0)
+        close(arena->fd);
+    arena->fd = -1;
+}
+
+static void dtrain__arena_free(dtrain__channel *channel)
+{
+    dtrain__arena *arena = channel->arena;
+    channel->arena = NULL;
+    if (arena == NULL)
+        return;
+    dtrain__arena_close(arena);
+    for (int rank = 0; arena->doorbells != NULL && rank < channel->seat.size; rank++)
+        if (arena->doorbells[rank] >= 0)
+            close(arena->doorbells[rank]);
+    if (arena->memory != NULL)
+        dtrain__os_unreserve(arena->memory, arena->bytes);
+    dtrain__free(channel->hub->allocator, arena->doorbells);
+    dtrain__free(channel->hub->allocator, arena);
+}
+
+/* Makes an arena without memory to share. Returns 0 if there is none even for that. */
+static int dtrain__arena_new(dtrain__channel *channel)
+{
+    size_t size = (size_t)channel->seat.size;
+    dtrain_allocator *allocator = channel->hub->allocator;
+    dtrain__arena *arena = channel->arena = (dtrain__arena *)dtrain__alloc(allocator, sizeof *arena);
+    if (arena == NULL)
+        return 0;
+    arena->fd = -1;
+    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * DTRAIN__ARENA_INLINE_BYTES);
+    arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
+    for (size_t rank = 0; arena->doorbells != NULL && rank < size; rank++)
+        arena->doorbells[rank] = -1;
+    if (arena->doorbells == NULL)
+        dtrain__arena_free(channel);
+    return channel->arena != NULL;
+}
+
+/* Writes this rank's offer. Returns 0 if all ranks know that there will be no arena: none is exchanged then. */
+static int dtrain__arena_offer(void *self, unsigned char offer[DTRAIN__SHARING_BYTES])
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    int size = channel->seat.size, good = !dtrain__without("shm");
+    struct stat pipe;
+    memset(offer, 0, DTRAIN__SHARING_BYTES);
+    for (int rank = 0; rank < size; rank++) {
+        if (hub->members[channel->seat.worlds[rank]].host != hub->members[hub->rank].host)
+            return 0;
+        good = good && dtrain__hub_shares(hub, channel->seat.worlds[rank]);
+    }
+    if (size < 2 || size > DTRAIN__ARENA_RANKS)
+        return 0;
+    dtrain__arena_free(channel);
+    if (!good || fstat(channel->wake[1], &pipe) != 0 || !dtrain__arena_new(channel))
+        return 1;
+    dtrain__arena *arena = channel->arena;
+    if (channel->seat.rank == 0) {
+        arena->memory = (unsigned char *)dtrain__os_share(arena->bytes, &arena->fd);
+        if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
+            return 1;
+        dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
+        memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
+    }
+    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)getpid(), 8);
+    dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)channel->wake[1], 4);
+    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, (uint64_t)pipe.st_ino, 8);
+    offer[DTRAIN__OFFER_MADE] = 1;
+    return 1;
+}
+
+/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
+static void dtrain__arena_open(void *self, unsigned char *records)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__arena *arena = channel->arena;
+    unsigned char *mine = records + (size_t)channel->seat.rank * DTRAIN__SHARING_BYTES;
+    char why[DTRAIN__SHARING_BYTES] = "";
+    for (int rank = 0; rank < channel->seat.size && why[0] == 0; rank++) {
+        const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
+        long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
+        if (offer[DTRAIN__OFFER_MADE] != 1 || process <= 0 || process > INT_MAX || arena == NULL) {
+            snprintf(why, sizeof why, "rank %d offers none", rank);
+        } else if (rank == 0 && arena->memory == NULL) {
+            arena->memory = (unsigned char *)dtrain__os_share_open(
+                (pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
+            if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
+                snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", channel->seat.rank);
+        }
+        if (rank == channel->seat.rank || why[0] != 0)
+            continue;
+        arena->doorbells[rank] =
+            dtrain__net_pipe_open((pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
+                                  dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
+        if (arena->doorbells[rank] < 0)
+            snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", channel->seat.rank, rank);
+    }
+    memset(mine, 0, DTRAIN__SHARING_BYTES);
+    mine[0] = why[0] == 0;
+    memcpy(mine + 1, why, sizeof why - 1);
+}
+
+/* Takes the verdicts of all ranks. Returns the arena if all have opened it, else forgets it and returns NULL. */
+static dtrain__shared *dtrain__arena_keep(void *self, const unsigned char *verdicts)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__arena *arena = channel->arena;
+    int good = arena != NULL;
+    for (int rank = 0; rank < channel->seat.size; rank++)
+        good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
+    if (!good) {
+        dtrain__arena_free(channel);
+        return NULL;
+    }
+    dtrain__arena_close(arena);
+    arena->shared.members = channel->seat.members;
+    arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
+    arena->shared.inputs = (unsigned char *)(arena->shared.slots + channel->seat.size);
+    arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
+    arena->shared.doorbells = arena->doorbells;
+    arena->shared.crowded = channel->hub->crowded;
+    return &arena->shared;
+}
+
+/* The service thread will sleep; the doorbell is to wake it. */
+static void dtrain__arena_doze(void *self)
+{
+    __atomic_store_n(&((dtrain__channel *)self)->dozing, 1, __ATOMIC_SEQ_CST);
+}
+
+static const dtrain__sharing dtrain__arena_sharing = {dtrain__arena_offer, dtrain__arena_open, dtrain__arena_keep,
+                                                      dtrain__arena_doze};
+
+#endif
+
 /* ---- >>socket_plane ----
  * The control plane of ranks in several processes: each group is a channel of the hub (see >>hub). */
 #ifndef DTRAIN__SOCKET_PLANE
@@ -20324,7 +20607,8 @@ static const dtrain__plane dtrain__socket_plane = {0,
                                                    dtrain__socket_plane_publish,
                                                    dtrain__socket_plane_last,
                                                    dtrain__socket_plane_suspect,
-                                                   dtrain__socket_plane_rest};
+                                                   dtrain__socket_plane_rest,
+                                                   &dtrain__arena_sharing};
 
 /* Makes this process's end of a new world, which is still to form. */
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
@@ -20417,6 +20701,7 @@ typedef enum dtrain__kind {
 } dtrain__kind;
 
 #define DTRAIN__ON_DEVICE ((uint64_t)1 << 32)
+#define DTRAIN__MEETING ((uint64_t)2 << 32)
 #define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: the order is free */
 #define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
 
@@ -20432,7 +20717,8 @@ typedef struct dtrain__call {
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or elements of a row; 0: shards as of dtrain_shard */
     uint64_t group;
-    uint64_t form;   /* 0: one call; DTRAIN__ON_DEVICE; else the number of calls that were fused */
+    uint64_t
+        form; /* 0: one call; ON_DEVICE, MEETING: see dtrain__op_call_whole; else the number of calls that were fused */
     uint64_t first;  /* the count of the first fused call, or of the call that this is a step of */
     uint64_t digest; /* of the counts of all of them; see dtrain__op_call_whole */
 } dtrain__call;
@@ -20496,6 +20782,7 @@ typedef struct dtrain__op {
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
     int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
+    int posted;              /* all ranks have posted it, and it continues by messages */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that are prepared; the step whose message is being sent */
@@ -20544,10 +20831,12 @@ struct dtrain_comm {
     dtrain__seat *seat;
     dtrain__origin *origin;
     dtrain__membership *members;
-    dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
-    int forming;            /* the group is not complete yet */
-    int checks;             /* messages carry a checksum of their data */
-    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
+    dtrain__shared *shared;    /* NULL: the ranks share no posts */
+    struct dtrain__meet *meet; /* of processes, while they find out whether they share posts */
+    int decided;               /* they know */
+    int forming;               /* the group is not complete yet */
+    int checks;                /* messages carry a checksum of their data */
+    int node_ranks;            /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
     pid_t process;         /* the one that made the group */
@@ -20628,11 +20917,11 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
 /* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */
 static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
 {
-    if (comm->process == getpid())
+    if (comm->process == dtrain__os_pid())
         return DTRAIN_OK;
     return dtrain__fail(error, DTRAIN_ERR_INVALID,
                         "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
-                        call, (long)comm->process, (long)getpid());
+                        call, (long)comm->process, (long)dtrain__os_pid());
 }
 
 /* The deadline of a call of the group that begins at now. */
@@ -20848,11 +21137,19 @@ typedef struct dtrain__text {
     char text[160];
 } dtrain__text;
 
-/* What the caller called. For a step of a call on memory of devices that is the whole call, kept in the digest. */
+/* Packs the call that a step belongs to, and the step's number: see dtrain__op_call_whole. */
+static uint64_t dtrain__op_pack(const dtrain__op *whole, int step)
+{
+    return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
+           (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
+}
+
+/* What the caller called. For a step of a call on memory of devices, and for what ranks say to each other before their
+ * first collective, that is the whole call, kept in the digest. */
 static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
 {
     dtrain__call whole = *call;
-    if (call->form != DTRAIN__ON_DEVICE)
+    if (call->form < DTRAIN__ON_DEVICE)
         return whole;
     whole.kind = call->digest & 0x7f;
     whole.op = call->digest >> 8 & 0xffff;
@@ -20934,7 +21231,7 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     dtrain__call call = dtrain__op_call(comm, op, 0);
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
                 theirs->op == call.op && theirs->root == call.root &&
-                (theirs->count == call.count || call.form == DTRAIN__ON_DEVICE) && theirs->form == call.form &&
+                (theirs->count == call.count || call.form >= DTRAIN__ON_DEVICE) && theirs->form == call.form &&
                 theirs->first == call.first && theirs->digest == call.digest;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
@@ -20961,7 +21258,10 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order%s",
                         mine.text, peer, other.text, comm->rank, mine.text,
-                        theirs->kind != call.kind && !dtrain__op_is_message(op) ? DTRAIN__ONE_RANK_ALONE : "");
+                        dtrain__op_call_whole(theirs).kind != dtrain__op_call_whole(&call).kind &&
+                                !dtrain__op_is_message(op)
+                            ? DTRAIN__ONE_RANK_ALONE
+                            : "");
 }
 
 /* Both made the same call, but the sender gives another number of bytes than the receiver expects. */
@@ -22281,431 +22581,6 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
 
 #endif
 
-/* ---- >>fused ----
- * Collectives between ranks that read each other's buffers in place (see >>threads). Each rank posts its call and
- * buffers. Once all have posted, each rank does its part straight on all ranks' buffers. It returns when all have done
- * theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what can
- * be done now, so blocking calls, the service thread and poll share it.
- *
- * At its deadline a rank withdraws its post. It marks the post and looks whether every peer has posted. If all have, it
- * removes the mark and continues. Ranks withdraw one after another. Peers commit only after they have seen every post
- * while no rank was withdrawing, so all ranks commit or none. */
-#ifndef DTRAIN__FUSED
-#define DTRAIN__FUSED
-DTRAIN__FAST_BEGIN
-
-#define DTRAIN__FUSED_INLINE_TOTAL 16384 /* most bytes of inline inputs that one rank reads */
-
-enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_FINISH };
-
-static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
-{
-    size_t bytes = dtrain__op_bytes(op);
-    if (op->kind == DTRAIN__BARRIER)
-        return 1;
-    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
-           bytes <= DTRAIN__POST_INLINE_BYTES && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
-}
-
-static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
-{
-    return &comm->shared->slots[rank].posts[op->turn & 1];
-}
-
-/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. Returns 0 without memory.
- */
-static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
-{
-    size_t bytes, out_bytes, offset;
-    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out)
-        return 1;
-    if (dtrain__op_sizes(comm, op, &bytes, &out_bytes, &offset) != DTRAIN_OK ||
-        !dtrain__op_reserve(comm, op, &comm->scratch, bytes))
-        return 0;
-    if (bytes > 0)
-        memcpy(comm->scratch, op->in, bytes);
-    return 1;
-}
-
-/* Two calls that differ have different checks, except one pair in 2^64. */
-static uint64_t dtrain__fused_check(const uint64_t *words)
-{
-    static const uint64_t odd = 0x9e3779b97f4a7c15u;
-    uint64_t lane[2] = {1, 2};
-    for (int i = 0; i < DTRAIN__POST_WORDS; i++) {
-        lane[i % 2] = (lane[i % 2] ^ words[i]) * odd;
-        lane[i % 2] ^= lane[i % 2] >> 32;
-    }
-    return (lane[0] ^ lane[1] >> 29) * odd ^ lane[1];
-}
-
-static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__slot *slot = &comm->shared->slots[comm->rank];
-    dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
-    dtrain__call call = dtrain__op_call(comm, op, 0);
-    memcpy(post->call, &call, sizeof post->call);
-    post->check = dtrain__fused_check(post->call);
-    post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
-    post->out = op->out;
-    post->counts = op->counts;
-    post->offsets = op->offsets;
-    if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
-        memcpy(post->data, op->in, dtrain__op_bytes(op));
-    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    dtrain__bell_ring(comm->bell);
-    op->phase = DTRAIN__FUSED_GATHER;
-    op->at = 0;
-}
-
-static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
-{
-    uint64_t word = __atomic_load_n(&comm->shared->slots[peer].arrived, __ATOMIC_SEQ_CST);
-    return word == 2 * op->turn || word / 2 > op->turn;
-}
-
-/* Ends an operation of a broken group, once no peer is inside its buffers. */
-static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__op_blame(comm, op, dtrain__group_cause(comm));
-    dtrain__shared_revoke(comm->shared, comm->rank);
-    return 1;
-}
-
-/* Breaks the group with the operation's error, then waits until no peer is inside its buffers. */
-static void dtrain__fused_break(dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain__group_break(comm, &op->error);
-    dtrain__shared_revoke(comm->shared, comm->rank);
-}
-
-/* Compares all posts, so every rank finds the same verdict, and none touches a buffer after a mismatch. */
-static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
-{
-    const dtrain__post *first = dtrain__fused_post_of(comm, op, 0);
-    dtrain__call other, mine;
-    int differs = 1;
-    while (differs < comm->size && dtrain__fused_post_of(comm, op, differs)->check == first->check)
-        differs++;
-    if (differs >= comm->size)
-        return 1;
-    mine = dtrain__op_call(comm, op, 0);
-    if (memcmp(&mine, first->call, sizeof mine) != 0)
-        differs = 0;
-    memcpy(&other, dtrain__fused_post_of(comm, op, differs)->call, sizeof other);
-    dtrain__op_mismatch(comm, op, differs, &other);
-    return 0;
-}
-
-/* The elements in `rank`'s input that are for this rank. */
-static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
-{
-    const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
-    dtrain__extent given = comm->parts[comm->rank];
-    if (op->kind == DTRAIN__ALL_GATHER)
-        given.begin = 0;
-    if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
-        return given;
-    given.begin = post->offsets != NULL ? post->offsets[comm->rank] : 0;
-    for (int to = 0; post->offsets == NULL && to < comm->rank; to++)
-        given.begin += post->counts[to];
-    given.count = post->counts[comm->rank];
-    return given;
-}
-
-/* Checks the counts between this rank and each peer of an uneven all-to-all. The ranks of other pairs would go on, so a
- * mismatch breaks the group. */
-static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
-{
-    size_t width = dtrain__op_width(op);
-    for (int peer = 0; op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL && peer < comm->size; peer++) {
-        size_t gives = dtrain__fused_given(comm, op, peer).count, awaits = comm->others[peer].count;
-        if (gives == awaits)
-            continue;
-        dtrain__op_uneven(comm, op, peer, comm->rank, gives * width, awaits * width);
-        dtrain__fused_break(comm, op);
-        return 0;
-    }
-    return 1;
-}
-
-static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
-{
-    int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
-    if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
-        memcpy(op->out, dtrain__fused_post_of(comm, op, op->root)->data, dtrain__op_bytes(op));
-    if (!folds || op->count == 0)
-        return;
-    for (int rank = 0; rank < comm->size; rank++)
-        comm->ins[rank] = dtrain__fused_post_of(comm, op, rank)->data;
-    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
-}
-
-/* Withdraws this rank's post by marking it. Returns a peer that has not posted. Returns -1 if all had: then the post
- * stands, and the operation must continue. */
-static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain__shared *shared = comm->shared;
-    uint64_t *arrived = &shared->slots[comm->rank].arrived;
-    uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
-    int missing = -1;
-    while (!__atomic_compare_exchange_n(&shared->withdrawn, &withdrawn, withdrawn + 1, 0, __ATOMIC_SEQ_CST,
-                                        __ATOMIC_SEQ_CST)) {
-        withdrawn &= ~(uint64_t)1;
-        sched_yield();
-    }
-    __atomic_store_n(arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
-    for (int peer = 0; peer < comm->size && missing < 0; peer++)
-        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
-            missing = peer;
-    if (missing < 0)
-        __atomic_store_n(arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&shared->withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
-    dtrain__bell_ring(comm->bell);
-    return missing;
-}
-
-/* Withdraws this rank's post at its deadline; returns 0 if every peer had posted and the operation continues. */
-static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
-{
-    int missing = dtrain__fused_retract(comm, op);
-    if (missing < 0)
-        return 0;
-    /* keep the peer awaited all along, not one that has just withdrawn its post */
-    if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
-        op->awaited = missing;
-    dtrain__recorder_expire(comm, op);
-    return 1;
-}
-
-/* Returns 1 if the operation has ended; else op->phase says whether all ranks have posted. */
-static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__shared *shared = comm->shared;
-    int peer = (int)op->at;
-    for (; peer < comm->size; peer++) {
-        int missing, left = dtrain__membership_left(&shared->members, peer);
-        if (dtrain__fused_arrived(comm, op, peer))
-            continue;
-        op->at = (size_t)peer;
-        op->awaited = peer;
-        missing = dtrain__membership_misses(comm->members, op->number);
-        left |= missing >= 0; /* it will not post, and nothing has moved */
-        if (left)
-            dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
-        if (dtrain__membership_broken(&shared->members))
-            return dtrain__fused_end_broken(comm, op);
-        if (left && op->phase == DTRAIN__FUSED_GATHER)
-            dtrain__fused_retract(comm, op);
-        return left;
-    }
-    op->at = 0;
-    uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST);
-    for (peer = 0; peer < comm->size; peer++)
-        if (!dtrain__fused_arrived(comm, op, peer))
-            return 0;
-    if (withdrawn % 2 != 0 || __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) != withdrawn)
-        return 0; /* the rank that withdraws rings the bell */
-    op->awaited = -1;
-    comm->number = op->number;
-    comm->turn = op->turn;
-    if (!dtrain__fused_agree(comm, op) || !dtrain__fused_even(comm, op))
-        return 1;
-    if (dtrain__fused_inline(comm, op)) {
-        dtrain__fused_small(comm, op);
-        return 1;
-    }
-    op->touched = 1;
-    dtrain__recorder_moved(comm, op);
-    op->phase = DTRAIN__FUSED_BODY;
-    return 0;
-}
-
-/* Folds elements [begin, begin + n) of all inputs into every rank's output, the root's, or this rank's. */
-static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
-{
-    size_t width = dtrain__op_width(op);
-    size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
-    int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
-    for (int rank = 0; rank < comm->size; rank++) {
-        dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
-        comm->ins[rank] = (const unsigned char *)post->in + begin * width;
-        if (op->kind == DTRAIN__ALL_REDUCE)
-            comm->outs[rank] = (unsigned char *)post->out + offset * width;
-    }
-    if (outs == 1)
-        comm->outs[0] =
-            (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
-            offset * dtrain__op_result_width(op);
-    dtrain__op_fold(comm, op, comm->outs, outs, n);
-}
-
-/* Copies elements [from, from + n) of what all ranks have for this one, taken end to end. */
-static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
-{
-    size_t width = dtrain__op_width(op), before = 0;
-    for (int rank = 0; rank < comm->size; rank++) {
-        const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
-        size_t low = from > before ? from : before, end = before + part->count;
-        end = end < from + n ? end : from + n;
-        if (low < end) {
-            size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
-            const unsigned char *source =
-                (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in + given * width;
-            unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
-            if (source != target)
-                memcpy(target, source, (end - low) * width);
-        }
-        before += part->count;
-    }
-}
-
-/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, taken end to end. */
-static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
-{
-    size_t width = dtrain__op_width(op);
-    const dtrain__segment *mine = (const dtrain__segment *)op->in;
-    for (size_t k = 0, low = 0; n > 0; low += mine[k++].count) {
-        if (begin >= low + mine[k].count)
-            continue;
-        size_t at = (begin - low) * width, left = low + mine[k].count - begin, part = n < left ? n : left;
-        for (int rank = 0; rank < comm->size; rank++) {
-            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->in;
-            comm->ins[rank] = (const unsigned char *)theirs[k].in + at;
-            comm->outs[rank] = (unsigned char *)theirs[k].out + at;
-        }
-        if (op->kind == DTRAIN__BROADCAST)
-            memcpy(comm->outs[comm->rank], comm->ins[op->root], part * width);
-        else
-            dtrain__op_fold(comm, op, comm->outs, comm->size, part);
-        begin += part;
-        n -= part;
-    }
-}
-
-/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
-static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
-{
-    size_t width = dtrain__op_width(op), part = comm->parts[comm->rank].begin;
-    const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
-    const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
-    unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
-    if (op->kind == DTRAIN__SCATTER)
-        source += part * width;
-    else if (op->kind == DTRAIN__GATHER)
-        target += part * width;
-    if (source != target)
-        memcpy(target + from * width, source + from * width, n * width);
-}
-
-/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so no two ranks write
- * to one line. */
-static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
-{
-    size_t line = DTRAIN__CACHE_LINE / dtrain__op_width(op), end, n, total = 0;
-    *begin = 0;
-    switch (op->kind) {
-    case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
-    case DTRAIN__GATHER:
-    case DTRAIN__SCATTER: return comm->parts[comm->rank].count;
-    case DTRAIN__BROADCAST: return op->root == comm->rank ? 0 : op->count;
-    case DTRAIN__ALL_GATHER: return op->count;
-    case DTRAIN__ALL_TO_ALL:
-        for (int rank = 0; rank < comm->size; rank++)
-            total += comm->others[rank].count;
-        return total;
-    default: break;
-    }
-    n = dtrain__split(op->count / line + 1, comm->size, comm->rank, begin);
-    end = (*begin + n) * line;
-    *begin *= line;
-    end = end < op->count ? end : op->count;
-    return end > *begin ? end - *begin : 0;
-}
-
-static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
-{
-    dtrain__shared *shared = comm->shared;
-    size_t begin, share = dtrain__fused_share(comm, op, &begin);
-    size_t width = dtrain__op_width(op);
-    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / width;
-    while (op->at < share) {
-        size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
-        if (!dtrain__shared_enter(shared, comm->rank))
-            return dtrain__fused_end_broken(comm, op);
-        if (op->scattered)
-            dtrain__fused_segments(comm, op, from, n);
-        else if (dtrain__op_reduces(op))
-            dtrain__fused_reduce(comm, op, from, n);
-        else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
-            dtrain__fused_collect(comm, op, from, n);
-        else
-            dtrain__fused_copy(comm, op, from, n);
-        dtrain__shared_leave(shared, comm->rank);
-        op->at += n;
-        if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
-            return 0;
-    }
-    __atomic_store_n(&shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
-    dtrain__bell_ring(comm->bell);
-    op->at = 0;
-    op->phase = DTRAIN__FUSED_FINISH;
-    return 0;
-}
-
-static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__shared *shared = comm->shared;
-    for (int peer = (int)op->at; peer < comm->size; peer++) {
-        int left = dtrain__membership_left(&shared->members, peer);
-        if (__atomic_load_n(&shared->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
-            continue;
-        op->at = (size_t)peer;
-        op->awaited = peer;
-        if (left) { /* in the middle of the operation */
-            dtrain__error lost;
-            dtrain__seat_needed(comm->seat, peer);
-            lost = dtrain__thread_error;
-            dtrain__group_break(comm, &lost);
-        }
-        return dtrain__membership_broken(comm->members) ? dtrain__fused_end_broken(comm, op) : 0;
-    }
-    return 1;
-}
-
-/* Advances the operation without waiting, and not much beyond until_ns; returns 1 at its end. */
-static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
-{
-    if (op->phase == DTRAIN__FUSED_POST) {
-        op->number = comm->number + 1;
-        op->turn = comm->turn + 1;
-        if (dtrain__membership_broken(comm->members))
-            return dtrain__fused_end_broken(comm, op);
-        dtrain__op_layout(comm, op);
-        if (!dtrain__fused_lend(comm, op))
-            return 1;
-        dtrain__fused_post(comm, op);
-    }
-    if (op->phase == DTRAIN__FUSED_GATHER && dtrain__fused_gather(comm, op))
-        return 1;
-    if (op->phase == DTRAIN__FUSED_BODY && dtrain__fused_body(comm, op, until_ns))
-        return 1;
-    return op->phase == DTRAIN__FUSED_FINISH && dtrain__fused_finish(comm, op);
-}
-
-/* Ends an operation whose deadline has passed; returns 0 if it continues after all. */
-static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
-{
-    if (op->phase == DTRAIN__FUSED_GATHER)
-        return dtrain__fused_withdraw(comm, op);
-    dtrain__recorder_expire(comm, op);
-    dtrain__fused_break(comm, op);
-    return 1;
-}
-
-DTRAIN__FAST_END
-#endif
-
 /* ---- >>step ----
  * What collectives over messages are made of. A step is at most one message out and one in. A plan computes step k of
  * an operation from the call alone, so an operation can stop anywhere and continue later. Here are the step itself and
@@ -23567,6 +23442,13 @@ static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t 
                                                                                               : DTRAIN_ALGORITHM_TREE;
 }
 
+/* Whether a collective is posted if the ranks share posts. */
+static int dtrain__plan_fuses(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain_algorithm asked = comm->asked[op->kind];
+    return !dtrain__op_is_message(op) && (asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED);
+}
+
 static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = dtrain__op_bytes(op);
@@ -23574,7 +23456,8 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     dtrain_algorithm asked = comm->asked[op->kind];
     if (dtrain__op_is_message(op))
         return DTRAIN_ALGORITHM_AUTO;
-    if (comm->shared != NULL && (asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+    int fused = comm->shared != NULL && !op->posted;
+    if (fused && dtrain__plan_fuses(comm, op))
         return DTRAIN_ALGORITHM_FUSED;
     if (op->counts != NULL && dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
@@ -23582,7 +23465,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
         asked = DTRAIN_ALGORITHM_TREE;
     if (dtrain__plan_exists(comm, op->kind, asked))
         return asked;
-    if (comm->shared != NULL && !dtrain__op_reduces(op))
+    if (fused && comm->plane->in_process && !dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_FUSED;
     switch (op->kind) {
     case DTRAIN__ALL_REDUCE: return dtrain__plan_all_reduce(comm, bytes);
@@ -23649,6 +23532,502 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
 static uint64_t dtrain__plan_sent_bytes(size_t count, int ranks)
 {
     return 8 * (uint64_t)count / (uint64_t)ranks * (uint64_t)(ranks - 1);
+}
+
+DTRAIN__FAST_END
+#endif
+
+/* ---- >>fused ----
+ * Collectives between ranks that read each other's buffers in place (see >>threads). Each rank posts its call and
+ * buffers. Once all have posted, each rank does its part straight on all ranks' buffers. It returns when all have done
+ * theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what can
+ * be done now, so blocking calls, the service thread and poll share it.
+ *
+ * At its deadline a rank withdraws its post. It marks the post and looks whether every peer has posted. If all have, it
+ * removes the mark and continues. Ranks withdraw one after another. Peers commit only after they have seen every post
+ * while no rank was withdrawing, so all ranks commit or none. */
+#ifndef DTRAIN__FUSED
+#define DTRAIN__FUSED
+DTRAIN__FAST_BEGIN
+
+#define DTRAIN__FUSED_LOOKS 1000u /* between processes, before a rank sleeps */
+
+enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_FINISH };
+
+static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t bytes = dtrain__op_bytes(op);
+    if (op->kind == DTRAIN__BARRIER)
+        return 1;
+    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
+           bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= 16 * comm->shared->inline_bytes;
+}
+
+static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    return &comm->shared->slots[rank].posts[op->turn & 1];
+}
+
+/* Where a rank's small input lies. */
+static unsigned char *dtrain__fused_data(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    const dtrain__shared *shared = comm->shared;
+    if (shared->inputs == NULL)
+        return dtrain__fused_post_of(comm, op, rank)->data;
+    return shared->inputs + (2 * (size_t)rank + (op->turn & 1)) * shared->inline_bytes;
+}
+
+/* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. Returns 0 without memory.
+ */
+static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t bytes, out_bytes, offset;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out || !comm->plane->in_process)
+        return 1;
+    if (dtrain__op_sizes(comm, op, &bytes, &out_bytes, &offset) != DTRAIN_OK ||
+        !dtrain__op_reserve(comm, op, &comm->scratch, bytes))
+        return 0;
+    if (bytes > 0)
+        memcpy(comm->scratch, op->in, bytes);
+    return 1;
+}
+
+/* Two calls that differ have different checks, except one pair in 2^64. */
+static uint64_t dtrain__fused_check(const uint64_t *words)
+{
+    static const uint64_t odd = 0x9e3779b97f4a7c15u;
+    uint64_t lane[2] = {1, 2};
+    for (int i = 0; i < DTRAIN__POST_WORDS; i++) {
+        lane[i % 2] = (lane[i % 2] ^ words[i]) * odd;
+        lane[i % 2] ^= lane[i % 2] >> 32;
+    }
+    return (lane[0] ^ lane[1] >> 29) * odd ^ lane[1];
+}
+
+static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__slot *slot = &comm->shared->slots[comm->rank];
+    dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
+    dtrain__call call = dtrain__op_call(comm, op, 0);
+    memcpy(post->call, &call, sizeof post->call);
+    post->check = dtrain__fused_check(post->call);
+    post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
+    post->out = op->out;
+    post->counts = op->counts;
+    post->offsets = op->offsets;
+    if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
+        memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
+    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
+    dtrain__shared_ring(comm->shared, comm->rank);
+    op->phase = DTRAIN__FUSED_GATHER;
+    op->at = 0;
+}
+
+static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
+{
+    uint64_t word = __atomic_load_n(&comm->shared->slots[peer].arrived, __ATOMIC_SEQ_CST);
+    return word == 2 * op->turn || word / 2 > op->turn;
+}
+
+/* Ends an operation of a broken group, once no peer is inside its buffers. */
+static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__op_blame(comm, op, dtrain__group_cause(comm));
+    dtrain__shared_revoke(comm->shared, comm->rank);
+    return 1;
+}
+
+/* Breaks the group with the operation's error, then waits until no peer is inside its buffers. */
+static void dtrain__fused_break(dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__group_break(comm, &op->error);
+    dtrain__shared_revoke(comm->shared, comm->rank);
+}
+
+/* Compares all posts, so every rank finds the same verdict, and none touches a buffer after a mismatch. */
+static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
+{
+    const dtrain__post *first = dtrain__fused_post_of(comm, op, 0);
+    dtrain__call other, mine;
+    int differs = 1;
+    while (differs < comm->size && dtrain__fused_post_of(comm, op, differs)->check == first->check)
+        differs++;
+    if (differs >= comm->size)
+        return 1;
+    mine = dtrain__op_call(comm, op, 0);
+    if (memcmp(&mine, first->call, sizeof mine) != 0)
+        differs = 0;
+    memcpy(&other, dtrain__fused_post_of(comm, op, differs)->call, sizeof other);
+    dtrain__op_mismatch(comm, op, differs, &other);
+    return 0;
+}
+
+/* The elements in `rank`'s input that are for this rank. */
+static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+    dtrain__extent given = comm->parts[comm->rank];
+    if (op->kind == DTRAIN__ALL_GATHER)
+        given.begin = 0;
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
+        return given;
+    given.begin = post->offsets != NULL ? post->offsets[comm->rank] : 0;
+    for (int to = 0; post->offsets == NULL && to < comm->rank; to++)
+        given.begin += post->counts[to];
+    given.count = post->counts[comm->rank];
+    return given;
+}
+
+/* Checks the counts between this rank and each peer of an uneven all-to-all. The ranks of other pairs would go on, so a
+ * mismatch breaks the group. */
+static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t width = dtrain__op_width(op);
+    for (int peer = 0; op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL && peer < comm->size; peer++) {
+        size_t gives = dtrain__fused_given(comm, op, peer).count, awaits = comm->others[peer].count;
+        if (gives == awaits)
+            continue;
+        dtrain__op_uneven(comm, op, peer, comm->rank, gives * width, awaits * width);
+        dtrain__fused_break(comm, op);
+        return 0;
+    }
+    return 1;
+}
+
+static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
+{
+    int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
+    if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
+        memcpy(op->out, dtrain__fused_data(comm, op, op->root), dtrain__op_bytes(op));
+    if (!folds || op->count == 0)
+        return;
+    for (int rank = 0; rank < comm->size; rank++)
+        comm->ins[rank] = dtrain__fused_data(comm, op, rank);
+    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+}
+
+#define DTRAIN__FUSED_STOPPED_NS 2000000000 /* of another rank that withdraws, which takes microseconds */
+
+/* Makes this rank the one that withdraws. Returns 0 if another one was stopped or killed while it did so. */
+static int dtrain__fused_lock(dtrain_comm *comm, uint64_t *withdrawn)
+{
+    uint64_t *word = &comm->shared->slots[0].withdrawn;
+    int64_t until = dtrain__os_now_ns() + DTRAIN__FUSED_STOPPED_NS;
+    *withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
+    while (!__atomic_compare_exchange_n(word, withdrawn, *withdrawn + 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        *withdrawn &= ~(uint64_t)1;
+        if (!comm->plane->in_process && (dtrain__membership_broken(comm->members) || dtrain__os_now_ns() > until))
+            return 0;
+        sched_yield();
+    }
+    return 1;
+}
+
+/* Withdraws this rank's post by marking it. Returns a peer that has not posted. Returns -1 if all had: then the post
+ * stands, and the operation must continue. Sets op->touched if nobody can tell: then the group must break. */
+static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__shared *shared = comm->shared;
+    uint64_t *arrived = &shared->slots[comm->rank].arrived, withdrawn;
+    int missing = -1;
+    if (!dtrain__fused_lock(comm, &withdrawn)) {
+        op->touched = 1;
+        return op->awaited >= 0 ? op->awaited : comm->rank == 0;
+    }
+    __atomic_store_n(arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < comm->size && missing < 0; peer++)
+        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
+            missing = peer;
+    if (missing < 0)
+        __atomic_store_n(arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&shared->slots[0].withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
+    dtrain__shared_ring(shared, comm->rank);
+    return missing;
+}
+
+/* Withdraws this rank's post at its deadline; returns 0 if every peer had posted and the operation continues. */
+static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
+{
+    int missing = dtrain__fused_retract(comm, op);
+    if (missing < 0)
+        return 0;
+    /* keep the peer awaited all along, not one that has just withdrawn its post */
+    if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
+        op->awaited = missing;
+    dtrain__recorder_expire(comm, op);
+    if (op->touched)
+        dtrain__fused_break(comm, op);
+    return 1;
+}
+
+/* All ranks have posted an operation whose buffers they cannot reach: it continues by messages. A failure now breaks
+ * the group, as some rank may have sent. Returns whether it has ended. */
+static int dtrain__fused_pass(dtrain_comm *comm, dtrain__op *op)
+{
+    if (!dtrain__fused_agree(comm, op)) {
+        comm->number = op->number;
+        return 1;
+    }
+    op->posted = op->touched = 1;
+    op->phase = DTRAIN__FUSED_POST;
+    op->algorithm = dtrain__plan_select(comm, op);
+    return 0;
+}
+
+/* Returns 1 if the operation has ended; else op->phase says whether all ranks have posted. */
+static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
+{
+    int peer = (int)op->at;
+    for (; peer < comm->size; peer++) {
+        int missing, left = dtrain__membership_left(comm->members, peer);
+        if (dtrain__fused_arrived(comm, op, peer))
+            continue;
+        op->at = (size_t)peer;
+        op->awaited = peer;
+        missing = dtrain__membership_misses(comm->members, op->number);
+        left |= missing >= 0; /* it will not post, and nothing has moved */
+        if (left)
+            dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
+        if (dtrain__membership_broken(comm->members))
+            return dtrain__fused_end_broken(comm, op);
+        if (left) {
+            dtrain__fused_retract(comm, op);
+            if (op->touched)
+                dtrain__fused_break(comm, op);
+        }
+        return left;
+    }
+    op->at = 0;
+    uint64_t *word = &comm->shared->slots[0].withdrawn, withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    for (peer = 0; peer < comm->size; peer++)
+        if (!dtrain__fused_arrived(comm, op, peer))
+            return 0;
+    if (withdrawn % 2 != 0 || __atomic_load_n(word, __ATOMIC_SEQ_CST) != withdrawn) /* the rank that withdraws rings */
+        return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
+    op->awaited = -1;
+    comm->turn = op->turn;
+    if (!comm->plane->in_process && !dtrain__fused_inline(comm, op))
+        return dtrain__fused_pass(comm, op);
+    comm->number = op->number;
+    if (!dtrain__fused_agree(comm, op) || !dtrain__fused_even(comm, op))
+        return 1;
+    if (dtrain__fused_inline(comm, op)) {
+        dtrain__fused_small(comm, op);
+        return 1;
+    }
+    op->touched = 1;
+    dtrain__recorder_moved(comm, op);
+    op->phase = DTRAIN__FUSED_BODY;
+    return 0;
+}
+
+/* Folds elements [begin, begin + n) of all inputs into every rank's output, the root's, or this rank's. */
+static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
+{
+    size_t width = dtrain__op_width(op);
+    size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
+    int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
+    for (int rank = 0; rank < comm->size; rank++) {
+        dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+        comm->ins[rank] = (const unsigned char *)post->in + begin * width;
+        if (op->kind == DTRAIN__ALL_REDUCE)
+            comm->outs[rank] = (unsigned char *)post->out + offset * width;
+    }
+    if (outs == 1)
+        comm->outs[0] =
+            (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
+            offset * dtrain__op_result_width(op);
+    dtrain__op_fold(comm, op, comm->outs, outs, n);
+}
+
+/* Copies elements [from, from + n) of what all ranks have for this one, taken end to end. */
+static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+{
+    size_t width = dtrain__op_width(op), before = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
+        size_t low = from > before ? from : before, end = before + part->count;
+        end = end < from + n ? end : from + n;
+        if (low < end) {
+            size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
+            const unsigned char *source =
+                (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in + given * width;
+            unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
+            if (source != target)
+                memcpy(target, source, (end - low) * width);
+        }
+        before += part->count;
+    }
+}
+
+/* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, taken end to end. */
+static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
+{
+    size_t width = dtrain__op_width(op);
+    const dtrain__segment *mine = (const dtrain__segment *)op->in;
+    for (size_t k = 0, low = 0; n > 0; low += mine[k++].count) {
+        if (begin >= low + mine[k].count)
+            continue;
+        size_t at = (begin - low) * width, left = low + mine[k].count - begin, part = n < left ? n : left;
+        for (int rank = 0; rank < comm->size; rank++) {
+            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->in;
+            comm->ins[rank] = (const unsigned char *)theirs[k].in + at;
+            comm->outs[rank] = (unsigned char *)theirs[k].out + at;
+        }
+        if (op->kind == DTRAIN__BROADCAST)
+            memcpy(comm->outs[comm->rank], comm->ins[op->root], part * width);
+        else
+            dtrain__op_fold(comm, op, comm->outs, comm->size, part);
+        begin += part;
+        n -= part;
+    }
+}
+
+/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
+static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+{
+    size_t width = dtrain__op_width(op), part = comm->parts[comm->rank].begin;
+    const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
+    const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
+    unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
+    if (op->kind == DTRAIN__SCATTER)
+        source += part * width;
+    else if (op->kind == DTRAIN__GATHER)
+        target += part * width;
+    if (source != target)
+        memcpy(target + from * width, source + from * width, n * width);
+}
+
+/* This rank's part of the work, in elements. Reductions to whole vectors are cut at cache lines, so no two ranks write
+ * to one line. */
+static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
+{
+    size_t line = DTRAIN__CACHE_LINE / dtrain__op_width(op), end, n, total = 0;
+    *begin = 0;
+    switch (op->kind) {
+    case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
+    case DTRAIN__GATHER:
+    case DTRAIN__SCATTER: return comm->parts[comm->rank].count;
+    case DTRAIN__BROADCAST: return op->root == comm->rank ? 0 : op->count;
+    case DTRAIN__ALL_GATHER: return op->count;
+    case DTRAIN__ALL_TO_ALL:
+        for (int rank = 0; rank < comm->size; rank++)
+            total += comm->others[rank].count;
+        return total;
+    default: break;
+    }
+    n = dtrain__split(op->count / line + 1, comm->size, comm->rank, begin);
+    end = (*begin + n) * line;
+    *begin *= line;
+    end = end < op->count ? end : op->count;
+    return end > *begin ? end - *begin : 0;
+}
+
+static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    dtrain__shared *shared = comm->shared;
+    size_t begin, share = dtrain__fused_share(comm, op, &begin);
+    size_t width = dtrain__op_width(op);
+    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / width;
+    while (op->at < share) {
+        size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
+        if (!dtrain__shared_enter(shared, comm->rank))
+            return dtrain__fused_end_broken(comm, op);
+        if (op->scattered)
+            dtrain__fused_segments(comm, op, from, n);
+        else if (dtrain__op_reduces(op))
+            dtrain__fused_reduce(comm, op, from, n);
+        else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
+            dtrain__fused_collect(comm, op, from, n);
+        else
+            dtrain__fused_copy(comm, op, from, n);
+        dtrain__shared_leave(shared, comm->rank);
+        op->at += n;
+        if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
+            return 0;
+    }
+    __atomic_store_n(&shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
+    dtrain__shared_ring(shared, comm->rank);
+    op->at = 0;
+    op->phase = DTRAIN__FUSED_FINISH;
+    return 0;
+}
+
+static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__shared *shared = comm->shared;
+    for (int peer = (int)op->at; peer < comm->size; peer++) {
+        int left = dtrain__membership_left(comm->members, peer);
+        if (__atomic_load_n(&shared->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
+            continue;
+        op->at = (size_t)peer;
+        op->awaited = peer;
+        if (left) { /* in the middle of the operation */
+            dtrain__error lost;
+            dtrain__seat_needed(comm->seat, peer);
+            lost = dtrain__thread_error;
+            dtrain__group_break(comm, &lost);
+        }
+        return dtrain__membership_broken(comm->members) ? dtrain__fused_end_broken(comm, op) : 0;
+    }
+    return 1;
+}
+
+/* Waits once between processes: looks again, then sleeps until the doorbell or news of the world. turn: how many waits
+ * came before, since something moved. */
+static void dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t until_ns, int (*ready)(void *), void *context)
+{
+    dtrain__council *council = comm->seat->council;
+    uint32_t *asleep = &comm->shared->slots[comm->rank].asleep;
+    if (turn < DTRAIN__FUSED_LOOKS) {
+        if (comm->shared->crowded)
+            sched_yield();
+        else
+            dtrain__os_pause();
+        return;
+    }
+    uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
+    __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+    if (!ready(context))
+        council->wait(comm->seat, turn, until_ns, seen);
+    __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
+}
+
+/* The service thread cannot advance the operation and will sleep. Returns 1 if it must look once more before. */
+static int dtrain__fused_doze(dtrain_comm *comm)
+{
+    comm->plane->sharing->doze(comm->transport.self);
+    return __atomic_exchange_n(&comm->shared->slots[comm->rank].asleep, 1, __ATOMIC_SEQ_CST) == 0;
+}
+
+/* Advances the operation without waiting, and not much beyond until_ns; returns 1 at its end. */
+static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    if (op->phase == DTRAIN__FUSED_POST) {
+        op->number = comm->number + 1;
+        op->turn = comm->turn + 1;
+        if (dtrain__membership_broken(comm->members))
+            return dtrain__fused_end_broken(comm, op);
+        dtrain__op_layout(comm, op);
+        if (!dtrain__fused_lend(comm, op))
+            return 1;
+        dtrain__fused_post(comm, op);
+    }
+    if (op->phase == DTRAIN__FUSED_GATHER && dtrain__fused_gather(comm, op))
+        return 1;
+    if (op->phase == DTRAIN__FUSED_BODY && dtrain__fused_body(comm, op, until_ns))
+        return 1;
+    return op->phase == DTRAIN__FUSED_FINISH && dtrain__fused_finish(comm, op);
+}
+
+/* Ends an operation whose deadline has passed; returns 0 if it continues after all. */
+static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
+{
+    if (op->phase == DTRAIN__FUSED_GATHER)
+        return dtrain__fused_withdraw(comm, op);
+    dtrain__recorder_expire(comm, op);
+    dtrain__fused_break(comm, op);
+    return 1;
 }
 
 DTRAIN__FAST_END
@@ -24229,6 +24608,111 @@ static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *
 DTRAIN__FAST_END
 #endif
 
+/* ---- >>meet ----
+ * Before the first collective of a group of processes, its ranks find out whether they share memory for posts. They
+ * exchange offers, open them, and exchange what each has found; they share them only if all could. The messages bear
+ * the number and the description of the collective, so that errors tell of nothing else. */
+#ifndef DTRAIN__MEET
+#define DTRAIN__MEET
+
+typedef struct dtrain__meet {
+    int round; /* 1: offers; 2: verdicts */
+    dtrain__op op;
+    unsigned char records[]; /* one for each rank */
+} dtrain__meet;
+
+/* Returns 0 if the ranks share no posts, as all of them know without a message, or there is no memory. */
+static int dtrain__meet_begin(dtrain_comm *comm, dtrain__op *op)
+{
+    const dtrain__sharing *sharing = comm->plane->sharing;
+    unsigned char offer[DTRAIN__SHARING_BYTES];
+    if (sharing == NULL || !sharing->offer(comm->transport.self, offer))
+        return 0;
+    comm->meet =
+        (dtrain__meet *)dtrain__alloc(comm->allocator, sizeof *comm->meet + (size_t)comm->size * DTRAIN__SHARING_BYTES);
+    if (comm->meet == NULL) {
+        dtrain__fail(&op->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory to share posts",
+                     dtrain__op_text(comm, op).text, comm->rank);
+        return 0;
+    }
+    comm->meet->round = 1;
+    memcpy(comm->meet->records + (size_t)comm->rank * DTRAIN__SHARING_BYTES, offer, sizeof offer);
+    return 1;
+}
+
+/* Describes the messages of a round as part of the collective. */
+static void dtrain__meet_start(dtrain_comm *comm, const dtrain__op *whole)
+{
+    dtrain__meet *meet = comm->meet;
+    dtrain__op *op = &meet->op;
+    memset(op, 0, sizeof *op);
+    op->kind = DTRAIN__ALL_GATHER;
+    op->dtype = DTRAIN_U8;
+    op->algorithm = DTRAIN_ALGORITHM_BRUCK;
+    op->row = DTRAIN__SHARING_BYTES;
+    op->count = (size_t)comm->size * DTRAIN__SHARING_BYTES;
+    op->in = meet->records + (size_t)comm->rank * DTRAIN__SHARING_BYTES;
+    op->out = meet->records;
+    op->form = whole->form == DTRAIN__ON_DEVICE ? DTRAIN__ON_DEVICE : DTRAIN__MEETING;
+    op->first = whole->form == DTRAIN__ON_DEVICE ? whole->first : dtrain__op_call(comm, whole, 0).count;
+    op->digest = whole->form == DTRAIN__ON_DEVICE ? whole->digest : dtrain__op_pack(whole, meet->round);
+    op->awaited = -1;
+    op->started_ns = whole->started_ns;
+    op->deadline_ns = whole->deadline_ns;
+    op->serial = whole->serial; /* its record is the collective's, of which nothing has moved */
+    op->moved_ns = 1;
+}
+
+/* Advances the meeting for the collective that waits for it. Returns 1 once the ranks know whether they share posts. 0:
+ * not yet, or *ended says that the collective has ended with an error. */
+static int dtrain__meet_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *ended)
+{
+    *ended = 0;
+    op->number = comm->number + 1;
+    if (comm->meet == NULL && !dtrain__meet_begin(comm, op)) {
+        *ended = op->error.status != DTRAIN_OK;
+        comm->decided = !*ended;
+        return comm->decided;
+    }
+    dtrain__recorder_start(comm, op);
+    for (dtrain__meet *meet = comm->meet;; meet->round++) {
+        if (meet->op.phase == 0)
+            dtrain__meet_start(comm, op);
+        int over = dtrain__message_advance(comm, &meet->op, wait_ns);
+        op->awaited = meet->op.awaited;
+        op->touched = meet->op.touched;
+        if (!over)
+            return 0;
+        meet->op.phase = 0; /* another collective may try it again */
+        if (meet->op.error.status != DTRAIN_OK) {
+            op->error = meet->op.error;
+            *ended = 1;
+            return 0;
+        }
+        comm->number = op->number - 1;
+        if (meet->round == 2)
+            break;
+        comm->plane->sharing->open(comm->transport.self, meet->records);
+    }
+    comm->shared = comm->plane->sharing->keep(comm->transport.self, comm->meet->records);
+    dtrain__free(comm->allocator, comm->meet);
+    comm->meet = NULL;
+    comm->decided = 1;
+    op->awaited = -1;
+    op->touched = 0;
+    return 1;
+}
+
+/* The collective that waits for the meeting ends at its deadline. */
+static int dtrain__meet_expire(dtrain_comm *comm, dtrain__op *op)
+{
+    comm->meet->op.phase = 0;
+    dtrain__recorder_expire(comm, op);
+    return dtrain__message_fail(comm, op);
+}
+
+#endif
+
 /* ---- >>queue ----
  * The queue of a group's works. Collectives run one after another in the order of their calls. The messages between two
  * of them move together. Whoever drives a queue holds the group's drive_mutex: a waiting caller, a poll, or the service
@@ -24261,13 +24745,14 @@ struct dtrain__service {
  */
 static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    if (dtrain__op_is_fused(op)) {
-        int ended = dtrain__fused_advance(comm, op, wait_ns);
+    int ended;
+    if (dtrain__op_is_fused(op) && comm->decided) {
+        ended = dtrain__fused_advance(comm, op, wait_ns);
         if (!ended)
             dtrain__recorder_start(comm, op);
         return ended;
     }
-    if (comm->shared != NULL && wait_ns != INT64_MAX && comm->desc.progress == DTRAIN_PROGRESS_THREAD) {
+    if (comm->plane->in_process && wait_ns != INT64_MAX && comm->desc.progress == DTRAIN_PROGRESS_THREAD) {
         wait_ns = 0; /* this thread drives other ranks' queues as well */
     } else if (wait_ns != 0) {
         /* in slices, so that the log can name the awaited rank long before the deadline, and an abort is seen */
@@ -24275,11 +24760,20 @@ static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait
         slice = slice < op->deadline_ns ? slice : op->deadline_ns;
         wait_ns = wait_ns < slice ? wait_ns : slice;
     }
+    if (op->phase == 0 && !comm->plane->in_process && !op->posted && !dtrain__op_is_message(op)) {
+        if (!comm->decided && dtrain__plan_fuses(comm, op) && !dtrain__meet_advance(comm, op, wait_ns, &ended))
+            return ended;
+        op->algorithm = dtrain__plan_select(comm, op); /* it may have been chosen before that was known */
+        if (dtrain__op_is_fused(op))
+            return dtrain__queue_advance(comm, op, wait_ns);
+    }
     return dtrain__message_advance(comm, op, wait_ns);
 }
 
 static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
 {
+    if (!comm->decided && comm->meet != NULL && op->phase == 0 && dtrain__plan_fuses(comm, op))
+        return dtrain__meet_expire(comm, op);
     if (dtrain__op_is_fused(op))
         return dtrain__fused_expire(comm, op);
     dtrain__recorder_expire(comm, op);
@@ -24390,7 +24884,7 @@ static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t 
         int64_t now, slice;
         int crowded, alone = comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL;
         *moved |= sweep.moved;
-        if (sweep.finished || comm->shared != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
+        if (sweep.finished || comm->plane->in_process || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
             return sweep.finished;
         /* there is more than one call of the transport can wait for */
         crowded = sweep.others > 0 || alone;
@@ -24428,12 +24922,13 @@ static int dtrain__queue_ready(void *pointer)
  * drive_mutex. Returns whether anything moved. */
 static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 {
-    int64_t slice_ns = comm->shared != NULL ? until_ns : 0;
+    int in_process = comm->plane->in_process;
+    int64_t slice_ns = in_process ? until_ns : 0;
     int any = 0;
     dtrain_work *work;
     comm->poll_until_ns = until_ns;
     while ((work = dtrain__queue_head(comm)) != NULL) {
-        int ended, moved = 0, others = comm->shared != NULL && !dtrain__op_is_fused(&work->op);
+        int ended, moved = 0, others = in_process && !dtrain__op_is_fused(&work->op);
         if (dtrain__op_is_one_way(&work->op)) {
             ended = dtrain__queue_messages(comm, work, slice_ns, &moved);
         } else { /* between ranks of one address space this thread drives other ranks' queues as well */
@@ -24495,13 +24990,13 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
 {
     dtrain__queue_call wait = {comm, op, message, until_ns, 0, 0};
     int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns, awake_ns = 0;
-    int bell = dtrain__op_is_fused(op) || (message != NULL && comm->shared != NULL);
-    int sleeps = bell || (comm->shared != NULL && until_ns != INT64_MAX &&
-                          comm->desc.progress == DTRAIN_PROGRESS_THREAD); /* dtrain__queue_advance does not wait then */
+    int in_process = comm->plane->in_process;
     size_t progress = dtrain__queue_progress(op);
     for (unsigned turn = 0;; turn++) {
         int64_t span = INT64_MAX, soon = INT64_MAX; /* then this rank's other groups are looked at again */
-        if (turn >= comm->bell->spins || !bell)
+        int fused = dtrain__op_is_fused(op), bell = fused || (message != NULL && in_process);
+        unsigned spins = fused && !in_process ? DTRAIN__FUSED_LOOKS : comm->bell->spins;
+        if (turn >= spins || !bell)
             span = dtrain__queue_help(comm, until_ns, &awake_ns);
         if (span != INT64_MAX)
             soon = dtrain__os_now_ns() + span;
@@ -24511,7 +25006,7 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
         if (wait.moved || dtrain__queue_progress(op) != progress)
             turn = 0;
         progress = dtrain__queue_progress(op);
-        if (turn > comm->bell->spins || !bell) {
+        if (turn > spins || !bell) {
             if (message == NULL && dtrain__recorder_late(comm, op) && dtrain__queue_expire(comm, op))
                 return 1;
             if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
@@ -24519,7 +25014,10 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
         }
         if (span == 0)
             sched_yield();
-        else if (sleeps)
+        else if (dtrain__op_is_fused(op) && !in_process)
+            dtrain__fused_wait(comm, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
+        else if (bell || (in_process && until_ns != INT64_MAX &&
+                          comm->desc.progress == DTRAIN_PROGRESS_THREAD)) /* dtrain__queue_advance does not wait then */
             dtrain__bell_wait(comm->bell, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
         if (wait.ended)
             return 1;
@@ -24529,6 +25027,13 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
 DTRAIN__FAST_END
 
 /* ---- the service ---- */
+
+/* The service thread holds drive_mutex and will sleep. Returns 1 if it must look once more before. */
+static int dtrain__queue_doze(dtrain_comm *comm)
+{
+    dtrain_work *head = dtrain__queue_head(comm);
+    return head != NULL && dtrain__op_is_fused(&head->op) && !comm->plane->in_process && dtrain__fused_doze(comm);
+}
 
 /* Advances all groups without waiting for a peer. Returns how long there is nothing to do unless something comes. */
 static int64_t dtrain__service_drive(dtrain__service *service)
@@ -24544,7 +25049,7 @@ static int64_t dtrain__service_drive(dtrain__service *service)
         if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {
             most = 1000000; /* whoever drives it may leave work behind */
         } else {
-            if (dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS))
+            if (dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS) || dtrain__queue_doze(comm))
                 most = 0;
             pthread_mutex_unlock(&comm->drive_mutex);
         }
@@ -25043,6 +25548,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__recorder_free(comm);
     dtrain__work_blocked_release(comm->blocked, allocator);
     dtrain__free(allocator, comm->split_room);
+    dtrain__free(allocator, comm->meet);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
@@ -25086,7 +25592,8 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->origin = end->origin;
     comm->members = end->members;
     comm->shared = end->shared;
-    comm->process = getpid();
+    comm->decided = comm->shared != NULL || comm->plane->sharing == NULL;
+    comm->process = dtrain__os_pid();
     comm->desc = *desc;
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
@@ -25283,12 +25790,12 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     dtrain_transport transport = comm->transport;
     dtrain__error kept = dtrain__thread_error, cause;
     dtrain_work *work = NULL;
-    int forked = comm->process != getpid();
+    int forked = comm->process != dtrain__os_pid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* the parent's threads may have held the locks */
         if (comm->plane->publish != NULL)
             comm->plane->publish(transport.self, NULL, NULL);
-        work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
+        work = comm->plane->in_process ? dtrain__queue_head(comm) : NULL;
     }
     if (work != NULL) { /* peers hear of it, and no longer use the buffers of the handles */
         dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
@@ -25954,7 +26461,8 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
         return at + 1;
     }
     /* between ranks of one address space a copy pays only if it fits into the post */
-    op.scattered = dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
+    op.scattered =
+        comm->plane->in_process && dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
     if (dtrain__op_reserve(comm, &op, &comm->packed,
                            op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op))) {
         op.in = op.out = comm->packed;
@@ -27127,20 +27635,13 @@ static size_t dtrain__device_span(const dtrain_device_group *group, const dtrain
     return span;
 }
 
-/* Packs the call on memory of devices that a step belongs to, and the step's number: see dtrain__op_call_whole. */
-static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
-{
-    return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
-           (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
-}
-
 /* Gives the text of a call for errors. */
 static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__op *whole, uint64_t number)
 {
     dtrain__op op = dtrain__op_of(whole->kind, NULL, NULL, 0, DTRAIN_U8);
     op.form = DTRAIN__ON_DEVICE;
     op.first = whole->count;
-    op.digest = dtrain__device_digest(whole, 0);
+    op.digest = dtrain__op_pack(whole, 0);
     op.number = number;
     return dtrain__op_text(comm, &op);
 }
@@ -27165,7 +27666,7 @@ static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrai
     op->root = op->kind == DTRAIN__BROADCAST ? whole->root : 0;
     op->form = DTRAIN__ON_DEVICE;
     op->first = whole->count;
-    op->digest = dtrain__device_digest(whole, step);
+    op->digest = dtrain__op_pack(whole, step);
     op->whole_parts = whole->counts != NULL ? dtrain__op_parts_hash(group->comm, whole) : 0;
     return dtrain__work_call(group->comm, op, NULL);
 }

@@ -71,7 +71,7 @@ typedef enum dtrain_order {
  * Parallel Computing 35(12), 2009; binary blocks of HALVING_DOUBLING: Rabenseifner, ICCS 2004. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
-    DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank does its share on every rank's buffer */
+    DTRAIN_ALGORITHM_FUSED = 201,        /* shared memory: each rank does its share of the work for all */
     DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; TREE unless size is a power of two */
     DTRAIN_ALGORITHM_TREE,               /* whole vectors up to one rank and down again */
     DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */

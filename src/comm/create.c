@@ -25,6 +25,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__recorder_free(comm);
     dtrain__work_blocked_release(comm->blocked, allocator);
     dtrain__free(allocator, comm->split_room);
+    dtrain__free(allocator, comm->meet);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
@@ -68,7 +69,8 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->origin = end->origin;
     comm->members = end->members;
     comm->shared = end->shared;
-    comm->process = getpid();
+    comm->decided = comm->shared != NULL || comm->plane->sharing == NULL;
+    comm->process = dtrain__os_pid();
     comm->desc = *desc;
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
@@ -265,12 +267,12 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     dtrain_transport transport = comm->transport;
     dtrain__error kept = dtrain__thread_error, cause;
     dtrain_work *work = NULL;
-    int forked = comm->process != getpid();
+    int forked = comm->process != dtrain__os_pid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* the parent's threads may have held the locks */
         if (comm->plane->publish != NULL)
             comm->plane->publish(transport.self, NULL, NULL);
-        work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
+        work = comm->plane->in_process ? dtrain__queue_head(comm) : NULL;
     }
     if (work != NULL) { /* peers hear of it, and no longer use the buffers of the handles */
         dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,

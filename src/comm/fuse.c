@@ -102,7 +102,8 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
         return at + 1;
     }
     /* between ranks of one address space a copy pays only if it fits into the post */
-    op.scattered = dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
+    op.scattered =
+        comm->plane->in_process && dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
     if (dtrain__op_reserve(comm, &op, &comm->packed,
                            op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op))) {
         op.in = op.out = comm->packed;

@@ -11,9 +11,10 @@
 #define DTRAIN__FUSED
 #include "op.c"
 #include "recorder.c"
+#include "plan.c"
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__FUSED_INLINE_TOTAL 16384 /* most bytes of inline inputs that one rank reads */
+#define DTRAIN__FUSED_LOOKS 1000u /* between processes, before a rank sleeps */
 
 enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_FINISH };
 
@@ -23,7 +24,7 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
     if (op->kind == DTRAIN__BARRIER)
         return 1;
     return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
-           bytes <= DTRAIN__POST_INLINE_BYTES && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_TOTAL;
+           bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= 16 * comm->shared->inline_bytes;
 }
 
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
@@ -31,12 +32,21 @@ static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain
     return &comm->shared->slots[rank].posts[op->turn & 1];
 }
 
+/* Where a rank's small input lies. */
+static unsigned char *dtrain__fused_data(const dtrain_comm *comm, const dtrain__op *op, int rank)
+{
+    const dtrain__shared *shared = comm->shared;
+    if (shared->inputs == NULL)
+        return dtrain__fused_post_of(comm, op, rank)->data;
+    return shared->inputs + (2 * (size_t)rank + (op->turn & 1)) * shared->inline_bytes;
+}
+
 /* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. Returns 0 without memory.
  */
 static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
 {
     size_t bytes, out_bytes, offset;
-    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out)
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out || !comm->plane->in_process)
         return 1;
     if (dtrain__op_sizes(comm, op, &bytes, &out_bytes, &offset) != DTRAIN_OK ||
         !dtrain__op_reserve(comm, op, &comm->scratch, bytes))
@@ -70,9 +80,9 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     post->counts = op->counts;
     post->offsets = op->offsets;
     if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
-        memcpy(post->data, op->in, dtrain__op_bytes(op));
+        memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
     __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    dtrain__bell_ring(comm->bell);
+    dtrain__shared_ring(comm->shared, comm->rank);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
 }
@@ -152,26 +162,41 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 {
     int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
     if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
-        memcpy(op->out, dtrain__fused_post_of(comm, op, op->root)->data, dtrain__op_bytes(op));
+        memcpy(op->out, dtrain__fused_data(comm, op, op->root), dtrain__op_bytes(op));
     if (!folds || op->count == 0)
         return;
     for (int rank = 0; rank < comm->size; rank++)
-        comm->ins[rank] = dtrain__fused_post_of(comm, op, rank)->data;
+        comm->ins[rank] = dtrain__fused_data(comm, op, rank);
     dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
 }
 
+#define DTRAIN__FUSED_STOPPED_NS 2000000000 /* of another rank that withdraws, which takes microseconds */
+
+/* Makes this rank the one that withdraws. Returns 0 if another one was stopped or killed while it did so. */
+static int dtrain__fused_lock(dtrain_comm *comm, uint64_t *withdrawn)
+{
+    uint64_t *word = &comm->shared->slots[0].withdrawn;
+    int64_t until = dtrain__os_now_ns() + DTRAIN__FUSED_STOPPED_NS;
+    *withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
+    while (!__atomic_compare_exchange_n(word, withdrawn, *withdrawn + 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        *withdrawn &= ~(uint64_t)1;
+        if (!comm->plane->in_process && (dtrain__membership_broken(comm->members) || dtrain__os_now_ns() > until))
+            return 0;
+        sched_yield();
+    }
+    return 1;
+}
+
 /* Withdraws this rank's post by marking it. Returns a peer that has not posted. Returns -1 if all had: then the post
- * stands, and the operation must continue. */
-static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
+ * stands, and the operation must continue. Sets op->touched if nobody can tell: then the group must break. */
+static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
-    uint64_t *arrived = &shared->slots[comm->rank].arrived;
-    uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
+    uint64_t *arrived = &shared->slots[comm->rank].arrived, withdrawn;
     int missing = -1;
-    while (!__atomic_compare_exchange_n(&shared->withdrawn, &withdrawn, withdrawn + 1, 0, __ATOMIC_SEQ_CST,
-                                        __ATOMIC_SEQ_CST)) {
-        withdrawn &= ~(uint64_t)1;
-        sched_yield();
+    if (!dtrain__fused_lock(comm, &withdrawn)) {
+        op->touched = 1;
+        return op->awaited >= 0 ? op->awaited : comm->rank == 0;
     }
     __atomic_store_n(arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
     for (int peer = 0; peer < comm->size && missing < 0; peer++)
@@ -179,8 +204,8 @@ static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
             missing = peer;
     if (missing < 0)
         __atomic_store_n(arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&shared->withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
-    dtrain__bell_ring(comm->bell);
+    __atomic_store_n(&shared->slots[0].withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
+    dtrain__shared_ring(shared, comm->rank);
     return missing;
 }
 
@@ -194,16 +219,31 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
     if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
         op->awaited = missing;
     dtrain__recorder_expire(comm, op);
+    if (op->touched)
+        dtrain__fused_break(comm, op);
     return 1;
+}
+
+/* All ranks have posted an operation whose buffers they cannot reach: it continues by messages. A failure now breaks
+ * the group, as some rank may have sent. Returns whether it has ended. */
+static int dtrain__fused_pass(dtrain_comm *comm, dtrain__op *op)
+{
+    if (!dtrain__fused_agree(comm, op)) {
+        comm->number = op->number;
+        return 1;
+    }
+    op->posted = op->touched = 1;
+    op->phase = DTRAIN__FUSED_POST;
+    op->algorithm = dtrain__plan_select(comm, op);
+    return 0;
 }
 
 /* Returns 1 if the operation has ended; else op->phase says whether all ranks have posted. */
 static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__shared *shared = comm->shared;
     int peer = (int)op->at;
     for (; peer < comm->size; peer++) {
-        int missing, left = dtrain__membership_left(&shared->members, peer);
+        int missing, left = dtrain__membership_left(comm->members, peer);
         if (dtrain__fused_arrived(comm, op, peer))
             continue;
         op->at = (size_t)peer;
@@ -212,22 +252,27 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         left |= missing >= 0; /* it will not post, and nothing has moved */
         if (left)
             dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
-        if (dtrain__membership_broken(&shared->members))
+        if (dtrain__membership_broken(comm->members))
             return dtrain__fused_end_broken(comm, op);
-        if (left && op->phase == DTRAIN__FUSED_GATHER)
+        if (left) {
             dtrain__fused_retract(comm, op);
+            if (op->touched)
+                dtrain__fused_break(comm, op);
+        }
         return left;
     }
     op->at = 0;
-    uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST);
+    uint64_t *word = &comm->shared->slots[0].withdrawn, withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST);
     for (peer = 0; peer < comm->size; peer++)
         if (!dtrain__fused_arrived(comm, op, peer))
             return 0;
-    if (withdrawn % 2 != 0 || __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) != withdrawn)
-        return 0; /* the rank that withdraws rings the bell */
+    if (withdrawn % 2 != 0 || __atomic_load_n(word, __ATOMIC_SEQ_CST) != withdrawn) /* the rank that withdraws rings */
+        return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
     op->awaited = -1;
-    comm->number = op->number;
     comm->turn = op->turn;
+    if (!comm->plane->in_process && !dtrain__fused_inline(comm, op))
+        return dtrain__fused_pass(comm, op);
+    comm->number = op->number;
     if (!dtrain__fused_agree(comm, op) || !dtrain__fused_even(comm, op))
         return 1;
     if (dtrain__fused_inline(comm, op)) {
@@ -366,7 +411,7 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
             return 0;
     }
     __atomic_store_n(&shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
-    dtrain__bell_ring(comm->bell);
+    dtrain__shared_ring(shared, comm->rank);
     op->at = 0;
     op->phase = DTRAIN__FUSED_FINISH;
     return 0;
@@ -376,7 +421,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
     for (int peer = (int)op->at; peer < comm->size; peer++) {
-        int left = dtrain__membership_left(&shared->members, peer);
+        int left = dtrain__membership_left(comm->members, peer);
         if (__atomic_load_n(&shared->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
@@ -390,6 +435,33 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
         return dtrain__membership_broken(comm->members) ? dtrain__fused_end_broken(comm, op) : 0;
     }
     return 1;
+}
+
+/* Waits once between processes: looks again, then sleeps until the doorbell or news of the world. turn: how many waits
+ * came before, since something moved. */
+static void dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t until_ns, int (*ready)(void *), void *context)
+{
+    dtrain__council *council = comm->seat->council;
+    uint32_t *asleep = &comm->shared->slots[comm->rank].asleep;
+    if (turn < DTRAIN__FUSED_LOOKS) {
+        if (comm->shared->crowded)
+            sched_yield();
+        else
+            dtrain__os_pause();
+        return;
+    }
+    uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
+    __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+    if (!ready(context))
+        council->wait(comm->seat, turn, until_ns, seen);
+    __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
+}
+
+/* The service thread cannot advance the operation and will sleep. Returns 1 if it must look once more before. */
+static int dtrain__fused_doze(dtrain_comm *comm)
+{
+    comm->plane->sharing->doze(comm->transport.self);
+    return __atomic_exchange_n(&comm->shared->slots[comm->rank].asleep, 1, __ATOMIC_SEQ_CST) == 0;
 }
 
 /* Advances the operation without waiting, and not much beyond until_ns; returns 1 at its end. */

@@ -32,6 +32,7 @@ typedef enum dtrain__kind {
 } dtrain__kind;
 
 #define DTRAIN__ON_DEVICE ((uint64_t)1 << 32)
+#define DTRAIN__MEETING ((uint64_t)2 << 32)
 #define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: the order is free */
 #define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
 
@@ -47,7 +48,8 @@ typedef struct dtrain__call {
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or elements of a row; 0: shards as of dtrain_shard */
     uint64_t group;
-    uint64_t form;   /* 0: one call; DTRAIN__ON_DEVICE; else the number of calls that were fused */
+    uint64_t
+        form; /* 0: one call; ON_DEVICE, MEETING: see dtrain__op_call_whole; else the number of calls that were fused */
     uint64_t first;  /* the count of the first fused call, or of the call that this is a step of */
     uint64_t digest; /* of the counts of all of them; see dtrain__op_call_whole */
 } dtrain__call;
@@ -111,6 +113,7 @@ typedef struct dtrain__op {
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
     int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
+    int posted;              /* all ranks have posted it, and it continues by messages */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that are prepared; the step whose message is being sent */
@@ -159,10 +162,12 @@ struct dtrain_comm {
     dtrain__seat *seat;
     dtrain__origin *origin;
     dtrain__membership *members;
-    dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
-    int forming;            /* the group is not complete yet */
-    int checks;             /* messages carry a checksum of their data */
-    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
+    dtrain__shared *shared;    /* NULL: the ranks share no posts */
+    struct dtrain__meet *meet; /* of processes, while they find out whether they share posts */
+    int decided;               /* they know */
+    int forming;               /* the group is not complete yet */
+    int checks;                /* messages carry a checksum of their data */
+    int node_ranks;            /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
     pid_t process;         /* the one that made the group */
@@ -243,11 +248,11 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
 /* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */
 static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
 {
-    if (comm->process == getpid())
+    if (comm->process == dtrain__os_pid())
         return DTRAIN_OK;
     return dtrain__fail(error, DTRAIN_ERR_INVALID,
                         "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
-                        call, (long)comm->process, (long)getpid());
+                        call, (long)comm->process, (long)dtrain__os_pid());
 }
 
 /* The deadline of a call of the group that begins at now. */

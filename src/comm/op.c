@@ -129,11 +129,19 @@ typedef struct dtrain__text {
     char text[160];
 } dtrain__text;
 
-/* What the caller called. For a step of a call on memory of devices that is the whole call, kept in the digest. */
+/* Packs the call that a step belongs to, and the step's number: see dtrain__op_call_whole. */
+static uint64_t dtrain__op_pack(const dtrain__op *whole, int step)
+{
+    return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
+           (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
+}
+
+/* What the caller called. For a step of a call on memory of devices, and for what ranks say to each other before their
+ * first collective, that is the whole call, kept in the digest. */
 static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
 {
     dtrain__call whole = *call;
-    if (call->form != DTRAIN__ON_DEVICE)
+    if (call->form < DTRAIN__ON_DEVICE)
         return whole;
     whole.kind = call->digest & 0x7f;
     whole.op = call->digest >> 8 & 0xffff;
@@ -215,7 +223,7 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     dtrain__call call = dtrain__op_call(comm, op, 0);
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
                 theirs->op == call.op && theirs->root == call.root &&
-                (theirs->count == call.count || call.form == DTRAIN__ON_DEVICE) && theirs->form == call.form &&
+                (theirs->count == call.count || call.form >= DTRAIN__ON_DEVICE) && theirs->form == call.form &&
                 theirs->first == call.first && theirs->digest == call.digest;
     if (theirs->ranks != (uint64_t)comm->size)
         return dtrain__fail(
@@ -242,7 +250,10 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order%s",
                         mine.text, peer, other.text, comm->rank, mine.text,
-                        theirs->kind != call.kind && !dtrain__op_is_message(op) ? DTRAIN__ONE_RANK_ALONE : "");
+                        dtrain__op_call_whole(theirs).kind != dtrain__op_call_whole(&call).kind &&
+                                !dtrain__op_is_message(op)
+                            ? DTRAIN__ONE_RANK_ALONE
+                            : "");
 }
 
 /* Both made the same call, but the sender gives another number of bytes than the receiver expects. */

@@ -104,6 +104,13 @@ static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t 
                                                                                               : DTRAIN_ALGORITHM_TREE;
 }
 
+/* Whether a collective is posted if the ranks share posts. */
+static int dtrain__plan_fuses(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain_algorithm asked = comm->asked[op->kind];
+    return !dtrain__op_is_message(op) && (asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED);
+}
+
 static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = dtrain__op_bytes(op);
@@ -111,7 +118,8 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     dtrain_algorithm asked = comm->asked[op->kind];
     if (dtrain__op_is_message(op))
         return DTRAIN_ALGORITHM_AUTO;
-    if (comm->shared != NULL && (asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+    int fused = comm->shared != NULL && !op->posted;
+    if (fused && dtrain__plan_fuses(comm, op))
         return DTRAIN_ALGORITHM_FUSED;
     if (op->counts != NULL && dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
@@ -119,7 +127,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
         asked = DTRAIN_ALGORITHM_TREE;
     if (dtrain__plan_exists(comm, op->kind, asked))
         return asked;
-    if (comm->shared != NULL && !dtrain__op_reduces(op))
+    if (fused && comm->plane->in_process && !dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_FUSED;
     switch (op->kind) {
     case DTRAIN__ALL_REDUCE: return dtrain__plan_all_reduce(comm, bytes);

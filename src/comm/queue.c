@@ -9,6 +9,7 @@
 #include "op.c"
 #include "fused.c"
 #include "message.c"
+#include "meet.c"
 #include "recorder.c"
 #include "trace.c"
 DTRAIN__FAST_BEGIN
@@ -35,13 +36,14 @@ struct dtrain__service {
  */
 static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    if (dtrain__op_is_fused(op)) {
-        int ended = dtrain__fused_advance(comm, op, wait_ns);
+    int ended;
+    if (dtrain__op_is_fused(op) && comm->decided) {
+        ended = dtrain__fused_advance(comm, op, wait_ns);
         if (!ended)
             dtrain__recorder_start(comm, op);
         return ended;
     }
-    if (comm->shared != NULL && wait_ns != INT64_MAX && comm->desc.progress == DTRAIN_PROGRESS_THREAD) {
+    if (comm->plane->in_process && wait_ns != INT64_MAX && comm->desc.progress == DTRAIN_PROGRESS_THREAD) {
         wait_ns = 0; /* this thread drives other ranks' queues as well */
     } else if (wait_ns != 0) {
         /* in slices, so that the log can name the awaited rank long before the deadline, and an abort is seen */
@@ -49,11 +51,20 @@ static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait
         slice = slice < op->deadline_ns ? slice : op->deadline_ns;
         wait_ns = wait_ns < slice ? wait_ns : slice;
     }
+    if (op->phase == 0 && !comm->plane->in_process && !op->posted && !dtrain__op_is_message(op)) {
+        if (!comm->decided && dtrain__plan_fuses(comm, op) && !dtrain__meet_advance(comm, op, wait_ns, &ended))
+            return ended;
+        op->algorithm = dtrain__plan_select(comm, op); /* it may have been chosen before that was known */
+        if (dtrain__op_is_fused(op))
+            return dtrain__queue_advance(comm, op, wait_ns);
+    }
     return dtrain__message_advance(comm, op, wait_ns);
 }
 
 static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
 {
+    if (!comm->decided && comm->meet != NULL && op->phase == 0 && dtrain__plan_fuses(comm, op))
+        return dtrain__meet_expire(comm, op);
     if (dtrain__op_is_fused(op))
         return dtrain__fused_expire(comm, op);
     dtrain__recorder_expire(comm, op);
@@ -164,7 +175,7 @@ static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t 
         int64_t now, slice;
         int crowded, alone = comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL;
         *moved |= sweep.moved;
-        if (sweep.finished || comm->shared != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
+        if (sweep.finished || comm->plane->in_process || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
             return sweep.finished;
         /* there is more than one call of the transport can wait for */
         crowded = sweep.others > 0 || alone;
@@ -202,12 +213,13 @@ static int dtrain__queue_ready(void *pointer)
  * drive_mutex. Returns whether anything moved. */
 static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 {
-    int64_t slice_ns = comm->shared != NULL ? until_ns : 0;
+    int in_process = comm->plane->in_process;
+    int64_t slice_ns = in_process ? until_ns : 0;
     int any = 0;
     dtrain_work *work;
     comm->poll_until_ns = until_ns;
     while ((work = dtrain__queue_head(comm)) != NULL) {
-        int ended, moved = 0, others = comm->shared != NULL && !dtrain__op_is_fused(&work->op);
+        int ended, moved = 0, others = in_process && !dtrain__op_is_fused(&work->op);
         if (dtrain__op_is_one_way(&work->op)) {
             ended = dtrain__queue_messages(comm, work, slice_ns, &moved);
         } else { /* between ranks of one address space this thread drives other ranks' queues as well */
@@ -269,13 +281,13 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
 {
     dtrain__queue_call wait = {comm, op, message, until_ns, 0, 0};
     int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns, awake_ns = 0;
-    int bell = dtrain__op_is_fused(op) || (message != NULL && comm->shared != NULL);
-    int sleeps = bell || (comm->shared != NULL && until_ns != INT64_MAX &&
-                          comm->desc.progress == DTRAIN_PROGRESS_THREAD); /* dtrain__queue_advance does not wait then */
+    int in_process = comm->plane->in_process;
     size_t progress = dtrain__queue_progress(op);
     for (unsigned turn = 0;; turn++) {
         int64_t span = INT64_MAX, soon = INT64_MAX; /* then this rank's other groups are looked at again */
-        if (turn >= comm->bell->spins || !bell)
+        int fused = dtrain__op_is_fused(op), bell = fused || (message != NULL && in_process);
+        unsigned spins = fused && !in_process ? DTRAIN__FUSED_LOOKS : comm->bell->spins;
+        if (turn >= spins || !bell)
             span = dtrain__queue_help(comm, until_ns, &awake_ns);
         if (span != INT64_MAX)
             soon = dtrain__os_now_ns() + span;
@@ -285,7 +297,7 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
         if (wait.moved || dtrain__queue_progress(op) != progress)
             turn = 0;
         progress = dtrain__queue_progress(op);
-        if (turn > comm->bell->spins || !bell) {
+        if (turn > spins || !bell) {
             if (message == NULL && dtrain__recorder_late(comm, op) && dtrain__queue_expire(comm, op))
                 return 1;
             if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
@@ -293,7 +305,10 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
         }
         if (span == 0)
             sched_yield();
-        else if (sleeps)
+        else if (dtrain__op_is_fused(op) && !in_process)
+            dtrain__fused_wait(comm, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
+        else if (bell || (in_process && until_ns != INT64_MAX &&
+                          comm->desc.progress == DTRAIN_PROGRESS_THREAD)) /* dtrain__queue_advance does not wait then */
             dtrain__bell_wait(comm->bell, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
         if (wait.ended)
             return 1;
@@ -303,6 +318,13 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
 DTRAIN__FAST_END
 
 /* ---- the service ---- */
+
+/* The service thread holds drive_mutex and will sleep. Returns 1 if it must look once more before. */
+static int dtrain__queue_doze(dtrain_comm *comm)
+{
+    dtrain_work *head = dtrain__queue_head(comm);
+    return head != NULL && dtrain__op_is_fused(&head->op) && !comm->plane->in_process && dtrain__fused_doze(comm);
+}
 
 /* Advances all groups without waiting for a peer. Returns how long there is nothing to do unless something comes. */
 static int64_t dtrain__service_drive(dtrain__service *service)
@@ -318,7 +340,7 @@ static int64_t dtrain__service_drive(dtrain__service *service)
         if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {
             most = 1000000; /* whoever drives it may leave work behind */
         } else {
-            if (dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS))
+            if (dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS) || dtrain__queue_doze(comm))
                 most = 0;
             pthread_mutex_unlock(&comm->drive_mutex);
         }

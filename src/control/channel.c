@@ -18,6 +18,9 @@ static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
     dtrain__stream_cut(stream);
 }
 
+/* Frees the memory that the members share. Defined in arena.c. */
+static void dtrain__arena_free(dtrain__channel *channel);
+
 static void dtrain__channel_free(dtrain__channel *channel)
 {
     dtrain__hub *hub = channel->hub;
@@ -30,6 +33,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     }
     dtrain__free(hub->allocator, channel->lanes);
     dtrain__free(hub->allocator, channel->peers);
+    dtrain__arena_free(channel);
     dtrain__seat_free(&channel->seat);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
@@ -137,17 +141,21 @@ static void dtrain__channel_destroy(void *self)
     dtrain__hub_free(hub, forked);
 }
 
-/* Waits for one of fds, for news, or for until_ns. If nobody else runs the hub, this call does. `seen` is the value of
- * `news` before the caller last looked. Without a service thread, whoever runs the hub may stop at any time. */
+/* Waits for one of fds, for news, for the doorbell, or for until_ns. fds has room for one more. If nobody else runs the
+ * hub, this call does. `seen` is the value of `news` before the caller last looked. Without a service thread, whoever
+ * runs the hub may stop at any time. */
 static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
     dtrain__hub *hub = channel->hub;
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
     if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
+        dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
         if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
         pthread_mutex_unlock(&hub->step_mutex);
+        if (channel->arena != NULL)
+            dtrain__channel_awake(channel, 0);
         return;
     }
     __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
@@ -155,7 +163,7 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
         dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
         dtrain__hub_poll(fds, count, until_ns < soon ? until_ns : soon);
         if (fds[count - 1].revents != 0)
-            dtrain__net_drain(channel->wake[0]);
+            dtrain__channel_awake(channel, 0);
     }
     __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
 }

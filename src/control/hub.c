@@ -47,6 +47,7 @@ typedef struct dtrain__peer {
 } dtrain__peer;
 
 typedef struct dtrain__hub dtrain__hub;
+typedef struct dtrain__arena dtrain__arena;
 
 typedef struct dtrain__channel {
     dtrain__seat seat; /* first; written with the hub's mutex held */
@@ -56,8 +57,10 @@ typedef struct dtrain__channel {
     int attend;          /* some lane needs a step */
     int wake[2];         /* a pipe that wakes the waiting caller */
     uint32_t waiting;
-    int awaiting;      /* some peer has a nonzero awaits */
-    dtrain__tell last; /* writes what this rank does; may be NULL */
+    uint32_t dozing;      /* the service thread waits for the doorbell, which is `wake` */
+    int awaiting;         /* some peer has a nonzero awaits */
+    dtrain__arena *arena; /* NULL: the members share no memory */
+    dtrain__tell last;    /* writes what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
 
@@ -154,7 +157,7 @@ static void dtrain__hub_tell(dtrain__hub *hub)
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))
         if (__atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
-            dtrain__net_poke(channel->wake[1]);
+            dtrain__os_poke(channel->wake[1]);
 }
 
 /* Asks whoever steps to look again. A thread that is about to step will look anyway. */
@@ -162,7 +165,17 @@ static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 {
     __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
-        dtrain__net_poke(hub->kick[1]);
+        dtrain__os_poke(hub->kick[1]);
+}
+
+/* Empties the pipe that wakes a caller, and, if it is awaited, the service thread. Each leaves the other a byte. */
+static void dtrain__channel_awake(dtrain__channel *channel, int service)
+{
+    dtrain__net_drain(channel->wake[0]);
+    if (service && __atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
+        dtrain__os_poke(channel->wake[1]);
+    if (!service && __atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
+        dtrain__hub_kick(channel->hub);
 }
 
 /* Queues a warning for the log; the caller holds the mutex. The last of many at once are dropped. */

@@ -169,7 +169,7 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     return status;
 }
 
-static const dtrain__plane dtrain__mux_plane = {0,    1,   dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL,
+static const dtrain__plane dtrain__mux_plane = {0,    1,   dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL, NULL,
                                                 NULL, NULL};
 
 /* Makes this rank's end of the world over a user's table, which stays the user's on an error. */

@@ -216,6 +216,19 @@ typedef struct dtrain__agreement {
 /* Writes what a rank does, in bytes that only its owner understands. *awaits: the rank that it waits for, or -1. */
 typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
 
+#define DTRAIN__SHARING_BYTES 64 /* of an offer, and of a verdict */
+
+/* How processes come to share the memory in which they post collectives: see >>arena. */
+typedef struct dtrain__sharing {
+    /* Writes this rank's offer. Returns 0 if all ranks know that there is nothing to share. */
+    int (*offer)(void *self, unsigned char *offer);
+    /* Opens the offers of all ranks, and writes this rank's verdict over its own. */
+    void (*open)(void *self, unsigned char *offers);
+    /* Takes the verdicts of all ranks. Returns NULL if one was bad. */
+    struct dtrain__shared *(*keep)(void *self, const unsigned char *verdicts);
+    void (*doze)(void *self); /* the service thread will sleep, and a peer's post is to wake it */
+} dtrain__sharing;
+
 struct dtrain__plane {
     int in_process; /* ranks are threads of one process, which owns what was given to publish, as peers may read it */
     int checks;     /* messages carry a checksum of their data, unless the desc forbids it */
@@ -232,6 +245,7 @@ struct dtrain__plane {
     size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
     void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, if known */
     void (*rest)(void *self); /* the service thread is about to look at this group's work */
+    const dtrain__sharing *sharing;
 };
 
 /* Returns a number that this process gives to no other group. */

@@ -454,9 +454,12 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     for (dtrain__channel *channel = dtrain__channel_first(hub); serviced && channel != NULL;
-         channel = dtrain__channel_next(channel))
+         channel = dtrain__channel_next(channel)) {
         if (dtrain__hub_watch_awaited(channel, &count))
             until_ns = 0;
+        if (__atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
+            dtrain__hub_watch(hub, &count, channel->wake[0], POLLIN);
+    }
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&hub->mutex);
     if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
@@ -467,6 +470,10 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     if (hub->fds[0].revents != 0)
         dtrain__net_drain(hub->kick[0]);
     pthread_mutex_lock(&hub->mutex);
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
+         channel = dtrain__channel_next(channel))
+        if (__atomic_exchange_n(&channel->dozing, 0u, __ATOMIC_SEQ_CST) != 0)
+            dtrain__channel_awake(channel, 1);
     dtrain__hub_work(hub);
     if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined)
         notes = hub->notes;

@@ -3,6 +3,7 @@
 #ifndef DTRAIN__SOCKET_PLANE
 #define DTRAIN__SOCKET_PLANE
 #include "../transport/socket.c"
+#include "arena.c"
 
 static void dtrain__socket_plane_end(dtrain__end *end, dtrain__channel *channel)
 {
@@ -119,7 +120,8 @@ static const dtrain__plane dtrain__socket_plane = {0,
                                                    dtrain__socket_plane_publish,
                                                    dtrain__socket_plane_last,
                                                    dtrain__socket_plane_suspect,
-                                                   dtrain__socket_plane_rest};
+                                                   dtrain__socket_plane_rest,
+                                                   &dtrain__arena_sharing};
 
 /* Makes this process's end of a new world, which is still to form. */
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,

@@ -111,20 +111,13 @@ static size_t dtrain__device_span(const dtrain_device_group *group, const dtrain
     return span;
 }
 
-/* Packs the call on memory of devices that a step belongs to, and the step's number: see dtrain__op_call_whole. */
-static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
-{
-    return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
-           (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
-}
-
 /* Gives the text of a call for errors. */
 static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__op *whole, uint64_t number)
 {
     dtrain__op op = dtrain__op_of(whole->kind, NULL, NULL, 0, DTRAIN_U8);
     op.form = DTRAIN__ON_DEVICE;
     op.first = whole->count;
-    op.digest = dtrain__device_digest(whole, 0);
+    op.digest = dtrain__op_pack(whole, 0);
     op.number = number;
     return dtrain__op_text(comm, &op);
 }
@@ -149,7 +142,7 @@ static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrai
     op->root = op->kind == DTRAIN__BROADCAST ? whole->root : 0;
     op->form = DTRAIN__ON_DEVICE;
     op->first = whole->count;
-    op->digest = dtrain__device_digest(whole, step);
+    op->digest = dtrain__op_pack(whole, step);
     op->whole_parts = whole->counts != NULL ? dtrain__op_parts_hash(group->comm, whole) : 0;
     return dtrain__work_call(group->comm, op, NULL);
 }

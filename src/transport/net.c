@@ -241,10 +241,9 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
         out[(*count)++].bytes = at->ai_addrlen;
     }
     freeaddrinfo(list);
-    return *count > 0
-               ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_IO,
-                              "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
+    return *count > 0 ? DTRAIN_OK
+                      : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                                     "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
 }
 
 /* Reads an address in numbers, or the path of a unix socket. */
@@ -528,10 +527,21 @@ static int dtrain__net_pipe(int ends[2])
     return error;
 }
 
-static void dtrain__net_poke(int fd)
+/* Opens a pipe of another process of this user, to write to it. Returns -1 if it is not the pipe with this inode. It is
+ * open for reading too, so that no signal comes when the other process has died. */
+static int dtrain__net_pipe_open(pid_t process, int fd, uint64_t inode)
 {
-    ssize_t ignored = write(fd, "", 1);
-    (void)ignored; /* a full pipe wakes a poll() too */
+    char path[64];
+    struct stat what;
+    int own = -1;
+    snprintf(path, sizeof path, "/proc/%ld/fd/%d", (long)process, fd);
+    if (stat(path, &what) == 0 && S_ISFIFO(what.st_mode) && (uint64_t)what.st_ino == inode)
+        own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (own >= 0 && (fstat(own, &what) != 0 || !S_ISFIFO(what.st_mode) || (uint64_t)what.st_ino != inode)) {
+        close(own);
+        own = -1;
+    }
+    return own;
 }
 
 static void dtrain__net_drain(int fd)

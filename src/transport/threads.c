@@ -35,26 +35,46 @@ typedef struct dtrain__device_word {
 } dtrain__device_word;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
-    uint64_t finished; /* turn of the last operation whose buffers this rank no longer reads */
+    uint64_t arrived;   /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
+    uint64_t finished;  /* turn of the last operation whose buffers this rank no longer reads */
+    uint64_t withdrawn; /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it */
     uint32_t inside;
+    uint32_t asleep; /* between processes: this rank waits for its doorbell */
     dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
 typedef struct dtrain__shared {
-    dtrain__bell bell;
-    uint64_t withdrawn; /* counts 2 for each try to withdraw a post; odd while a rank does it */
-    dtrain__membership members;
-    dtrain__slot *slots; /* one for each rank */
+    dtrain__bell bell; /* unused between processes */
+    dtrain__membership *members;
+    dtrain__slot *slots;   /* one for each rank */
+    size_t inline_bytes;   /* up to here a rank's input lies in its post */
+    unsigned char *inputs; /* between processes: those inputs, two of inline_bytes for each rank */
+    const int *doorbells;  /* between processes: what wakes each rank */
+    int crowded;           /* between processes: there are more ranks than processors */
 } dtrain__shared;
+
+/* Wakes the ranks that wait for this one. */
+static void dtrain__shared_ring(dtrain__shared *shared, int rank)
+{
+    if (shared->doorbells == NULL) {
+        dtrain__bell_ring(&shared->bell);
+        return;
+    }
+    for (int peer = 0; peer < shared->members->size; peer++) {
+        uint32_t *asleep = &shared->slots[peer].asleep;
+        if (peer != rank && __atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 &&
+            __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
+            dtrain__os_poke(shared->doorbells[peer]);
+    }
+}
 
 /* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
 static int dtrain__shared_enter(dtrain__shared *shared, int rank)
 {
     __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
-    if (!dtrain__membership_broken(&shared->members))
+    if (!dtrain__membership_broken(shared->members))
         return 1;
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
     return 0;
@@ -65,10 +85,11 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
 }
 
-/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. */
+/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. Processes never do.
+ */
 static void dtrain__shared_revoke(dtrain__shared *shared, int rank)
 {
-    for (int peer = 0; peer < shared->members.size; peer++)
+    for (int peer = 0; shared->doorbells == NULL && peer < shared->members->size; peer++)
         while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST))
             sched_yield();
 }
@@ -105,6 +126,7 @@ typedef struct dtrain__threads_world {
 
 struct dtrain__threads_group {
     dtrain__shared shared;
+    dtrain__membership members;
     int ends; /* how many ranks have joined and not left */
     dtrain__threads_world *world;
     dtrain__threads_rank *ranks;
@@ -115,7 +137,7 @@ struct dtrain__threads_group {
 
 static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
 {
-    return &group->rings[(size_t)from * (size_t)group->shared.members.size + (size_t)to];
+    return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
 }
 
 /* Moves bytes into the ring or out of it. Returns how many. None if the counters cannot be right: they may lie in
@@ -248,13 +270,13 @@ static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t unti
 
 static void dtrain__threads_free(dtrain__threads_group *group)
 {
-    size_t size = (size_t)group->shared.members.size;
+    size_t size = (size_t)group->members.size;
     dtrain_allocator *allocator = group->world->allocator;
     for (size_t i = 0; group->rings != NULL && i < size * size; i++)
         dtrain__free(allocator, group->rings[i]);
     for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
         dtrain__free(allocator, group->ranks[rank].record);
-    dtrain__membership_free(&group->shared.members, allocator);
+    dtrain__membership_free(&group->members, allocator);
     dtrain__free(allocator, group->rings);
     dtrain__free(allocator, group->shared.slots);
     dtrain__free(allocator, group->ranks);
@@ -363,10 +385,12 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
     group->shared.bell.spins =
         size <= dtrain__os_processors() ? 100 : 0; /* about 5 us; other programs need the processors too */
     group->shared.bell.also = &world->bell;
+    group->shared.members = &group->members;
+    group->shared.inline_bytes = DTRAIN__POST_INLINE_BYTES;
     group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
     group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
     group->rings = (dtrain__threads_ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
-    if (dtrain__membership_open(&group->shared.members, allocator, size) && group->shared.slots != NULL &&
+    if (dtrain__membership_open(&group->members, allocator, size) && group->shared.slots != NULL &&
         group->ranks != NULL && group->rings != NULL)
         return group;
     dtrain__threads_free(group);
@@ -385,8 +409,8 @@ static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain_
     if (good) {
         seat = &group->ranks[desc->rank].seat;
         group->ranks[desc->rank].group = group;
-        good = dtrain__seat_open(seat, &world->council, desc->id, &group->shared.members, desc->worlds, desc->size,
-                                 desc->rank);
+        good =
+            dtrain__seat_open(seat, &world->council, desc->id, &group->members, desc->worlds, desc->size, desc->rank);
     }
     if (good) {
         group->ends++;
@@ -453,7 +477,7 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 }
 
 static const dtrain__plane dtrain__threads_plane = {
-    1, 0, dtrain__threads_join, NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
+    1, 0, dtrain__threads_join, NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL, NULL};
 
 /* Makes a new world, and a group that `size` ranks have joined. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)

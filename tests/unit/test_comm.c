@@ -448,7 +448,7 @@ TEST(no_rank_commits_while_another_takes_its_post_back)
     memset(&desc, 0, sizeof desc);
     desc.progress = DTRAIN_PROGRESS_POLL;
     CHECK_EQ(dtrain_threads_create(comms, 3, &desc), DTRAIN_OK);
-    uint64_t *withdrawn = &comms[0]->shared->withdrawn;
+    uint64_t *withdrawn = &comms[0]->shared->slots[0].withdrawn;
     for (int i = 0; i < 3; i++) {
         CHECK_EQ(dtrain_all_reduce_async(comms[i], &x[i], &x[i], 1, DTRAIN_F32, DTRAIN_SUM, &work[i]), DTRAIN_OK);
         *withdrawn += i == 2; /* somebody is at it */

@@ -235,6 +235,7 @@ static int shares(dtrain_comm *world, scene *s)
             CHECK_CONTAINS(way, expected->way);
     }
     CHECK((shared > 0) == expected->shared);
+    CHECK((world->shared != NULL) == expected->shared);
     if (dtrain_comm_rank(world) == 0) {
         char path[] = "/tmp/dtrain-test-ways-XXXXXX", text[16384] = "";
         int fd = mkstemp(path);
@@ -297,6 +298,155 @@ TEST(ranks_of_a_host_share_memory_unless_told_not_to)
     if (scene_has_unix())
         meet("unix", "", 1, 0, "unix socket, no shared memory: DTRAIN_TRANSPORT asks for none");
     meet(NULL, "", 1, 1, "no shared memory: the connection is sealed");
+}
+
+/* ---- posts in memory that all ranks share ---- */
+
+static int posts(const dtrain_comm *world)
+{
+    if (world->shared == NULL)
+        printf("skipped: ranks share no memory here\n");
+    return world->shared != NULL;
+}
+
+static int shares_nothing(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    (void)s;
+    for (int turn = 0; turn < 3; turn++, x /= 3) {
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+        CHECK(x == 3);
+    }
+    CHECK(world->shared == NULL && CHANNEL(world)->arena == NULL);
+    return 0;
+}
+
+TEST(one_rank_that_cannot_share_makes_all_send_messages)
+{
+    for (int rank = 0; rank < 3; rank++) {
+        scene s;
+        pid_t pids[3];
+        scene_begin(&s, 3, 0);
+        for (int r = 0; r < 3; r++) {
+            if (r == rank) {
+                setenv("DTRAIN_WITHOUT", "shm", 1);
+                __atomic_store_n(&dtrain__os_without_mask, 0u, __ATOMIC_RELAXED);
+            }
+            pids[r] = start_rank(&s, r, shares_nothing);
+            if (r == rank) {
+                unsetenv("DTRAIN_WITHOUT");
+                __atomic_store_n(&dtrain__os_without_mask, 0u, __ATOMIC_RELAXED);
+            }
+        }
+        for (int r = 0; r < 3; r++)
+            CHECK_EQ(end_of(pids[r], 30), 0);
+    }
+}
+
+/* Ranks come late by turns, so that each of them sleeps and is woken: a caller, the service thread, and a caller that
+ * polls. */
+static int comes_late(dtrain_comm *world, scene *s)
+{
+    static float x[6001], y[6001];
+    int rank = dtrain_comm_rank(world);
+    (void)s;
+    for (uint64_t turn = 0; turn < 200; turn++) {
+        size_t n = 1 + (size_t)(dtrain_random_u64(turn, 1) % (turn % 3 == 0 ? 5999 : 19));
+        dtrain_work *work = NULL;
+        for (size_t i = 0; i < n; i++)
+            x[i] = y[i] = (float)(rank + 1);
+        if (dtrain_random_u64(turn, 2) % 3 == (uint64_t)rank)
+            usleep((useconds_t)(dtrain_random_u64(turn, 3) % 3000));
+        CHECK_EQ(dtrain_all_reduce_async(world, y, y, n, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+        while (turn % 4 == 0 && !dtrain_work_done(work)) {
+            if (world->desc.progress == DTRAIN_PROGRESS_POLL)
+                CHECK_EQ(dtrain_comm_poll(world, 100), DTRAIN_OK);
+            usleep(100);
+        }
+        if (turn % 2 == 0)
+            CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        CHECK_EQ(dtrain_all_reduce(world, x, x, n, DTRAIN_F32, DTRAIN_MAX), DTRAIN_OK);
+        if (turn % 2 == 1)
+            CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        CHECK(x[0] == 3 && x[n - 1] == 3 && y[0] == 6 && y[n - 1] == 6);
+        if (turn % 10 == 0)
+            CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+        CHECK_EQ(dtrain_broadcast(world, x, n, DTRAIN_F32, (int)(turn % 3)), DTRAIN_OK);
+    }
+    return 0;
+}
+
+TEST(ranks_that_come_late_are_waited_for_and_wake_the_others)
+{
+    for (int polls = 0; polls < 2; polls++) {
+        scene s;
+        scene_begin(&s, 3, 0);
+        s.desc.progress = polls ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        run_ranks(&s, comes_late);
+    }
+}
+
+/* What rank 1 does to the memory before it is killed or stopped. */
+typedef enum misdeed { DIES, HOLDS_AND_DIES, HOLDS_AND_STOPS, LIES } misdeed;
+
+static int suffers_rank_1(dtrain_comm *world, scene *s)
+{
+    misdeed what = *(const misdeed *)s->user;
+    float x[2] = {1, 1};
+    double begin = now_s();
+    dtrain_status status = DTRAIN_OK;
+    CHECK_EQ(dtrain_all_reduce(world, x, x, 2, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    if (!posts(world))
+        return 0;
+    if (dtrain_comm_rank(world) == 1) {
+        usleep(100000); /* the others have ended the call */
+        if (what == HOLDS_AND_DIES || what == HOLDS_AND_STOPS)
+            __atomic_store_n(&world->shared->slots[0].withdrawn, 7u, __ATOMIC_SEQ_CST);
+        if (what == LIES) {
+            memset(world->shared->slots[1].posts, 0xff, sizeof world->shared->slots[1].posts);
+            memset(world->shared->inputs, 0xff, 6 * world->shared->inline_bytes);
+            __atomic_store_n(&world->shared->slots[1].finished, UINT64_MAX, __ATOMIC_SEQ_CST);
+            __atomic_store_n(&world->shared->slots[1].arrived, UINT64_MAX, __ATOMIC_SEQ_CST);
+            usleep(300000);
+        }
+        kill(getpid(), what == HOLDS_AND_STOPS ? SIGSTOP : SIGKILL);
+        _exit(0);
+    }
+    while (status == DTRAIN_OK && now_s() - begin < 20)
+        status = dtrain_all_reduce(world, x, x, 1, DTRAIN_F32, DTRAIN_MAX);
+    CHECK(now_s() - begin < 15);
+    if (what == LIES) {
+        CHECK_EQ(status, DTRAIN_ERR_MISMATCH);
+        CHECK_CONTAINS(dtrain_last_error(), ": rank 1 is in a group of 18446744073709551615 ranks");
+    } else if (what == HOLDS_AND_STOPS) {
+        CHECK(status == DTRAIN_ERR_TIMEOUT || status == DTRAIN_ERR_PEER_LOST);
+        CHECK_CONTAINS(dtrain_last_error(), "the group is broken");
+    } else {
+        CHECK_EQ(status, DTRAIN_ERR_PEER_LOST);
+        CHECK_CONTAINS(dtrain_last_error(), "rank 1");
+    }
+    return 0;
+}
+
+TEST(a_rank_that_dies_stops_or_lies_ends_the_others_calls)
+{
+    static misdeed what;
+    for (what = DIES; what <= LIES; what++) {
+        scene s;
+        pid_t pids[3];
+        scene_begin(&s, 3, 0);
+        s.user = &what;
+        s.desc.timeout_ms = what == HOLDS_AND_STOPS ? 500 : 10000;
+        dtrain_set_log(quiet, NULL);
+        for (int rank = 0; rank < 3; rank++)
+            pids[rank] = start_rank(&s, rank, suffers_rank_1);
+        CHECK_EQ(end_of(pids[0], 30), 0);
+        CHECK_EQ(end_of(pids[2], 30), 0);
+        kill(pids[1], SIGKILL);
+        kill(pids[1], SIGCONT);
+        end_of(pids[1], 10);
+        dtrain_set_log(NULL, NULL);
+    }
 }
 
 TEST(a_transport_that_is_none_is_refused)
