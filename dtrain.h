@@ -174,7 +174,8 @@
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
  *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
- *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, ipv6, pkeys (see CONTRIBUTING.md)
+ *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, ipv6, shm, huge, pkeys (see
+ *         CONTRIBUTING.md)
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are in TMPDIR/dtrain-UID; in /tmp/dtrain-UID if it is unset, relative or
  *                             longer than 44 bytes
@@ -1758,7 +1759,8 @@ typedef enum dtrain_progress {
  *
  * SHARED MEMORY. Two processes of one host share memory where the system lets one open the other's, as Linux does
  * within one user and one container. It carries what their connection would; the connection stays and shows when a
- * process dies. Sealed connections share none. DTRAIN_TRANSPORT is always read:
+ * process dies. If all ranks of a group share memory, inputs of up to 8 KiB need no message, and memory of
+ * dtrain_comm_alloc needs none at all. Sealed connections share none. DTRAIN_TRANSPORT is always read:
  *
  *   unset   shared memory where it can be had, else the connection
  *   shm     the same, and a warning in the log where it cannot be had
@@ -2293,6 +2295,32 @@ extern "C" {
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group);
+
+/* Gives every rank memory that the other ranks on its host map, too. Processes do collectives on it in place.
+ *
+ * Between processes of one host a large collective is about three times as fast if all its buffers are such memory.
+ * Each rank then reads and writes the buffers of the others. Any address inside counts. It works in comm and in every
+ * group made from it. Ranks of one process get memory of their own. So do ranks that share none (see
+ * dtrain_comm_desc).
+ *
+ *   bytes     this rank's; ranks may ask for different sizes. 0 gives an address, too
+ *   pointer   out: zeroed memory, aligned to 64 bytes; NULL on an error
+ *   errors    the same on every rank, and then none has memory: as dtrain_all_gather; and
+ *             DTRAIN_ERR_MEMORY   there is too little; the text says on which rank
+ *             DTRAIN_ERR_INVALID  pointer is NULL, or a fuse is open: on this rank alone
+ *   lifetime  until dtrain_comm_free: it outlives comm and lost ranks. A forked child shares it with its parent
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **pointer);
+
+/* Frees this rank's memory of dtrain_comm_alloc; NULL is legal.
+ *
+ * No call may use it any more. The system gets the memory back when all ranks that map it have freed it or ended.
+ *
+ *   pointer   as dtrain_comm_alloc gave it; any other is logged as an error
+ *
+ * any thread */
+DTRAIN_API void dtrain_comm_free(void *pointer);
 
 /* Makes a working group of the ranks of comm that are left, in their old order.
  *
@@ -5777,7 +5805,7 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
 static const char *const dtrain__os_without_names[] = {"pkeys", "avx512", "avx2", "populate", "mremap", "pagemap",
-                                                       "memfd", "unix",   "ipv6", "mprotect", "shm"};
+                                                       "memfd", "unix",   "ipv6", "mprotect", "shm",    "huge"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {
@@ -6142,6 +6170,26 @@ static int dtrain__os_read_text(const char *path, char *text, size_t room)
     return n >= 0 ? (int)n : -error;
 }
 
+/* Returns a number from a text of the system, after a word in it; fallback if there is none. */
+static uint64_t dtrain__os_read_number(const char *path, const char *word, uint64_t fallback)
+{
+    char text[512];
+    unsigned long long value;
+    dtrain__os_read_text(path, text, sizeof text);
+    const char *at = strstr(text, word);
+    return at != NULL && sscanf(at + strlen(word), "%llu", &value) == 1 ? value : fallback;
+}
+
+/* Returns the bytes that this process can still get: more, and the system would kill a process. */
+static uint64_t dtrain__os_memory_left(void)
+{
+    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10);
+    uint64_t most = dtrain__os_read_number("/sys/fs/cgroup/memory.max", "", UINT64_MAX);
+    uint64_t used = dtrain__os_read_number("/sys/fs/cgroup/memory.current", "", 0);
+    uint64_t left = most > used ? most - used : 0;
+    return kib << 10 < left ? kib << 10 : left;
+}
+
 /* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
 static void dtrain__os_program(char *out, size_t room)
 {
@@ -6163,6 +6211,56 @@ static void dtrain__os_host_id(unsigned char id[128])
     dtrain__os_read_text("/proc/sys/kernel/random/boot_id", (char *)id + 64, 64); /* only on Linux */
 }
 
+#define DTRAIN__OS_HUGE_BYTES ((size_t)2 << 20) /* of a huge page on x86-64, and on ARM with pages of 4 KiB */
+
+/* Maps a file whole, a large one so that huge pages fit. Returns MAP_FAILED if the system refuses. */
+static void *dtrain__os_map_file(int fd, size_t bytes)
+{
+    size_t slack = bytes >= DTRAIN__OS_HUGE_BYTES ? DTRAIN__OS_HUGE_BYTES : 0;
+    size_t page = dtrain__os_page_bytes(), whole = (bytes + page - 1) / page * page;
+    if (slack == 0)
+        return mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    unsigned char *range = (unsigned char *)dtrain__os_reserve(whole + slack);
+    if (range == NULL)
+        return MAP_FAILED;
+    size_t before = (size_t)(0 - (uintptr_t)range) % slack;
+    void *memory = mmap(range + before, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (memory == MAP_FAILED) {
+        munmap(range, whole + slack);
+        return memory;
+    }
+    if (before > 0)
+        munmap(range, before);
+    munmap(range + before + whole, slack - before);
+#ifdef __linux__
+    if (!dtrain__without("huge")) {
+        madvise(memory, bytes, 14);                 /* MADV_HUGEPAGE */
+        madvise(memory, bytes / slack * slack, 25); /* MADV_COLLAPSE, since Linux 6.1 */
+    }
+#endif
+    return memory;
+}
+
+/* Replaces shared pages by a private copy at the same place. Returns 0 or an errno. */
+static int dtrain__os_privately(void *pages, size_t bytes)
+{
+#if defined(__linux__) && defined(__NR_mremap)
+    void *copy = dtrain__os_reserve(bytes);
+    if (copy == NULL)
+        return errno;
+    memcpy(copy, pages, bytes);
+    if ((void *)syscall(__NR_mremap, copy, bytes, bytes, 3, pages) == pages) /* MAYMOVE | FIXED */
+        return 0;
+    int error = errno;
+    munmap(copy, bytes);
+    return error;
+#else
+    (void)pages;
+    (void)bytes;
+    return ENOSYS;
+#endif
+}
+
 /* Makes memory that other processes of the host can map; NULL if that is not possible. It is a file without a name,
  * which ends with its last mapping, however the processes end. Others find it by the descriptor while that is open. */
 static void *dtrain__os_share(size_t bytes, int *fd)
@@ -6179,8 +6277,9 @@ static void *dtrain__os_share(size_t bytes, int *fd)
         *fd = fcntl(fileno(file), F_DUPFD_CLOEXEC, 0);
         fclose(file);
     }
-    if (*fd >= 0 && posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* so that no later write finds the disk full */
-        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    if (*fd >= 0 && bytes < dtrain__os_memory_left() &&
+        posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* so that no later write finds the disk full */
+        memory = dtrain__os_map_file(*fd, bytes);
     if (memory != MAP_FAILED) {
         fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: shortening it would kill all processes that map it */
     } else if (*fd >= 0) {
@@ -6204,7 +6303,7 @@ static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
     if (own < 0)
         return NULL;
     if (lseek(own, 0, SEEK_END) == (off_t)bytes)
-        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, own, 0);
+        memory = dtrain__os_map_file(own, bytes);
     close(own);
     return memory != MAP_FAILED ? memory : NULL;
 }
@@ -12708,6 +12807,10 @@ typedef struct dtrain__store {
     size_t total;
 } dtrain__store;
 
+/* Told the serial of a council that has ended; NULL: nobody asks. */
+typedef void (*dtrain__council_close)(uint64_t serial);
+static dtrain__council_close dtrain__council_closing;
+
 typedef struct dtrain__consent dtrain__consent;
 typedef struct dtrain__council dtrain__council;
 
@@ -12730,9 +12833,10 @@ struct dtrain__council {
     void *self; /* the owner, given to every function */
     dtrain_allocator *allocator;
     dtrain__origin *origin;
-    int rank, size; /* of the world */
-    int given_up;   /* the others say that this rank is lost */
-    uint64_t news;  /* counts what a waiting caller should look at */
+    int rank, size;  /* of the world */
+    int given_up;    /* the others say that this rank is lost */
+    uint64_t news;   /* counts what a waiting caller should look at */
+    uint64_t serial; /* unlike any other of this process; 0: its ranks share no memory */
     dtrain__seat *seats;
     dtrain__store store;
     dtrain__asker *askers;
@@ -13688,6 +13792,9 @@ static void dtrain__council_free(dtrain__council *council)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)
         dtrain__consent_drop(council, &council->spare_consents);
+    dtrain__council_close ended = __atomic_load_n(&dtrain__council_closing, __ATOMIC_SEQ_CST);
+    if (ended != NULL && council->serial != 0)
+        ended(council->serial);
 }
 
 /* A consent in a message. */
@@ -13881,6 +13988,7 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
+#define DTRAIN__STOPPED_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
 
 /* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
 typedef struct dtrain__post {
@@ -13888,6 +13996,7 @@ typedef struct dtrain__post {
     const void *in;
     void *out;
     const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
+    uint64_t windows[2], places[2]; /* between processes: where in and out are (see >>window); 0: not reachable */
     uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call; if equal, peers need not read call */
     unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
 } dtrain__post;
@@ -13904,6 +14013,7 @@ typedef struct dtrain__slot {
     uint64_t withdrawn; /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it */
     uint32_t inside;
     uint32_t asleep; /* between processes: this rank waits for its doorbell */
+    uint32_t closed; /* between processes: the group is broken, and nobody enters this rank's buffers any more */
     dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
@@ -13934,11 +14044,20 @@ static void dtrain__shared_ring(dtrain__shared *shared, int rank)
     }
 }
 
+/* Whether a rank has closed its buffers. Between threads the broken group says so. */
+static int dtrain__shared_closed(const dtrain__shared *shared)
+{
+    int closed = dtrain__membership_broken(shared->members);
+    for (int rank = 0; shared->doorbells != NULL && rank < shared->members->size; rank++)
+        closed |= __atomic_load_n(&shared->slots[rank].closed, __ATOMIC_SEQ_CST) != 0;
+    return closed;
+}
+
 /* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
 static int dtrain__shared_enter(dtrain__shared *shared, int rank)
 {
     __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
-    if (!dtrain__membership_broken(shared->members))
+    if (!dtrain__shared_closed(shared))
         return 1;
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
     return 0;
@@ -13949,13 +14068,19 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
 }
 
-/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. Processes never do.
- */
-static void dtrain__shared_revoke(dtrain__shared *shared, int rank)
+/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. Between processes a
+ * peer may have been stopped there: returns 0 after a while. */
+static int dtrain__shared_revoke(dtrain__shared *shared, int rank)
 {
-    for (int peer = 0; shared->doorbells == NULL && peer < shared->members->size; peer++)
-        while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST))
+    int64_t until = shared->doorbells != NULL ? dtrain__os_now_ns() + DTRAIN__STOPPED_NS : INT64_MAX;
+    __atomic_store_n(&shared->slots[rank].closed, 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < shared->members->size; peer++)
+        while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST)) {
+            if (until != INT64_MAX && dtrain__os_now_ns() > until)
+                return 0;
             sched_yield();
+        }
+    return 1;
 }
 
 /* ---- groups ---- */
@@ -19769,7 +19894,9 @@ static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_n
 
 static void dtrain__hub_convene(dtrain__hub *hub)
 {
+    static uint64_t councils;
     dtrain__council *council = &hub->council;
+    council->serial = __atomic_add_fetch(&councils, 1, __ATOMIC_SEQ_CST);
     council->self = hub;
     council->allocator = hub->allocator;
     council->origin = &hub->origin;
@@ -20831,12 +20958,14 @@ struct dtrain_comm {
     dtrain__seat *seat;
     dtrain__origin *origin;
     dtrain__membership *members;
-    dtrain__shared *shared;    /* NULL: the ranks share no posts */
-    struct dtrain__meet *meet; /* of processes, while they find out whether they share posts */
-    int decided;               /* they know */
-    int forming;               /* the group is not complete yet */
-    int checks;                /* messages carry a checksum of their data */
-    int node_ranks;            /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
+    dtrain__shared *shared;        /* NULL: the ranks share no posts */
+    struct dtrain__meet *meet;     /* of processes, while they find out whether they share posts */
+    int decided;                   /* they know */
+    struct dtrain__window *window; /* the last one that a buffer was found in, if nothing has changed since */
+    uint64_t window_epoch;
+    int forming;    /* the group is not complete yet */
+    int checks;     /* messages carry a checksum of their data */
+    int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
     pid_t process;         /* the one that made the group */
@@ -20854,6 +20983,7 @@ struct dtrain_comm {
     uint64_t sweep;                /* the number of the last one */
     const void **ins;              /* size pointers each, for folds */
     void **outs;
+    unsigned char **buffers;        /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
     uint64_t group;                 /* its name among the groups of these ranks; 0: the first */
     dtrain__extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
@@ -23537,6 +23667,191 @@ static uint64_t dtrain__plan_sent_bytes(size_t count, int ranks)
 DTRAIN__FAST_END
 #endif
 
+/* ---- >>window ----
+ * Memory that all ranks of a host map: see dtrain_comm_alloc. One rank makes it, and each has a part. Collectives on
+ * such buffers are done in place (see >>fused). A post names a buffer by its window and its place in the rank's part,
+ * if all ranks of the group have the window. So all of them find the buffers, or none does.
+ *
+ * Invariants: a freed window stays mapped until all its ranks have freed it or its world has ended, as a peer may still
+ * name it. A struct serves later windows and is never given back, as calls may still look at it. */
+#ifndef DTRAIN__WINDOW
+#define DTRAIN__WINDOW
+DTRAIN__FAST_BEGIN
+
+#define DTRAIN__WINDOW_KEY_BYTES 16 /* at the end of the memory, then a word for each rank: it has freed its part */
+
+typedef struct dtrain__window {
+    struct dtrain__window *next;
+    uint64_t id;    /* the same on all its ranks; 0: no peer maps this rank's part */
+    uint64_t world; /* its council's serial */
+    unsigned char *memory;
+    size_t bytes;
+    int count, rank; /* its ranks, and this one */
+    int used, freed;
+    pid_t process;
+    size_t *begins; /* where each rank's part begins, and the end; one block with the next two */
+    size_t *sizes;  /* the bytes that each rank asked for */
+    int *worlds;    /* each one's rank in the world */
+} dtrain__window;
+
+/* All windows of this process. A forked child has them too, but none of the other threads. */
+static dtrain__window *dtrain__windows;
+static pthread_mutex_t dtrain__window_mutex = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t dtrain__window_epoch; /* counts what changes in any of them */
+static pid_t dtrain__window_process;
+
+static void dtrain__window_lock(int lock)
+{
+    if (dtrain__window_process != 0 && dtrain__window_process != dtrain__os_pid())
+        return; /* the parent's threads may have held it */
+    if (lock)
+        pthread_mutex_lock(&dtrain__window_mutex);
+    else
+        pthread_mutex_unlock(&dtrain__window_mutex);
+}
+
+static uint32_t *dtrain__window_ends(const dtrain__window *window)
+{
+    return (uint32_t *)(void *)(window->memory + window->begins[window->count] + DTRAIN__WINDOW_KEY_BYTES);
+}
+
+/* The window's place of a rank of the group; -1: it has none. */
+static int dtrain__window_place(const dtrain__window *window, const dtrain_comm *comm, int rank)
+{
+    int world = dtrain__seat_world(comm->seat, rank), place = 0;
+    while (place < window->count && window->worlds[place] != world)
+        place++;
+    return place < window->count ? place : -1;
+}
+
+/* Whether all ranks of the group can reach this rank's part. */
+static int dtrain__window_serves(const dtrain__window *window, const dtrain_comm *comm)
+{
+    int good = window->used && !window->freed && window->id != 0 && window->world == comm->seat->council->serial &&
+               window->process == dtrain__os_pid();
+    for (int rank = 0; good && rank < comm->size; rank++)
+        good = dtrain__window_place(window, comm, rank) >= 0;
+    return good;
+}
+
+/* Whether bytes at a pointer lie in this rank's part. */
+static int dtrain__window_holds(const dtrain__window *window, const void *pointer, size_t bytes)
+{
+    uintptr_t begin = (uintptr_t)window->memory + window->begins[window->rank], at = (uintptr_t)pointer;
+    size_t most = window->sizes[window->rank];
+    return at >= begin && at - begin <= most && bytes <= most - (size_t)(at - begin);
+}
+
+/* Finds the window of a buffer for a post of the group. Returns its id, and the buffer's place in this rank's part; 0:
+ * not all ranks can reach it. */
+static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size_t bytes, size_t *at)
+{
+    uint64_t epoch = __atomic_load_n(&dtrain__window_epoch, __ATOMIC_SEQ_CST);
+    dtrain__window *window = comm->window;
+    if (epoch == 0)
+        return 0;
+    if (window == NULL || comm->window_epoch != epoch || !dtrain__window_holds(window, pointer, bytes)) {
+        dtrain__window_lock(1);
+        for (window = dtrain__windows; window != NULL; window = window->next)
+            if (window->used && dtrain__window_holds(window, pointer, bytes) && dtrain__window_serves(window, comm))
+                break;
+        dtrain__window_lock(0);
+        if (window == NULL)
+            return 0;
+        comm->window = window;
+        comm->window_epoch = epoch;
+    }
+    *at = (size_t)((uintptr_t)pointer - (uintptr_t)window->memory) - window->begins[window->rank];
+    return window->id;
+}
+
+/* Returns a buffer that a rank of the group has named; NULL: this rank does not have it. */
+static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int rank, size_t at, size_t bytes)
+{
+    dtrain__window *window = comm->window;
+    unsigned char *found = NULL;
+    int place = -1;
+    dtrain__window_lock(1);
+    if (window == NULL || window->id != id || !window->used)
+        for (window = dtrain__windows; window != NULL; window = window->next)
+            if (window->used && window->id == id && window->world == comm->seat->council->serial)
+                break;
+    if (window != NULL)
+        place = dtrain__window_place(window, comm, rank);
+    if (place >= 0 && at <= window->sizes[place] && bytes <= window->sizes[place] - at)
+        found = window->memory + window->begins[place] + at;
+    dtrain__window_lock(0);
+    return found;
+}
+
+DTRAIN__FAST_END
+
+/* Unmaps a window. The caller holds the lock. */
+static void dtrain__window_drop(dtrain__window *window)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+    if (window->memory != NULL)
+        dtrain__os_unreserve(window->memory, window->bytes);
+    dtrain__free(&heap, window->begins);
+    window->begins = NULL;
+    window->memory = NULL;
+    window->used = 0;
+}
+
+/* Unmaps the freed windows that no peer names any more. world: one that has ended; 0: none. The caller holds the lock.
+ */
+static void dtrain__window_sweep(uint64_t world)
+{
+    for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next) {
+        int ended = window->id == 0 || window->world == 0, left = window->count;
+        if (!window->used)
+            continue;
+        if (world != 0 && window->world == world) {
+            __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+            window->world = 0;
+            ended = 1;
+        }
+        for (int place = 0; !ended && place < window->count; place++)
+            left -= __atomic_load_n(&dtrain__window_ends(window)[place], __ATOMIC_SEQ_CST) != 0;
+        if (window->freed && (ended || left == 0))
+            dtrain__window_drop(window);
+    }
+}
+
+static void dtrain__window_world_ended(uint64_t world)
+{
+    dtrain__window_lock(1);
+    dtrain__window_sweep(world);
+    dtrain__window_lock(0);
+}
+
+/* Takes this rank's part with the buffer from the others, which may have been stopped inside it: they keep what was
+ * shared, and this rank gets a copy at the same place. */
+static void dtrain__window_part_from(const void *pointer)
+{
+    dtrain__window *window;
+    dtrain__window_lock(1);
+    for (window = dtrain__windows; window != NULL; window = window->next)
+        if (window->used && window->id != 0 && dtrain__window_holds(window, pointer, 0))
+            break;
+    if (window != NULL) {
+        unsigned char *part = window->memory + window->begins[window->rank];
+        size_t bytes = window->begins[window->rank + 1] - window->begins[window->rank];
+        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+        if (dtrain__os_privately(part, bytes) != 0)
+            dtrain__log(DTRAIN_LOG_ERROR,
+                        "a rank that was stopped may still write to memory of dtrain_comm_alloc at %p: the system "
+                        "refuses to take it away",
+                        (void *)part);
+        dtrain__window_ends(window)[window->rank] = 1;
+        window->id = 0;
+    }
+    dtrain__window_lock(0);
+}
+
+#endif
+
 /* ---- >>fused ----
  * Collectives between ranks that read each other's buffers in place (see >>threads). Each rank posts its call and
  * buffers. Once all have posted, each rank does its part straight on all ranks' buffers. It returns when all have done
@@ -23604,6 +23919,98 @@ static uint64_t dtrain__fused_check(const uint64_t *words)
     return (lane[0] ^ lane[1] >> 29) * odd ^ lane[1];
 }
 
+/* Whether a rank's buffers do not say all that peers need: an uneven all-to-all has counts, and one in place a copy. */
+static int dtrain__fused_apart(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_TO_ALL && (op->counts != NULL || op->in == op->out);
+}
+
+/* The bytes of a rank's input or output that peers may reach for. */
+static size_t dtrain__fused_reach(const dtrain_comm *comm, const dtrain__op *op, int rank, int out)
+{
+    size_t width = dtrain__op_width(op), whole = dtrain__op_bytes(op);
+    int root = rank == op->root;
+    if (dtrain__fused_apart(op))
+        return 0;
+    for (int part = 0; op->counts != NULL && part < comm->size; part++) { /* the parts may leave gaps */
+        size_t end = (comm->parts[part].begin + comm->parts[part].count) * width;
+        whole = comm->parts[part].count > 0 && end > whole ? end : whole;
+    }
+    switch (op->kind) {
+    case DTRAIN__ALL_REDUCE: return whole;
+    case DTRAIN__REDUCE: return !out || root ? whole : 0;
+    case DTRAIN__REDUCE_SCATTER:
+    case DTRAIN__ALL_TO_ALL: return out ? 0 : whole;
+    case DTRAIN__ALL_GATHER: return out ? 0 : comm->parts[rank].count * width;
+    case DTRAIN__BROADCAST:
+    case DTRAIN__SCATTER: return !out && root ? whole : 0;
+    case DTRAIN__GATHER: return out && root ? whole : 0;
+    default: return 0;
+    }
+}
+
+/* Between processes: names this rank's buffers in its post. Returns 0 if some peer cannot reach them. */
+static int dtrain__fused_name(dtrain_comm *comm, const dtrain__op *op, dtrain__post *post)
+{
+    int good = 1, any = 0;
+    for (int out = 0; out < 2; out++) {
+        size_t bytes = dtrain__fused_reach(comm, op, comm->rank, out), place = 0;
+        post->windows[out] =
+            bytes > DTRAIN__POST_INLINE_BYTES ? dtrain__window_name(comm, out ? op->out : op->in, bytes, &place) : 0;
+        post->places[out] = place;
+        good = good && (bytes == 0 || post->windows[out] != 0);
+        any |= bytes > 0;
+    }
+    if (!good)
+        post->windows[0] = post->windows[1] = 0;
+    return good && any;
+}
+
+/* Finds the buffers that all ranks have named. Returns how many of those that are needed have a name; *needed: how many
+ * that are. */
+static int dtrain__fused_named(const dtrain_comm *comm, const dtrain__op *op, int *needed)
+{
+    int named = 0;
+    *needed = 0;
+    for (int i = 0; i < 2 * comm->size; i++)
+        if (dtrain__fused_reach(comm, op, i / 2, i % 2) > 0) {
+            named += dtrain__fused_post_of(comm, op, i / 2)->windows[i % 2] != 0;
+            *needed += 1;
+        }
+    return named;
+}
+
+/* Maps the buffers that all ranks have named. Returns 0 with an error if a rank names what this one does not have. */
+static int dtrain__fused_map(dtrain_comm *comm, dtrain__op *op)
+{
+    for (int i = 0; i < 2 * comm->size; i++) {
+        int out = i % 2, rank = i / 2;
+        const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+        size_t bytes = dtrain__fused_reach(comm, op, rank, out);
+        unsigned char *buffer;
+        memcpy(&buffer, out ? (const void *)&op->out : (const void *)&op->in, sizeof buffer);
+        if (rank != comm->rank && bytes > 0)
+            buffer = dtrain__window_find(comm, post->windows[out], rank, (size_t)post->places[out], bytes);
+        comm->buffers[i] = buffer;
+        if (buffer == NULL && bytes > 0)
+            return dtrain__fail(&op->error, DTRAIN_ERR_INVALID,
+                                "%s on rank %d: rank %d names memory of dtrain_comm_alloc that this rank does not have",
+                                dtrain__op_text(comm, op).text, comm->rank, rank) == DTRAIN_OK;
+    }
+    return 1;
+}
+
+/* A rank's input or output, as this rank reaches it. */
+static unsigned char *dtrain__fused_buffer(const dtrain_comm *comm, const dtrain__op *op, int rank, int out)
+{
+    const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+    unsigned char *buffer;
+    if (!comm->plane->in_process)
+        return comm->buffers[2 * rank + out];
+    memcpy(&buffer, out ? (const void *)&post->out : (const void *)&post->in, sizeof buffer);
+    return buffer;
+}
+
 static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->shared->slots[comm->rank];
@@ -23615,7 +24022,9 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     post->out = op->out;
     post->counts = op->counts;
     post->offsets = op->offsets;
-    if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
+    int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
+    if (!named && dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) &&
+        op->count > 0)
         memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
     __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
@@ -23629,11 +24038,20 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
     return word == 2 * op->turn || word / 2 > op->turn;
 }
 
+/* The group is broken: waits until no peer is inside this rank's buffers. A process that was stopped there goes on to
+ * write to memory that this rank does not see any more. */
+static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
+{
+    if (!dtrain__shared_revoke(comm->shared, comm->rank) && op->phase >= DTRAIN__FUSED_BODY &&
+        dtrain__fused_reach(comm, op, comm->rank, 1) > 0)
+        dtrain__window_part_from(op->out);
+}
+
 /* Ends an operation of a broken group, once no peer is inside its buffers. */
 static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__op_blame(comm, op, dtrain__group_cause(comm));
-    dtrain__shared_revoke(comm->shared, comm->rank);
+    dtrain__fused_revoke(comm, op);
     return 1;
 }
 
@@ -23641,7 +24059,7 @@ static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 static void dtrain__fused_break(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__group_break(comm, &op->error);
-    dtrain__shared_revoke(comm->shared, comm->rank);
+    dtrain__fused_revoke(comm, op);
 }
 
 /* Compares all posts, so every rank finds the same verdict, and none touches a buffer after a mismatch. */
@@ -23745,6 +24163,16 @@ static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
     return missing;
 }
 
+/* This rank leaves with the operation under way. Returns 1 if peers may use its buffers now or later, so that the group
+ * must break. */
+static int dtrain__fused_cancel(dtrain_comm *comm, dtrain__op *op)
+{
+    if (comm->plane->in_process || !dtrain__op_is_fused(op) || op->phase != DTRAIN__FUSED_GATHER)
+        return comm->plane->in_process || (dtrain__op_is_fused(op) && op->phase == DTRAIN__FUSED_BODY);
+    int missing = dtrain__fused_retract(comm, op);
+    return op->touched || (missing < 0 && !dtrain__fused_inline(comm, op));
+}
+
 /* Withdraws this rank's post at its deadline; returns 0 if every peer had posted and the operation continues. */
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
@@ -23761,13 +24189,9 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 }
 
 /* All ranks have posted an operation whose buffers they cannot reach: it continues by messages. A failure now breaks
- * the group, as some rank may have sent. Returns whether it has ended. */
+ * the group, as some rank may have sent. */
 static int dtrain__fused_pass(dtrain_comm *comm, dtrain__op *op)
 {
-    if (!dtrain__fused_agree(comm, op)) {
-        comm->number = op->number;
-        return 1;
-    }
     op->posted = op->touched = 1;
     op->phase = DTRAIN__FUSED_POST;
     op->algorithm = dtrain__plan_select(comm, op);
@@ -23806,15 +24230,25 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
     op->awaited = -1;
     comm->turn = op->turn;
-    if (!comm->plane->in_process && !dtrain__fused_inline(comm, op))
+    if (!dtrain__fused_agree(comm, op)) {
+        comm->number = op->number;
+        return 1;
+    }
+    int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
+    int small = dtrain__fused_inline(comm, op) && named == 0;
+    if (!small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op)))
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
-    if (!dtrain__fused_agree(comm, op) || !dtrain__fused_even(comm, op))
-        return 1;
-    if (dtrain__fused_inline(comm, op)) {
+    if (small) {
         dtrain__fused_small(comm, op);
         return 1;
     }
+    if (!comm->plane->in_process && !dtrain__fused_map(comm, op)) {
+        dtrain__fused_break(comm, op);
+        return 1;
+    }
+    if (!dtrain__fused_even(comm, op))
+        return 1;
     op->touched = 1;
     dtrain__recorder_moved(comm, op);
     op->phase = DTRAIN__FUSED_BODY;
@@ -23828,15 +24262,14 @@ static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin
     size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
     int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
-        dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
-        comm->ins[rank] = (const unsigned char *)post->in + begin * width;
+        comm->ins[rank] = dtrain__fused_buffer(comm, op, rank, 0) + begin * width;
         if (op->kind == DTRAIN__ALL_REDUCE)
-            comm->outs[rank] = (unsigned char *)post->out + offset * width;
+            comm->outs[rank] = dtrain__fused_buffer(comm, op, rank, 1) + offset * width;
     }
-    if (outs == 1)
-        comm->outs[0] =
-            (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
-            offset * dtrain__op_result_width(op);
+    if (op->kind == DTRAIN__REDUCE)
+        comm->outs[0] = dtrain__fused_buffer(comm, op, op->root, 1) + offset * width;
+    else if (outs == 1)
+        comm->outs[0] = (unsigned char *)op->out + offset * dtrain__op_result_width(op);
     dtrain__op_fold(comm, op, comm->outs, outs, n);
 }
 
@@ -23850,8 +24283,7 @@ static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from
         end = end < from + n ? end : from + n;
         if (low < end) {
             size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
-            const unsigned char *source =
-                (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in + given * width;
+            const unsigned char *source = dtrain__fused_buffer(comm, op, rank, 0) + given * width;
             unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
             if (source != target)
                 memcpy(target, source, (end - low) * width);
@@ -23887,9 +24319,9 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
 static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
     size_t width = dtrain__op_width(op), part = comm->parts[comm->rank].begin;
-    const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
-    const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
-    unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
+    int gathers = op->kind == DTRAIN__GATHER;
+    const unsigned char *source = gathers ? (const unsigned char *)op->in : dtrain__fused_buffer(comm, op, op->root, 0);
+    unsigned char *target = gathers ? dtrain__fused_buffer(comm, op, op->root, 1) : (unsigned char *)op->out;
     if (op->kind == DTRAIN__SCATTER)
         source += part * width;
     else if (op->kind == DTRAIN__GATHER)
@@ -23931,8 +24363,8 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
     size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / width;
     while (op->at < share) {
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
-        if (!dtrain__shared_enter(shared, comm->rank))
-            return dtrain__fused_end_broken(comm, op);
+        if (!dtrain__shared_enter(shared, comm->rank)) /* a process may not have heard the reason yet */
+            return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
         if (op->scattered)
             dtrain__fused_segments(comm, op, from, n);
         else if (dtrain__op_reduces(op))
@@ -25601,7 +26033,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     pthread_mutex_init(&comm->queue_mutex, NULL);
     pthread_mutex_init(&comm->drive_mutex, NULL);
     comm->directions = (dtrain__direction *)dtrain__alloc(
-        allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + sizeof(void *)));
+        allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + 2 * sizeof(void *)));
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
     if (comm->blocked != NULL)
         comm->blocked->held = 1;
@@ -25612,6 +26044,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
         comm->others = comm->parts + size;
         comm->ins = (const void **)(void *)(comm->others + size);
         comm->outs = (void **)(void *)(comm->ins + size);
+        comm->buffers = (unsigned char **)(void *)(comm->outs + size);
         status = dtrain__trace_prefix(comm, desc->trace_on_failure);
     }
     if (status == DTRAIN_OK)
@@ -25795,13 +26228,14 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     if (!forked) { /* the parent's threads may have held the locks */
         if (comm->plane->publish != NULL)
             comm->plane->publish(transport.self, NULL, NULL);
-        work = comm->plane->in_process ? dtrain__queue_head(comm) : NULL;
+        work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
     }
-    if (work != NULL) { /* peers hear of it, and no longer use the buffers of the handles */
+    if (work != NULL &&
+        dtrain__fused_cancel(comm, &work->op)) { /* peers hear of it, and no longer use the buffers of the handles */
         dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
                      dtrain__op_text(comm, &work->op).text);
         dtrain__group_break(comm, &cause);
-        dtrain__shared_revoke(comm->shared, comm->rank);
+        dtrain__fused_revoke(comm, &work->op);
     }
     dtrain__seat_leaving(comm->seat, forked, comm->number);
     if (transport.leave != NULL)
@@ -27073,6 +27507,219 @@ static dtrain_status dtrain__split_by_color(dtrain_comm *comm, int color, int ke
 DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group)
 {
     return dtrain__split_by_color(comm, color, key, 0, group, "comm_split");
+}
+
+#endif
+
+/* ---- >>window_make ----
+ * Making and freeing windows: see >>window. Ranks of several hosts make one window on each host. */
+#ifndef DTRAIN__WINDOW_MAKE
+#define DTRAIN__WINDOW_MAKE
+
+/* Takes a window that serves nobody, or makes one. Returns NULL without memory. */
+static dtrain__window *dtrain__window_take(dtrain_comm *group)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain__window *window;
+    size_t count = (size_t)group->size;
+    size_t *begins = (size_t *)dtrain__alloc(&heap, (2 * count + 1) * sizeof(size_t) + count * sizeof(int));
+    dtrain__window_lock(1);
+    dtrain__window_sweep(0);
+    for (window = dtrain__windows; window != NULL && window->used;)
+        window = window->next;
+    if (window == NULL && begins != NULL && (window = (dtrain__window *)dtrain__alloc(&heap, sizeof *window)) != NULL) {
+        window->next = dtrain__windows;
+        dtrain__windows = window;
+    }
+    if (window != NULL && begins != NULL) {
+        dtrain__window_process = window->process = dtrain__os_pid();
+        __atomic_store_n(&dtrain__council_closing, dtrain__window_world_ended, __ATOMIC_SEQ_CST);
+        window->used = 1;
+        window->freed = 0;
+        window->id = 0;
+        window->world = group->seat->council->serial;
+        window->count = group->size;
+        window->rank = group->rank;
+        window->begins = begins;
+        window->sizes = begins + count + 1;
+        window->worlds = (int *)(void *)(window->sizes + count);
+        for (int rank = 0; rank < group->size; rank++)
+            window->worlds[rank] = dtrain__seat_world(group->seat, rank);
+        begins = NULL;
+    }
+    dtrain__window_lock(0);
+    int good = begins == NULL && window != NULL;
+    dtrain__free(&heap, begins);
+    return good ? window : NULL;
+}
+
+/* Lays out the parts. A page lies between two: at a distance of 2^n bytes they would share the same sets of caches and
+ * banks of memory. Returns 0 if their sum overflows. */
+static int dtrain__window_lay(dtrain__window *window)
+{
+    size_t page = dtrain__os_page_bytes(), total = 0;
+    for (int rank = 0; rank < window->count; rank++) {
+        size_t bytes = window->sizes[rank];
+        window->begins[rank] = total;
+        if (bytes > SIZE_MAX / 4 || total > SIZE_MAX / 4)
+            return 0;
+        total += (bytes + page - 1) / page * page + page;
+    }
+    window->begins[window->count] = total;
+    window->bytes = total + DTRAIN__WINDOW_KEY_BYTES + (size_t)window->count * sizeof(uint32_t);
+    return 1;
+}
+
+/* Rank 0 makes the memory, and all open it. Returns the status of the exchange; *shared: all ranks have it. */
+static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *window, int *shared)
+{
+    unsigned char offer[16 + DTRAIN__WINDOW_KEY_BYTES] = {0}, *memory = NULL;
+    size_t key = window->begins[window->count];
+    int fd = -1;
+    if (group->rank == 0 && (memory = (unsigned char *)dtrain__os_share(window->bytes, &fd)) != NULL &&
+        dtrain__os_random(memory + key, DTRAIN__WINDOW_KEY_BYTES) == 0) {
+        dtrain__put_le(offer, (uint64_t)getpid(), 8);
+        dtrain__put_le(offer + 8, (uint64_t)fd, 8);
+        memcpy(offer + 16, memory + key, DTRAIN__WINDOW_KEY_BYTES);
+    }
+    dtrain_status status = dtrain_broadcast(group, offer, sizeof offer, DTRAIN_U8, 0);
+    uint64_t process = dtrain__get_le(offer, 8), id = dtrain__get_le(offer + 16, 8);
+    if (status == DTRAIN_OK && group->rank != 0 && process > 0 && process <= INT_MAX)
+        memory =
+            (unsigned char *)dtrain__os_share_open((pid_t)process, (int)dtrain__get_le(offer + 8, 8), window->bytes);
+    int32_t good =
+        memory != NULL && process > 0 && id != 0 && memcmp(memory + key, offer + 16, DTRAIN__WINDOW_KEY_BYTES) == 0;
+    if (status == DTRAIN_OK)
+        status = dtrain_all_reduce(group, &good, &good, 1, DTRAIN_I32, DTRAIN_MIN);
+    if (fd >= 0)
+        close(fd);
+    *shared = status == DTRAIN_OK && good;
+    if (!*shared && memory != NULL)
+        dtrain__os_unreserve(memory, window->bytes);
+    if (*shared) {
+        window->memory = memory;
+        window->id = id;
+    }
+    return status;
+}
+
+/* The same on ranks of one host, or of one process. */
+static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dtrain__window **out)
+{
+    dtrain__window *window = dtrain__window_take(group);
+    dtrain_status status = DTRAIN_OK;
+    uint64_t mine = bytes, *sizes = NULL;
+    int shared = 0;
+    if (window == NULL || (sizes = (uint64_t *)dtrain__alloc(group->allocator, (size_t)group->size * 8)) == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_alloc: rank %d has no memory for its books", group->rank);
+    status = dtrain__alike_agree(group, "comm_alloc", 1, status);
+    if (status == DTRAIN_OK)
+        status = dtrain_all_gather(group, &mine, sizes, (size_t)group->size, DTRAIN_U64);
+    for (int rank = 0; status == DTRAIN_OK && rank < group->size; rank++)
+        window->sizes[rank] = sizes[rank] < SIZE_MAX ? (size_t)sizes[rank] : SIZE_MAX;
+    dtrain__free(group->allocator, sizes);
+    if (status == DTRAIN_OK && !dtrain__window_lay(window))
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_alloc on rank %d: the parts of %d ranks overflow a size",
+                              group->rank, group->size);
+    if (status == DTRAIN_OK && group->size > 1 && group->shared != NULL && !group->plane->in_process)
+        status = dtrain__window_share(group, window, &shared);
+    if (status == DTRAIN_OK && !shared) { /* the parts of the others have no memory here */
+        size_t part = window->begins[window->rank + 1] - window->begins[window->rank];
+        for (int rank = 0; rank <= window->count; rank++)
+            window->begins[rank] = rank > window->rank ? part : 0;
+        window->bytes = part;
+        uint64_t left = dtrain__os_memory_left();
+        window->memory = part < left ? (unsigned char *)dtrain__os_reserve(part) : NULL;
+        if (window->memory == NULL)
+            status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                  "comm_alloc: rank %d has no memory for %zu bytes; %llu MiB are left", group->rank,
+                                  bytes, (unsigned long long)(left >> 20));
+    }
+    if (status == DTRAIN_OK || status == DTRAIN_ERR_MEMORY)
+        status = dtrain__alike_agree(group, "comm_alloc", 1, status);
+    if (status != DTRAIN_OK && window != NULL) {
+        dtrain__window_lock(1);
+        dtrain__window_drop(window);
+        dtrain__window_lock(0);
+        window = NULL;
+    }
+    __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+    *out = window;
+    return status;
+}
+
+/* The lowest rank on this rank's host. */
+static int dtrain__window_host(const dtrain_comm *comm)
+{
+    const dtrain__plane *plane = comm->plane;
+    int rank = 0;
+    if (plane->host == NULL || plane->sharing == NULL)
+        return 0;
+    while (plane->host(comm->transport.self, rank) != plane->host(comm->transport.self, comm->rank))
+        rank++;
+    return rank;
+}
+
+static int dtrain__window_hosts_differ(const dtrain_comm *comm)
+{
+    int differ = 0;
+    for (int rank = 1; comm->plane->host != NULL && comm->plane->sharing != NULL && rank < comm->size; rank++)
+        differ |= comm->plane->host(comm->transport.self, rank) != comm->plane->host(comm->transport.self, 0);
+    return differ;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **pointer)
+{
+    dtrain_comm *host = comm;
+    dtrain__window *window = NULL;
+    dtrain_status status = dtrain__group_whole(comm, "comm_alloc");
+    if (status == DTRAIN_OK && pointer == NULL)
+        status = dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                              "comm_alloc: pointer is NULL; give the address of a pointer");
+    if (status == DTRAIN_OK && !comm->plane->in_process)
+        status = dtrain__work_usable(comm, "comm_alloc");
+    if (status != DTRAIN_OK)
+        return status;
+    *pointer = NULL;
+    int differ = dtrain__window_hosts_differ(comm);
+    if (differ)
+        status = dtrain_comm_split(comm, dtrain__window_host(comm), comm->rank, &host);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__window_on_host(host, bytes, &window);
+    if (differ) {
+        dtrain_comm_destroy(host);
+        status = dtrain__alike_agree(comm, "comm_alloc", 1, status);
+    }
+    if (status == DTRAIN_OK)
+        *pointer = window->memory + window->begins[window->rank];
+    else if (window != NULL)
+        dtrain_comm_free(window->memory + window->begins[window->rank]);
+    return status;
+}
+
+DTRAIN_API void dtrain_comm_free(void *pointer)
+{
+    dtrain__window *window;
+    if (pointer == NULL)
+        return;
+    dtrain__window_lock(1);
+    for (window = dtrain__windows; window != NULL; window = window->next)
+        if (window->used && !window->freed && window->memory + window->begins[window->rank] == pointer)
+            break;
+    if (window != NULL) {
+        int forked = window->process != dtrain__os_pid(); /* only its parent is one of the ranks */
+        window->freed = 1;
+        if (window->id != 0 && !forked)
+            __atomic_store_n(&dtrain__window_ends(window)[window->rank], 1u, __ATOMIC_SEQ_CST);
+        if (forked)
+            dtrain__window_drop(window);
+        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+        dtrain__window_sweep(0);
+    }
+    dtrain__window_lock(0);
+    if (window == NULL)
+        dtrain__log(DTRAIN_LOG_ERROR, "comm_free: %p was not given by dtrain_comm_alloc, or was freed before", pointer);
 }
 
 #endif

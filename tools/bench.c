@@ -145,7 +145,7 @@ static const char *const bench_transports[] = {"threads", "tcp", "unix", "shm", 
 
 typedef struct bench {
     bench_op op;
-    int ranks, runs, huge, threads; /* threads: min(ranks, processors) */
+    int ranks, runs, huge, alloc, threads; /* threads: min(ranks, processors) */
     int transport, variant;         /* variant: which of the limits over sockets */
     size_t bytes, size, count, chunk;
     double ratio; /* share of the elements that topk selects */
@@ -651,13 +651,18 @@ static int bench_processes(const bench *plan)
         desc.root = root;
         desc.token = "what TCP takes to meet";
         desc.algorithm = b->algorithm;
-        b->buffers[rank] = bench_memory(b->bytes, b->huge);
         if (b->transport == SEALED)
             world = seal_worlds(&desc, port + 1);
         else
             DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
+        if (b->alloc)
+            DTRAIN_CHECK(dtrain_comm_alloc(world, b->bytes, (void **)&b->buffers[rank]));
+        else
+            b->buffers[rank] = bench_memory(b->bytes, b->huge);
         DTRAIN_CHECK(bench_rank(world, b));
         progress_end();
+        if (b->alloc)
+            dtrain_comm_free(b->buffers[rank]);
         dtrain_comm_destroy(bench_plain);
         dtrain_comm_destroy(world);
         _exit(0);

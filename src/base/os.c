@@ -24,7 +24,7 @@
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
 static const char *const dtrain__os_without_names[] = {"pkeys", "avx512", "avx2", "populate", "mremap", "pagemap",
-                                                       "memfd", "unix",   "ipv6", "mprotect", "shm"};
+                                                       "memfd", "unix",   "ipv6", "mprotect", "shm",    "huge"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {
@@ -389,6 +389,26 @@ static int dtrain__os_read_text(const char *path, char *text, size_t room)
     return n >= 0 ? (int)n : -error;
 }
 
+/* Returns a number from a text of the system, after a word in it; fallback if there is none. */
+static uint64_t dtrain__os_read_number(const char *path, const char *word, uint64_t fallback)
+{
+    char text[512];
+    unsigned long long value;
+    dtrain__os_read_text(path, text, sizeof text);
+    const char *at = strstr(text, word);
+    return at != NULL && sscanf(at + strlen(word), "%llu", &value) == 1 ? value : fallback;
+}
+
+/* Returns the bytes that this process can still get: more, and the system would kill a process. */
+static uint64_t dtrain__os_memory_left(void)
+{
+    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10);
+    uint64_t most = dtrain__os_read_number("/sys/fs/cgroup/memory.max", "", UINT64_MAX);
+    uint64_t used = dtrain__os_read_number("/sys/fs/cgroup/memory.current", "", 0);
+    uint64_t left = most > used ? most - used : 0;
+    return kib << 10 < left ? kib << 10 : left;
+}
+
 /* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
 static void dtrain__os_program(char *out, size_t room)
 {
@@ -410,6 +430,56 @@ static void dtrain__os_host_id(unsigned char id[128])
     dtrain__os_read_text("/proc/sys/kernel/random/boot_id", (char *)id + 64, 64); /* only on Linux */
 }
 
+#define DTRAIN__OS_HUGE_BYTES ((size_t)2 << 20) /* of a huge page on x86-64, and on ARM with pages of 4 KiB */
+
+/* Maps a file whole, a large one so that huge pages fit. Returns MAP_FAILED if the system refuses. */
+static void *dtrain__os_map_file(int fd, size_t bytes)
+{
+    size_t slack = bytes >= DTRAIN__OS_HUGE_BYTES ? DTRAIN__OS_HUGE_BYTES : 0;
+    size_t page = dtrain__os_page_bytes(), whole = (bytes + page - 1) / page * page;
+    if (slack == 0)
+        return mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    unsigned char *range = (unsigned char *)dtrain__os_reserve(whole + slack);
+    if (range == NULL)
+        return MAP_FAILED;
+    size_t before = (size_t)(0 - (uintptr_t)range) % slack;
+    void *memory = mmap(range + before, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (memory == MAP_FAILED) {
+        munmap(range, whole + slack);
+        return memory;
+    }
+    if (before > 0)
+        munmap(range, before);
+    munmap(range + before + whole, slack - before);
+#ifdef __linux__
+    if (!dtrain__without("huge")) {
+        madvise(memory, bytes, 14);                 /* MADV_HUGEPAGE */
+        madvise(memory, bytes / slack * slack, 25); /* MADV_COLLAPSE, since Linux 6.1 */
+    }
+#endif
+    return memory;
+}
+
+/* Replaces shared pages by a private copy at the same place. Returns 0 or an errno. */
+static int dtrain__os_privately(void *pages, size_t bytes)
+{
+#if defined(__linux__) && defined(__NR_mremap)
+    void *copy = dtrain__os_reserve(bytes);
+    if (copy == NULL)
+        return errno;
+    memcpy(copy, pages, bytes);
+    if ((void *)syscall(__NR_mremap, copy, bytes, bytes, 3, pages) == pages) /* MAYMOVE | FIXED */
+        return 0;
+    int error = errno;
+    munmap(copy, bytes);
+    return error;
+#else
+    (void)pages;
+    (void)bytes;
+    return ENOSYS;
+#endif
+}
+
 /* Makes memory that other processes of the host can map; NULL if that is not possible. It is a file without a name,
  * which ends with its last mapping, however the processes end. Others find it by the descriptor while that is open. */
 static void *dtrain__os_share(size_t bytes, int *fd)
@@ -426,8 +496,9 @@ static void *dtrain__os_share(size_t bytes, int *fd)
         *fd = fcntl(fileno(file), F_DUPFD_CLOEXEC, 0);
         fclose(file);
     }
-    if (*fd >= 0 && posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* so that no later write finds the disk full */
-        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    if (*fd >= 0 && bytes < dtrain__os_memory_left() &&
+        posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* so that no later write finds the disk full */
+        memory = dtrain__os_map_file(*fd, bytes);
     if (memory != MAP_FAILED) {
         fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: shortening it would kill all processes that map it */
     } else if (*fd >= 0) {
@@ -451,7 +522,7 @@ static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
     if (own < 0)
         return NULL;
     if (lseek(own, 0, SEEK_END) == (off_t)bytes)
-        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, own, 0);
+        memory = dtrain__os_map_file(own, bytes);
     close(own);
     return memory != MAP_FAILED ? memory : NULL;
 }

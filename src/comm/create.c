@@ -78,7 +78,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     pthread_mutex_init(&comm->queue_mutex, NULL);
     pthread_mutex_init(&comm->drive_mutex, NULL);
     comm->directions = (dtrain__direction *)dtrain__alloc(
-        allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + sizeof(void *)));
+        allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + 2 * sizeof(void *)));
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
     if (comm->blocked != NULL)
         comm->blocked->held = 1;
@@ -89,6 +89,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
         comm->others = comm->parts + size;
         comm->ins = (const void **)(void *)(comm->others + size);
         comm->outs = (void **)(void *)(comm->ins + size);
+        comm->buffers = (unsigned char **)(void *)(comm->outs + size);
         status = dtrain__trace_prefix(comm, desc->trace_on_failure);
     }
     if (status == DTRAIN_OK)
@@ -272,13 +273,14 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     if (!forked) { /* the parent's threads may have held the locks */
         if (comm->plane->publish != NULL)
             comm->plane->publish(transport.self, NULL, NULL);
-        work = comm->plane->in_process ? dtrain__queue_head(comm) : NULL;
+        work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
     }
-    if (work != NULL) { /* peers hear of it, and no longer use the buffers of the handles */
+    if (work != NULL &&
+        dtrain__fused_cancel(comm, &work->op)) { /* peers hear of it, and no longer use the buffers of the handles */
         dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
                      dtrain__op_text(comm, &work->op).text);
         dtrain__group_break(comm, &cause);
-        dtrain__shared_revoke(comm->shared, comm->rank);
+        dtrain__fused_revoke(comm, &work->op);
     }
     dtrain__seat_leaving(comm->seat, forked, comm->number);
     if (transport.leave != NULL)

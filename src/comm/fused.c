@@ -12,6 +12,7 @@
 #include "op.c"
 #include "recorder.c"
 #include "plan.c"
+#include "window.c"
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__FUSED_LOOKS 1000u /* between processes, before a rank sleeps */
@@ -68,6 +69,98 @@ static uint64_t dtrain__fused_check(const uint64_t *words)
     return (lane[0] ^ lane[1] >> 29) * odd ^ lane[1];
 }
 
+/* Whether a rank's buffers do not say all that peers need: an uneven all-to-all has counts, and one in place a copy. */
+static int dtrain__fused_apart(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_TO_ALL && (op->counts != NULL || op->in == op->out);
+}
+
+/* The bytes of a rank's input or output that peers may reach for. */
+static size_t dtrain__fused_reach(const dtrain_comm *comm, const dtrain__op *op, int rank, int out)
+{
+    size_t width = dtrain__op_width(op), whole = dtrain__op_bytes(op);
+    int root = rank == op->root;
+    if (dtrain__fused_apart(op))
+        return 0;
+    for (int part = 0; op->counts != NULL && part < comm->size; part++) { /* the parts may leave gaps */
+        size_t end = (comm->parts[part].begin + comm->parts[part].count) * width;
+        whole = comm->parts[part].count > 0 && end > whole ? end : whole;
+    }
+    switch (op->kind) {
+    case DTRAIN__ALL_REDUCE: return whole;
+    case DTRAIN__REDUCE: return !out || root ? whole : 0;
+    case DTRAIN__REDUCE_SCATTER:
+    case DTRAIN__ALL_TO_ALL: return out ? 0 : whole;
+    case DTRAIN__ALL_GATHER: return out ? 0 : comm->parts[rank].count * width;
+    case DTRAIN__BROADCAST:
+    case DTRAIN__SCATTER: return !out && root ? whole : 0;
+    case DTRAIN__GATHER: return out && root ? whole : 0;
+    default: return 0;
+    }
+}
+
+/* Between processes: names this rank's buffers in its post. Returns 0 if some peer cannot reach them. */
+static int dtrain__fused_name(dtrain_comm *comm, const dtrain__op *op, dtrain__post *post)
+{
+    int good = 1, any = 0;
+    for (int out = 0; out < 2; out++) {
+        size_t bytes = dtrain__fused_reach(comm, op, comm->rank, out), place = 0;
+        post->windows[out] =
+            bytes > DTRAIN__POST_INLINE_BYTES ? dtrain__window_name(comm, out ? op->out : op->in, bytes, &place) : 0;
+        post->places[out] = place;
+        good = good && (bytes == 0 || post->windows[out] != 0);
+        any |= bytes > 0;
+    }
+    if (!good)
+        post->windows[0] = post->windows[1] = 0;
+    return good && any;
+}
+
+/* Finds the buffers that all ranks have named. Returns how many of those that are needed have a name; *needed: how many
+ * that are. */
+static int dtrain__fused_named(const dtrain_comm *comm, const dtrain__op *op, int *needed)
+{
+    int named = 0;
+    *needed = 0;
+    for (int i = 0; i < 2 * comm->size; i++)
+        if (dtrain__fused_reach(comm, op, i / 2, i % 2) > 0) {
+            named += dtrain__fused_post_of(comm, op, i / 2)->windows[i % 2] != 0;
+            *needed += 1;
+        }
+    return named;
+}
+
+/* Maps the buffers that all ranks have named. Returns 0 with an error if a rank names what this one does not have. */
+static int dtrain__fused_map(dtrain_comm *comm, dtrain__op *op)
+{
+    for (int i = 0; i < 2 * comm->size; i++) {
+        int out = i % 2, rank = i / 2;
+        const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+        size_t bytes = dtrain__fused_reach(comm, op, rank, out);
+        unsigned char *buffer;
+        memcpy(&buffer, out ? (const void *)&op->out : (const void *)&op->in, sizeof buffer);
+        if (rank != comm->rank && bytes > 0)
+            buffer = dtrain__window_find(comm, post->windows[out], rank, (size_t)post->places[out], bytes);
+        comm->buffers[i] = buffer;
+        if (buffer == NULL && bytes > 0)
+            return dtrain__fail(&op->error, DTRAIN_ERR_INVALID,
+                                "%s on rank %d: rank %d names memory of dtrain_comm_alloc that this rank does not have",
+                                dtrain__op_text(comm, op).text, comm->rank, rank) == DTRAIN_OK;
+    }
+    return 1;
+}
+
+/* A rank's input or output, as this rank reaches it. */
+static unsigned char *dtrain__fused_buffer(const dtrain_comm *comm, const dtrain__op *op, int rank, int out)
+{
+    const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
+    unsigned char *buffer;
+    if (!comm->plane->in_process)
+        return comm->buffers[2 * rank + out];
+    memcpy(&buffer, out ? (const void *)&post->out : (const void *)&post->in, sizeof buffer);
+    return buffer;
+}
+
 static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->shared->slots[comm->rank];
@@ -79,7 +172,9 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     post->out = op->out;
     post->counts = op->counts;
     post->offsets = op->offsets;
-    if (dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
+    int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
+    if (!named && dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) &&
+        op->count > 0)
         memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
     __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
@@ -93,11 +188,20 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
     return word == 2 * op->turn || word / 2 > op->turn;
 }
 
+/* The group is broken: waits until no peer is inside this rank's buffers. A process that was stopped there goes on to
+ * write to memory that this rank does not see any more. */
+static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
+{
+    if (!dtrain__shared_revoke(comm->shared, comm->rank) && op->phase >= DTRAIN__FUSED_BODY &&
+        dtrain__fused_reach(comm, op, comm->rank, 1) > 0)
+        dtrain__window_part_from(op->out);
+}
+
 /* Ends an operation of a broken group, once no peer is inside its buffers. */
 static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__op_blame(comm, op, dtrain__group_cause(comm));
-    dtrain__shared_revoke(comm->shared, comm->rank);
+    dtrain__fused_revoke(comm, op);
     return 1;
 }
 
@@ -105,7 +209,7 @@ static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 static void dtrain__fused_break(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__group_break(comm, &op->error);
-    dtrain__shared_revoke(comm->shared, comm->rank);
+    dtrain__fused_revoke(comm, op);
 }
 
 /* Compares all posts, so every rank finds the same verdict, and none touches a buffer after a mismatch. */
@@ -209,6 +313,16 @@ static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
     return missing;
 }
 
+/* This rank leaves with the operation under way. Returns 1 if peers may use its buffers now or later, so that the group
+ * must break. */
+static int dtrain__fused_cancel(dtrain_comm *comm, dtrain__op *op)
+{
+    if (comm->plane->in_process || !dtrain__op_is_fused(op) || op->phase != DTRAIN__FUSED_GATHER)
+        return comm->plane->in_process || (dtrain__op_is_fused(op) && op->phase == DTRAIN__FUSED_BODY);
+    int missing = dtrain__fused_retract(comm, op);
+    return op->touched || (missing < 0 && !dtrain__fused_inline(comm, op));
+}
+
 /* Withdraws this rank's post at its deadline; returns 0 if every peer had posted and the operation continues. */
 static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 {
@@ -225,13 +339,9 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
 }
 
 /* All ranks have posted an operation whose buffers they cannot reach: it continues by messages. A failure now breaks
- * the group, as some rank may have sent. Returns whether it has ended. */
+ * the group, as some rank may have sent. */
 static int dtrain__fused_pass(dtrain_comm *comm, dtrain__op *op)
 {
-    if (!dtrain__fused_agree(comm, op)) {
-        comm->number = op->number;
-        return 1;
-    }
     op->posted = op->touched = 1;
     op->phase = DTRAIN__FUSED_POST;
     op->algorithm = dtrain__plan_select(comm, op);
@@ -270,15 +380,25 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
     op->awaited = -1;
     comm->turn = op->turn;
-    if (!comm->plane->in_process && !dtrain__fused_inline(comm, op))
+    if (!dtrain__fused_agree(comm, op)) {
+        comm->number = op->number;
+        return 1;
+    }
+    int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
+    int small = dtrain__fused_inline(comm, op) && named == 0;
+    if (!small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op)))
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
-    if (!dtrain__fused_agree(comm, op) || !dtrain__fused_even(comm, op))
-        return 1;
-    if (dtrain__fused_inline(comm, op)) {
+    if (small) {
         dtrain__fused_small(comm, op);
         return 1;
     }
+    if (!comm->plane->in_process && !dtrain__fused_map(comm, op)) {
+        dtrain__fused_break(comm, op);
+        return 1;
+    }
+    if (!dtrain__fused_even(comm, op))
+        return 1;
     op->touched = 1;
     dtrain__recorder_moved(comm, op);
     op->phase = DTRAIN__FUSED_BODY;
@@ -292,15 +412,14 @@ static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin
     size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
     int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
-        dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
-        comm->ins[rank] = (const unsigned char *)post->in + begin * width;
+        comm->ins[rank] = dtrain__fused_buffer(comm, op, rank, 0) + begin * width;
         if (op->kind == DTRAIN__ALL_REDUCE)
-            comm->outs[rank] = (unsigned char *)post->out + offset * width;
+            comm->outs[rank] = dtrain__fused_buffer(comm, op, rank, 1) + offset * width;
     }
-    if (outs == 1)
-        comm->outs[0] =
-            (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
-            offset * dtrain__op_result_width(op);
+    if (op->kind == DTRAIN__REDUCE)
+        comm->outs[0] = dtrain__fused_buffer(comm, op, op->root, 1) + offset * width;
+    else if (outs == 1)
+        comm->outs[0] = (unsigned char *)op->out + offset * dtrain__op_result_width(op);
     dtrain__op_fold(comm, op, comm->outs, outs, n);
 }
 
@@ -314,8 +433,7 @@ static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from
         end = end < from + n ? end : from + n;
         if (low < end) {
             size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
-            const unsigned char *source =
-                (const unsigned char *)dtrain__fused_post_of(comm, op, rank)->in + given * width;
+            const unsigned char *source = dtrain__fused_buffer(comm, op, rank, 0) + given * width;
             unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
             if (source != target)
                 memcpy(target, source, (end - low) * width);
@@ -351,9 +469,9 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
 static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
     size_t width = dtrain__op_width(op), part = comm->parts[comm->rank].begin;
-    const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
-    const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
-    unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
+    int gathers = op->kind == DTRAIN__GATHER;
+    const unsigned char *source = gathers ? (const unsigned char *)op->in : dtrain__fused_buffer(comm, op, op->root, 0);
+    unsigned char *target = gathers ? dtrain__fused_buffer(comm, op, op->root, 1) : (unsigned char *)op->out;
     if (op->kind == DTRAIN__SCATTER)
         source += part * width;
     else if (op->kind == DTRAIN__GATHER)
@@ -395,8 +513,8 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
     size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / width;
     while (op->at < share) {
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
-        if (!dtrain__shared_enter(shared, comm->rank))
-            return dtrain__fused_end_broken(comm, op);
+        if (!dtrain__shared_enter(shared, comm->rank)) /* a process may not have heard the reason yet */
+            return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
         if (op->scattered)
             dtrain__fused_segments(comm, op, from, n);
         else if (dtrain__op_reduces(op))

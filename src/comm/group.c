@@ -162,12 +162,14 @@ struct dtrain_comm {
     dtrain__seat *seat;
     dtrain__origin *origin;
     dtrain__membership *members;
-    dtrain__shared *shared;    /* NULL: the ranks share no posts */
-    struct dtrain__meet *meet; /* of processes, while they find out whether they share posts */
-    int decided;               /* they know */
-    int forming;               /* the group is not complete yet */
-    int checks;                /* messages carry a checksum of their data */
-    int node_ranks;            /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
+    dtrain__shared *shared;        /* NULL: the ranks share no posts */
+    struct dtrain__meet *meet;     /* of processes, while they find out whether they share posts */
+    int decided;                   /* they know */
+    struct dtrain__window *window; /* the last one that a buffer was found in, if nothing has changed since */
+    uint64_t window_epoch;
+    int forming;    /* the group is not complete yet */
+    int checks;     /* messages carry a checksum of their data */
+    int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
     pid_t process;         /* the one that made the group */
@@ -185,6 +187,7 @@ struct dtrain_comm {
     uint64_t sweep;                /* the number of the last one */
     const void **ins;              /* size pointers each, for folds */
     void **outs;
+    unsigned char **buffers;        /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
     uint64_t group;                 /* its name among the groups of these ranks; 0: the first */
     dtrain__extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */

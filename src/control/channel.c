@@ -177,7 +177,9 @@ static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_n
 
 static void dtrain__hub_convene(dtrain__hub *hub)
 {
+    static uint64_t councils;
     dtrain__council *council = &hub->council;
+    council->serial = __atomic_add_fetch(&councils, 1, __ATOMIC_SEQ_CST);
     council->self = hub;
     council->allocator = hub->allocator;
     council->origin = &hub->origin;

@@ -362,6 +362,9 @@ static void dtrain__council_free(dtrain__council *council)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)
         dtrain__consent_drop(council, &council->spare_consents);
+    dtrain__council_close ended = __atomic_load_n(&dtrain__council_closing, __ATOMIC_SEQ_CST);
+    if (ended != NULL && council->serial != 0)
+        ended(council->serial);
 }
 
 /* A consent in a message. */

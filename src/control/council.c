@@ -52,6 +52,10 @@ typedef struct dtrain__store {
     size_t total;
 } dtrain__store;
 
+/* Told the serial of a council that has ended; NULL: nobody asks. */
+typedef void (*dtrain__council_close)(uint64_t serial);
+static dtrain__council_close dtrain__council_closing;
+
 typedef struct dtrain__consent dtrain__consent;
 typedef struct dtrain__council dtrain__council;
 
@@ -74,9 +78,10 @@ struct dtrain__council {
     void *self; /* the owner, given to every function */
     dtrain_allocator *allocator;
     dtrain__origin *origin;
-    int rank, size; /* of the world */
-    int given_up;   /* the others say that this rank is lost */
-    uint64_t news;  /* counts what a waiting caller should look at */
+    int rank, size;  /* of the world */
+    int given_up;    /* the others say that this rank is lost */
+    uint64_t news;   /* counts what a waiting caller should look at */
+    uint64_t serial; /* unlike any other of this process; 0: its ranks share no memory */
     dtrain__seat *seats;
     dtrain__store store;
     dtrain__asker *askers;

@@ -17,6 +17,7 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
+#define DTRAIN__STOPPED_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
 
 /* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
 typedef struct dtrain__post {
@@ -24,6 +25,7 @@ typedef struct dtrain__post {
     const void *in;
     void *out;
     const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
+    uint64_t windows[2], places[2]; /* between processes: where in and out are (see >>window); 0: not reachable */
     uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call; if equal, peers need not read call */
     unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
 } dtrain__post;
@@ -40,6 +42,7 @@ typedef struct dtrain__slot {
     uint64_t withdrawn; /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it */
     uint32_t inside;
     uint32_t asleep; /* between processes: this rank waits for its doorbell */
+    uint32_t closed; /* between processes: the group is broken, and nobody enters this rank's buffers any more */
     dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
@@ -70,11 +73,20 @@ static void dtrain__shared_ring(dtrain__shared *shared, int rank)
     }
 }
 
+/* Whether a rank has closed its buffers. Between threads the broken group says so. */
+static int dtrain__shared_closed(const dtrain__shared *shared)
+{
+    int closed = dtrain__membership_broken(shared->members);
+    for (int rank = 0; shared->doorbells != NULL && rank < shared->members->size; rank++)
+        closed |= __atomic_load_n(&shared->slots[rank].closed, __ATOMIC_SEQ_CST) != 0;
+    return closed;
+}
+
 /* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
 static int dtrain__shared_enter(dtrain__shared *shared, int rank)
 {
     __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
-    if (!dtrain__membership_broken(shared->members))
+    if (!dtrain__shared_closed(shared))
         return 1;
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
     return 0;
@@ -85,13 +97,19 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
 }
 
-/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. Processes never do.
- */
-static void dtrain__shared_revoke(dtrain__shared *shared, int rank)
+/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. Between processes a
+ * peer may have been stopped there: returns 0 after a while. */
+static int dtrain__shared_revoke(dtrain__shared *shared, int rank)
 {
-    for (int peer = 0; shared->doorbells == NULL && peer < shared->members->size; peer++)
-        while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST))
+    int64_t until = shared->doorbells != NULL ? dtrain__os_now_ns() + DTRAIN__STOPPED_NS : INT64_MAX;
+    __atomic_store_n(&shared->slots[rank].closed, 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < shared->members->size; peer++)
+        while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST)) {
+            if (until != INT64_MAX && dtrain__os_now_ns() > until)
+                return 0;
             sched_yield();
+        }
+    return 1;
 }
 
 /* ---- groups ---- */
