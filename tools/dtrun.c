@@ -118,27 +118,26 @@ static void remove_directory(const char *path)
 
 /* ---- >>options ---- */
 
-static const char help_text[] =
-    "usage: dtrun -n RANKS [flags] PROGRAM [ARGS...]\n"
-    "Starts RANKS processes of PROGRAM on this host and ends them together.\n"
-    "  -n RANKS          processes on this host, 1 to 4096\n"
-    "  --node I/N        this is host I of N hosts, with as many processes on each;\n"
-    "                    needs --root and --token-file, the same on every host\n"
-    "  --root ADDRESS    where rank 0 listens: host:port, [address]:port, unix:/path\n"
-    "  --unix            the ranks meet at a unix socket in a private directory\n"
-    "  --token-file F    its first line is the group's secret, 16 to 255 bytes;\n"
-    "                    without this flag each run makes a new secret\n"
-    "  --grace-ms N      after a failure: N ms, SIGTERM, N ms, SIGKILL; default 5000\n"
-    "  --threads N       OMP_NUM_THREADS and the like where they are unset; default 1\n"
-    "  --no-prefix       leaves out the [rank] before each line of output\n"
-    "  --help            prints this text\n"
-    "Each process gets DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT, DTRAIN_TOKEN,\n"
-    "DTRAIN_LOCAL_RANK, DTRAIN_LOCAL_SIZE and, on a single host, DTRAIN_JOB. Rank 0\n"
-    "reads the standard input. If a rank fails, dtrun ends the others.\n"
-    "Exit status: 0, or that of the first rank that failed: 128 + N after signal N.\n"
-    "127: PROGRAM cannot be run. 2: wrong command line. 1: an error of the system.\n"
-    "  dtrun -n 4 build/train_gpt --steps 100\n"
-    "  dtrun -n 8 --node 0/2 --root 10.0.0.1:29500 --token-file token build/train_gpt\n";
+static const char help_text[] = "usage: dtrun -n RANKS [flags] PROGRAM [ARGS...]\n"
+                                "Starts RANKS processes of PROGRAM on this host and ends them together.\n"
+                                "  -n RANKS          processes on this host, 1 to 4096\n"
+                                "  --node I/N        this is host I of N hosts, with as many processes on each;\n"
+                                "                    needs --root and --token-file, the same on every host\n"
+                                "  --root ADDRESS    where rank 0 listens: host:port, [address]:port, unix:/path\n"
+                                "  --unix            the ranks meet at a unix socket in a private directory\n"
+                                "  --token-file F    its first line is the group's secret, 16 to 255 bytes;\n"
+                                "                    without this flag each run makes a new secret\n"
+                                "  --grace-ms N      after a failure: N ms, SIGTERM, N ms, SIGKILL; default 5000\n"
+                                "  --threads N       OMP_NUM_THREADS and the like where they are unset; default 1\n"
+                                "  --no-prefix       leaves out the [rank] before each line of output\n"
+                                "  --help            prints this text\n"
+                                "Each process gets DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT, DTRAIN_TOKEN,\n"
+                                "DTRAIN_LOCAL_RANK, DTRAIN_LOCAL_SIZE and, on a single host, DTRAIN_JOB. Rank 0\n"
+                                "reads the standard input. If a rank fails, dtrun ends the others.\n"
+                                "Exit status: 0, or that of the first rank that failed: 128 + N after signal N.\n"
+                                "127: PROGRAM cannot be run. 2: wrong command line. 1: an error of the system.\n"
+                                "  dtrun -n 4 build/train_gpt --steps 100\n"
+                                "  dtrun -n 8 --node 0/2 --root 10.0.0.1:29500 --token-file token build/train_gpt\n";
 
 static int number(const char *flag, const char *text, int least, int most)
 {
@@ -610,6 +609,7 @@ static pid_t fork_child(void)
         return child;
 #ifdef __linux__
     prctl(PR_SET_PDEATHSIG, SIGKILL);
+    prctl(PR_SET_PTRACER, (unsigned long)parent, 0ul, 0ul, 0ul); /* under Yama, ranks may read each other's memory */
 #endif
     if (getppid() != parent)
         _exit(127);

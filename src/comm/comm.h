@@ -138,7 +138,8 @@ typedef enum dtrain_progress {
  * SHARED MEMORY. Two processes of one host share memory where the system lets one open the other's, as Linux does
  * within one user and one container. It carries what their connection would; the connection stays and shows when a
  * process dies. If all ranks of a group share memory, inputs of up to 8 KiB need no message, and memory of
- * dtrain_comm_alloc needs none at all. Sealed connections share none. DTRAIN_TRANSPORT is always read:
+ * dtrain_comm_alloc needs none at all. From 1 MiB on, ranks read other buffers straight from the process that has them,
+ * where the system allows it; under Yama dtrun sees to that. Sealed connections share none. DTRAIN_TRANSPORT is always read:
  *
  *   unset   shared memory where it can be had, else the connection
  *   shm     the same, and a warning in the log where it cannot be had

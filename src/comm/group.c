@@ -114,6 +114,7 @@ typedef struct dtrain__op {
     int awaited;             /* the peer it awaits, or -1 */
     int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
     int posted;              /* all ranks have posted it, and it continues by messages */
+    int peeks;               /* ranks read each other's buffers through the system */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that are prepared; the step whose message is being sent */
