@@ -25261,7 +25261,7 @@ DTRAIN__FAST_END
 typedef struct dtrain__meet {
     int round; /* 1: offers; 2: verdicts */
     dtrain__op op;
-    unsigned char records[]; /* one for each rank */
+    unsigned char *records; /* one for each rank; in the same block */
 } dtrain__meet;
 
 /* Returns 0 if the ranks share no posts, as all of them know without a message, or there is no memory. */
@@ -25279,6 +25279,7 @@ static int dtrain__meet_begin(dtrain_comm *comm, dtrain__op *op)
         return 0;
     }
     comm->meet->round = 1;
+    comm->meet->records = (unsigned char *)(comm->meet + 1);
     memcpy(comm->meet->records + (size_t)comm->rank * DTRAIN__SHARING_BYTES, offer, sizeof offer);
     return 1;
 }
@@ -27744,7 +27745,8 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     }
     if (window != NULL && begins != NULL) {
         dtrain__window_process = window->process = dtrain__os_pid();
-        __atomic_store_n(&dtrain__council_closing, dtrain__window_world_ended, __ATOMIC_SEQ_CST);
+        dtrain__council_close closing = dtrain__window_world_ended;
+        __atomic_store_n(&dtrain__council_closing, closing, __ATOMIC_SEQ_CST);
         window->used = 1;
         window->freed = 0;
         window->id = 0;

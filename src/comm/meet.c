@@ -9,7 +9,7 @@
 typedef struct dtrain__meet {
     int round; /* 1: offers; 2: verdicts */
     dtrain__op op;
-    unsigned char records[]; /* one for each rank */
+    unsigned char *records; /* one for each rank; in the same block */
 } dtrain__meet;
 
 /* Returns 0 if the ranks share no posts, as all of them know without a message, or there is no memory. */
@@ -27,6 +27,7 @@ static int dtrain__meet_begin(dtrain_comm *comm, dtrain__op *op)
         return 0;
     }
     comm->meet->round = 1;
+    comm->meet->records = (unsigned char *)(comm->meet + 1);
     memcpy(comm->meet->records + (size_t)comm->rank * DTRAIN__SHARING_BYTES, offer, sizeof offer);
     return 1;
 }

@@ -23,7 +23,8 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     }
     if (window != NULL && begins != NULL) {
         dtrain__window_process = window->process = dtrain__os_pid();
-        __atomic_store_n(&dtrain__council_closing, dtrain__window_world_ended, __ATOMIC_SEQ_CST);
+        dtrain__council_close closing = dtrain__window_world_ended;
+        __atomic_store_n(&dtrain__council_closing, closing, __ATOMIC_SEQ_CST);
         window->used = 1;
         window->freed = 0;
         window->id = 0;
