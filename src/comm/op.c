@@ -136,8 +136,8 @@ static uint64_t dtrain__op_pack(const dtrain__op *whole, int step)
            (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
 }
 
-/* What the caller called. For a step of a call on memory of devices, and for what ranks say to each other before their
- * first collective, that is the whole call, kept in the digest. */
+/* What the caller called. A step of a call on memory of devices keeps the whole call in its digest. So does what ranks
+ * say to each other before their first collective. */
 static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
 {
     dtrain__call whole = *call;

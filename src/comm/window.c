@@ -158,7 +158,7 @@ static void dtrain__window_world_ended(uint64_t world)
     dtrain__window_lock(0);
 }
 
-/* Takes this rank's part with the buffer from the others, which may have been stopped inside it: they keep what was
+/* Takes this rank's part with the buffer from the others, which may have been stopped inside it. They keep what was
  * shared, and this rank gets a copy at the same place. */
 static void dtrain__window_part_from(const void *pointer)
 {
