@@ -174,8 +174,8 @@
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
  *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
- *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, ipv6, shm, huge, peek,
- *         pkeys (see CONTRIBUTING.md)
+ *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, ipv6, shm, huge, pkeys
+ *         (see CONTRIBUTING.md)
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are in TMPDIR/dtrain-UID; in /tmp/dtrain-UID if it is unset, relative or
  *                             longer than 44 bytes
@@ -1693,7 +1693,7 @@ typedef enum dtrain_order {
  * Parallel Computing 35(12), 2009; binary blocks of HALVING_DOUBLING: Rabenseifner, ICCS 2004. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
-    DTRAIN_ALGORITHM_FUSED = 201,        /* shared memory: each rank does its share of the work for all */
+    DTRAIN_ALGORITHM_FUSED = 201,        /* threads: each rank does its share of the work for all */
     DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; TREE unless size is a power of two */
     DTRAIN_ALGORITHM_TREE,               /* whole vectors up to one rank and down again */
     DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */
@@ -1759,9 +1759,9 @@ typedef enum dtrain_progress {
  *
  * SHARED MEMORY. Two processes of one host share memory where the system lets one open the other's, as Linux does
  * within one user and one container. It carries what their connection would; the connection stays and shows when a
- * process dies. If all ranks of a group share memory, inputs of up to 8 KiB need no message, and memory of
- * dtrain_comm_alloc needs none at all. From 1 MiB on, ranks read other buffers straight from the process that has them,
- * where the system allows it; under Yama dtrun sees to that. Sealed connections share none. DTRAIN_TRANSPORT is always read:
+ * process dies. If all ranks of a group share memory, up to 64 of them, their collectives need no messages, except an
+ * all-to-all with counts. They are done in place on memory of dtrain_comm_alloc. Other buffers are copied through 2 MiB
+ * that the group shares. Sealed connections share none. DTRAIN_TRANSPORT is always read:
  *
  *   unset   shared memory where it can be had, else the connection
  *   shm     the same, and a warning in the log where it cannot be had
@@ -5805,9 +5805,8 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 #define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
-static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2", "populate", "mremap",
-                                                       "pagemap", "memfd",  "unix", "ipv6",     "mprotect",
-                                                       "shm",     "huge",   "peek"};
+static const char *const dtrain__os_without_names[] = {"pkeys", "avx512", "avx2", "populate", "mremap", "pagemap",
+                                                       "memfd", "unix",   "ipv6", "mprotect", "shm",    "huge"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {
@@ -6260,29 +6259,6 @@ static int dtrain__os_privately(void *pages, size_t bytes)
     (void)pages;
     (void)bytes;
     return ENOSYS;
-#endif
-}
-
-/* Copies memory of another process. Returns 0 if the system refuses, or there is no such memory. */
-static int dtrain__os_peek(pid_t process, uint64_t from, void *to, size_t bytes)
-{
-#if defined(__linux__) && defined(__NR_process_vm_readv)
-    struct {
-        void *base;
-        size_t bytes;
-    } mine = {to, bytes}, theirs = {(void *)(uintptr_t)from, bytes}; /* struct iovec */
-    while (mine.bytes > 0) {
-        long n = syscall(__NR_process_vm_readv, (long)process, &mine, 1L, &theirs, 1L, 0L);
-        if (n <= 0)
-            return 0;
-        mine.base = (unsigned char *)mine.base + n;
-        theirs.base = (unsigned char *)theirs.base + n;
-        mine.bytes = theirs.bytes = mine.bytes - (size_t)n;
-    }
-    return 1;
-#else
-    (void)process, (void)from, (void)to, (void)bytes;
-    return 0;
 #endif
 }
 
@@ -14035,7 +14011,8 @@ typedef struct dtrain__device_word {
 typedef struct dtrain__slot {
     uint64_t arrived;   /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
     uint64_t finished;  /* turn of the last operation whose buffers this rank no longer reads */
-    uint64_t folded;    /* turn of the last operation whose share of sums this rank has folded: see fused_spread */
+    uint64_t put;       /* rounds that this rank has put into bounce buffers, of all operations (see >>bounce) */
+    uint64_t taken;     /* those of which it has taken its cells */
     uint64_t withdrawn; /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it */
     uint32_t inside;
     uint32_t asleep; /* between processes: this rank waits for its doorbell */
@@ -14045,21 +14022,15 @@ typedef struct dtrain__slot {
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
-/* A process whose memory others read, and a secret in it that shows that it is still that process. */
-typedef struct dtrain__shared_process {
-    pid_t process;
-    uint64_t secret_at, secret;
-} dtrain__shared_process;
-
 typedef struct dtrain__shared {
     dtrain__bell bell; /* unused between processes */
     dtrain__membership *members;
-    dtrain__slot *slots;                     /* one for each rank */
-    size_t inline_bytes;                     /* up to here a rank's input lies in its post */
-    unsigned char *inputs;                   /* between processes: those inputs, two of inline_bytes for each rank */
-    const int *doorbells;                    /* between processes: what wakes each rank */
-    int crowded;                             /* between processes: there are more ranks than processors */
-    const dtrain__shared_process *processes; /* of each rank; NULL: some rank cannot read another's memory */
+    dtrain__slot *slots;   /* one for each rank */
+    size_t inline_bytes;   /* up to here a rank's input lies in its post */
+    unsigned char *bounce; /* between processes: two buffers for each rank, bounce_stride apart; small inputs, too */
+    size_t bounce_bytes, bounce_stride;
+    const int *doorbells; /* between processes: what wakes each rank */
+    int crowded;          /* between processes: there are more ranks than processors */
 } dtrain__shared;
 
 /* Wakes the ranks that wait for this one. */
@@ -20487,8 +20458,10 @@ DTRAIN__FAST_END
 #ifndef DTRAIN__ARENA
 #define DTRAIN__ARENA
 
-#define DTRAIN__ARENA_RANKS 64 /* each has a descriptor for the doorbell of each other one */
-#define DTRAIN__ARENA_INLINE_BYTES ((size_t)8192)
+#define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
+#define DTRAIN__ARENA_INLINE_BYTES ((size_t)2048) /* more is faster through the ranks' cells */
+#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
+#define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
 #define DTRAIN__ARENA_KEY_BYTES 16
 
 /* Where the fields of an offer are. */
@@ -20498,20 +20471,15 @@ enum {
     DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
     DTRAIN__OFFER_PIPE = 16,    /* the doorbell's inode */
     DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
-    DTRAIN__OFFER_MADE = 40,    /* 1: this rank takes part */
-    DTRAIN__OFFER_SECRET = 41,  /* 8 bytes of the process, and their address */
-    DTRAIN__OFFER_SECRET_AT = 49
+    DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
 };
 
 struct dtrain__arena {
     dtrain__shared shared;
-    unsigned char *memory; /* the key; the slots from the next cache line on; then small inputs */
+    unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
     size_t bytes;
     int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
     int *doorbells;
-    uint64_t secret;
-    dtrain__shared_process *processes; /* one block with the doorbells */
-    int peeks;                         /* this rank can read the memory of all others */
 };
 
 static void dtrain__arena_close(dtrain__arena *arena)
@@ -20546,14 +20514,17 @@ static int dtrain__arena_new(dtrain__channel *channel)
     if (arena == NULL)
         return 0;
     arena->fd = -1;
-    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * DTRAIN__ARENA_INLINE_BYTES);
-    arena->doorbells = (int *)dtrain__alloc(allocator, size * (sizeof(int) + sizeof(dtrain__shared_process) + 8));
+    size_t bounce = DTRAIN__ARENA_BOUNCE_BYTES / size / 4096 * 4096;
+    if (bounce < DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE)
+        bounce = DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE; /* a line for each receiver, and any inline input */
+    arena->shared.bounce_bytes = bounce;
+    arena->shared.bounce_stride = bounce + DTRAIN__ARENA_SKEW;
+    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * arena->shared.bounce_stride);
+    arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
     for (size_t rank = 0; arena->doorbells != NULL && rank < size; rank++)
         arena->doorbells[rank] = -1;
     if (arena->doorbells == NULL)
         dtrain__arena_free(channel);
-    else /* after the doorbells, at a multiple of 8 bytes */
-        arena->processes = (dtrain__shared_process *)(void *)(arena->doorbells + (size + 1) / 2 * 2);
     return channel->arena != NULL;
 }
 
@@ -20586,35 +20557,17 @@ static int dtrain__arena_offer(void *self, unsigned char offer[DTRAIN__SHARING_B
     dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)getpid(), 8);
     dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)channel->wake[1], 4);
     dtrain__put_le(offer + DTRAIN__OFFER_PIPE, (uint64_t)pipe.st_ino, 8);
-    if (dtrain__os_random(&arena->secret, sizeof arena->secret) != 0)
-        return 1;
-    dtrain__put_le(offer + DTRAIN__OFFER_SECRET, arena->secret, 8);
-    dtrain__put_le(offer + DTRAIN__OFFER_SECRET_AT, (uint64_t)(uintptr_t)&arena->secret, 8);
     offer[DTRAIN__OFFER_MADE] = 1;
     return 1;
 }
 
-/* Whether this rank can read the memory of the process of an offer. */
-static int dtrain__arena_peeks(dtrain__shared_process *process, const unsigned char *offer)
-{
-    uint64_t seen = 0;
-    process->process = (pid_t)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
-    process->secret = dtrain__get_le(offer + DTRAIN__OFFER_SECRET, 8);
-    process->secret_at = dtrain__get_le(offer + DTRAIN__OFFER_SECRET_AT, 8);
-    return !dtrain__without("peek") && dtrain__os_peek(process->process, process->secret_at, &seen, sizeof seen) &&
-           seen == process->secret;
-}
-
-/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1; 2 if it can also
- * read the memory of all others; or 0 and why not. */
+/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
 static void dtrain__arena_open(void *self, unsigned char *records)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__arena *arena = channel->arena;
     unsigned char *mine = records + (size_t)channel->seat.rank * DTRAIN__SHARING_BYTES;
     char why[DTRAIN__SHARING_BYTES] = "";
-    if (arena != NULL)
-        arena->peeks = 1;
     for (int rank = 0; rank < channel->seat.size && why[0] == 0; rank++) {
         const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
         long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
@@ -20626,8 +20579,6 @@ static void dtrain__arena_open(void *self, unsigned char *records)
             if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
                 snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", channel->seat.rank);
         }
-        if (why[0] == 0)
-            arena->peeks &= dtrain__arena_peeks(&arena->processes[rank], offer);
         if (rank == channel->seat.rank || why[0] != 0)
             continue;
         arena->doorbells[rank] =
@@ -20637,7 +20588,7 @@ static void dtrain__arena_open(void *self, unsigned char *records)
             snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", channel->seat.rank, rank);
     }
     memset(mine, 0, DTRAIN__SHARING_BYTES);
-    mine[0] = why[0] != 0 ? 0 : arena->peeks ? 2 : 1;
+    mine[0] = why[0] == 0;
     memcpy(mine + 1, why, sizeof why - 1);
 }
 
@@ -20646,12 +20597,9 @@ static dtrain__shared *dtrain__arena_keep(void *self, const unsigned char *verdi
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__arena *arena = channel->arena;
-    int good = arena != NULL, peeks = 1;
-    for (int rank = 0; rank < channel->seat.size; rank++) {
-        int verdict = verdicts[(size_t)rank * DTRAIN__SHARING_BYTES];
-        good = good && verdict > 0;
-        peeks = peeks && verdict == 2;
-    }
+    int good = arena != NULL;
+    for (int rank = 0; rank < channel->seat.size; rank++)
+        good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
     if (!good) {
         dtrain__arena_free(channel);
         return NULL;
@@ -20659,10 +20607,9 @@ static dtrain__shared *dtrain__arena_keep(void *self, const unsigned char *verdi
     dtrain__arena_close(arena);
     arena->shared.members = channel->seat.members;
     arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
-    arena->shared.inputs = (unsigned char *)(arena->shared.slots + channel->seat.size);
+    arena->shared.bounce = (unsigned char *)(arena->shared.slots + channel->seat.size);
     arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
     arena->shared.doorbells = arena->doorbells;
-    arena->shared.processes = peeks ? arena->processes : NULL;
     arena->shared.crowded = channel->hub->crowded;
     return &arena->shared;
 }
@@ -20974,7 +20921,7 @@ typedef struct dtrain__op {
     int awaited;             /* the peer it awaits, or -1 */
     int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
     int posted;              /* all ranks have posted it, and it continues by messages */
-    int peeks;               /* ranks read each other's buffers through the system */
+    size_t rounds, put, taken; /* through bounce buffers: all, and how many this rank has put and taken */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that are prepared; the step whose message is being sent */
@@ -21042,6 +20989,7 @@ struct dtrain_comm {
     dtrain__error broken; /* what a message operation of this rank broke the group with */
     uint64_t number;      /* of the last collective */
     uint64_t turn;        /* of the last fused one */
+    uint64_t rounds;      /* of all operations that went through bounce buffers */
     dtrain__recorder *recorder;
     int published;                 /* the transport owns it */
     dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */
@@ -23917,15 +23865,239 @@ static void dtrain__window_part_from(const void *pointer)
 
 #endif
 
+/* ---- >>bounce ----
+ * Collectives between processes through bounce buffers: two of each rank, in the memory that the group shares (see
+ * >>arena). They serve buffers that are in no window. A collective goes in rounds. In each a rank puts a piece of its
+ * input into one of its buffers, where the cell of each receiver has its place. It takes its cells from the buffers of
+ * all ranks. Of a sum it folds them, puts the result into its own cell, and copies the results of the others.
+ *
+ * A piece is small enough to stay in the processors' caches between two copies. So this is faster than one copy by the
+ * system (process_vm_readv), which looks up the pages of each piece, and it asks for no right to read a process.
+ *
+ * Invariants: round r of an operation uses buffer (turn + r) % 2. A rank puts round r once all have taken r - 2, and
+ * never before it has ended r - 2 itself. So whoever sees that all have put r knows that nobody reads results of r - 2.
+ * The cells keep their places, as a rank may put r while others read its result of r - 2. A rank ends an operation of
+ * several rounds only when all have ended it. Counters of peers are compared, never followed. */
+#ifndef DTRAIN__BOUNCE
+#define DTRAIN__BOUNCE
+DTRAIN__FAST_BEGIN
+
+/* What a rank has for another one in a round: where it lies in the bounce buffer, in bytes, and in elements of the
+ * sender's input and the receiver's output. */
+typedef struct dtrain__bounce_cell {
+    size_t at, given, target, count;
+} dtrain__bounce_cell;
+
+/* Whether the operation can go this way. */
+static int dtrain__bounce_may(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->shared->bounce != NULL && op->kind != DTRAIN__BARRIER &&
+           (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL);
+}
+
+/* Bytes of the cell that each receiver has in a buffer. */
+static size_t dtrain__bounce_cell_bytes(const dtrain_comm *comm)
+{
+    return comm->shared->bounce_bytes / (size_t)comm->size / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+}
+
+/* Elements of a piece: of one receiver's part, or of what is for all. */
+static size_t dtrain__bounce_room(const dtrain_comm *comm, const dtrain__op *op)
+{
+    int apart = op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__SCATTER || op->kind == DTRAIN__ALL_TO_ALL;
+    return dtrain__bounce_cell_bytes(comm) * (apart ? 1 : (size_t)comm->size) / dtrain__op_width(op);
+}
+
+static size_t dtrain__bounce_rounds(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t room = dtrain__bounce_room(comm, op), most = 0;
+    int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE || op->kind == DTRAIN__BROADCAST;
+    for (int rank = 0; !whole && rank < comm->size; rank++)
+        most = comm->parts[rank].count > most ? comm->parts[rank].count : most;
+    most = whole ? op->count : most;
+    return most / room + (most % room != 0);
+}
+
+/* A rank's share of n elements. Shares are cut at cache lines, so no two ranks write to one line. */
+static size_t dtrain__bounce_share(const dtrain_comm *comm, const dtrain__op *op, size_t n, int rank, size_t *begin)
+{
+    size_t line = DTRAIN__CACHE_LINE / dtrain__op_width(op);
+    size_t part = dtrain__split((n + line - 1) / line, comm->size, rank, begin), end = (*begin + part) * line;
+    *begin *= line;
+    end = end < n ? end : n;
+    return end > *begin ? end - *begin : 0;
+}
+
+static dtrain__bounce_cell dtrain__bounce_cell_of(const dtrain_comm *comm, const dtrain__op *op, int from, int to,
+                                                  size_t round)
+{
+    dtrain__bounce_cell cell = {0, 0, 0, 0};
+    size_t room = dtrain__bounce_room(comm, op), first = round * room, most = op->count, begin;
+    int gathers = op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__GATHER;
+    int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE || op->kind == DTRAIN__BROADCAST;
+    if ((op->kind == DTRAIN__GATHER && to != op->root) || (op->kind == DTRAIN__SCATTER && from != op->root) ||
+        (op->kind == DTRAIN__BROADCAST && (from != op->root || to == op->root)))
+        return cell;
+    if (!whole)
+        most = comm->parts[gathers ? from : to].count;
+    if (first >= most)
+        return cell;
+    cell.count = most - first < room ? most - first : room;
+    cell.given = cell.target = first;
+    if (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE) {
+        cell.count = dtrain__bounce_share(comm, op, cell.count, to, &begin);
+        cell.given = cell.target = first + begin;
+        cell.at = (size_t)to * dtrain__bounce_cell_bytes(comm);
+    } else if (gathers) {
+        cell.target += comm->parts[from].begin;
+    } else if (!whole) {
+        cell.at = (size_t)to * dtrain__bounce_cell_bytes(comm);
+        cell.given += comm->parts[to].begin;
+        if (op->kind == DTRAIN__ALL_TO_ALL)
+            cell.target += comm->others[from].begin;
+    }
+    return cell;
+}
+
+static unsigned char *dtrain__bounce_buffer(const dtrain_comm *comm, const dtrain__op *op, int rank, size_t round)
+{
+    return comm->shared->bounce + (2 * (size_t)rank + (size_t)((op->turn + round) & 1)) * comm->shared->bounce_stride;
+}
+
+/* Puts the next piece of this rank's input. The caller publishes op->put. */
+static void dtrain__bounce_put(const dtrain_comm *comm, dtrain__op *op)
+{
+    size_t width = dtrain__op_width(op), last = SIZE_MAX;
+    unsigned char *buffer = dtrain__bounce_buffer(comm, op, comm->rank, op->put);
+    for (int to = 0; to < comm->size; to++) {
+        dtrain__bounce_cell cell = dtrain__bounce_cell_of(comm, op, comm->rank, to, op->put);
+        if (to == comm->rank || cell.count == 0 || cell.at == last) /* one cell serves all */
+            continue;
+        memcpy(buffer + cell.at, (const unsigned char *)op->in + cell.given * width, cell.count * width);
+        last = cell.at;
+    }
+    op->put++;
+}
+
+/* Takes this rank's cells of a round. */
+static void dtrain__bounce_take(dtrain_comm *comm, const dtrain__op *op, size_t round)
+{
+    size_t width = dtrain__op_width(op);
+    dtrain__bounce_cell cell = {0, 0, 0, 0};
+    for (int rank = 0; rank < comm->size; rank++) {
+        cell = dtrain__bounce_cell_of(comm, op, rank, comm->rank, round);
+        const unsigned char *from = rank == comm->rank ? (const unsigned char *)op->in + cell.given * width
+                                                       : dtrain__bounce_buffer(comm, op, rank, round) + cell.at;
+        comm->ins[rank] = from;
+        if (!dtrain__op_reduces(op) && cell.count > 0 && (unsigned char *)op->out + cell.target * width != from)
+            memcpy((unsigned char *)op->out + cell.target * width, from, cell.count * width);
+    }
+    if (!dtrain__op_reduces(op) || cell.count == 0)
+        return;
+    int outs = 0, keeps = op->kind != DTRAIN__REDUCE || op->root == comm->rank;
+    if (keeps)
+        comm->outs[outs++] = (unsigned char *)op->out + cell.target * dtrain__op_result_width(op);
+    if (op->kind != DTRAIN__REDUCE_SCATTER)
+        comm->outs[outs++] = dtrain__bounce_buffer(comm, op, comm->rank, round) + cell.at;
+    dtrain__op_fold(comm, op, comm->outs, outs, cell.count);
+}
+
+/* Whether this rank copies what the others have folded. */
+static int dtrain__bounce_spreads(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && op->root == comm->rank);
+}
+
+static void dtrain__bounce_spread(const dtrain_comm *comm, const dtrain__op *op, size_t round)
+{
+    size_t width = dtrain__op_width(op);
+    for (int k = 1; k < comm->size; k++) {
+        int rank = (comm->rank + k) % comm->size;
+        dtrain__bounce_cell cell = dtrain__bounce_cell_of(comm, op, rank, rank, round);
+        if (cell.count > 0)
+            memcpy((unsigned char *)op->out + cell.target * width,
+                   dtrain__bounce_buffer(comm, op, rank, round) + cell.at, cell.count * width);
+    }
+}
+
+/* Whether this rank must wait until the other one has taken, or put, a round. */
+static int dtrain__bounce_needs(const dtrain_comm *comm, const dtrain__op *op, int rank, int taken)
+{
+    int mine = comm->rank == op->root, theirs = rank == op->root;
+    if (op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__SCATTER)
+        return taken ? mine : theirs;
+    return op->kind != DTRAIN__GATHER || (taken ? theirs : mine);
+}
+
+/* Whether the ranks have taken, or put, so many rounds; else op->awaited has not. */
+static int dtrain__bounce_all(const dtrain_comm *comm, dtrain__op *op, int taken, size_t rounds)
+{
+    for (int rank = 0; rank < comm->size; rank++) {
+        const dtrain__slot *slot = &comm->shared->slots[rank];
+        if (__atomic_load_n(taken ? &slot->taken : &slot->put, __ATOMIC_SEQ_CST) >= comm->rounds + rounds ||
+            !dtrain__bounce_needs(comm, op, rank, taken))
+            continue;
+        op->awaited = rank;
+        return 0;
+    }
+    return 1;
+}
+
+/* Says how far this rank is, and wakes who waits for that. */
+static void dtrain__bounce_tell(const dtrain_comm *comm, uint64_t *word, size_t rounds)
+{
+    __atomic_store_n(word, comm->rounds + rounds, __ATOMIC_SEQ_CST);
+    dtrain__shared_ring(comm->shared, comm->rank);
+}
+
+/* Does one step of a round. Returns 0 if it must wait for op->awaited. */
+static int dtrain__bounce_step(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__slot *slot = &comm->shared->slots[comm->rank];
+    if (op->put < op->rounds && op->put < op->at + 2 && (op->put < 2 || dtrain__bounce_all(comm, op, 1, op->put - 1))) {
+        dtrain__bounce_put(comm, op);
+        dtrain__bounce_tell(comm, &slot->put, op->put);
+    } else if (op->taken == op->at && op->taken < op->put && dtrain__bounce_all(comm, op, 0, op->at + 1)) {
+        dtrain__bounce_take(comm, op, op->at);
+        op->taken++;
+        dtrain__bounce_tell(comm, &slot->taken, op->taken);
+    } else if (op->taken > op->at &&
+               (!dtrain__bounce_spreads(comm, op) || dtrain__bounce_all(comm, op, 1, op->taken))) {
+        if (dtrain__bounce_spreads(comm, op))
+            dtrain__bounce_spread(comm, op, op->at);
+        op->at++;
+    } else {
+        return 0;
+    }
+    return 1;
+}
+
+/* Advances the rounds, and not much beyond until_ns. Returns 1 once this rank has done all; else it waits for
+ * op->awaited, or -1 for its turn. */
+static int dtrain__bounce_advance(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    while (op->at < op->rounds) {
+        if (!dtrain__bounce_step(comm, op))
+            return 0;
+        op->awaited = -1;
+        if (until_ns != INT64_MAX && op->at < op->rounds && dtrain__os_now_ns() >= until_ns)
+            return 0;
+    }
+    comm->rounds += op->rounds;
+    return 1;
+}
+
+DTRAIN__FAST_END
+#endif
+
 /* ---- >>fused ----
  * Collectives between ranks that read each other's buffers in place (see >>threads). Each rank posts its call and
  * buffers. Once all have posted, each rank does its part straight on all ranks' buffers. It returns when all have done
  * theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what can
  * be done now, so blocking calls, the service thread and poll share it.
  *
- * Processes reach the buffers that are in windows (see >>window). They read other buffers through the system, if it
- * lets each read the others' memory. Sums then take two rounds: each rank folds its share, then reads the others'.
- * What cannot be reached in one of these ways goes by messages.
+ * Processes reach the buffers that are in windows (see >>window). Other buffers go through bounce buffers (see
+ * >>bounce). An uneven all-to-all goes by messages, as a rank does not know all its rounds.
  *
  * At its deadline a rank withdraws its post. It marks the post and looks whether every peer has posted. If all have, it
  * removes the mark and continues. Ranks withdraw one after another. Peers commit only after they have seen every post
@@ -23935,19 +24107,7 @@ static void dtrain__window_part_from(const void *pointer)
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__FUSED_LOOKS 1000u /* between processes, before a rank sleeps */
-#define DTRAIN__FUSED_PEEK_LEAST \
-    DTRAIN__TUNED(peek_least, (size_t)1 << 20) /* bytes from which reading a peer's memory beats messages */
-#define DTRAIN__FUSED_PEEK_CHUNK DTRAIN__TUNED(peek_chunk, (size_t)64 << 10) /* read from a peer before it is folded \
-                                                                              */
-
-enum {
-    DTRAIN__FUSED_POST = 0,
-    DTRAIN__FUSED_GATHER,
-    DTRAIN__FUSED_BODY,
-    DTRAIN__FUSED_FOLDED,
-    DTRAIN__FUSED_SPREAD,
-    DTRAIN__FUSED_FINISH
-};
+enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_BOUNCE, DTRAIN__FUSED_FINISH };
 
 static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
 {
@@ -23966,18 +24126,8 @@ static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain
 /* Where a rank's small input lies. */
 static unsigned char *dtrain__fused_data(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
-    const dtrain__shared *shared = comm->shared;
-    if (shared->inputs == NULL)
-        return dtrain__fused_post_of(comm, op, rank)->data;
-    return shared->inputs + (2 * (size_t)rank + (op->turn & 1)) * shared->inline_bytes;
-}
-
-/* Whether the call is large enough for ranks to read each other's memory through the system, and says all that this
- * takes. */
-static int dtrain__fused_may_peek(const dtrain_comm *comm, const dtrain__op *op)
-{
-    return comm->shared->processes != NULL && op->kind != DTRAIN__REDUCE && op->kind != DTRAIN__BARRIER &&
-           (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL) && dtrain__op_bytes(op) >= DTRAIN__FUSED_PEEK_LEAST;
+    return comm->shared->bounce != NULL ? dtrain__bounce_buffer(comm, op, rank, 0)
+                                        : dtrain__fused_post_of(comm, op, rank)->data;
 }
 
 /* Makes room beside the caller's buffers. An all-to-all in place lends a copy of its input, as peers read it while this
@@ -23985,10 +24135,7 @@ static int dtrain__fused_may_peek(const dtrain_comm *comm, const dtrain__op *op)
 static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
 {
     size_t bytes, out_bytes, offset;
-    int peeks = dtrain__fused_may_peek(comm, op);
-    if (peeks && dtrain__op_reduces(op))
-        return dtrain__op_reserve(comm, op, &comm->scratch, (size_t)comm->size * DTRAIN__FUSED_PEEK_CHUNK);
-    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out || (!comm->plane->in_process && !peeks))
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out || !comm->plane->in_process)
         return 1;
     if (dtrain__op_sizes(comm, op, &bytes, &out_bytes, &offset) != DTRAIN_OK ||
         !dtrain__op_reserve(comm, op, &comm->scratch, bytes))
@@ -24091,19 +24238,15 @@ static int dtrain__fused_map(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* A rank's input or output, as this rank reaches it, or where it is in that rank's memory. Between processes nothing
- * that another one can write says where this rank's own are. */
+/* A rank's input or output, as this rank reaches it. Between processes nothing that another one can write says where
+ * this rank's own are. */
 static unsigned char *dtrain__fused_buffer(const dtrain_comm *comm, const dtrain__op *op, int rank, int out)
 {
     const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
-    int in_process = comm->plane->in_process, own = rank == comm->rank && !in_process;
     unsigned char *buffer;
-    if (own && !out && op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out)
-        return comm->scratch;
-    if (!own && !in_process && !op->peeks)
+    if (!comm->plane->in_process)
         return comm->buffers[2 * rank + out];
-    memcpy(&buffer, out ? (own ? (const void *)&op->out : &post->out) : (own ? (const void *)&op->in : &post->in),
-           sizeof buffer);
+    memcpy(&buffer, out ? (const void *)&post->out : (const void *)&post->in, sizeof buffer);
     return buffer;
 }
 
@@ -24119,9 +24262,14 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     post->counts = op->counts;
     post->offsets = op->offsets;
     int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
-    if (!named && dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) &&
-        op->count > 0)
-        memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
+    op->rounds = op->put = op->taken = 0;
+    if (!named && dtrain__fused_inline(comm, op)) {
+        if ((op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
+            memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
+    } else if (!named && dtrain__bounce_may(comm, op) && op->count > 0) {
+        dtrain__bounce_put(comm, op);
+    }
+    __atomic_store_n(&slot->put, comm->rounds + op->put, __ATOMIC_RELAXED); /* peers look once it has arrived */
     __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
     op->phase = DTRAIN__FUSED_GATHER;
@@ -24138,7 +24286,7 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
  * write to memory that this rank does not see any more. */
 static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
 {
-    if (!dtrain__shared_revoke(comm->shared, comm->rank) && op->phase >= DTRAIN__FUSED_BODY && !op->peeks &&
+    if (!dtrain__shared_revoke(comm->shared, comm->rank) && op->phase >= DTRAIN__FUSED_BODY && op->rounds == 0 &&
         dtrain__fused_reach(comm, op, comm->rank, 1) > 0)
         dtrain__window_part_from(op->out);
 }
@@ -24333,16 +24481,18 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
     int small = dtrain__fused_inline(comm, op) && named == 0;
-    int messages = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
-    op->peeks = messages && dtrain__fused_may_peek(comm, op);
-    if (messages && !op->peeks)
+    int far = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
+    int bounces = far && dtrain__bounce_may(comm, op);
+    if (far && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {
         dtrain__fused_small(comm, op);
         return 1;
     }
-    if (!comm->plane->in_process && !op->peeks && !dtrain__fused_map(comm, op)) {
+    if (bounces)
+        op->rounds = dtrain__bounce_rounds(comm, op);
+    else if (!comm->plane->in_process && !dtrain__fused_map(comm, op)) {
         dtrain__fused_break(comm, op);
         return 1;
     }
@@ -24350,37 +24500,18 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return 1;
     op->touched = 1;
     dtrain__recorder_moved(comm, op);
-    op->phase = DTRAIN__FUSED_BODY;
+    op->phase = bounces ? DTRAIN__FUSED_BOUNCE : DTRAIN__FUSED_BODY;
     return 0;
 }
 
-/* Copies bytes of a rank's input or output. Returns 0 if the system refuses, as when that process has died. */
-static int dtrain__fused_fetch(dtrain_comm *comm, dtrain__op *op, int rank, int out, size_t at, void *to, size_t bytes)
-{
-    const unsigned char *from = dtrain__fused_buffer(comm, op, rank, out) + at;
-    op->awaited = rank;
-    if (op->peeks && rank != comm->rank)
-        return dtrain__os_peek(comm->shared->processes[rank].process, (uint64_t)(uintptr_t)from, to, bytes);
-    if (from != to)
-        memcpy(to, from, bytes);
-    return 1;
-}
-
-/* Folds elements [begin, begin + n) of all inputs into every rank's output, the root's, or this rank's. Returns 0 if
- * they cannot be read. */
-static int dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
+/* Folds elements [begin, begin + n) of all inputs into every rank's output, the root's, or this rank's. */
+static void dtrain__fused_reduce(dtrain_comm *comm, const dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain__op_width(op);
     size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
-    int outs = op->kind == DTRAIN__ALL_REDUCE && !op->peeks ? comm->size : 1;
+    int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
-        unsigned char *copy = comm->scratch + (size_t)rank * DTRAIN__FUSED_PEEK_CHUNK;
         comm->ins[rank] = dtrain__fused_buffer(comm, op, rank, 0) + begin * width;
-        if (op->peeks && rank != comm->rank) {
-            comm->ins[rank] = copy;
-            if (!dtrain__fused_fetch(comm, op, rank, 0, begin * width, copy, n * width))
-                return 0;
-        }
         if (outs > 1)
             comm->outs[rank] = dtrain__fused_buffer(comm, op, rank, 1) + offset * width;
     }
@@ -24389,12 +24520,16 @@ static int dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin,
     else if (outs == 1)
         comm->outs[0] = (unsigned char *)op->out + offset * dtrain__op_result_width(op);
     dtrain__op_fold(comm, op, comm->outs, outs, n);
-    return 1;
 }
 
-/* Copies elements [from, from + n) of what all ranks have for this one, taken end to end. Returns 0 if they cannot be
- * read. */
-static int dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+static void dtrain__fused_move(unsigned char *to, const unsigned char *from, size_t bytes)
+{
+    if (from != to)
+        memcpy(to, from, bytes);
+}
+
+/* Copies elements [from, from + n) of what all ranks have for this one, taken end to end. */
+static void dtrain__fused_collect(const dtrain_comm *comm, const dtrain__op *op, size_t from, size_t n)
 {
     size_t width = dtrain__op_width(op), before = 0;
     for (int rank = 0; rank < comm->size; rank++) {
@@ -24403,13 +24538,11 @@ static int dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from,
         end = end < from + n ? end : from + n;
         if (low < end) {
             size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
-            unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
-            if (!dtrain__fused_fetch(comm, op, rank, 0, given * width, target, (end - low) * width))
-                return 0;
+            dtrain__fused_move((unsigned char *)op->out + (part->begin + low - before) * width,
+                               dtrain__fused_buffer(comm, op, rank, 0) + given * width, (end - low) * width);
         }
         before += part->count;
     }
-    return 1;
 }
 
 /* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, taken end to end. */
@@ -24435,27 +24568,15 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
     }
 }
 
-/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. Returns 0 if
- * they cannot be read. */
-static int dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
+static void dtrain__fused_copy(const dtrain_comm *comm, const dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain__op_width(op), part = comm->parts[comm->rank].begin;
-    if (op->kind == DTRAIN__GATHER) {
-        unsigned char *target = dtrain__fused_buffer(comm, op, op->root, 1) + (part + from) * width;
-        return dtrain__fused_fetch(comm, op, comm->rank, 0, from * width, target, n * width);
-    }
-    return dtrain__fused_fetch(comm, op, op->root, 0, ((op->kind == DTRAIN__SCATTER ? part : 0) + from) * width,
-                               (unsigned char *)op->out + from * width, n * width);
-}
-
-/* A rank's share of a whole vector. Shares are cut at cache lines, so no two ranks write to one line. */
-static size_t dtrain__fused_share_of(const dtrain_comm *comm, const dtrain__op *op, int rank, size_t *begin)
-{
-    size_t line = DTRAIN__CACHE_LINE / dtrain__op_width(op);
-    size_t n = dtrain__split(op->count / line + 1, comm->size, rank, begin), end = (*begin + n) * line;
-    *begin *= line;
-    end = end < op->count ? end : op->count;
-    return end > *begin ? end - *begin : 0;
+    size_t width = dtrain__op_width(op), at = op->kind == DTRAIN__BROADCAST ? 0 : comm->parts[comm->rank].begin;
+    int gathers = op->kind == DTRAIN__GATHER;
+    const unsigned char *source = dtrain__fused_buffer(comm, op, gathers ? comm->rank : op->root, 0);
+    unsigned char *target = gathers ? dtrain__fused_buffer(comm, op, op->root, 1) : (unsigned char *)op->out;
+    dtrain__fused_move(target + (from + (gathers ? at : 0)) * width, source + (from + (gathers ? 0 : at)) * width,
+                       n * width);
 }
 
 /* This rank's part of the work, in elements. */
@@ -24466,9 +24587,6 @@ static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op,
     switch (op->kind) {
     case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
     case DTRAIN__GATHER:
-        for (int rank = 0; op->peeks && op->root == comm->rank && rank < comm->size; rank++)
-            total += comm->parts[rank].count;
-        return op->peeks ? total : comm->parts[comm->rank].count;
     case DTRAIN__SCATTER: return comm->parts[comm->rank].count;
     case DTRAIN__BROADCAST: return op->root == comm->rank ? 0 : op->count;
     case DTRAIN__ALL_GATHER: return op->count;
@@ -24476,137 +24594,90 @@ static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op,
         for (int rank = 0; rank < comm->size; rank++)
             total += comm->others[rank].count;
         return total;
-    default: return dtrain__fused_share_of(comm, op, comm->rank, begin);
+    default: return dtrain__bounce_share(comm, op, op->count, comm->rank, begin);
     }
 }
 
-/* Whether the processes are those whose memory was read: each still has its secret. */
-static int dtrain__fused_same(dtrain_comm *comm, dtrain__op *op)
-{
-    for (int rank = 0; op->peeks && rank < comm->size; rank++) {
-        const dtrain__shared_process *process = &comm->shared->processes[rank];
-        uint64_t seen;
-        op->awaited = rank;
-        if (rank != comm->rank &&
-            (!dtrain__os_peek(process->process, process->secret_at, &seen, sizeof seen) || seen != process->secret))
-            return 0;
-    }
-    return 1;
-}
-
-/* This rank cannot go on: a peer has closed its buffers or died. Or the system does not read its memory, which is an
- * error. Returns 1 once it is known why. */
-static int dtrain__fused_cut_off(dtrain_comm *comm, dtrain__op *op)
-{
-    int awaited = op->awaited;
-    if (dtrain__membership_broken(comm->members))
-        return dtrain__fused_end_broken(comm, op);
-    if (!op->peeks || dtrain__shared_closed(comm->shared) || !dtrain__fused_same(comm, op))
-        return 0;
-    dtrain__fail(&op->error, DTRAIN_ERR_IO,
-                 "%s on rank %d: the system does not read the buffer of rank %d, as of memory of a device; give plain "
-                 "memory, or name peek in DTRAIN_WITHOUT",
-                 dtrain__op_text(comm, op).text, comm->rank, awaited);
-    dtrain__fused_break(comm, op);
-    return 1;
-}
-
-/* Does a part of this rank's work. Returns 0 if a peer's memory cannot be read. */
-static int dtrain__fused_work(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+/* Does a part of this rank's work. */
+static void dtrain__fused_work(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
     if (op->scattered)
         dtrain__fused_segments(comm, op, from, n);
     else if (dtrain__op_reduces(op))
-        return dtrain__fused_reduce(comm, op, from, n);
-    else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL ||
-             (op->kind == DTRAIN__GATHER && op->peeks))
-        return dtrain__fused_collect(comm, op, from, n);
+        dtrain__fused_reduce(comm, op, from, n);
+    else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
+        dtrain__fused_collect(comm, op, from, n);
     else
-        return dtrain__fused_copy(comm, op, from, n);
-    return 1;
+        dtrain__fused_copy(comm, op, from, n);
+}
+
+/* This rank has done its part of the operation. */
+static void dtrain__fused_done(dtrain_comm *comm, dtrain__op *op)
+{
+    __atomic_store_n(&comm->shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
+    dtrain__shared_ring(comm->shared, comm->rank);
+    op->at = 0;
+    op->phase = DTRAIN__FUSED_FINISH;
 }
 
 static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
 {
     dtrain__shared *shared = comm->shared;
     size_t begin, share = dtrain__fused_share(comm, op, &begin);
-    size_t width = dtrain__op_width(op);
-    size_t chunk = (until_ns == INT64_MAX && !op->peeks ? (size_t)4 << 20 : DTRAIN__FUSED_PEEK_CHUNK) / width;
-    int spreads = op->peeks && op->kind == DTRAIN__ALL_REDUCE;
+    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / dtrain__op_width(op);
     while (op->at < share) {
-        size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
+        size_t n = share - op->at < chunk ? share - op->at : chunk;
         if (!dtrain__shared_enter(shared, comm->rank)) /* a process may not have heard the reason yet */
-            return dtrain__fused_cut_off(comm, op);
-        int good = dtrain__fused_work(comm, op, from, n);
+            return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
+        dtrain__fused_work(comm, op, begin + op->at, n);
         dtrain__shared_leave(shared, comm->rank);
-        if (!good || (op->peeks && dtrain__shared_closed(shared)))
-            return dtrain__fused_cut_off(comm, op);
         op->at += n;
         if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
             return 0;
     }
-    if (!dtrain__fused_same(comm, op))
-        return dtrain__fused_cut_off(comm, op);
-    __atomic_store_n(spreads ? &shared->slots[comm->rank].folded : &shared->slots[comm->rank].finished, op->turn,
-                     __ATOMIC_SEQ_CST);
-    dtrain__shared_ring(shared, comm->rank);
-    op->at = 0;
-    op->phase = spreads ? DTRAIN__FUSED_FOLDED : DTRAIN__FUSED_FINISH;
+    dtrain__fused_done(comm, op);
     return 0;
 }
 
-/* Waits until all ranks have folded or finished. Returns 1 once they have, or at the operation's end: then with an
- * error. */
+/* The operation awaits a peer, which had left when the caller looked in vain. Returns whether the operation has ended,
+ * with an error. */
+static int dtrain__fused_stuck(dtrain_comm *comm, dtrain__op *op, int left)
+{
+    if (left) { /* in the middle of the operation */
+        dtrain__error lost;
+        dtrain__seat_needed(comm->seat, op->awaited);
+        lost = dtrain__thread_error;
+        dtrain__group_break(comm, &lost);
+    }
+    return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
+}
+
+/* Returns whether the operation has ended: an operation of one round needs no peer's end. */
+static int dtrain__fused_bounce(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    while (!dtrain__bounce_advance(comm, op, until_ns)) {
+        int awaited = op->awaited;
+        if (awaited < 0 || !dtrain__membership_left(comm->members, awaited))
+            return dtrain__fused_stuck(comm, op, 0);
+        if (!dtrain__bounce_step(comm, op) && op->awaited == awaited) /* it has not done this before it left */
+            return dtrain__fused_stuck(comm, op, 1);
+    }
+    dtrain__fused_done(comm, op);
+    return op->rounds <= 1;
+}
+
+/* Waits until all ranks have finished. Returns 1 once they have, or at the operation's end: then with an error. */
 static int dtrain__fused_await(dtrain_comm *comm, dtrain__op *op)
 {
     for (int peer = (int)op->at; peer < comm->size; peer++) {
-        const dtrain__slot *slot = &comm->shared->slots[peer];
         int left = dtrain__membership_left(comm->members, peer);
-        const uint64_t *word = op->phase == DTRAIN__FUSED_FOLDED ? &slot->folded : &slot->finished;
-        if (__atomic_load_n(word, __ATOMIC_SEQ_CST) >= op->turn)
+        if (__atomic_load_n(&comm->shared->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
-        if (left) { /* in the middle of the operation */
-            dtrain__error lost;
-            dtrain__seat_needed(comm->seat, peer);
-            lost = dtrain__thread_error;
-            dtrain__group_break(comm, &lost);
-        }
-        return dtrain__membership_broken(comm->members) ? dtrain__fused_end_broken(comm, op) : 0;
+        return dtrain__fused_stuck(comm, op, left);
     }
-    op->at = 0;
     return 1;
-}
-
-/* Reads what the other ranks have folded of a sum. Returns whether the operation has ended, with an error. */
-static int dtrain__fused_spread(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
-{
-    size_t width = dtrain__op_width(op), begin, end, chunk = DTRAIN__FUSED_PEEK_CHUNK * 4 / width;
-    for (int rank = 0; rank < comm->size; rank++) {
-        end = dtrain__fused_share_of(comm, op, rank, &begin);
-        end += begin;
-        while (op->at < end) {
-            size_t n = rank == comm->rank || end - op->at < chunk ? end - op->at : chunk;
-            if (rank != comm->rank && !dtrain__fused_fetch(comm, op, rank, 1, op->at * width,
-                                                           (unsigned char *)op->out + op->at * width, n * width))
-                return dtrain__fused_cut_off(comm, op);
-            if (dtrain__shared_closed(comm->shared))
-                return dtrain__fused_cut_off(comm, op);
-            op->at += n;
-            if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
-                return 0;
-        }
-    }
-    if (op->at < op->count)
-        return 0;
-    if (!dtrain__fused_same(comm, op))
-        return dtrain__fused_cut_off(comm, op);
-    __atomic_store_n(&comm->shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
-    dtrain__shared_ring(comm->shared, comm->rank);
-    op->at = 0;
-    op->phase = DTRAIN__FUSED_FINISH;
-    return 0;
 }
 
 /* Waits once between processes: looks again, then sleeps until the doorbell or news of the world. turn: how many waits
@@ -24653,12 +24724,7 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
         return 1;
     if (op->phase == DTRAIN__FUSED_BODY && dtrain__fused_body(comm, op, until_ns))
         return 1;
-    if (op->phase == DTRAIN__FUSED_FOLDED && dtrain__fused_await(comm, op)) {
-        if (op->error.status != DTRAIN_OK)
-            return 1;
-        op->phase = DTRAIN__FUSED_SPREAD;
-    }
-    if (op->phase == DTRAIN__FUSED_SPREAD && dtrain__fused_spread(comm, op, until_ns))
+    if (op->phase == DTRAIN__FUSED_BOUNCE && dtrain__fused_bounce(comm, op, until_ns))
         return 1;
     return op->phase == DTRAIN__FUSED_FINISH && dtrain__fused_await(comm, op);
 }

@@ -609,7 +609,6 @@ static pid_t fork_child(void)
         return child;
 #ifdef __linux__
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    prctl(PR_SET_PTRACER, (unsigned long)parent, 0ul, 0ul, 0ul); /* under Yama, ranks may read each other's memory */
 #endif
     if (getppid() != parent)
         _exit(127);

@@ -23,9 +23,8 @@
 #define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
-static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2", "populate", "mremap",
-                                                       "pagemap", "memfd",  "unix", "ipv6",     "mprotect",
-                                                       "shm",     "huge",   "peek"};
+static const char *const dtrain__os_without_names[] = {"pkeys", "avx512", "avx2", "populate", "mremap", "pagemap",
+                                                       "memfd", "unix",   "ipv6", "mprotect", "shm",    "huge"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {
@@ -478,29 +477,6 @@ static int dtrain__os_privately(void *pages, size_t bytes)
     (void)pages;
     (void)bytes;
     return ENOSYS;
-#endif
-}
-
-/* Copies memory of another process. Returns 0 if the system refuses, or there is no such memory. */
-static int dtrain__os_peek(pid_t process, uint64_t from, void *to, size_t bytes)
-{
-#if defined(__linux__) && defined(__NR_process_vm_readv)
-    struct {
-        void *base;
-        size_t bytes;
-    } mine = {to, bytes}, theirs = {(void *)(uintptr_t)from, bytes}; /* struct iovec */
-    while (mine.bytes > 0) {
-        long n = syscall(__NR_process_vm_readv, (long)process, &mine, 1L, &theirs, 1L, 0L);
-        if (n <= 0)
-            return 0;
-        mine.base = (unsigned char *)mine.base + n;
-        theirs.base = (unsigned char *)theirs.base + n;
-        mine.bytes = theirs.bytes = mine.bytes - (size_t)n;
-    }
-    return 1;
-#else
-    (void)process, (void)from, (void)to, (void)bytes;
-    return 0;
 #endif
 }
 

@@ -71,7 +71,7 @@ typedef enum dtrain_order {
  * Parallel Computing 35(12), 2009; binary blocks of HALVING_DOUBLING: Rabenseifner, ICCS 2004. */
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
-    DTRAIN_ALGORITHM_FUSED = 201,        /* shared memory: each rank does its share of the work for all */
+    DTRAIN_ALGORITHM_FUSED = 201,        /* threads: each rank does its share of the work for all */
     DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; TREE unless size is a power of two */
     DTRAIN_ALGORITHM_TREE,               /* whole vectors up to one rank and down again */
     DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */
@@ -137,9 +137,9 @@ typedef enum dtrain_progress {
  *
  * SHARED MEMORY. Two processes of one host share memory where the system lets one open the other's, as Linux does
  * within one user and one container. It carries what their connection would; the connection stays and shows when a
- * process dies. If all ranks of a group share memory, inputs of up to 8 KiB need no message, and memory of
- * dtrain_comm_alloc needs none at all. From 1 MiB on, ranks read other buffers straight from the process that has them,
- * where the system allows it; under Yama dtrun sees to that. Sealed connections share none. DTRAIN_TRANSPORT is always read:
+ * process dies. If all ranks of a group share memory, up to 64 of them, their collectives need no messages, except an
+ * all-to-all with counts. They are done in place on memory of dtrain_comm_alloc. Other buffers are copied through 2 MiB
+ * that the group shares. Sealed connections share none. DTRAIN_TRANSPORT is always read:
  *
  *   unset   shared memory where it can be had, else the connection
  *   shm     the same, and a warning in the log where it cannot be had

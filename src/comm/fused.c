@@ -4,9 +4,8 @@
  * theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what can
  * be done now, so blocking calls, the service thread and poll share it.
  *
- * Processes reach the buffers that are in windows (see >>window). They read other buffers through the system, if it
- * lets each read the others' memory. Sums then take two rounds: each rank folds its share, then reads the others'.
- * What cannot be reached in one of these ways goes by messages.
+ * Processes reach the buffers that are in windows (see >>window). Other buffers go through bounce buffers (see
+ * >>bounce). An uneven all-to-all goes by messages, as a rank does not know all its rounds.
  *
  * At its deadline a rank withdraws its post. It marks the post and looks whether every peer has posted. If all have, it
  * removes the mark and continues. Ranks withdraw one after another. Peers commit only after they have seen every post
@@ -16,23 +15,12 @@
 #include "op.c"
 #include "recorder.c"
 #include "plan.c"
+#include "bounce.c"
 #include "window.c"
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__FUSED_LOOKS 1000u /* between processes, before a rank sleeps */
-#define DTRAIN__FUSED_PEEK_LEAST \
-    DTRAIN__TUNED(peek_least, (size_t)1 << 20) /* bytes from which reading a peer's memory beats messages */
-#define DTRAIN__FUSED_PEEK_CHUNK DTRAIN__TUNED(peek_chunk, (size_t)64 << 10) /* read from a peer before it is folded \
-                                                                              */
-
-enum {
-    DTRAIN__FUSED_POST = 0,
-    DTRAIN__FUSED_GATHER,
-    DTRAIN__FUSED_BODY,
-    DTRAIN__FUSED_FOLDED,
-    DTRAIN__FUSED_SPREAD,
-    DTRAIN__FUSED_FINISH
-};
+enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_BOUNCE, DTRAIN__FUSED_FINISH };
 
 static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
 {
@@ -51,18 +39,8 @@ static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain
 /* Where a rank's small input lies. */
 static unsigned char *dtrain__fused_data(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
-    const dtrain__shared *shared = comm->shared;
-    if (shared->inputs == NULL)
-        return dtrain__fused_post_of(comm, op, rank)->data;
-    return shared->inputs + (2 * (size_t)rank + (op->turn & 1)) * shared->inline_bytes;
-}
-
-/* Whether the call is large enough for ranks to read each other's memory through the system, and says all that this
- * takes. */
-static int dtrain__fused_may_peek(const dtrain_comm *comm, const dtrain__op *op)
-{
-    return comm->shared->processes != NULL && op->kind != DTRAIN__REDUCE && op->kind != DTRAIN__BARRIER &&
-           (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL) && dtrain__op_bytes(op) >= DTRAIN__FUSED_PEEK_LEAST;
+    return comm->shared->bounce != NULL ? dtrain__bounce_buffer(comm, op, rank, 0)
+                                        : dtrain__fused_post_of(comm, op, rank)->data;
 }
 
 /* Makes room beside the caller's buffers. An all-to-all in place lends a copy of its input, as peers read it while this
@@ -70,10 +48,7 @@ static int dtrain__fused_may_peek(const dtrain_comm *comm, const dtrain__op *op)
 static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
 {
     size_t bytes, out_bytes, offset;
-    int peeks = dtrain__fused_may_peek(comm, op);
-    if (peeks && dtrain__op_reduces(op))
-        return dtrain__op_reserve(comm, op, &comm->scratch, (size_t)comm->size * DTRAIN__FUSED_PEEK_CHUNK);
-    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out || (!comm->plane->in_process && !peeks))
+    if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out || !comm->plane->in_process)
         return 1;
     if (dtrain__op_sizes(comm, op, &bytes, &out_bytes, &offset) != DTRAIN_OK ||
         !dtrain__op_reserve(comm, op, &comm->scratch, bytes))
@@ -176,19 +151,15 @@ static int dtrain__fused_map(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* A rank's input or output, as this rank reaches it, or where it is in that rank's memory. Between processes nothing
- * that another one can write says where this rank's own are. */
+/* A rank's input or output, as this rank reaches it. Between processes nothing that another one can write says where
+ * this rank's own are. */
 static unsigned char *dtrain__fused_buffer(const dtrain_comm *comm, const dtrain__op *op, int rank, int out)
 {
     const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
-    int in_process = comm->plane->in_process, own = rank == comm->rank && !in_process;
     unsigned char *buffer;
-    if (own && !out && op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out)
-        return comm->scratch;
-    if (!own && !in_process && !op->peeks)
+    if (!comm->plane->in_process)
         return comm->buffers[2 * rank + out];
-    memcpy(&buffer, out ? (own ? (const void *)&op->out : &post->out) : (own ? (const void *)&op->in : &post->in),
-           sizeof buffer);
+    memcpy(&buffer, out ? (const void *)&post->out : (const void *)&post->in, sizeof buffer);
     return buffer;
 }
 
@@ -204,9 +175,14 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     post->counts = op->counts;
     post->offsets = op->offsets;
     int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
-    if (!named && dtrain__fused_inline(comm, op) && (op->kind != DTRAIN__BROADCAST || op->root == comm->rank) &&
-        op->count > 0)
-        memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
+    op->rounds = op->put = op->taken = 0;
+    if (!named && dtrain__fused_inline(comm, op)) {
+        if ((op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
+            memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
+    } else if (!named && dtrain__bounce_may(comm, op) && op->count > 0) {
+        dtrain__bounce_put(comm, op);
+    }
+    __atomic_store_n(&slot->put, comm->rounds + op->put, __ATOMIC_RELAXED); /* peers look once it has arrived */
     __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
     op->phase = DTRAIN__FUSED_GATHER;
@@ -223,7 +199,7 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
  * write to memory that this rank does not see any more. */
 static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
 {
-    if (!dtrain__shared_revoke(comm->shared, comm->rank) && op->phase >= DTRAIN__FUSED_BODY && !op->peeks &&
+    if (!dtrain__shared_revoke(comm->shared, comm->rank) && op->phase >= DTRAIN__FUSED_BODY && op->rounds == 0 &&
         dtrain__fused_reach(comm, op, comm->rank, 1) > 0)
         dtrain__window_part_from(op->out);
 }
@@ -418,16 +394,18 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
     int small = dtrain__fused_inline(comm, op) && named == 0;
-    int messages = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
-    op->peeks = messages && dtrain__fused_may_peek(comm, op);
-    if (messages && !op->peeks)
+    int far = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
+    int bounces = far && dtrain__bounce_may(comm, op);
+    if (far && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {
         dtrain__fused_small(comm, op);
         return 1;
     }
-    if (!comm->plane->in_process && !op->peeks && !dtrain__fused_map(comm, op)) {
+    if (bounces)
+        op->rounds = dtrain__bounce_rounds(comm, op);
+    else if (!comm->plane->in_process && !dtrain__fused_map(comm, op)) {
         dtrain__fused_break(comm, op);
         return 1;
     }
@@ -435,37 +413,18 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return 1;
     op->touched = 1;
     dtrain__recorder_moved(comm, op);
-    op->phase = DTRAIN__FUSED_BODY;
+    op->phase = bounces ? DTRAIN__FUSED_BOUNCE : DTRAIN__FUSED_BODY;
     return 0;
 }
 
-/* Copies bytes of a rank's input or output. Returns 0 if the system refuses, as when that process has died. */
-static int dtrain__fused_fetch(dtrain_comm *comm, dtrain__op *op, int rank, int out, size_t at, void *to, size_t bytes)
-{
-    const unsigned char *from = dtrain__fused_buffer(comm, op, rank, out) + at;
-    op->awaited = rank;
-    if (op->peeks && rank != comm->rank)
-        return dtrain__os_peek(comm->shared->processes[rank].process, (uint64_t)(uintptr_t)from, to, bytes);
-    if (from != to)
-        memcpy(to, from, bytes);
-    return 1;
-}
-
-/* Folds elements [begin, begin + n) of all inputs into every rank's output, the root's, or this rank's. Returns 0 if
- * they cannot be read. */
-static int dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
+/* Folds elements [begin, begin + n) of all inputs into every rank's output, the root's, or this rank's. */
+static void dtrain__fused_reduce(dtrain_comm *comm, const dtrain__op *op, size_t begin, size_t n)
 {
     size_t width = dtrain__op_width(op);
     size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
-    int outs = op->kind == DTRAIN__ALL_REDUCE && !op->peeks ? comm->size : 1;
+    int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
-        unsigned char *copy = comm->scratch + (size_t)rank * DTRAIN__FUSED_PEEK_CHUNK;
         comm->ins[rank] = dtrain__fused_buffer(comm, op, rank, 0) + begin * width;
-        if (op->peeks && rank != comm->rank) {
-            comm->ins[rank] = copy;
-            if (!dtrain__fused_fetch(comm, op, rank, 0, begin * width, copy, n * width))
-                return 0;
-        }
         if (outs > 1)
             comm->outs[rank] = dtrain__fused_buffer(comm, op, rank, 1) + offset * width;
     }
@@ -474,12 +433,16 @@ static int dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin,
     else if (outs == 1)
         comm->outs[0] = (unsigned char *)op->out + offset * dtrain__op_result_width(op);
     dtrain__op_fold(comm, op, comm->outs, outs, n);
-    return 1;
 }
 
-/* Copies elements [from, from + n) of what all ranks have for this one, taken end to end. Returns 0 if they cannot be
- * read. */
-static int dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+static void dtrain__fused_move(unsigned char *to, const unsigned char *from, size_t bytes)
+{
+    if (from != to)
+        memcpy(to, from, bytes);
+}
+
+/* Copies elements [from, from + n) of what all ranks have for this one, taken end to end. */
+static void dtrain__fused_collect(const dtrain_comm *comm, const dtrain__op *op, size_t from, size_t n)
 {
     size_t width = dtrain__op_width(op), before = 0;
     for (int rank = 0; rank < comm->size; rank++) {
@@ -488,13 +451,11 @@ static int dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from,
         end = end < from + n ? end : from + n;
         if (low < end) {
             size_t given = dtrain__fused_given(comm, op, rank).begin + low - before;
-            unsigned char *target = (unsigned char *)op->out + (part->begin + low - before) * width;
-            if (!dtrain__fused_fetch(comm, op, rank, 0, given * width, target, (end - low) * width))
-                return 0;
+            dtrain__fused_move((unsigned char *)op->out + (part->begin + low - before) * width,
+                               dtrain__fused_buffer(comm, op, rank, 0) + given * width, (end - low) * width);
         }
         before += part->count;
     }
-    return 1;
 }
 
 /* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, taken end to end. */
@@ -520,27 +481,15 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
     }
 }
 
-/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. Returns 0 if
- * they cannot be read. */
-static int dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+/* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
+static void dtrain__fused_copy(const dtrain_comm *comm, const dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain__op_width(op), part = comm->parts[comm->rank].begin;
-    if (op->kind == DTRAIN__GATHER) {
-        unsigned char *target = dtrain__fused_buffer(comm, op, op->root, 1) + (part + from) * width;
-        return dtrain__fused_fetch(comm, op, comm->rank, 0, from * width, target, n * width);
-    }
-    return dtrain__fused_fetch(comm, op, op->root, 0, ((op->kind == DTRAIN__SCATTER ? part : 0) + from) * width,
-                               (unsigned char *)op->out + from * width, n * width);
-}
-
-/* A rank's share of a whole vector. Shares are cut at cache lines, so no two ranks write to one line. */
-static size_t dtrain__fused_share_of(const dtrain_comm *comm, const dtrain__op *op, int rank, size_t *begin)
-{
-    size_t line = DTRAIN__CACHE_LINE / dtrain__op_width(op);
-    size_t n = dtrain__split(op->count / line + 1, comm->size, rank, begin), end = (*begin + n) * line;
-    *begin *= line;
-    end = end < op->count ? end : op->count;
-    return end > *begin ? end - *begin : 0;
+    size_t width = dtrain__op_width(op), at = op->kind == DTRAIN__BROADCAST ? 0 : comm->parts[comm->rank].begin;
+    int gathers = op->kind == DTRAIN__GATHER;
+    const unsigned char *source = dtrain__fused_buffer(comm, op, gathers ? comm->rank : op->root, 0);
+    unsigned char *target = gathers ? dtrain__fused_buffer(comm, op, op->root, 1) : (unsigned char *)op->out;
+    dtrain__fused_move(target + (from + (gathers ? at : 0)) * width, source + (from + (gathers ? 0 : at)) * width,
+                       n * width);
 }
 
 /* This rank's part of the work, in elements. */
@@ -551,9 +500,6 @@ static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op,
     switch (op->kind) {
     case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
     case DTRAIN__GATHER:
-        for (int rank = 0; op->peeks && op->root == comm->rank && rank < comm->size; rank++)
-            total += comm->parts[rank].count;
-        return op->peeks ? total : comm->parts[comm->rank].count;
     case DTRAIN__SCATTER: return comm->parts[comm->rank].count;
     case DTRAIN__BROADCAST: return op->root == comm->rank ? 0 : op->count;
     case DTRAIN__ALL_GATHER: return op->count;
@@ -561,137 +507,90 @@ static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op,
         for (int rank = 0; rank < comm->size; rank++)
             total += comm->others[rank].count;
         return total;
-    default: return dtrain__fused_share_of(comm, op, comm->rank, begin);
+    default: return dtrain__bounce_share(comm, op, op->count, comm->rank, begin);
     }
 }
 
-/* Whether the processes are those whose memory was read: each still has its secret. */
-static int dtrain__fused_same(dtrain_comm *comm, dtrain__op *op)
-{
-    for (int rank = 0; op->peeks && rank < comm->size; rank++) {
-        const dtrain__shared_process *process = &comm->shared->processes[rank];
-        uint64_t seen;
-        op->awaited = rank;
-        if (rank != comm->rank &&
-            (!dtrain__os_peek(process->process, process->secret_at, &seen, sizeof seen) || seen != process->secret))
-            return 0;
-    }
-    return 1;
-}
-
-/* This rank cannot go on: a peer has closed its buffers or died. Or the system does not read its memory, which is an
- * error. Returns 1 once it is known why. */
-static int dtrain__fused_cut_off(dtrain_comm *comm, dtrain__op *op)
-{
-    int awaited = op->awaited;
-    if (dtrain__membership_broken(comm->members))
-        return dtrain__fused_end_broken(comm, op);
-    if (!op->peeks || dtrain__shared_closed(comm->shared) || !dtrain__fused_same(comm, op))
-        return 0;
-    dtrain__fail(&op->error, DTRAIN_ERR_IO,
-                 "%s on rank %d: the system does not read the buffer of rank %d, as of memory of a device; give plain "
-                 "memory, or name peek in DTRAIN_WITHOUT",
-                 dtrain__op_text(comm, op).text, comm->rank, awaited);
-    dtrain__fused_break(comm, op);
-    return 1;
-}
-
-/* Does a part of this rank's work. Returns 0 if a peer's memory cannot be read. */
-static int dtrain__fused_work(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
+/* Does a part of this rank's work. */
+static void dtrain__fused_work(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
     if (op->scattered)
         dtrain__fused_segments(comm, op, from, n);
     else if (dtrain__op_reduces(op))
-        return dtrain__fused_reduce(comm, op, from, n);
-    else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL ||
-             (op->kind == DTRAIN__GATHER && op->peeks))
-        return dtrain__fused_collect(comm, op, from, n);
+        dtrain__fused_reduce(comm, op, from, n);
+    else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
+        dtrain__fused_collect(comm, op, from, n);
     else
-        return dtrain__fused_copy(comm, op, from, n);
-    return 1;
+        dtrain__fused_copy(comm, op, from, n);
+}
+
+/* This rank has done its part of the operation. */
+static void dtrain__fused_done(dtrain_comm *comm, dtrain__op *op)
+{
+    __atomic_store_n(&comm->shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
+    dtrain__shared_ring(comm->shared, comm->rank);
+    op->at = 0;
+    op->phase = DTRAIN__FUSED_FINISH;
 }
 
 static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
 {
     dtrain__shared *shared = comm->shared;
     size_t begin, share = dtrain__fused_share(comm, op, &begin);
-    size_t width = dtrain__op_width(op);
-    size_t chunk = (until_ns == INT64_MAX && !op->peeks ? (size_t)4 << 20 : DTRAIN__FUSED_PEEK_CHUNK) / width;
-    int spreads = op->peeks && op->kind == DTRAIN__ALL_REDUCE;
+    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / dtrain__op_width(op);
     while (op->at < share) {
-        size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
+        size_t n = share - op->at < chunk ? share - op->at : chunk;
         if (!dtrain__shared_enter(shared, comm->rank)) /* a process may not have heard the reason yet */
-            return dtrain__fused_cut_off(comm, op);
-        int good = dtrain__fused_work(comm, op, from, n);
+            return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
+        dtrain__fused_work(comm, op, begin + op->at, n);
         dtrain__shared_leave(shared, comm->rank);
-        if (!good || (op->peeks && dtrain__shared_closed(shared)))
-            return dtrain__fused_cut_off(comm, op);
         op->at += n;
         if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
             return 0;
     }
-    if (!dtrain__fused_same(comm, op))
-        return dtrain__fused_cut_off(comm, op);
-    __atomic_store_n(spreads ? &shared->slots[comm->rank].folded : &shared->slots[comm->rank].finished, op->turn,
-                     __ATOMIC_SEQ_CST);
-    dtrain__shared_ring(shared, comm->rank);
-    op->at = 0;
-    op->phase = spreads ? DTRAIN__FUSED_FOLDED : DTRAIN__FUSED_FINISH;
+    dtrain__fused_done(comm, op);
     return 0;
 }
 
-/* Waits until all ranks have folded or finished. Returns 1 once they have, or at the operation's end: then with an
- * error. */
+/* The operation awaits a peer, which had left when the caller looked in vain. Returns whether the operation has ended,
+ * with an error. */
+static int dtrain__fused_stuck(dtrain_comm *comm, dtrain__op *op, int left)
+{
+    if (left) { /* in the middle of the operation */
+        dtrain__error lost;
+        dtrain__seat_needed(comm->seat, op->awaited);
+        lost = dtrain__thread_error;
+        dtrain__group_break(comm, &lost);
+    }
+    return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
+}
+
+/* Returns whether the operation has ended: an operation of one round needs no peer's end. */
+static int dtrain__fused_bounce(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    while (!dtrain__bounce_advance(comm, op, until_ns)) {
+        int awaited = op->awaited;
+        if (awaited < 0 || !dtrain__membership_left(comm->members, awaited))
+            return dtrain__fused_stuck(comm, op, 0);
+        if (!dtrain__bounce_step(comm, op) && op->awaited == awaited) /* it has not done this before it left */
+            return dtrain__fused_stuck(comm, op, 1);
+    }
+    dtrain__fused_done(comm, op);
+    return op->rounds <= 1;
+}
+
+/* Waits until all ranks have finished. Returns 1 once they have, or at the operation's end: then with an error. */
 static int dtrain__fused_await(dtrain_comm *comm, dtrain__op *op)
 {
     for (int peer = (int)op->at; peer < comm->size; peer++) {
-        const dtrain__slot *slot = &comm->shared->slots[peer];
         int left = dtrain__membership_left(comm->members, peer);
-        const uint64_t *word = op->phase == DTRAIN__FUSED_FOLDED ? &slot->folded : &slot->finished;
-        if (__atomic_load_n(word, __ATOMIC_SEQ_CST) >= op->turn)
+        if (__atomic_load_n(&comm->shared->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
-        if (left) { /* in the middle of the operation */
-            dtrain__error lost;
-            dtrain__seat_needed(comm->seat, peer);
-            lost = dtrain__thread_error;
-            dtrain__group_break(comm, &lost);
-        }
-        return dtrain__membership_broken(comm->members) ? dtrain__fused_end_broken(comm, op) : 0;
+        return dtrain__fused_stuck(comm, op, left);
     }
-    op->at = 0;
     return 1;
-}
-
-/* Reads what the other ranks have folded of a sum. Returns whether the operation has ended, with an error. */
-static int dtrain__fused_spread(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
-{
-    size_t width = dtrain__op_width(op), begin, end, chunk = DTRAIN__FUSED_PEEK_CHUNK * 4 / width;
-    for (int rank = 0; rank < comm->size; rank++) {
-        end = dtrain__fused_share_of(comm, op, rank, &begin);
-        end += begin;
-        while (op->at < end) {
-            size_t n = rank == comm->rank || end - op->at < chunk ? end - op->at : chunk;
-            if (rank != comm->rank && !dtrain__fused_fetch(comm, op, rank, 1, op->at * width,
-                                                           (unsigned char *)op->out + op->at * width, n * width))
-                return dtrain__fused_cut_off(comm, op);
-            if (dtrain__shared_closed(comm->shared))
-                return dtrain__fused_cut_off(comm, op);
-            op->at += n;
-            if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
-                return 0;
-        }
-    }
-    if (op->at < op->count)
-        return 0;
-    if (!dtrain__fused_same(comm, op))
-        return dtrain__fused_cut_off(comm, op);
-    __atomic_store_n(&comm->shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
-    dtrain__shared_ring(comm->shared, comm->rank);
-    op->at = 0;
-    op->phase = DTRAIN__FUSED_FINISH;
-    return 0;
 }
 
 /* Waits once between processes: looks again, then sleeps until the doorbell or news of the world. turn: how many waits
@@ -738,12 +637,7 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
         return 1;
     if (op->phase == DTRAIN__FUSED_BODY && dtrain__fused_body(comm, op, until_ns))
         return 1;
-    if (op->phase == DTRAIN__FUSED_FOLDED && dtrain__fused_await(comm, op)) {
-        if (op->error.status != DTRAIN_OK)
-            return 1;
-        op->phase = DTRAIN__FUSED_SPREAD;
-    }
-    if (op->phase == DTRAIN__FUSED_SPREAD && dtrain__fused_spread(comm, op, until_ns))
+    if (op->phase == DTRAIN__FUSED_BOUNCE && dtrain__fused_bounce(comm, op, until_ns))
         return 1;
     return op->phase == DTRAIN__FUSED_FINISH && dtrain__fused_await(comm, op);
 }

@@ -114,7 +114,7 @@ typedef struct dtrain__op {
     int awaited;             /* the peer it awaits, or -1 */
     int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
     int posted;              /* all ranks have posted it, and it continues by messages */
-    int peeks;               /* ranks read each other's buffers through the system */
+    size_t rounds, put, taken; /* through bounce buffers: all, and how many this rank has put and taken */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
     size_t entered, send_at; /* steps that are prepared; the step whose message is being sent */
@@ -182,6 +182,7 @@ struct dtrain_comm {
     dtrain__error broken; /* what a message operation of this rank broke the group with */
     uint64_t number;      /* of the last collective */
     uint64_t turn;        /* of the last fused one */
+    uint64_t rounds;      /* of all operations that went through bounce buffers */
     dtrain__recorder *recorder;
     int published;                 /* the transport owns it */
     dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */

@@ -10,8 +10,10 @@
 #define DTRAIN__ARENA
 #include "channel.c"
 
-#define DTRAIN__ARENA_RANKS 64 /* each has a descriptor for the doorbell of each other one */
-#define DTRAIN__ARENA_INLINE_BYTES ((size_t)8192)
+#define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
+#define DTRAIN__ARENA_INLINE_BYTES ((size_t)2048) /* more is faster through the ranks' cells */
+#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
+#define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
 #define DTRAIN__ARENA_KEY_BYTES 16
 
 /* Where the fields of an offer are. */
@@ -21,20 +23,15 @@ enum {
     DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
     DTRAIN__OFFER_PIPE = 16,    /* the doorbell's inode */
     DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
-    DTRAIN__OFFER_MADE = 40,    /* 1: this rank takes part */
-    DTRAIN__OFFER_SECRET = 41,  /* 8 bytes of the process, and their address */
-    DTRAIN__OFFER_SECRET_AT = 49
+    DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
 };
 
 struct dtrain__arena {
     dtrain__shared shared;
-    unsigned char *memory; /* the key; the slots from the next cache line on; then small inputs */
+    unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
     size_t bytes;
     int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
     int *doorbells;
-    uint64_t secret;
-    dtrain__shared_process *processes; /* one block with the doorbells */
-    int peeks;                         /* this rank can read the memory of all others */
 };
 
 static void dtrain__arena_close(dtrain__arena *arena)
@@ -69,14 +66,17 @@ static int dtrain__arena_new(dtrain__channel *channel)
     if (arena == NULL)
         return 0;
     arena->fd = -1;
-    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * DTRAIN__ARENA_INLINE_BYTES);
-    arena->doorbells = (int *)dtrain__alloc(allocator, size * (sizeof(int) + sizeof(dtrain__shared_process) + 8));
+    size_t bounce = DTRAIN__ARENA_BOUNCE_BYTES / size / 4096 * 4096;
+    if (bounce < DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE)
+        bounce = DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE; /* a line for each receiver, and any inline input */
+    arena->shared.bounce_bytes = bounce;
+    arena->shared.bounce_stride = bounce + DTRAIN__ARENA_SKEW;
+    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * arena->shared.bounce_stride);
+    arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
     for (size_t rank = 0; arena->doorbells != NULL && rank < size; rank++)
         arena->doorbells[rank] = -1;
     if (arena->doorbells == NULL)
         dtrain__arena_free(channel);
-    else /* after the doorbells, at a multiple of 8 bytes */
-        arena->processes = (dtrain__shared_process *)(void *)(arena->doorbells + (size + 1) / 2 * 2);
     return channel->arena != NULL;
 }
 
@@ -109,35 +109,17 @@ static int dtrain__arena_offer(void *self, unsigned char offer[DTRAIN__SHARING_B
     dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)getpid(), 8);
     dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)channel->wake[1], 4);
     dtrain__put_le(offer + DTRAIN__OFFER_PIPE, (uint64_t)pipe.st_ino, 8);
-    if (dtrain__os_random(&arena->secret, sizeof arena->secret) != 0)
-        return 1;
-    dtrain__put_le(offer + DTRAIN__OFFER_SECRET, arena->secret, 8);
-    dtrain__put_le(offer + DTRAIN__OFFER_SECRET_AT, (uint64_t)(uintptr_t)&arena->secret, 8);
     offer[DTRAIN__OFFER_MADE] = 1;
     return 1;
 }
 
-/* Whether this rank can read the memory of the process of an offer. */
-static int dtrain__arena_peeks(dtrain__shared_process *process, const unsigned char *offer)
-{
-    uint64_t seen = 0;
-    process->process = (pid_t)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
-    process->secret = dtrain__get_le(offer + DTRAIN__OFFER_SECRET, 8);
-    process->secret_at = dtrain__get_le(offer + DTRAIN__OFFER_SECRET_AT, 8);
-    return !dtrain__without("peek") && dtrain__os_peek(process->process, process->secret_at, &seen, sizeof seen) &&
-           seen == process->secret;
-}
-
-/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1; 2 if it can also
- * read the memory of all others; or 0 and why not. */
+/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
 static void dtrain__arena_open(void *self, unsigned char *records)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__arena *arena = channel->arena;
     unsigned char *mine = records + (size_t)channel->seat.rank * DTRAIN__SHARING_BYTES;
     char why[DTRAIN__SHARING_BYTES] = "";
-    if (arena != NULL)
-        arena->peeks = 1;
     for (int rank = 0; rank < channel->seat.size && why[0] == 0; rank++) {
         const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
         long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
@@ -149,8 +131,6 @@ static void dtrain__arena_open(void *self, unsigned char *records)
             if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
                 snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", channel->seat.rank);
         }
-        if (why[0] == 0)
-            arena->peeks &= dtrain__arena_peeks(&arena->processes[rank], offer);
         if (rank == channel->seat.rank || why[0] != 0)
             continue;
         arena->doorbells[rank] =
@@ -160,7 +140,7 @@ static void dtrain__arena_open(void *self, unsigned char *records)
             snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", channel->seat.rank, rank);
     }
     memset(mine, 0, DTRAIN__SHARING_BYTES);
-    mine[0] = why[0] != 0 ? 0 : arena->peeks ? 2 : 1;
+    mine[0] = why[0] == 0;
     memcpy(mine + 1, why, sizeof why - 1);
 }
 
@@ -169,12 +149,9 @@ static dtrain__shared *dtrain__arena_keep(void *self, const unsigned char *verdi
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__arena *arena = channel->arena;
-    int good = arena != NULL, peeks = 1;
-    for (int rank = 0; rank < channel->seat.size; rank++) {
-        int verdict = verdicts[(size_t)rank * DTRAIN__SHARING_BYTES];
-        good = good && verdict > 0;
-        peeks = peeks && verdict == 2;
-    }
+    int good = arena != NULL;
+    for (int rank = 0; rank < channel->seat.size; rank++)
+        good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
     if (!good) {
         dtrain__arena_free(channel);
         return NULL;
@@ -182,10 +159,9 @@ static dtrain__shared *dtrain__arena_keep(void *self, const unsigned char *verdi
     dtrain__arena_close(arena);
     arena->shared.members = channel->seat.members;
     arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
-    arena->shared.inputs = (unsigned char *)(arena->shared.slots + channel->seat.size);
+    arena->shared.bounce = (unsigned char *)(arena->shared.slots + channel->seat.size);
     arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
     arena->shared.doorbells = arena->doorbells;
-    arena->shared.processes = peeks ? arena->processes : NULL;
     arena->shared.crowded = channel->hub->crowded;
     return &arena->shared;
 }

@@ -39,7 +39,8 @@ typedef struct dtrain__device_word {
 typedef struct dtrain__slot {
     uint64_t arrived;   /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
     uint64_t finished;  /* turn of the last operation whose buffers this rank no longer reads */
-    uint64_t folded;    /* turn of the last operation whose share of sums this rank has folded: see fused_spread */
+    uint64_t put;       /* rounds that this rank has put into bounce buffers, of all operations (see >>bounce) */
+    uint64_t taken;     /* those of which it has taken its cells */
     uint64_t withdrawn; /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it */
     uint32_t inside;
     uint32_t asleep; /* between processes: this rank waits for its doorbell */
@@ -49,21 +50,15 @@ typedef struct dtrain__slot {
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
 } dtrain__slot;
 
-/* A process whose memory others read, and a secret in it that shows that it is still that process. */
-typedef struct dtrain__shared_process {
-    pid_t process;
-    uint64_t secret_at, secret;
-} dtrain__shared_process;
-
 typedef struct dtrain__shared {
     dtrain__bell bell; /* unused between processes */
     dtrain__membership *members;
-    dtrain__slot *slots;                     /* one for each rank */
-    size_t inline_bytes;                     /* up to here a rank's input lies in its post */
-    unsigned char *inputs;                   /* between processes: those inputs, two of inline_bytes for each rank */
-    const int *doorbells;                    /* between processes: what wakes each rank */
-    int crowded;                             /* between processes: there are more ranks than processors */
-    const dtrain__shared_process *processes; /* of each rank; NULL: some rank cannot read another's memory */
+    dtrain__slot *slots;   /* one for each rank */
+    size_t inline_bytes;   /* up to here a rank's input lies in its post */
+    unsigned char *bounce; /* between processes: two buffers for each rank, bounce_stride apart; small inputs, too */
+    size_t bounce_bytes, bounce_stride;
+    const int *doorbells; /* between processes: what wakes each rank */
+    int crowded;          /* between processes: there are more ranks than processors */
 } dtrain__shared;
 
 /* Wakes the ranks that wait for this one. */

@@ -20,7 +20,7 @@ extern const size_t hook_block_bytes HOOK, hook_block_alone HOOK, hook_message_c
     hook_server_piece HOOK, hook_layout_small HOOK, hook_layout_home HOOK;
 extern const int64_t hook_save_left_ns HOOK;
 extern int64_t hook_handshake_ns HOOK;
-extern size_t hook_peek_least HOOK, hook_peek_chunk HOOK;
+extern const size_t hook_bounce_bytes HOOK;
 
 #ifdef __cplusplus
 }

@@ -13,8 +13,7 @@
 const size_t hook_block_bytes = 5 << 10; /* several blocks at small counts */
 const size_t hook_block_alone = 12 << 10;
 const size_t hook_message_chunk = 4 << 10; /* and several chunks in each */
-size_t hook_peek_least = SIZE_MAX;
-size_t hook_peek_chunk = 1 << 10;
+const size_t hook_bounce_bytes = 12 << 10; /* and several rounds through bounce buffers */
 
 #define MOST_RANKS 200
 
@@ -621,19 +620,6 @@ TEST(unix_sockets)
         for (int ranks = 2; ranks <= 9; ranks++)
             run_stage(&one, ranks, 40);
     }
-}
-
-/* Ranks read each other's memory, whatever the size. */
-TEST(peeks)
-{
-    const stage one = {"peeks", ON_UNIX_SOCKETS, DTRAIN_ALGORITHM_AUTO, DTRAIN_ORDER_TREE, 0, 0, 1};
-    hook_peek_least = 1;
-    for (int ranks = 2; ranks <= 9; ranks++) {
-        stage own = one;
-        own.windows = ranks % 3 == 0; /* or one rank's buffers are its own */
-        run_stage(&own, ranks, 100);
-    }
-    hook_peek_least = SIZE_MAX;
 }
 
 TEST(windows)

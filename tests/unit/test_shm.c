@@ -404,7 +404,9 @@ static int suffers_rank_1(dtrain_comm *world, scene *s)
             __atomic_store_n(&world->shared->slots[0].withdrawn, 7u, __ATOMIC_SEQ_CST);
         if (what == LIES) {
             memset(world->shared->slots[1].posts, 0xff, sizeof world->shared->slots[1].posts);
-            memset(world->shared->inputs, 0xff, 6 * world->shared->inline_bytes);
+            memset(world->shared->bounce, 0xff, 6 * world->shared->bounce_stride);
+            __atomic_store_n(&world->shared->slots[1].put, UINT64_MAX, __ATOMIC_SEQ_CST);
+            __atomic_store_n(&world->shared->slots[1].taken, UINT64_MAX, __ATOMIC_SEQ_CST);
             __atomic_store_n(&world->shared->slots[1].finished, UINT64_MAX, __ATOMIC_SEQ_CST);
             __atomic_store_n(&world->shared->slots[1].arrived, UINT64_MAX, __ATOMIC_SEQ_CST);
             usleep(300000);

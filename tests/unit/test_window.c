@@ -43,13 +43,10 @@ static int sums(dtrain_comm *group, float *x, size_t count)
            is(x, count, (float)(size * (size + 1) / 2));
 }
 
-/* How often the group did a collective in place: its messages do not move then. */
-static uint64_t sent(const dtrain_comm *group)
+/* What of the group's collectives went through bounce buffers, and so not in place. */
+static uint64_t bounced(const dtrain_comm *group)
 {
-    uint64_t bytes = 0;
-    for (int peer = 0; !group->plane->in_process && peer < group->size; peer++)
-        bytes += CHANNEL(group)->peers[peer].sent;
-    return bytes;
+    return group->rounds;
 }
 
 static int shares(const dtrain_comm *group)
@@ -66,12 +63,12 @@ static int everywhere(dtrain_comm *world, scene *s)
     CHECK(x != y && is(x, COUNT, 0) && is(y, COUNT, 0));
     CHECK_EQ(dtrain_comm_alloc(world, 0, &none), DTRAIN_OK);
     CHECK(none != NULL || !shares(world));
-    uint64_t before = sent(world);
+    uint64_t before = bounced(world);
     CHECK(sums(world, x, COUNT));
     CHECK(sums(world, x + 7, COUNT - 7));
-    CHECK(!shares(world) || sent(world) == before);
-    CHECK(sums(world, rank == 0 ? own : x, COUNT)); /* one rank's is its own, and all send messages */
-    CHECK(!shares(world) || sent(world) != before);
+    CHECK(!shares(world) || bounced(world) == before);
+    CHECK(sums(world, rank == 0 ? own : x, COUNT)); /* one rank's is its own */
+    CHECK(!shares(world) || bounced(world) != before);
     fill(y, COUNT, (float)rank);
     CHECK_EQ(dtrain_all_reduce(world, y, x, COUNT, DTRAIN_F32, DTRAIN_MAX), DTRAIN_OK);
     CHECK(is(x, COUNT, (float)(size - 1)) && is(y, COUNT, (float)rank));
@@ -117,9 +114,9 @@ static int in_groups(dtrain_comm *world, scene *s)
     CHECK_EQ(dtrain_comm_split(world, 0, -rank, &copy), DTRAIN_OK);
     h = get(half, COUNT);
     CHECK(sums(half, x, 10) && sums(copy, x, 10)); /* they find out what they share */
-    uint64_t before = sent(half) + sent(copy);
+    uint64_t before = bounced(half) + bounced(copy);
     CHECK(sums(half, x, COUNT) && sums(copy, x, COUNT) && sums(half, h, COUNT));
-    CHECK(!shares(world) || sent(half) + sent(copy) == before);
+    CHECK(!shares(world) || bounced(half) + bounced(copy) == before);
     CHECK(sums(world, h, COUNT)); /* a half's serves no larger group */
     dtrain_comm_destroy(half);
     fill(h, COUNT, 3);
@@ -132,9 +129,9 @@ static int in_groups(dtrain_comm *world, scene *s)
     CHECK_EQ(dtrain_comm_shrink(world, &copy), DTRAIN_OK);
     dtrain_comm_destroy(world);
     CHECK(sums(copy, x, 10));
-    before = sent(copy);
+    before = bounced(copy);
     CHECK(sums(copy, x, COUNT));
-    CHECK(copy->shared == NULL || sent(copy) == before);
+    CHECK(copy->shared == NULL || bounced(copy) == before);
     dtrain_comm_destroy(copy);
     CHECK(is(x, COUNT, 6));
     dtrain_comm_free(x);
@@ -290,9 +287,9 @@ static int of_two_hosts(dtrain_comm *world, scene *s)
     CHECK(world->shared == NULL);
     CHECK_EQ(dtrain_comm_split(world, rank / 2, 0, &host), DTRAIN_OK);
     CHECK(sums(host, x, 3));
-    uint64_t before = sent(host);
+    uint64_t before = bounced(host);
     CHECK(sums(host, x, COUNT));
-    CHECK(host->shared == NULL || sent(host) == before);
+    CHECK(host->shared == NULL || bounced(host) == before);
     dtrain_comm_destroy(host);
     dtrain_comm_free(x);
     return 0;
@@ -327,7 +324,7 @@ enum { LARGE = 1 << 22 };
 static int keeps_what_it_writes(dtrain_comm *world, scene *s)
 {
     double begin = now_s();
-    int plain = ((int *)s->user)[3]; /* buffers that the ranks read from each other's processes */
+    int plain = ((int *)s->user)[3]; /* buffers that are in no window */
     float *x = plain ? (float *)malloc(LARGE * sizeof(float)) : get(world, LARGE);
     dtrain_status status = DTRAIN_OK;
     fill(x, LARGE, 1);
