@@ -2299,24 +2299,29 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, in
 
 /* Gives every rank memory that the other ranks on its host map, too. Processes do collectives on it in place.
  *
- * Between processes of one host a large collective is about three times as fast if all its buffers are such memory.
+ * Between processes of one host a large collective is two to three times as fast if all its buffers are such memory.
  * Each rank then reads and writes the buffers of the others. Any address inside counts. It works in comm and in every
- * group made from it. Ranks of one process get memory of their own. So do ranks that share none (see
- * dtrain_comm_desc).
+ * group made from it. Ranks of one process get memory of their own. So do processes that share none (see
+ * dtrain_comm_desc); the log says so if they share other memory.
+ *
+ * If a process is stopped while it writes to a buffer, its group breaks at the deadline. The buffer is then taken from
+ * the other processes, and later calls copy this rank's memory of that call.
  *
  *   bytes     this rank's; ranks may ask for different sizes. 0 gives an address, too
  *   pointer   out: zeroed memory, aligned to 64 bytes; NULL on an error
  *   errors    the same on every rank, and then none has memory: as dtrain_all_gather; and
- *             DTRAIN_ERR_MEMORY   there is too little; the text says on which rank
+ *             DTRAIN_ERR_MEMORY   there is too little for all ranks of a host; the text says on which rank
+ *             DTRAIN_ERR_TIMEOUT  getting the memory counts; the group is broken
  *             DTRAIN_ERR_INVALID  pointer is NULL, or a fuse is open: on this rank alone
- *   lifetime  until dtrain_comm_free: it outlives comm and lost ranks. A forked child shares it with its parent
+ *   lifetime  until dtrain_comm_free: it outlives comm and lost ranks. If processes share it, a forked child does, too
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **pointer);
 
 /* Frees this rank's memory of dtrain_comm_alloc; NULL is legal.
  *
- * No call may use it any more. The system gets the memory back when all ranks that map it have freed it or ended.
+ * No call may use it any more. The system gets the memory back when all ranks that map it have freed it or ended. Of
+ * lost ranks the others learn in dtrain_comm_shrink, and at the end of the world.
  *
  *   pointer   as dtrain_comm_alloc gave it; any other is logged as an error
  *
@@ -5605,6 +5610,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -6174,21 +6180,49 @@ static int dtrain__os_read_text(const char *path, char *text, size_t room)
 /* Returns a number from a text of the system, after a word in it; fallback if there is none. */
 static uint64_t dtrain__os_read_number(const char *path, const char *word, uint64_t fallback)
 {
-    char text[512];
+    char text[4096];
     unsigned long long value;
     dtrain__os_read_text(path, text, sizeof text);
     const char *at = strstr(text, word);
     return at != NULL && sscanf(at + strlen(word), "%llu", &value) == 1 ? value : fallback;
 }
 
-/* Returns the bytes that this process can still get: more, and the system would kill a process. */
+/* Returns what a control group of Linux may still get. The system drops its clean copies of files when it needs room.
+ */
+static uint64_t dtrain__os_cgroup_left(const char *group)
+{
+    static const char *const cache[] = {"inactive_file ", "\nactive_file ", "slab_reclaimable "};
+    char path[400];
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.max", group);
+    uint64_t most = dtrain__os_read_number(path, "", UINT64_MAX);
+    if (most == UINT64_MAX)
+        return most;
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.current", group);
+    uint64_t used = dtrain__os_read_number(path, "", 0), spare = 0;
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.stat", group);
+    for (size_t i = 0; i < sizeof cache / sizeof cache[0]; i++)
+        spare += dtrain__os_read_number(path, cache[i], 0);
+    used -= spare < used ? spare : used;
+    return most > used ? most - used : 0;
+}
+
+/* Returns the bytes that this process can still get: more, and the system would kill a process. Source: Linux,
+ * Documentation/admin-guide/cgroup-v2.rst. */
 static uint64_t dtrain__os_memory_left(void)
 {
-    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10);
-    uint64_t most = dtrain__os_read_number("/sys/fs/cgroup/memory.max", "", UINT64_MAX);
-    uint64_t used = dtrain__os_read_number("/sys/fs/cgroup/memory.current", "", 0);
-    uint64_t left = most > used ? most - used : 0;
-    return kib << 10 < left ? kib << 10 : left;
+    char text[512];
+    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10), least = kib << 10;
+    dtrain__os_read_text("/proc/self/cgroup", text, sizeof text);
+    char *group = strstr(text, "0::/"), *end;
+    group = group != NULL ? group + 3 : text + strlen(text);
+    group[strcspn(group, "\n")] = 0;
+    do { /* the group, and all that it is in */
+        uint64_t left = dtrain__os_cgroup_left(group);
+        least = left < least ? left : least;
+        if ((end = strrchr(group, '/')) != NULL)
+            *end = 0;
+    } while (end != NULL);
+    return least;
 }
 
 /* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
@@ -6262,6 +6296,37 @@ static int dtrain__os_privately(void *pages, size_t bytes)
 #endif
 }
 
+#ifdef __linux__
+#define DTRAIN__OS_TMPFILE (020000000 | O_DIRECTORY) /* O_TMPFILE: a file without a name */
+#define DTRAIN__OS_SEALS (1 | 2 | 4) /* no more seals, shrinking or growing: shorter, it would kill all who map it */
+
+/* Makes a file without a name in memory, which can be sealed. Returns its descriptor, or -1. */
+static int dtrain__os_memfd(void)
+{
+#ifdef __NR_memfd_create
+    if (!dtrain__without("memfd"))
+        return (int)syscall(__NR_memfd_create, "dtrain", 3u); /* close-on-exec, may be sealed */
+#endif
+    return -1;
+}
+
+/* Whether another process cannot shorten the file or leave parts of it without memory. Files that cannot be sealed are
+ * taken only where this process could make no other. */
+static int dtrain__os_is_safe(int fd, size_t bytes)
+{
+    struct stat what;
+    if (fstat(fd, &what) != 0 || what.st_size != (off_t)bytes || (uint64_t)what.st_blocks * 512 < bytes)
+        return 0;
+    int seals = fcntl(fd, 1034); /* F_GET_SEALS */
+    if (seals >= 0 && (seals & DTRAIN__OS_SEALS) == DTRAIN__OS_SEALS)
+        return 1;
+    int own = dtrain__os_memfd();
+    if (own >= 0)
+        close(own);
+    return own < 0;
+}
+#endif
+
 /* Makes memory that other processes of the host can map; NULL if that is not possible. It is a file without a name,
  * which ends with its last mapping, however the processes end. Others find it by the descriptor while that is open. */
 static void *dtrain__os_share(size_t bytes, int *fd)
@@ -6269,20 +6334,21 @@ static void *dtrain__os_share(size_t bytes, int *fd)
     void *memory = MAP_FAILED;
     *fd = -1;
 #ifdef __linux__ /* elsewhere processes do not find each other's files in /proc */
-#ifdef __NR_memfd_create
-    if (!dtrain__without("memfd"))
-        *fd = (int)syscall(__NR_memfd_create, "dtrain", 3u); /* close-on-exec, may be sealed */
-#endif
-    FILE *file = *fd < 0 ? tmpfile() : NULL;
-    if (file != NULL) {
-        *fd = fcntl(fileno(file), F_DUPFD_CLOEXEC, 0);
-        fclose(file);
-    }
-    if (*fd >= 0 && bytes < dtrain__os_memory_left() &&
-        posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* so that no later write finds the disk full */
+    struct rlimit most;
+    if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur != RLIM_INFINITY && most.rlim_cur < bytes)
+        return NULL; /* the system would raise SIGXFSZ */
+    *fd = dtrain__os_memfd();
+    if (*fd < 0)
+        *fd = open("/dev/shm", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    if (*fd < 0)
+        *fd = open("/tmp", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    int error = *fd >= 0 && bytes < dtrain__os_memory_left() ? EINTR : ENOMEM;
+    while (error == EINTR)
+        error = posix_fallocate(*fd, 0, (off_t)bytes); /* so that no later write finds the disk full */
+    if (error == 0)
         memory = dtrain__os_map_file(*fd, bytes);
     if (memory != MAP_FAILED) {
-        fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: shortening it would kill all processes that map it */
+        fcntl(*fd, 1033, DTRAIN__OS_SEALS); /* F_ADD_SEALS; who opens it looks whether they are there */
     } else if (*fd >= 0) {
         close(*fd);
         *fd = -1;
@@ -6303,7 +6369,7 @@ static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
     int own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
     if (own < 0)
         return NULL;
-    if (lseek(own, 0, SEEK_END) == (off_t)bytes)
+    if (dtrain__os_is_safe(own, bytes))
         memory = dtrain__os_map_file(own, bytes);
     close(own);
     return memory != MAP_FAILED ? memory : NULL;
@@ -13989,7 +14055,6 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
-#define DTRAIN__STOPPED_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
 
 /* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
 typedef struct dtrain__post {
@@ -14072,21 +14137,6 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
 }
 
-/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. Between processes a
- * peer may have been stopped there: returns 0 after a while. */
-static int dtrain__shared_revoke(dtrain__shared *shared, int rank)
-{
-    int64_t until = shared->doorbells != NULL ? dtrain__os_now_ns() + DTRAIN__STOPPED_NS : INT64_MAX;
-    __atomic_store_n(&shared->slots[rank].closed, 1, __ATOMIC_SEQ_CST);
-    for (int peer = 0; peer < shared->members->size; peer++)
-        while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST)) {
-            if (until != INT64_MAX && dtrain__os_now_ns() > until)
-                return 0;
-            sched_yield();
-        }
-    return 1;
-}
-
 /* ---- groups ---- */
 
 #define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
@@ -14137,7 +14187,8 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
  * memory of another process (see >>shm). */
 static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
 {
-    uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written, moved = *mine;
+    uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
+    uint64_t moved = __atomic_load_n(mine, __ATOMIC_RELAXED);
     uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
     size_t room = put ? DTRAIN__THREADS_RING_BYTES - (size_t)ahead : (size_t)(0 - ahead),
            n = bytes < room ? bytes : room;
@@ -16884,9 +16935,16 @@ static const char *dtrain__net_why(int error)
     case EBADMSG:
         return "a sealed record on it is wrong: somebody on the path has changed, injected, replayed, reordered or cut "
                "traffic";
+    case ERANGE: return "the memory that both processes share holds impossible counters: something has overwritten it";
     case EPROTO: return "it ended without its sealed end";
     default: return strerror(error);
     }
+}
+
+/* Whether a connection ended because of what came over it. */
+static int dtrain__net_is_corrupt(int error)
+{
+    return error == EBADMSG || error == ERANGE;
 }
 
 static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
@@ -17027,7 +17085,7 @@ static ssize_t dtrain__shm_look(dtrain__shm *shm, int fd, int side)
     unsigned char waste[64];
     ssize_t n = sizeof waste;
     if (dtrain__shm_held(shm, side) > DTRAIN__THREADS_RING_BYTES) {
-        errno = EBADMSG;
+        errno = ERANGE;
         return -1;
     }
     while (shm->look && n == (ssize_t)sizeof waste)
@@ -18308,10 +18366,10 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, 0, how);
 }
 
-/* Returns why a member's connection ended, as an errno. Tampering is logged, as the connection may come back. */
+/* Returns why a member's connection ended, as an errno. Corruption is logged, as the connection may come back. */
 static int dtrain__hub_ended(dtrain__hub *hub, int rank, int error)
 {
-    if (error == EBADMSG)
+    if (dtrain__net_is_corrupt(error))
         dtrain__hub_note(hub, "rank %d: its connection to rank %d (%s) ends: %s", hub->rank, rank,
                          hub->members[rank].name, dtrain__net_why(error));
     return error;
@@ -19946,7 +20004,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
         return DTRAIN_OK;
     if (left)
         return dtrain__seat_needs(&channel->seat, rank);
-    if (lane->why == EBADMSG && hub->reconnect_ns == 0)
+    if (dtrain__net_is_corrupt(lane->why) && hub->reconnect_ns == 0)
         dtrain__fail(&lost, DTRAIN_ERR_CORRUPT, "rank %d (%s) and rank %d cannot trust their connection: %s", rank,
                      hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, dtrain__net_why(lane->why));
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
@@ -20973,8 +21031,11 @@ struct dtrain_comm {
     dtrain__shared *shared;        /* NULL: the ranks share no posts */
     struct dtrain__meet *meet;     /* of processes, while they find out whether they share posts */
     int decided;                   /* they know */
-    struct dtrain__window *window; /* the last one that a buffer was found in, if nothing has changed since */
-    uint64_t window_epoch;
+    struct dtrain__window *window; /* the last one that a buffer was found in */
+    uint64_t window_epoch;         /* these are its own while nothing has changed since */
+    uint64_t window_id;
+    uintptr_t window_begin; /* of this rank's part */
+    size_t window_bytes;
     int forming;    /* the group is not complete yet */
     int checks;     /* messages carry a checksum of their data */
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
@@ -23701,10 +23762,11 @@ typedef struct dtrain__window {
     size_t bytes;
     int count, rank; /* its ranks, and this one */
     int used, freed;
+    int parted; /* the others no longer map all of this rank's part */
     pid_t process;
     size_t *begins; /* where each rank's part begins, and the end; one block with the next two */
     size_t *sizes;  /* the bytes that each rank asked for */
-    int *worlds;    /* each one's rank in the world */
+    int *worlds;    /* each one's rank in the world; -1: it is gone and names nothing more */
 } dtrain__window;
 
 /* All windows of this process. A forked child has them too, but none of the other threads. */
@@ -23740,19 +23802,34 @@ static int dtrain__window_place(const dtrain__window *window, const dtrain_comm 
 /* Whether all ranks of the group can reach this rank's part. */
 static int dtrain__window_serves(const dtrain__window *window, const dtrain_comm *comm)
 {
-    int good = window->used && !window->freed && window->id != 0 && window->world == comm->seat->council->serial &&
-               window->process == dtrain__os_pid();
+    int good = window->used && !window->freed && !window->parted && window->id != 0 &&
+               window->world == comm->seat->council->serial && window->process == dtrain__os_pid();
     for (int rank = 0; good && rank < comm->size; rank++)
         good = dtrain__window_place(window, comm, rank) >= 0;
     return good;
 }
 
-/* Whether bytes at a pointer lie in this rank's part. */
-static int dtrain__window_holds(const dtrain__window *window, const void *pointer, size_t bytes)
+static uintptr_t dtrain__window_begin(const dtrain__window *window)
 {
-    uintptr_t begin = (uintptr_t)window->memory + window->begins[window->rank], at = (uintptr_t)pointer;
-    size_t most = window->sizes[window->rank];
+    return (uintptr_t)window->memory + window->begins[window->rank];
+}
+
+/* Whether bytes at a pointer lie in a part. */
+static int dtrain__window_holds(uintptr_t begin, size_t most, const void *pointer, size_t bytes)
+{
+    uintptr_t at = (uintptr_t)pointer;
     return at >= begin && at - begin <= most && bytes <= most - (size_t)(at - begin);
+}
+
+/* Returns the window whose part of this rank has the bytes; NULL: none. The caller holds the lock. */
+static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, const dtrain_comm *comm)
+{
+    dtrain__window *window = dtrain__windows;
+    while (window != NULL &&
+           (!window->used || (comm != NULL && !dtrain__window_serves(window, comm)) ||
+            !dtrain__window_holds(dtrain__window_begin(window), window->sizes[window->rank], pointer, bytes)))
+        window = window->next;
+    return window;
 }
 
 /* Finds the window of a buffer for a post of the group. Returns its id, and the buffer's place in this rank's part; 0:
@@ -23760,22 +23837,24 @@ static int dtrain__window_holds(const dtrain__window *window, const void *pointe
 static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size_t bytes, size_t *at)
 {
     uint64_t epoch = __atomic_load_n(&dtrain__window_epoch, __ATOMIC_SEQ_CST);
-    dtrain__window *window = comm->window;
     if (epoch == 0)
         return 0;
-    if (window == NULL || comm->window_epoch != epoch || !dtrain__window_holds(window, pointer, bytes)) {
-        dtrain__window_lock(1);
-        for (window = dtrain__windows; window != NULL; window = window->next)
-            if (window->used && dtrain__window_holds(window, pointer, bytes) && dtrain__window_serves(window, comm))
-                break;
+    if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
+        dtrain__window_lock(1); /* a thread may free another window */
+        dtrain__window *window = dtrain__window_of(pointer, bytes, comm);
+        comm->window_epoch = window != NULL ? epoch : 0;
+        if (window != NULL) {
+            comm->window = window;
+            comm->window_id = window->id;
+            comm->window_begin = dtrain__window_begin(window);
+            comm->window_bytes = window->sizes[window->rank];
+        }
         dtrain__window_lock(0);
         if (window == NULL)
             return 0;
-        comm->window = window;
-        comm->window_epoch = epoch;
     }
-    *at = (size_t)((uintptr_t)pointer - (uintptr_t)window->memory) - window->begins[window->rank];
-    return window->id;
+    *at = (size_t)((uintptr_t)pointer - comm->window_begin);
+    return comm->window_id;
 }
 
 /* Returns a buffer that a rank of the group has named; NULL: this rank does not have it. */
@@ -23826,7 +23905,8 @@ static void dtrain__window_sweep(uint64_t world)
             ended = 1;
         }
         for (int place = 0; !ended && place < window->count; place++)
-            left -= __atomic_load_n(&dtrain__window_ends(window)[place], __ATOMIC_SEQ_CST) != 0;
+            left -= window->worlds[place] < 0 ||
+                    __atomic_load_n(&dtrain__window_ends(window)[place], __ATOMIC_SEQ_CST) != 0;
         if (window->freed && (ended || left == 0))
             dtrain__window_drop(window);
     }
@@ -23839,26 +23919,44 @@ static void dtrain__window_world_ended(uint64_t world)
     dtrain__window_lock(0);
 }
 
-/* Takes this rank's part with the buffer from the others, which may have been stopped inside it. They keep what was
- * shared, and this rank gets a copy at the same place. */
-static void dtrain__window_part_from(const void *pointer)
+/* Notes which ranks of the group's world are gone, and unmaps what only they had not freed. */
+static void dtrain__window_note(const dtrain_comm *comm)
 {
-    dtrain__window *window;
+    const dtrain__council *council = comm->seat->council;
+    unsigned char gone[DTRAIN__MAX_RANKS];
+    if (__atomic_load_n(&dtrain__window_epoch, __ATOMIC_SEQ_CST) == 0)
+        return;
+    dtrain__seat_lock(comm->seat, 1);
+    for (int rank = 0; rank < council->size; rank++)
+        gone[rank] = council->gone(council->self, rank) != DTRAIN__PRESENT;
+    dtrain__seat_lock(comm->seat, 0);
     dtrain__window_lock(1);
-    for (window = dtrain__windows; window != NULL; window = window->next)
-        if (window->used && window->id != 0 && dtrain__window_holds(window, pointer, 0))
-            break;
-    if (window != NULL) {
-        unsigned char *part = window->memory + window->begins[window->rank];
-        size_t bytes = window->begins[window->rank + 1] - window->begins[window->rank];
+    for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next)
+        for (int place = 0; window->used && window->world == council->serial && place < window->count; place++)
+            if (window->worlds[place] >= 0 && gone[window->worlds[place]])
+                window->worlds[place] = -1;
+    dtrain__window_sweep(0);
+    dtrain__window_lock(0);
+}
+
+/* Takes the pages of a buffer from the others, as one of them was stopped while it wrote there. They keep what was
+ * shared. This rank gets a copy at the same place, and its part serves no later call in place. Pages that hold anything
+ * else stay. */
+static void dtrain__window_part_from(const void *pointer, size_t bytes)
+{
+    size_t page = dtrain__os_page_bytes(), before = (size_t)(0 - (uintptr_t)pointer) % page;
+    dtrain__window_lock(1);
+    dtrain__window *window = bytes > 0 ? dtrain__window_of(pointer, bytes, NULL) : NULL;
+    if (window != NULL && window->id != 0) {
+        size_t at = (size_t)((uintptr_t)pointer - (uintptr_t)window->memory) + before;
         __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
-        if (dtrain__os_privately(part, bytes) != 0)
+        window->parted = 1;
+        bytes = bytes > before ? (bytes - before) / page * page : 0;
+        if (bytes > 0 && dtrain__os_privately(window->memory + at, bytes) != 0)
             dtrain__log(DTRAIN_LOG_ERROR,
                         "a rank that was stopped may still write to memory of dtrain_comm_alloc at %p: the system "
                         "refuses to take it away",
-                        (void *)part);
-        dtrain__window_ends(window)[window->rank] = 1;
-        window->id = 0;
+                        (void *)(window->memory + at));
     }
     dtrain__window_lock(0);
 }
@@ -24282,13 +24380,38 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
     return word == 2 * op->turn || word / 2 > op->turn;
 }
 
-/* The group is broken: waits until no peer is inside this rank's buffers. A process that was stopped there goes on to
- * write to memory that this rank does not see any more. */
+#define DTRAIN__FUSED_STUCK_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
+
+/* Whether a peer may be inside this rank's buffers. A process that has ended left its flag as it was. */
+static int dtrain__fused_inside(const dtrain_comm *comm, int peer)
+{
+    const dtrain__council *council = comm->seat->council;
+    if (peer == comm->rank || !__atomic_load_n(&comm->shared->slots[peer].inside, __ATOMIC_SEQ_CST))
+        return 0;
+    if (comm->plane->in_process)
+        return 1;
+    dtrain__seat_lock(comm->seat, 1);
+    int gone = council->gone(council->self, dtrain__seat_world(comm->seat, peer));
+    dtrain__seat_lock(comm->seat, 0);
+    return gone != DTRAIN__LEFT && gone != DTRAIN__LOST;
+}
+
+/* The group is broken: closes this rank's buffers, and waits until no peer is inside them. A process that was stopped
+ * there goes on to write to memory that this rank does not see any more. */
 static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
 {
-    if (!dtrain__shared_revoke(comm->shared, comm->rank) && op->phase >= DTRAIN__FUSED_BODY && op->rounds == 0 &&
-        dtrain__fused_reach(comm, op, comm->rank, 1) > 0)
-        dtrain__window_part_from(op->out);
+    int64_t until = comm->plane->in_process ? INT64_MAX : dtrain__os_now_ns() + DTRAIN__FUSED_STUCK_NS;
+    __atomic_store_n(&comm->shared->slots[comm->rank].closed, 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < comm->size; peer++)
+        while (dtrain__fused_inside(comm, peer)) {
+            if (until == INT64_MAX || dtrain__os_now_ns() < until) {
+                sched_yield();
+                continue;
+            }
+            if (op->phase != DTRAIN__FUSED_POST && op->rounds == 0)
+                dtrain__window_part_from(op->out, dtrain__fused_reach(comm, op, comm->rank, 1));
+            return;
+        }
 }
 
 /* Ends an operation of a broken group, once no peer is inside its buffers. */
@@ -24356,7 +24479,14 @@ static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
+/* Whether ranks need nothing of each other after the posts, as each folds all inputs itself. named: how many buffers
+ * have names. */
+static int dtrain__fused_small(const dtrain_comm *comm, const dtrain__op *op, int named)
+{
+    return named == 0 && dtrain__fused_inline(comm, op);
+}
+
+static void dtrain__fused_whole(dtrain_comm *comm, dtrain__op *op)
 {
     int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
     if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
@@ -24411,11 +24541,18 @@ static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
  * must break. */
 static int dtrain__fused_cancel(dtrain_comm *comm, dtrain__op *op)
 {
-    if (comm->plane->in_process || !dtrain__op_is_fused(op) || op->phase != DTRAIN__FUSED_GATHER)
-        return comm->plane->in_process ||
-               (dtrain__op_is_fused(op) && op->phase >= DTRAIN__FUSED_BODY && op->phase != DTRAIN__FUSED_FINISH);
-    int missing = dtrain__fused_retract(comm, op);
-    return op->touched || (missing < 0 && !dtrain__fused_inline(comm, op));
+    int rank = 0, needed, missing;
+    if (comm->plane->in_process || !dtrain__op_is_fused(op) || op->phase == DTRAIN__FUSED_POST)
+        return comm->plane->in_process;
+    if (op->phase == DTRAIN__FUSED_GATHER) {
+        missing = dtrain__fused_retract(comm, op);
+        return op->touched || (missing < 0 && !dtrain__fused_small(comm, op, dtrain__fused_named(comm, op, &needed)));
+    }
+    if (op->rounds > 0)
+        return op->phase != DTRAIN__FUSED_FINISH;
+    while (rank < comm->size && __atomic_load_n(&comm->shared->slots[rank].finished, __ATOMIC_SEQ_CST) >= op->turn)
+        rank++;
+    return rank < comm->size;
 }
 
 /* Withdraws this rank's post at its deadline; returns 0 if every peer had posted and the operation continues. */
@@ -24480,14 +24617,14 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return 1;
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
-    int small = dtrain__fused_inline(comm, op) && named == 0;
+    int small = dtrain__fused_small(comm, op, named);
     int far = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
     int bounces = far && dtrain__bounce_may(comm, op);
     if (far && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {
-        dtrain__fused_small(comm, op);
+        dtrain__fused_whole(comm, op);
         return 1;
     }
     if (bounces)
@@ -24620,25 +24757,6 @@ static void dtrain__fused_done(dtrain_comm *comm, dtrain__op *op)
     op->phase = DTRAIN__FUSED_FINISH;
 }
 
-static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
-{
-    dtrain__shared *shared = comm->shared;
-    size_t begin, share = dtrain__fused_share(comm, op, &begin);
-    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / dtrain__op_width(op);
-    while (op->at < share) {
-        size_t n = share - op->at < chunk ? share - op->at : chunk;
-        if (!dtrain__shared_enter(shared, comm->rank)) /* a process may not have heard the reason yet */
-            return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
-        dtrain__fused_work(comm, op, begin + op->at, n);
-        dtrain__shared_leave(shared, comm->rank);
-        op->at += n;
-        if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
-            return 0;
-    }
-    dtrain__fused_done(comm, op);
-    return 0;
-}
-
 /* The operation awaits a peer, which had left when the caller looked in vain. Returns whether the operation has ended,
  * with an error. */
 static int dtrain__fused_stuck(dtrain_comm *comm, dtrain__op *op, int left)
@@ -24650,6 +24768,35 @@ static int dtrain__fused_stuck(dtrain_comm *comm, dtrain__op *op, int left)
         dtrain__group_break(comm, &lost);
     }
     return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
+}
+
+/* A peer has closed its buffers, and this process may not have heard the reason yet. Returns whether the operation has
+ * ended. */
+static int dtrain__fused_shut(dtrain_comm *comm, dtrain__op *op)
+{
+    for (int peer = 0; peer < comm->size; peer++)
+        if (__atomic_load_n(&comm->shared->slots[peer].closed, __ATOMIC_SEQ_CST) != 0)
+            op->awaited = peer;
+    return dtrain__fused_stuck(comm, op, op->awaited >= 0 && dtrain__membership_left(comm->members, op->awaited));
+}
+
+static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    dtrain__shared *shared = comm->shared;
+    size_t begin, share = dtrain__fused_share(comm, op, &begin);
+    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / dtrain__op_width(op);
+    while (op->at < share) {
+        size_t n = share - op->at < chunk ? share - op->at : chunk;
+        if (!dtrain__shared_enter(shared, comm->rank))
+            return dtrain__fused_shut(comm, op);
+        dtrain__fused_work(comm, op, begin + op->at, n);
+        dtrain__shared_leave(shared, comm->rank);
+        op->at += n;
+        if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
+            return 0;
+    }
+    dtrain__fused_done(comm, op);
+    return 0;
 }
 
 /* Returns whether the operation has ended: an operation of one round needs no peer's end. */
@@ -27801,6 +27948,11 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     dtrain__window *window;
     size_t count = (size_t)group->size;
     size_t *begins = (size_t *)dtrain__alloc(&heap, (2 * count + 1) * sizeof(size_t) + count * sizeof(int));
+    dtrain__window_note(group);
+    if (dtrain__window_process != dtrain__os_pid()) { /* a forked child's: threads of its parent may have held it */
+        pthread_mutex_init(&dtrain__window_mutex, NULL);
+        dtrain__window_process = dtrain__os_pid();
+    }
     dtrain__window_lock(1);
     dtrain__window_sweep(0);
     for (window = dtrain__windows; window != NULL && window->used;)
@@ -27810,11 +27962,11 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
         dtrain__windows = window;
     }
     if (window != NULL && begins != NULL) {
-        dtrain__window_process = window->process = dtrain__os_pid();
+        window->process = dtrain__os_pid();
         dtrain__council_close closing = dtrain__window_world_ended;
         __atomic_store_n(&dtrain__council_closing, closing, __ATOMIC_SEQ_CST);
         window->used = 1;
-        window->freed = 0;
+        window->freed = window->parted = 0;
         window->id = 0;
         window->world = group->seat->council->serial;
         window->count = group->size;
@@ -27882,6 +28034,28 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     return status;
 }
 
+/* Gives this rank plain memory: the parts of the others have none here. They are of this host, so all must fit. */
+static dtrain_status dtrain__window_plain(dtrain_comm *group, dtrain__window *window)
+{
+    size_t part = window->begins[window->rank + 1] - window->begins[window->rank];
+    uint64_t left = dtrain__os_memory_left(), all = window->begins[window->count];
+    if (group->size > 1 && group->shared != NULL && !group->plane->in_process && group->rank == 0)
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "comm_alloc: the system lets these ranks share no memory of %llu bytes; each gets its own",
+                    (unsigned long long)all);
+    for (int rank = 0; rank <= window->count; rank++)
+        window->begins[rank] = rank > window->rank ? part : 0;
+    window->bytes = part;
+    window->memory = all < left ? (unsigned char *)dtrain__os_reserve(part) : NULL;
+    if (window->memory != NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                        "comm_alloc: rank %d has no memory for %zu bytes: the ranks of its host ask for %llu MiB, and "
+                        "%llu MiB are left",
+                        group->rank, window->sizes[window->rank], (unsigned long long)(all >> 20),
+                        (unsigned long long)(left >> 20));
+}
+
 /* The same on ranks of one host, or of one process. */
 static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dtrain__window **out)
 {
@@ -27898,24 +28072,14 @@ static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dt
         window->sizes[rank] = sizes[rank] < SIZE_MAX ? (size_t)sizes[rank] : SIZE_MAX;
     dtrain__free(group->allocator, sizes);
     if (status == DTRAIN_OK && !dtrain__window_lay(window))
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_alloc on rank %d: the parts of %d ranks overflow a size",
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_alloc on rank %d: the parts of %d ranks overflow a size",
                               group->rank, group->size);
     if (status == DTRAIN_OK && group->size > 1 && group->shared != NULL && !group->plane->in_process)
         status = dtrain__window_share(group, window, &shared);
-    if (status == DTRAIN_OK && !shared) { /* the parts of the others have no memory here */
-        size_t part = window->begins[window->rank + 1] - window->begins[window->rank];
-        for (int rank = 0; rank <= window->count; rank++)
-            window->begins[rank] = rank > window->rank ? part : 0;
-        window->bytes = part;
-        uint64_t left = dtrain__os_memory_left();
-        window->memory = part < left ? (unsigned char *)dtrain__os_reserve(part) : NULL;
-        if (window->memory == NULL)
-            status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                                  "comm_alloc: rank %d has no memory for %zu bytes; %llu MiB are left", group->rank,
-                                  bytes, (unsigned long long)(left >> 20));
-    }
-    if (status == DTRAIN_OK || status == DTRAIN_ERR_MEMORY)
-        status = dtrain__alike_agree(group, "comm_alloc", 1, status);
+    if (status == DTRAIN_OK && !shared)
+        status = dtrain__alike_agree(group, "comm_alloc", 1, dtrain__window_plain(group, window));
+    if (status == DTRAIN_ERR_TIMEOUT) /* some ranks may have ended the call, so it cannot be made again */
+        dtrain__group_break(group, &group->error);
     if (status != DTRAIN_OK && window != NULL) {
         dtrain__window_lock(1);
         dtrain__window_drop(window);
@@ -27951,6 +28115,8 @@ DTRAIN_API dtrain_status dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void
 {
     dtrain_comm *host = comm;
     dtrain__window *window = NULL;
+    if (pointer != NULL)
+        *pointer = NULL;
     dtrain_status status = dtrain__group_whole(comm, "comm_alloc");
     if (status == DTRAIN_OK && pointer == NULL)
         status = dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
@@ -27959,7 +28125,6 @@ DTRAIN_API dtrain_status dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void
         status = dtrain__work_usable(comm, "comm_alloc");
     if (status != DTRAIN_OK)
         return status;
-    *pointer = NULL;
     int differ = dtrain__window_hosts_differ(comm);
     if (differ)
         status = dtrain_comm_split(comm, dtrain__window_host(comm), comm->rank, &host);
@@ -28326,6 +28491,7 @@ static dtrain_status dtrain__survive_shrink(dtrain_comm *comm, int64_t until_ns,
         return status;
     status = dtrain__survive_agree(&part, until_ns);
     if (status == DTRAIN_OK && !part.pending) {
+        dtrain__window_note(comm);
         part.split.id = part.vote.id;
         part.split.replaces = 1;
         status = dtrain__split_make(&part.split, survivors);

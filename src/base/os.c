@@ -392,21 +392,49 @@ static int dtrain__os_read_text(const char *path, char *text, size_t room)
 /* Returns a number from a text of the system, after a word in it; fallback if there is none. */
 static uint64_t dtrain__os_read_number(const char *path, const char *word, uint64_t fallback)
 {
-    char text[512];
+    char text[4096];
     unsigned long long value;
     dtrain__os_read_text(path, text, sizeof text);
     const char *at = strstr(text, word);
     return at != NULL && sscanf(at + strlen(word), "%llu", &value) == 1 ? value : fallback;
 }
 
-/* Returns the bytes that this process can still get: more, and the system would kill a process. */
+/* Returns what a control group of Linux may still get. The system drops its clean copies of files when it needs room.
+ */
+static uint64_t dtrain__os_cgroup_left(const char *group)
+{
+    static const char *const cache[] = {"inactive_file ", "\nactive_file ", "slab_reclaimable "};
+    char path[400];
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.max", group);
+    uint64_t most = dtrain__os_read_number(path, "", UINT64_MAX);
+    if (most == UINT64_MAX)
+        return most;
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.current", group);
+    uint64_t used = dtrain__os_read_number(path, "", 0), spare = 0;
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.stat", group);
+    for (size_t i = 0; i < sizeof cache / sizeof cache[0]; i++)
+        spare += dtrain__os_read_number(path, cache[i], 0);
+    used -= spare < used ? spare : used;
+    return most > used ? most - used : 0;
+}
+
+/* Returns the bytes that this process can still get: more, and the system would kill a process. Source: Linux,
+ * Documentation/admin-guide/cgroup-v2.rst. */
 static uint64_t dtrain__os_memory_left(void)
 {
-    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10);
-    uint64_t most = dtrain__os_read_number("/sys/fs/cgroup/memory.max", "", UINT64_MAX);
-    uint64_t used = dtrain__os_read_number("/sys/fs/cgroup/memory.current", "", 0);
-    uint64_t left = most > used ? most - used : 0;
-    return kib << 10 < left ? kib << 10 : left;
+    char text[512];
+    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10), least = kib << 10;
+    dtrain__os_read_text("/proc/self/cgroup", text, sizeof text);
+    char *group = strstr(text, "0::/"), *end;
+    group = group != NULL ? group + 3 : text + strlen(text);
+    group[strcspn(group, "\n")] = 0;
+    do { /* the group, and all that it is in */
+        uint64_t left = dtrain__os_cgroup_left(group);
+        least = left < least ? left : least;
+        if ((end = strrchr(group, '/')) != NULL)
+            *end = 0;
+    } while (end != NULL);
+    return least;
 }
 
 /* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
@@ -480,6 +508,37 @@ static int dtrain__os_privately(void *pages, size_t bytes)
 #endif
 }
 
+#ifdef __linux__
+#define DTRAIN__OS_TMPFILE (020000000 | O_DIRECTORY) /* O_TMPFILE: a file without a name */
+#define DTRAIN__OS_SEALS (1 | 2 | 4) /* no more seals, shrinking or growing: shorter, it would kill all who map it */
+
+/* Makes a file without a name in memory, which can be sealed. Returns its descriptor, or -1. */
+static int dtrain__os_memfd(void)
+{
+#ifdef __NR_memfd_create
+    if (!dtrain__without("memfd"))
+        return (int)syscall(__NR_memfd_create, "dtrain", 3u); /* close-on-exec, may be sealed */
+#endif
+    return -1;
+}
+
+/* Whether another process cannot shorten the file or leave parts of it without memory. Files that cannot be sealed are
+ * taken only where this process could make no other. */
+static int dtrain__os_is_safe(int fd, size_t bytes)
+{
+    struct stat what;
+    if (fstat(fd, &what) != 0 || what.st_size != (off_t)bytes || (uint64_t)what.st_blocks * 512 < bytes)
+        return 0;
+    int seals = fcntl(fd, 1034); /* F_GET_SEALS */
+    if (seals >= 0 && (seals & DTRAIN__OS_SEALS) == DTRAIN__OS_SEALS)
+        return 1;
+    int own = dtrain__os_memfd();
+    if (own >= 0)
+        close(own);
+    return own < 0;
+}
+#endif
+
 /* Makes memory that other processes of the host can map; NULL if that is not possible. It is a file without a name,
  * which ends with its last mapping, however the processes end. Others find it by the descriptor while that is open. */
 static void *dtrain__os_share(size_t bytes, int *fd)
@@ -487,20 +546,21 @@ static void *dtrain__os_share(size_t bytes, int *fd)
     void *memory = MAP_FAILED;
     *fd = -1;
 #ifdef __linux__ /* elsewhere processes do not find each other's files in /proc */
-#ifdef __NR_memfd_create
-    if (!dtrain__without("memfd"))
-        *fd = (int)syscall(__NR_memfd_create, "dtrain", 3u); /* close-on-exec, may be sealed */
-#endif
-    FILE *file = *fd < 0 ? tmpfile() : NULL;
-    if (file != NULL) {
-        *fd = fcntl(fileno(file), F_DUPFD_CLOEXEC, 0);
-        fclose(file);
-    }
-    if (*fd >= 0 && bytes < dtrain__os_memory_left() &&
-        posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* so that no later write finds the disk full */
+    struct rlimit most;
+    if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur != RLIM_INFINITY && most.rlim_cur < bytes)
+        return NULL; /* the system would raise SIGXFSZ */
+    *fd = dtrain__os_memfd();
+    if (*fd < 0)
+        *fd = open("/dev/shm", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    if (*fd < 0)
+        *fd = open("/tmp", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    int error = *fd >= 0 && bytes < dtrain__os_memory_left() ? EINTR : ENOMEM;
+    while (error == EINTR)
+        error = posix_fallocate(*fd, 0, (off_t)bytes); /* so that no later write finds the disk full */
+    if (error == 0)
         memory = dtrain__os_map_file(*fd, bytes);
     if (memory != MAP_FAILED) {
-        fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: shortening it would kill all processes that map it */
+        fcntl(*fd, 1033, DTRAIN__OS_SEALS); /* F_ADD_SEALS; who opens it looks whether they are there */
     } else if (*fd >= 0) {
         close(*fd);
         *fd = -1;
@@ -521,7 +581,7 @@ static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
     int own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
     if (own < 0)
         return NULL;
-    if (lseek(own, 0, SEEK_END) == (off_t)bytes)
+    if (dtrain__os_is_safe(own, bytes))
         memory = dtrain__os_map_file(own, bytes);
     close(own);
     return memory != MAP_FAILED ? memory : NULL;

@@ -195,13 +195,38 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
     return word == 2 * op->turn || word / 2 > op->turn;
 }
 
-/* The group is broken: waits until no peer is inside this rank's buffers. A process that was stopped there goes on to
- * write to memory that this rank does not see any more. */
+#define DTRAIN__FUSED_STUCK_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
+
+/* Whether a peer may be inside this rank's buffers. A process that has ended left its flag as it was. */
+static int dtrain__fused_inside(const dtrain_comm *comm, int peer)
+{
+    const dtrain__council *council = comm->seat->council;
+    if (peer == comm->rank || !__atomic_load_n(&comm->shared->slots[peer].inside, __ATOMIC_SEQ_CST))
+        return 0;
+    if (comm->plane->in_process)
+        return 1;
+    dtrain__seat_lock(comm->seat, 1);
+    int gone = council->gone(council->self, dtrain__seat_world(comm->seat, peer));
+    dtrain__seat_lock(comm->seat, 0);
+    return gone != DTRAIN__LEFT && gone != DTRAIN__LOST;
+}
+
+/* The group is broken: closes this rank's buffers, and waits until no peer is inside them. A process that was stopped
+ * there goes on to write to memory that this rank does not see any more. */
 static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
 {
-    if (!dtrain__shared_revoke(comm->shared, comm->rank) && op->phase >= DTRAIN__FUSED_BODY && op->rounds == 0 &&
-        dtrain__fused_reach(comm, op, comm->rank, 1) > 0)
-        dtrain__window_part_from(op->out);
+    int64_t until = comm->plane->in_process ? INT64_MAX : dtrain__os_now_ns() + DTRAIN__FUSED_STUCK_NS;
+    __atomic_store_n(&comm->shared->slots[comm->rank].closed, 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < comm->size; peer++)
+        while (dtrain__fused_inside(comm, peer)) {
+            if (until == INT64_MAX || dtrain__os_now_ns() < until) {
+                sched_yield();
+                continue;
+            }
+            if (op->phase != DTRAIN__FUSED_POST && op->rounds == 0)
+                dtrain__window_part_from(op->out, dtrain__fused_reach(comm, op, comm->rank, 1));
+            return;
+        }
 }
 
 /* Ends an operation of a broken group, once no peer is inside its buffers. */
@@ -269,7 +294,14 @@ static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
+/* Whether ranks need nothing of each other after the posts, as each folds all inputs itself. named: how many buffers
+ * have names. */
+static int dtrain__fused_small(const dtrain_comm *comm, const dtrain__op *op, int named)
+{
+    return named == 0 && dtrain__fused_inline(comm, op);
+}
+
+static void dtrain__fused_whole(dtrain_comm *comm, dtrain__op *op)
 {
     int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
     if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
@@ -324,11 +356,18 @@ static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
  * must break. */
 static int dtrain__fused_cancel(dtrain_comm *comm, dtrain__op *op)
 {
-    if (comm->plane->in_process || !dtrain__op_is_fused(op) || op->phase != DTRAIN__FUSED_GATHER)
-        return comm->plane->in_process ||
-               (dtrain__op_is_fused(op) && op->phase >= DTRAIN__FUSED_BODY && op->phase != DTRAIN__FUSED_FINISH);
-    int missing = dtrain__fused_retract(comm, op);
-    return op->touched || (missing < 0 && !dtrain__fused_inline(comm, op));
+    int rank = 0, needed, missing;
+    if (comm->plane->in_process || !dtrain__op_is_fused(op) || op->phase == DTRAIN__FUSED_POST)
+        return comm->plane->in_process;
+    if (op->phase == DTRAIN__FUSED_GATHER) {
+        missing = dtrain__fused_retract(comm, op);
+        return op->touched || (missing < 0 && !dtrain__fused_small(comm, op, dtrain__fused_named(comm, op, &needed)));
+    }
+    if (op->rounds > 0)
+        return op->phase != DTRAIN__FUSED_FINISH;
+    while (rank < comm->size && __atomic_load_n(&comm->shared->slots[rank].finished, __ATOMIC_SEQ_CST) >= op->turn)
+        rank++;
+    return rank < comm->size;
 }
 
 /* Withdraws this rank's post at its deadline; returns 0 if every peer had posted and the operation continues. */
@@ -393,14 +432,14 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return 1;
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
-    int small = dtrain__fused_inline(comm, op) && named == 0;
+    int small = dtrain__fused_small(comm, op, named);
     int far = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
     int bounces = far && dtrain__bounce_may(comm, op);
     if (far && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {
-        dtrain__fused_small(comm, op);
+        dtrain__fused_whole(comm, op);
         return 1;
     }
     if (bounces)
@@ -533,25 +572,6 @@ static void dtrain__fused_done(dtrain_comm *comm, dtrain__op *op)
     op->phase = DTRAIN__FUSED_FINISH;
 }
 
-static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
-{
-    dtrain__shared *shared = comm->shared;
-    size_t begin, share = dtrain__fused_share(comm, op, &begin);
-    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / dtrain__op_width(op);
-    while (op->at < share) {
-        size_t n = share - op->at < chunk ? share - op->at : chunk;
-        if (!dtrain__shared_enter(shared, comm->rank)) /* a process may not have heard the reason yet */
-            return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
-        dtrain__fused_work(comm, op, begin + op->at, n);
-        dtrain__shared_leave(shared, comm->rank);
-        op->at += n;
-        if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
-            return 0;
-    }
-    dtrain__fused_done(comm, op);
-    return 0;
-}
-
 /* The operation awaits a peer, which had left when the caller looked in vain. Returns whether the operation has ended,
  * with an error. */
 static int dtrain__fused_stuck(dtrain_comm *comm, dtrain__op *op, int left)
@@ -563,6 +583,35 @@ static int dtrain__fused_stuck(dtrain_comm *comm, dtrain__op *op, int left)
         dtrain__group_break(comm, &lost);
     }
     return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
+}
+
+/* A peer has closed its buffers, and this process may not have heard the reason yet. Returns whether the operation has
+ * ended. */
+static int dtrain__fused_shut(dtrain_comm *comm, dtrain__op *op)
+{
+    for (int peer = 0; peer < comm->size; peer++)
+        if (__atomic_load_n(&comm->shared->slots[peer].closed, __ATOMIC_SEQ_CST) != 0)
+            op->awaited = peer;
+    return dtrain__fused_stuck(comm, op, op->awaited >= 0 && dtrain__membership_left(comm->members, op->awaited));
+}
+
+static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
+{
+    dtrain__shared *shared = comm->shared;
+    size_t begin, share = dtrain__fused_share(comm, op, &begin);
+    size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / dtrain__op_width(op);
+    while (op->at < share) {
+        size_t n = share - op->at < chunk ? share - op->at : chunk;
+        if (!dtrain__shared_enter(shared, comm->rank))
+            return dtrain__fused_shut(comm, op);
+        dtrain__fused_work(comm, op, begin + op->at, n);
+        dtrain__shared_leave(shared, comm->rank);
+        op->at += n;
+        if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
+            return 0;
+    }
+    dtrain__fused_done(comm, op);
+    return 0;
 }
 
 /* Returns whether the operation has ended: an operation of one round needs no peer's end. */

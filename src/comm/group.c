@@ -166,8 +166,11 @@ struct dtrain_comm {
     dtrain__shared *shared;        /* NULL: the ranks share no posts */
     struct dtrain__meet *meet;     /* of processes, while they find out whether they share posts */
     int decided;                   /* they know */
-    struct dtrain__window *window; /* the last one that a buffer was found in, if nothing has changed since */
-    uint64_t window_epoch;
+    struct dtrain__window *window; /* the last one that a buffer was found in */
+    uint64_t window_epoch;         /* these are its own while nothing has changed since */
+    uint64_t window_id;
+    uintptr_t window_begin; /* of this rank's part */
+    size_t window_bytes;
     int forming;    /* the group is not complete yet */
     int checks;     /* messages carry a checksum of their data */
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */

@@ -29,24 +29,29 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, in
 
 /* Gives every rank memory that the other ranks on its host map, too. Processes do collectives on it in place.
  *
- * Between processes of one host a large collective is about three times as fast if all its buffers are such memory.
+ * Between processes of one host a large collective is two to three times as fast if all its buffers are such memory.
  * Each rank then reads and writes the buffers of the others. Any address inside counts. It works in comm and in every
- * group made from it. Ranks of one process get memory of their own. So do ranks that share none (see
- * dtrain_comm_desc).
+ * group made from it. Ranks of one process get memory of their own. So do processes that share none (see
+ * dtrain_comm_desc); the log says so if they share other memory.
+ *
+ * If a process is stopped while it writes to a buffer, its group breaks at the deadline. The buffer is then taken from
+ * the other processes, and later calls copy this rank's memory of that call.
  *
  *   bytes     this rank's; ranks may ask for different sizes. 0 gives an address, too
  *   pointer   out: zeroed memory, aligned to 64 bytes; NULL on an error
  *   errors    the same on every rank, and then none has memory: as dtrain_all_gather; and
- *             DTRAIN_ERR_MEMORY   there is too little; the text says on which rank
+ *             DTRAIN_ERR_MEMORY   there is too little for all ranks of a host; the text says on which rank
+ *             DTRAIN_ERR_TIMEOUT  getting the memory counts; the group is broken
  *             DTRAIN_ERR_INVALID  pointer is NULL, or a fuse is open: on this rank alone
- *   lifetime  until dtrain_comm_free: it outlives comm and lost ranks. A forked child shares it with its parent
+ *   lifetime  until dtrain_comm_free: it outlives comm and lost ranks. If processes share it, a forked child does, too
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **pointer);
 
 /* Frees this rank's memory of dtrain_comm_alloc; NULL is legal.
  *
- * No call may use it any more. The system gets the memory back when all ranks that map it have freed it or ended.
+ * No call may use it any more. The system gets the memory back when all ranks that map it have freed it or ended. Of
+ * lost ranks the others learn in dtrain_comm_shrink, and at the end of the world.
  *
  *   pointer   as dtrain_comm_alloc gave it; any other is logged as an error
  *

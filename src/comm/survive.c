@@ -102,6 +102,7 @@ static dtrain_status dtrain__survive_shrink(dtrain_comm *comm, int64_t until_ns,
         return status;
     status = dtrain__survive_agree(&part, until_ns);
     if (status == DTRAIN_OK && !part.pending) {
+        dtrain__window_note(comm);
         part.split.id = part.vote.id;
         part.split.replaces = 1;
         status = dtrain__split_make(&part.split, survivors);

@@ -20,10 +20,11 @@ typedef struct dtrain__window {
     size_t bytes;
     int count, rank; /* its ranks, and this one */
     int used, freed;
+    int parted; /* the others no longer map all of this rank's part */
     pid_t process;
     size_t *begins; /* where each rank's part begins, and the end; one block with the next two */
     size_t *sizes;  /* the bytes that each rank asked for */
-    int *worlds;    /* each one's rank in the world */
+    int *worlds;    /* each one's rank in the world; -1: it is gone and names nothing more */
 } dtrain__window;
 
 /* All windows of this process. A forked child has them too, but none of the other threads. */
@@ -59,19 +60,34 @@ static int dtrain__window_place(const dtrain__window *window, const dtrain_comm 
 /* Whether all ranks of the group can reach this rank's part. */
 static int dtrain__window_serves(const dtrain__window *window, const dtrain_comm *comm)
 {
-    int good = window->used && !window->freed && window->id != 0 && window->world == comm->seat->council->serial &&
-               window->process == dtrain__os_pid();
+    int good = window->used && !window->freed && !window->parted && window->id != 0 &&
+               window->world == comm->seat->council->serial && window->process == dtrain__os_pid();
     for (int rank = 0; good && rank < comm->size; rank++)
         good = dtrain__window_place(window, comm, rank) >= 0;
     return good;
 }
 
-/* Whether bytes at a pointer lie in this rank's part. */
-static int dtrain__window_holds(const dtrain__window *window, const void *pointer, size_t bytes)
+static uintptr_t dtrain__window_begin(const dtrain__window *window)
 {
-    uintptr_t begin = (uintptr_t)window->memory + window->begins[window->rank], at = (uintptr_t)pointer;
-    size_t most = window->sizes[window->rank];
+    return (uintptr_t)window->memory + window->begins[window->rank];
+}
+
+/* Whether bytes at a pointer lie in a part. */
+static int dtrain__window_holds(uintptr_t begin, size_t most, const void *pointer, size_t bytes)
+{
+    uintptr_t at = (uintptr_t)pointer;
     return at >= begin && at - begin <= most && bytes <= most - (size_t)(at - begin);
+}
+
+/* Returns the window whose part of this rank has the bytes; NULL: none. The caller holds the lock. */
+static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, const dtrain_comm *comm)
+{
+    dtrain__window *window = dtrain__windows;
+    while (window != NULL &&
+           (!window->used || (comm != NULL && !dtrain__window_serves(window, comm)) ||
+            !dtrain__window_holds(dtrain__window_begin(window), window->sizes[window->rank], pointer, bytes)))
+        window = window->next;
+    return window;
 }
 
 /* Finds the window of a buffer for a post of the group. Returns its id, and the buffer's place in this rank's part; 0:
@@ -79,22 +95,24 @@ static int dtrain__window_holds(const dtrain__window *window, const void *pointe
 static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size_t bytes, size_t *at)
 {
     uint64_t epoch = __atomic_load_n(&dtrain__window_epoch, __ATOMIC_SEQ_CST);
-    dtrain__window *window = comm->window;
     if (epoch == 0)
         return 0;
-    if (window == NULL || comm->window_epoch != epoch || !dtrain__window_holds(window, pointer, bytes)) {
-        dtrain__window_lock(1);
-        for (window = dtrain__windows; window != NULL; window = window->next)
-            if (window->used && dtrain__window_holds(window, pointer, bytes) && dtrain__window_serves(window, comm))
-                break;
+    if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
+        dtrain__window_lock(1); /* a thread may free another window */
+        dtrain__window *window = dtrain__window_of(pointer, bytes, comm);
+        comm->window_epoch = window != NULL ? epoch : 0;
+        if (window != NULL) {
+            comm->window = window;
+            comm->window_id = window->id;
+            comm->window_begin = dtrain__window_begin(window);
+            comm->window_bytes = window->sizes[window->rank];
+        }
         dtrain__window_lock(0);
         if (window == NULL)
             return 0;
-        comm->window = window;
-        comm->window_epoch = epoch;
     }
-    *at = (size_t)((uintptr_t)pointer - (uintptr_t)window->memory) - window->begins[window->rank];
-    return window->id;
+    *at = (size_t)((uintptr_t)pointer - comm->window_begin);
+    return comm->window_id;
 }
 
 /* Returns a buffer that a rank of the group has named; NULL: this rank does not have it. */
@@ -145,7 +163,8 @@ static void dtrain__window_sweep(uint64_t world)
             ended = 1;
         }
         for (int place = 0; !ended && place < window->count; place++)
-            left -= __atomic_load_n(&dtrain__window_ends(window)[place], __ATOMIC_SEQ_CST) != 0;
+            left -= window->worlds[place] < 0 ||
+                    __atomic_load_n(&dtrain__window_ends(window)[place], __ATOMIC_SEQ_CST) != 0;
         if (window->freed && (ended || left == 0))
             dtrain__window_drop(window);
     }
@@ -158,26 +177,44 @@ static void dtrain__window_world_ended(uint64_t world)
     dtrain__window_lock(0);
 }
 
-/* Takes this rank's part with the buffer from the others, which may have been stopped inside it. They keep what was
- * shared, and this rank gets a copy at the same place. */
-static void dtrain__window_part_from(const void *pointer)
+/* Notes which ranks of the group's world are gone, and unmaps what only they had not freed. */
+static void dtrain__window_note(const dtrain_comm *comm)
 {
-    dtrain__window *window;
+    const dtrain__council *council = comm->seat->council;
+    unsigned char gone[DTRAIN__MAX_RANKS];
+    if (__atomic_load_n(&dtrain__window_epoch, __ATOMIC_SEQ_CST) == 0)
+        return;
+    dtrain__seat_lock(comm->seat, 1);
+    for (int rank = 0; rank < council->size; rank++)
+        gone[rank] = council->gone(council->self, rank) != DTRAIN__PRESENT;
+    dtrain__seat_lock(comm->seat, 0);
     dtrain__window_lock(1);
-    for (window = dtrain__windows; window != NULL; window = window->next)
-        if (window->used && window->id != 0 && dtrain__window_holds(window, pointer, 0))
-            break;
-    if (window != NULL) {
-        unsigned char *part = window->memory + window->begins[window->rank];
-        size_t bytes = window->begins[window->rank + 1] - window->begins[window->rank];
+    for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next)
+        for (int place = 0; window->used && window->world == council->serial && place < window->count; place++)
+            if (window->worlds[place] >= 0 && gone[window->worlds[place]])
+                window->worlds[place] = -1;
+    dtrain__window_sweep(0);
+    dtrain__window_lock(0);
+}
+
+/* Takes the pages of a buffer from the others, as one of them was stopped while it wrote there. They keep what was
+ * shared. This rank gets a copy at the same place, and its part serves no later call in place. Pages that hold anything
+ * else stay. */
+static void dtrain__window_part_from(const void *pointer, size_t bytes)
+{
+    size_t page = dtrain__os_page_bytes(), before = (size_t)(0 - (uintptr_t)pointer) % page;
+    dtrain__window_lock(1);
+    dtrain__window *window = bytes > 0 ? dtrain__window_of(pointer, bytes, NULL) : NULL;
+    if (window != NULL && window->id != 0) {
+        size_t at = (size_t)((uintptr_t)pointer - (uintptr_t)window->memory) + before;
         __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
-        if (dtrain__os_privately(part, bytes) != 0)
+        window->parted = 1;
+        bytes = bytes > before ? (bytes - before) / page * page : 0;
+        if (bytes > 0 && dtrain__os_privately(window->memory + at, bytes) != 0)
             dtrain__log(DTRAIN_LOG_ERROR,
                         "a rank that was stopped may still write to memory of dtrain_comm_alloc at %p: the system "
                         "refuses to take it away",
-                        (void *)part);
-        dtrain__window_ends(window)[window->rank] = 1;
-        window->id = 0;
+                        (void *)(window->memory + at));
     }
     dtrain__window_lock(0);
 }

@@ -13,6 +13,11 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     dtrain__window *window;
     size_t count = (size_t)group->size;
     size_t *begins = (size_t *)dtrain__alloc(&heap, (2 * count + 1) * sizeof(size_t) + count * sizeof(int));
+    dtrain__window_note(group);
+    if (dtrain__window_process != dtrain__os_pid()) { /* a forked child's: threads of its parent may have held it */
+        pthread_mutex_init(&dtrain__window_mutex, NULL);
+        dtrain__window_process = dtrain__os_pid();
+    }
     dtrain__window_lock(1);
     dtrain__window_sweep(0);
     for (window = dtrain__windows; window != NULL && window->used;)
@@ -22,11 +27,11 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
         dtrain__windows = window;
     }
     if (window != NULL && begins != NULL) {
-        dtrain__window_process = window->process = dtrain__os_pid();
+        window->process = dtrain__os_pid();
         dtrain__council_close closing = dtrain__window_world_ended;
         __atomic_store_n(&dtrain__council_closing, closing, __ATOMIC_SEQ_CST);
         window->used = 1;
-        window->freed = 0;
+        window->freed = window->parted = 0;
         window->id = 0;
         window->world = group->seat->council->serial;
         window->count = group->size;
@@ -94,6 +99,28 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     return status;
 }
 
+/* Gives this rank plain memory: the parts of the others have none here. They are of this host, so all must fit. */
+static dtrain_status dtrain__window_plain(dtrain_comm *group, dtrain__window *window)
+{
+    size_t part = window->begins[window->rank + 1] - window->begins[window->rank];
+    uint64_t left = dtrain__os_memory_left(), all = window->begins[window->count];
+    if (group->size > 1 && group->shared != NULL && !group->plane->in_process && group->rank == 0)
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "comm_alloc: the system lets these ranks share no memory of %llu bytes; each gets its own",
+                    (unsigned long long)all);
+    for (int rank = 0; rank <= window->count; rank++)
+        window->begins[rank] = rank > window->rank ? part : 0;
+    window->bytes = part;
+    window->memory = all < left ? (unsigned char *)dtrain__os_reserve(part) : NULL;
+    if (window->memory != NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                        "comm_alloc: rank %d has no memory for %zu bytes: the ranks of its host ask for %llu MiB, and "
+                        "%llu MiB are left",
+                        group->rank, window->sizes[window->rank], (unsigned long long)(all >> 20),
+                        (unsigned long long)(left >> 20));
+}
+
 /* The same on ranks of one host, or of one process. */
 static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dtrain__window **out)
 {
@@ -110,24 +137,14 @@ static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dt
         window->sizes[rank] = sizes[rank] < SIZE_MAX ? (size_t)sizes[rank] : SIZE_MAX;
     dtrain__free(group->allocator, sizes);
     if (status == DTRAIN_OK && !dtrain__window_lay(window))
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_alloc on rank %d: the parts of %d ranks overflow a size",
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_alloc on rank %d: the parts of %d ranks overflow a size",
                               group->rank, group->size);
     if (status == DTRAIN_OK && group->size > 1 && group->shared != NULL && !group->plane->in_process)
         status = dtrain__window_share(group, window, &shared);
-    if (status == DTRAIN_OK && !shared) { /* the parts of the others have no memory here */
-        size_t part = window->begins[window->rank + 1] - window->begins[window->rank];
-        for (int rank = 0; rank <= window->count; rank++)
-            window->begins[rank] = rank > window->rank ? part : 0;
-        window->bytes = part;
-        uint64_t left = dtrain__os_memory_left();
-        window->memory = part < left ? (unsigned char *)dtrain__os_reserve(part) : NULL;
-        if (window->memory == NULL)
-            status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                                  "comm_alloc: rank %d has no memory for %zu bytes; %llu MiB are left", group->rank,
-                                  bytes, (unsigned long long)(left >> 20));
-    }
-    if (status == DTRAIN_OK || status == DTRAIN_ERR_MEMORY)
-        status = dtrain__alike_agree(group, "comm_alloc", 1, status);
+    if (status == DTRAIN_OK && !shared)
+        status = dtrain__alike_agree(group, "comm_alloc", 1, dtrain__window_plain(group, window));
+    if (status == DTRAIN_ERR_TIMEOUT) /* some ranks may have ended the call, so it cannot be made again */
+        dtrain__group_break(group, &group->error);
     if (status != DTRAIN_OK && window != NULL) {
         dtrain__window_lock(1);
         dtrain__window_drop(window);
@@ -163,6 +180,8 @@ DTRAIN_API dtrain_status dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void
 {
     dtrain_comm *host = comm;
     dtrain__window *window = NULL;
+    if (pointer != NULL)
+        *pointer = NULL;
     dtrain_status status = dtrain__group_whole(comm, "comm_alloc");
     if (status == DTRAIN_OK && pointer == NULL)
         status = dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
@@ -171,7 +190,6 @@ DTRAIN_API dtrain_status dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void
         status = dtrain__work_usable(comm, "comm_alloc");
     if (status != DTRAIN_OK)
         return status;
-    *pointer = NULL;
     int differ = dtrain__window_hosts_differ(comm);
     if (differ)
         status = dtrain_comm_split(comm, dtrain__window_host(comm), comm->rank, &host);

@@ -436,10 +436,10 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     dtrain__hub_lost(hub, rank, 0, how);
 }
 
-/* Returns why a member's connection ended, as an errno. Tampering is logged, as the connection may come back. */
+/* Returns why a member's connection ended, as an errno. Corruption is logged, as the connection may come back. */
 static int dtrain__hub_ended(dtrain__hub *hub, int rank, int error)
 {
-    if (error == EBADMSG)
+    if (dtrain__net_is_corrupt(error))
         dtrain__hub_note(hub, "rank %d: its connection to rank %d (%s) ends: %s", hub->rank, rank,
                          hub->members[rank].name, dtrain__net_why(error));
     return error;

@@ -498,9 +498,16 @@ static const char *dtrain__net_why(int error)
     case EBADMSG:
         return "a sealed record on it is wrong: somebody on the path has changed, injected, replayed, reordered or cut "
                "traffic";
+    case ERANGE: return "the memory that both processes share holds impossible counters: something has overwritten it";
     case EPROTO: return "it ended without its sealed end";
     default: return strerror(error);
     }
+}
+
+/* Whether a connection ended because of what came over it. */
+static int dtrain__net_is_corrupt(int error)
+{
+    return error == EBADMSG || error == ERANGE;
 }
 
 static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)

@@ -88,7 +88,7 @@ static ssize_t dtrain__shm_look(dtrain__shm *shm, int fd, int side)
     unsigned char waste[64];
     ssize_t n = sizeof waste;
     if (dtrain__shm_held(shm, side) > DTRAIN__THREADS_RING_BYTES) {
-        errno = EBADMSG;
+        errno = ERANGE;
         return -1;
     }
     while (shm->look && n == (ssize_t)sizeof waste)

@@ -29,7 +29,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
         return DTRAIN_OK;
     if (left)
         return dtrain__seat_needs(&channel->seat, rank);
-    if (lane->why == EBADMSG && hub->reconnect_ns == 0)
+    if (dtrain__net_is_corrupt(lane->why) && hub->reconnect_ns == 0)
         dtrain__fail(&lost, DTRAIN_ERR_CORRUPT, "rank %d (%s) and rank %d cannot trust their connection: %s", rank,
                      hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, dtrain__net_why(lane->why));
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))

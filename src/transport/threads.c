@@ -17,7 +17,6 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
-#define DTRAIN__STOPPED_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
 
 /* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
 typedef struct dtrain__post {
@@ -100,21 +99,6 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
     __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
 }
 
-/* Waits until no peer is inside this rank's buffers. The group is broken, so no peer enters again. Between processes a
- * peer may have been stopped there: returns 0 after a while. */
-static int dtrain__shared_revoke(dtrain__shared *shared, int rank)
-{
-    int64_t until = shared->doorbells != NULL ? dtrain__os_now_ns() + DTRAIN__STOPPED_NS : INT64_MAX;
-    __atomic_store_n(&shared->slots[rank].closed, 1, __ATOMIC_SEQ_CST);
-    for (int peer = 0; peer < shared->members->size; peer++)
-        while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST)) {
-            if (until != INT64_MAX && dtrain__os_now_ns() > until)
-                return 0;
-            sched_yield();
-        }
-    return 1;
-}
-
 /* ---- groups ---- */
 
 #define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
@@ -165,7 +149,8 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
  * memory of another process (see >>shm). */
 static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
 {
-    uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written, moved = *mine;
+    uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
+    uint64_t moved = __atomic_load_n(mine, __ATOMIC_RELAXED);
     uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
     size_t room = put ? DTRAIN__THREADS_RING_BYTES - (size_t)ahead : (size_t)(0 - ahead),
            n = bytes < room ? bytes : room;

@@ -173,10 +173,10 @@ TEST(counters_that_cannot_be_are_a_corrupt_connection)
         dtrain__shm_page *page = p.ends[0].shm.page;
         page->ways[1].written = bad[i]; /* what side 1 says of its own ring, and of side 0's */
         CHECK_EQ(dtrain__stream_recv(&p.ends[0], data, 100), -1);
-        CHECK_EQ(errno, EBADMSG);
+        CHECK_EQ(errno, ERANGE);
         page->ways[0].read = bad[i];
         CHECK_EQ(dtrain__stream_send(&p.ends[0], data, 100, 0), -1);
-        CHECK_EQ(errno, EBADMSG);
+        CHECK_EQ(errno, ERANGE);
         close_pair(&p);
     }
 }
@@ -449,6 +449,44 @@ TEST(a_rank_that_dies_stops_or_lies_ends_the_others_calls)
         end_of(pids[1], 10);
         dtrain_set_log(NULL, NULL);
     }
+}
+
+/* Memory that its maker could shorten, or that has no pages yet, would kill the process that maps it. */
+TEST(memory_that_could_end_this_process_is_not_mapped)
+{
+    size_t bytes = (size_t)1 << 20;
+    int fd, own;
+    void *memory = dtrain__os_share(bytes, &own);
+    if (memory == NULL || (fd = dtrain__os_memfd()) < 0) {
+        printf("skipped: this system has no memory that processes can share, or none that can be sealed\n");
+        return;
+    }
+    void *again = dtrain__os_share_open(getpid(), own, bytes);
+    CHECK(again != NULL);
+    CHECK(ftruncate(own, 10) != 0);
+    dtrain__os_unreserve(again, bytes);
+    dtrain__os_unreserve(memory, bytes);
+    CHECK_EQ(posix_fallocate(fd, 0, (off_t)bytes), 0);
+    CHECK(dtrain__os_share_open(getpid(), fd, bytes) == NULL); /* not sealed */
+    CHECK_EQ(ftruncate(fd, 0), 0);
+    CHECK_EQ(ftruncate(fd, (off_t)bytes), 0);
+    CHECK_EQ(fcntl(fd, 1033, DTRAIN__OS_SEALS), 0);
+    CHECK(dtrain__os_share_open(getpid(), fd, bytes) == NULL); /* sealed, but without pages */
+    close(fd);
+    close(own);
+}
+
+TEST(a_limit_on_the_size_of_files_is_no_signal)
+{
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        struct rlimit most = {65536, 65536};
+        int fd, bad = setrlimit(RLIMIT_FSIZE, &most) != 0;
+        bad |= dtrain__os_share((size_t)1 << 20, &fd) != NULL || fd >= 0;
+        _exit(bad);
+    }
+    CHECK_EQ(end_of(child, 10), 0);
 }
 
 TEST(a_transport_that_is_none_is_refused)
