@@ -146,7 +146,7 @@ static const char *const bench_transports[] = {"threads", "tcp", "unix", "shm", 
 typedef struct bench {
     bench_op op;
     int ranks, runs, huge, alloc, threads; /* threads: min(ranks, processors) */
-    int transport, variant;         /* variant: which of the limits over sockets */
+    int transport, variant;                /* variant: which of the limits over sockets */
     size_t bytes, size, count, chunk;
     double ratio; /* share of the elements that topk selects */
     int against_ring, pin;
@@ -592,7 +592,7 @@ static void bench_print(const bench *b)
     double us = bench_median(b->us, b->runs), limit_us = bench_median(b->limit_us, b->runs), ratios[BENCH_RUNS];
     for (int i = 0; i < b->runs; i++)
         ratios[i] = b->limit_us[i] / b->us[i];
-    printf("op=%s transport=%s ranks=%d bytes=%zu against=%s huge=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f "
+    printf("op=%s transport=%s ranks=%d bytes=%zu against=%s huge=%d alloc=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f "
            "limit_GBps=%.4f "
            "of_limit=%.3f\n",
            bench_names[b->op],
@@ -603,7 +603,7 @@ static void bench_print(const bench *b)
            b->against_ring          ? "ring"
            : b->transport == SEALED ? "plain"
                                     : "limit",
-           b->huge, us, (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
+           b->huge, b->alloc, us, (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
            bench_median(ratios, b->runs));
 }
 
