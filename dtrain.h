@@ -174,11 +174,11 @@
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
  *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
- *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, ipv6, shm, huge, pkeys
- *         (see CONTRIBUTING.md)
+ *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
+ *         pkeys (see CONTRIBUTING.md)
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
- *     TMPDIR                  unix sockets are in TMPDIR/dtrain-UID; in /tmp/dtrain-UID if it is unset, relative or
- *                             longer than 44 bytes
+ *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative
+ *                             or longer than 44 bytes
  *
  * MACROS, before the first include of dtrain.h
  *     DTRAIN_IMPLEMENTATION   in one file: the implementation as well
@@ -1753,8 +1753,10 @@ typedef enum dtrain_progress {
  * both variables to have no token.
  *
  * Without a token, ranks meet over unix sockets alone. Each checks that the other's process belongs to its own user. A
- * root on loopback such as "127.0.0.1:29500" then means the socket /tmp/dtrain-UID/29500. UID is the user's number, and
- * the directory is the user's alone. TMPDIR replaces /tmp if it is an absolute path of at most 44 bytes. TCP without a
+ * root on loopback such as "127.0.0.1:29500" then means the socket "unix:@/tmp/dtrain-UID/29500". UID is the user's
+ * number. On Linux @ marks a name that is no file, so nothing is left when processes are killed. Processes in different
+ * network namespaces cannot reach each other by name: give them "unix:/path". Other systems have paths alone, and the
+ * directory is the user's alone. TMPDIR replaces /tmp if it is an absolute path of at most 44 bytes. TCP without a
  * token, even on loopback, needs insecure or DTRAIN_INSECURE=1.
  *
  * SHARED MEMORY. Two processes of one host share memory where the system lets one open the other's, as Linux does
@@ -1794,7 +1796,7 @@ typedef enum dtrain_progress {
 typedef struct dtrain_comm_desc {
     int rank;                    /* used when world_size is not 0 */
     int world_size;              /* up to 1,024; 0: from the environment */
-    const char *root;            /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
+    const char *root;            /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
     const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
     const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
@@ -5811,8 +5813,9 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 #define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
-static const char *const dtrain__os_without_names[] = {"pkeys", "avx512", "avx2", "populate", "mremap", "pagemap",
-                                                       "memfd", "unix",   "ipv6", "mprotect", "shm",    "huge"};
+static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2",    "populate", "mremap",
+                                                       "pagemap", "memfd",  "unix",    "ipv6",     "mprotect",
+                                                       "shm",     "huge",   "abstract"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {
@@ -16440,8 +16443,9 @@ DTRAIN__FAST_END
 
 /* ---- >>net ----
  * Sockets: non-blocking, close-on-exec, without SIGPIPE, and with names for texts. An address is "host:port",
- * "[address]:port" or "unix:/path". Only two functions wait: dtrain__net_look_up asks the system's resolver for a host
- * name, and dtrain__net_lock_beside waits for a lock. */
+ * "[address]:port", "unix:/path" or "unix:@name". A name is Linux's: it is no file, and ends with its listener. Only
+ * two functions wait: dtrain__net_look_up asks the system's resolver for a host name, and dtrain__net_lock_beside waits
+ * for a lock. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
 
@@ -16469,8 +16473,14 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     int family = address->at.any.sa_family;
     if (address->bytes > 0 && family == AF_UNIX) {
         const char *path = address->at.local.sun_path;
-        int named = address->bytes > offsetof(struct sockaddr_un, sun_path) && path[0] != 0;
-        snprintf(out.text, sizeof out.text, "%s%.200s", named ? "unix:" : "a unix socket", named ? path : "");
+        size_t bytes = address->bytes - offsetof(struct sockaddr_un, sun_path);
+        int named = address->bytes > offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
+        int most = abstract ? (int)bytes - 1 : 200;
+        snprintf(out.text, sizeof out.text, "%s%.*s",
+                 !named     ? "a unix socket"
+                 : abstract ? "unix:@"
+                            : "unix:",
+                 most, named ? path + abstract : "");
     } else if (address->bytes == 0 || getnameinfo(&address->at.any, address->bytes, host, sizeof host, port,
                                                   sizeof port, NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
         snprintf(out.text, sizeof out.text, "an unknown address");
@@ -16545,37 +16555,33 @@ static void dtrain__net_set_any(dtrain__address *address)
         address->at.v6.sin6_addr = in6addr_any;
 }
 
+/* Reads the path of a unix socket, or @ and a name; "" stands for a name that the system chooses. */
 static dtrain_status dtrain__net_unix_address(dtrain__address *address, const char *path)
 {
     struct sockaddr_un *local = &address->at.local;
-    size_t bytes = strlen(path);
+    size_t bytes = strlen(path), abstract = path[0] == '@';
     memset(address, 0, sizeof *address);
-    if (bytes == 0 || bytes >= sizeof local->sun_path)
+    if (bytes >= sizeof local->sun_path || bytes == abstract)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "unix:%.120s: the path has %zu bytes, expected 1 to %zu: choose another", path, bytes,
                             sizeof local->sun_path - 1);
     local->sun_family = AF_UNIX;
-    memcpy(local->sun_path, path, bytes + 1);
-    address->bytes = (socklen_t)sizeof *local;
+    memcpy(local->sun_path + abstract, path + abstract, bytes - abstract);
+    address->bytes = (socklen_t)(abstract ? offsetof(struct sockaddr_un, sun_path) + bytes : sizeof *local);
     return DTRAIN_OK;
 }
 
-/* Makes the private directory for the sockets of one user's processes on this host. */
-static dtrain_status dtrain__net_directory(char *out, size_t capacity)
+static int dtrain__net_is_abstract(const dtrain__address *address)
 {
-    const char *base = getenv("TMPDIR");
-    struct stat what;
-    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
-        base = "/tmp";
-    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
-    if (mkdir(out, 0700) != 0 && errno != EEXIST)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
-    if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != geteuid() || (what.st_mode & 077) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
-                            "700 on it, or set TMPDIR to another place",
-                            out);
-    return DTRAIN_OK;
+    return address->at.any.sa_family == AF_UNIX && address->at.local.sun_path[0] == 0;
+}
+
+/* Stands for a name that the system chooses, and that nobody else has. */
+static void dtrain__net_any_name(dtrain__address *address)
+{
+    memset(address, 0, sizeof *address);
+    address->at.any.sa_family = AF_UNIX;
+    address->bytes = (socklen_t)offsetof(struct sockaddr_un, sun_path);
 }
 
 /* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
@@ -16621,6 +16627,48 @@ static int dtrain__net_has(int family)
     return error != EAFNOSUPPORT;
 }
 
+/* Returns whether unix sockets may have names that are no files. */
+static int dtrain__net_has_names(void)
+{
+#ifdef __linux__
+    dtrain__address any;
+    int fd, good = !dtrain__without("abstract") && dtrain__net_socket(AF_UNIX, &fd) == 0;
+    if (!good)
+        return 0;
+    dtrain__net_any_name(&any);
+    good = bind(fd, &any.at.any, any.bytes) == 0;
+    close(fd);
+    return good;
+#else
+    return 0;
+#endif
+}
+
+/* Writes the address of a unix socket of this user: "unix:@/tmp/dtrain-UID/last". Without such names it is a path, in a
+ * directory that it makes. */
+static dtrain_status dtrain__net_private(char *out, size_t capacity, const char *last)
+{
+    const char *base = getenv("TMPDIR");
+    char directory[80];
+    struct stat what;
+    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(directory, sizeof directory, "%s/dtrain-%lu", base, (unsigned long)geteuid());
+    int named = dtrain__net_has_names();
+    snprintf(out, capacity, "unix:%s%s/%s", named ? "@" : "", directory, last);
+    if (named)
+        return DTRAIN_OK;
+    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", directory,
+                            strerror(errno));
+    if (lstat(directory, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != geteuid() || (what.st_mode & 077) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                            "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
+                            "700 on it, or set TMPDIR to another place",
+                            directory);
+    return DTRAIN_OK;
+}
+
 /* Splits "host:port" or "[host]:port". Returns 0 if the text is neither. */
 static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
 {
@@ -16656,11 +16704,15 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     *count = 0;
     if (strncmp(text, "unix:", 5) == 0) {
         *count = 1;
+        if (text[5] == '@' && dtrain__net_has(AF_UNIX) && !dtrain__net_has_names())
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%.120s: this system has no names for unix sockets: give a path, unix:/path", text);
         return dtrain__net_unix_address(out, text + 5);
     }
     if (!dtrain__net_split(text, host, port))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "\"%.200s\" is not an address, expected host:port, [address]:port or unix:/path", text);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "\"%.200s\" is not an address, expected host:port, [address]:port, unix:/path or unix:@name", text);
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
@@ -16819,7 +16871,7 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
     if (error != 0)
         return error;
     dtrain__net_plain(*fd); /* accepted connections inherit it */
-    if (any->sa_family == AF_UNIX)
+    if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);
     else
         setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
@@ -19314,6 +19366,10 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
+        if (dtrain__net_is_abstract(&hub->reached)) {
+            dtrain__net_any_name(here);
+            return DTRAIN_OK;
+        }
         snprintf(path, sizeof path, "%.200s.%d", hub->reached.at.local.sun_path, hub->rank);
         return dtrain__net_unix_address(here, path);
     }
@@ -19871,7 +19927,8 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
     dtrain_allocator *allocator = hub->allocator;
     if (hub->listener >= 0) {
-        if (dtrain__net_is_unix(&hub->listening) && !forked) /* no other process can listen there yet */
+        if (dtrain__net_is_unix(&hub->listening) && !dtrain__net_is_abstract(&hub->listening) &&
+            !forked) /* no other process can listen there yet */
             unlink(hub->listening.at.local.sun_path);
         close(hub->listener);
     }
@@ -20277,7 +20334,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         dtrain__net_set_any(&chosen);
     }
     hub->listening = chosen;
-    if (dtrain__net_is_unix(&chosen))
+    if (dtrain__net_is_unix(&chosen) && !dtrain__net_is_abstract(&chosen))
         lock = dtrain__net_lock_beside(chosen.at.local.sun_path);
     error = dtrain__hub_listen(hub);
     if (lock >= 0)
@@ -20297,32 +20354,33 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     return DTRAIN_OK;
 }
 
-/* Without a token: ranks with a root on loopback use a unix socket instead. Its name is the root's port, in a private
- * directory of the user. */
+/* Without a token: ranks with a root on loopback use a unix socket instead. It ends in the root's port: see
+ * dtrain__net_private. */
 static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
 {
-    char directory[80], path[100], text[DTRAIN__ADDRESS_BYTES + 64];
-    int port = dtrain__socket_port(hub);
-    uint16_t dice = 0;
+    char address[110], last[16], text[DTRAIN__ADDRESS_BYTES + 64];
+    dtrain_status status = DTRAIN_OK;
+    int port = dtrain__socket_port(hub), drawn = port, taken = 1, fd;
     if (!dtrain__net_has(AF_UNIX)) {
         snprintf(text, sizeof text, "%.200s is TCP, as this system has no unix sockets,", hub->root);
         return dtrain__socket_closed(hub, text);
     }
-    dtrain_status status = dtrain__net_directory(directory, sizeof directory);
-    if (status != DTRAIN_OK)
-        return status;
-    snprintf(path, sizeof path, "%s/%d", directory, port);
-    for (int tries = 0; port == 0 && tries < 100; tries++) { /* any port that is not in use */
-        if (dtrain__os_random(&dice, sizeof dice) != 0)
-            break;
-        snprintf(path, sizeof path, "%s/%d", directory, 49152 + dice % 16384);
-        if (access(path, F_OK) != 0)
-            break;
+    for (int tries = 0; status == DTRAIN_OK && taken && tries < 100; tries++) {
+        uint16_t dice = 0;
+        if (port == 0 && dtrain__os_random(&dice, sizeof dice) == 0) /* any port that is not in use */
+            drawn = 49152 + dice % 16384;
+        snprintf(last, sizeof last, "%d", drawn);
+        status = dtrain__net_private(address, sizeof address, last);
+        if (status == DTRAIN_OK)
+            status = dtrain__net_unix_address(&hub->root_addresses[0], address + 5);
+        taken = status == DTRAIN_OK && port == 0 && dtrain__net_connect(&hub->root_addresses[0], &fd) == 0;
+        if (taken)
+            close(fd);
     }
     if (port == 0)
-        dtrain__socket_set_port(hub, 49152 + dice % 16384);
+        dtrain__socket_set_port(hub, drawn);
     hub->root_count = 1;
-    return dtrain__net_unix_address(&hub->root_addresses[0], path);
+    return status;
 }
 
 /* Looks up the root, and chooses how this rank may reach it. */
@@ -20853,9 +20911,9 @@ static int dtrain__net_has(int family)
     return 1;
 }
 
-static dtrain_status dtrain__net_directory(char *out, size_t capacity)
+static dtrain_status dtrain__net_private(char *out, size_t capacity, const char *last)
 {
-    (void)out, (void)capacity;
+    (void)out, (void)capacity, (void)last;
     return dtrain__no_sockets();
 }
 
@@ -22510,7 +22568,7 @@ static int dtrain__place_first_node(const char *list, char *out, size_t capacity
  * sockets they meet at a port computed from the name. */
 static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
 {
-    char directory[128], name[32];
+    char name[32];
     int64_t local = 0;
     size_t n = 0;
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
@@ -22534,11 +22592,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
         snprintf(place->root, sizeof place->root, "127.0.0.1:%d", 15000 + (int)(number % 10000));
         return DTRAIN_OK;
     }
-    dtrain_status status = dtrain__net_directory(directory, sizeof directory);
-    if (status != DTRAIN_OK)
-        return status;
-    snprintf(place->root, sizeof place->root, "unix:%s/%s", directory, name);
-    return DTRAIN_OK;
+    return dtrain__net_private(place->root, sizeof place->root, name);
 }
 
 /* Takes a root and remembers which variable or field gave it. */
@@ -22735,10 +22789,11 @@ static dtrain_status dtrain__place_check_root(const dtrain__place *place)
     if (strncmp(place->root, "unix:", 5) != 0 && dtrain__net_split(place->root, host, port) && atoi(port) <= 65535 &&
         host[0] != 0 && (place->keys.rank == 0 || atoi(port) > 0))
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "comm_create: the root is \"%.120s\" on rank %d; expected host:port, [address]:port or "
-                        "unix:/path; the port is 1 to 65535 (on rank 0 also 0: any), the path at most 95 bytes",
-                        place->root, place->keys.rank);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_INVALID,
+        "comm_create: the root is \"%.120s\" on rank %d; expected host:port, [address]:port or "
+        "unix:/path or unix:@name; the port is 1 to 65535 (on rank 0 also 0: any), the path or name at most 95 bytes",
+        place->root, place->keys.rank);
 }
 
 /* Finds out where this process stands; desc is not NULL. */

@@ -174,11 +174,11 @@
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
  *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
- *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, ipv6, shm, huge, pkeys
- *         (see CONTRIBUTING.md)
+ *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
+ *         pkeys (see CONTRIBUTING.md)
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
- *     TMPDIR                  unix sockets are in TMPDIR/dtrain-UID; in /tmp/dtrain-UID if it is unset, relative or
- *                             longer than 44 bytes
+ *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative
+ *                             or longer than 44 bytes
  *
  * MACROS, before the first include of dtrain.h
  *     DTRAIN_IMPLEMENTATION   in one file: the implementation as well

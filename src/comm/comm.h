@@ -131,8 +131,10 @@ typedef enum dtrain_progress {
  * both variables to have no token.
  *
  * Without a token, ranks meet over unix sockets alone. Each checks that the other's process belongs to its own user. A
- * root on loopback such as "127.0.0.1:29500" then means the socket /tmp/dtrain-UID/29500. UID is the user's number, and
- * the directory is the user's alone. TMPDIR replaces /tmp if it is an absolute path of at most 44 bytes. TCP without a
+ * root on loopback such as "127.0.0.1:29500" then means the socket "unix:@/tmp/dtrain-UID/29500". UID is the user's
+ * number. On Linux @ marks a name that is no file, so nothing is left when processes are killed. Processes in different
+ * network namespaces cannot reach each other by name: give them "unix:/path". Other systems have paths alone, and the
+ * directory is the user's alone. TMPDIR replaces /tmp if it is an absolute path of at most 44 bytes. TCP without a
  * token, even on loopback, needs insecure or DTRAIN_INSECURE=1.
  *
  * SHARED MEMORY. Two processes of one host share memory where the system lets one open the other's, as Linux does
@@ -172,7 +174,7 @@ typedef enum dtrain_progress {
 typedef struct dtrain_comm_desc {
     int rank;                    /* used when world_size is not 0 */
     int world_size;              /* up to 1,024; 0: from the environment */
-    const char *root;            /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
+    const char *root;            /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
     const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
     const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */

@@ -187,7 +187,7 @@ static int dtrain__place_first_node(const char *list, char *out, size_t capacity
  * sockets they meet at a port computed from the name. */
 static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
 {
-    char directory[128], name[32];
+    char name[32];
     int64_t local = 0;
     size_t n = 0;
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
@@ -211,11 +211,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
         snprintf(place->root, sizeof place->root, "127.0.0.1:%d", 15000 + (int)(number % 10000));
         return DTRAIN_OK;
     }
-    dtrain_status status = dtrain__net_directory(directory, sizeof directory);
-    if (status != DTRAIN_OK)
-        return status;
-    snprintf(place->root, sizeof place->root, "unix:%s/%s", directory, name);
-    return DTRAIN_OK;
+    return dtrain__net_private(place->root, sizeof place->root, name);
 }
 
 /* Takes a root and remembers which variable or field gave it. */
@@ -412,10 +408,11 @@ static dtrain_status dtrain__place_check_root(const dtrain__place *place)
     if (strncmp(place->root, "unix:", 5) != 0 && dtrain__net_split(place->root, host, port) && atoi(port) <= 65535 &&
         host[0] != 0 && (place->keys.rank == 0 || atoi(port) > 0))
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "comm_create: the root is \"%.120s\" on rank %d; expected host:port, [address]:port or "
-                        "unix:/path; the port is 1 to 65535 (on rank 0 also 0: any), the path at most 95 bytes",
-                        place->root, place->keys.rank);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_INVALID,
+        "comm_create: the root is \"%.120s\" on rank %d; expected host:port, [address]:port or "
+        "unix:/path or unix:@name; the port is 1 to 65535 (on rank 0 also 0: any), the path or name at most 95 bytes",
+        place->root, place->keys.rank);
 }
 
 /* Finds out where this process stands; desc is not NULL. */

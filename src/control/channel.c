@@ -92,7 +92,8 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
     dtrain_allocator *allocator = hub->allocator;
     if (hub->listener >= 0) {
-        if (dtrain__net_is_unix(&hub->listening) && !forked) /* no other process can listen there yet */
+        if (dtrain__net_is_unix(&hub->listening) && !dtrain__net_is_abstract(&hub->listening) &&
+            !forked) /* no other process can listen there yet */
             unlink(hub->listening.at.local.sun_path);
         close(hub->listener);
     }

@@ -26,9 +26,9 @@ static int dtrain__net_has(int family)
     return 1;
 }
 
-static dtrain_status dtrain__net_directory(char *out, size_t capacity)
+static dtrain_status dtrain__net_private(char *out, size_t capacity, const char *last)
 {
-    (void)out, (void)capacity;
+    (void)out, (void)capacity, (void)last;
     return dtrain__no_sockets();
 }
 

@@ -28,6 +28,10 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
+        if (dtrain__net_is_abstract(&hub->reached)) {
+            dtrain__net_any_name(here);
+            return DTRAIN_OK;
+        }
         snprintf(path, sizeof path, "%.200s.%d", hub->reached.at.local.sun_path, hub->rank);
         return dtrain__net_unix_address(here, path);
     }

@@ -1,7 +1,8 @@
 /* ---- >>net ----
  * Sockets: non-blocking, close-on-exec, without SIGPIPE, and with names for texts. An address is "host:port",
- * "[address]:port" or "unix:/path". Only two functions wait: dtrain__net_look_up asks the system's resolver for a host
- * name, and dtrain__net_lock_beside waits for a lock. */
+ * "[address]:port", "unix:/path" or "unix:@name". A name is Linux's: it is no file, and ends with its listener. Only
+ * two functions wait: dtrain__net_look_up asks the system's resolver for a host name, and dtrain__net_lock_beside waits
+ * for a lock. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
 #include "../base/os.c"
@@ -32,8 +33,14 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     int family = address->at.any.sa_family;
     if (address->bytes > 0 && family == AF_UNIX) {
         const char *path = address->at.local.sun_path;
-        int named = address->bytes > offsetof(struct sockaddr_un, sun_path) && path[0] != 0;
-        snprintf(out.text, sizeof out.text, "%s%.200s", named ? "unix:" : "a unix socket", named ? path : "");
+        size_t bytes = address->bytes - offsetof(struct sockaddr_un, sun_path);
+        int named = address->bytes > offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
+        int most = abstract ? (int)bytes - 1 : 200;
+        snprintf(out.text, sizeof out.text, "%s%.*s",
+                 !named     ? "a unix socket"
+                 : abstract ? "unix:@"
+                            : "unix:",
+                 most, named ? path + abstract : "");
     } else if (address->bytes == 0 || getnameinfo(&address->at.any, address->bytes, host, sizeof host, port,
                                                   sizeof port, NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
         snprintf(out.text, sizeof out.text, "an unknown address");
@@ -108,37 +115,33 @@ static void dtrain__net_set_any(dtrain__address *address)
         address->at.v6.sin6_addr = in6addr_any;
 }
 
+/* Reads the path of a unix socket, or @ and a name; "" stands for a name that the system chooses. */
 static dtrain_status dtrain__net_unix_address(dtrain__address *address, const char *path)
 {
     struct sockaddr_un *local = &address->at.local;
-    size_t bytes = strlen(path);
+    size_t bytes = strlen(path), abstract = path[0] == '@';
     memset(address, 0, sizeof *address);
-    if (bytes == 0 || bytes >= sizeof local->sun_path)
+    if (bytes >= sizeof local->sun_path || bytes == abstract)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "unix:%.120s: the path has %zu bytes, expected 1 to %zu: choose another", path, bytes,
                             sizeof local->sun_path - 1);
     local->sun_family = AF_UNIX;
-    memcpy(local->sun_path, path, bytes + 1);
-    address->bytes = (socklen_t)sizeof *local;
+    memcpy(local->sun_path + abstract, path + abstract, bytes - abstract);
+    address->bytes = (socklen_t)(abstract ? offsetof(struct sockaddr_un, sun_path) + bytes : sizeof *local);
     return DTRAIN_OK;
 }
 
-/* Makes the private directory for the sockets of one user's processes on this host. */
-static dtrain_status dtrain__net_directory(char *out, size_t capacity)
+static int dtrain__net_is_abstract(const dtrain__address *address)
 {
-    const char *base = getenv("TMPDIR");
-    struct stat what;
-    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
-        base = "/tmp";
-    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
-    if (mkdir(out, 0700) != 0 && errno != EEXIST)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
-    if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != geteuid() || (what.st_mode & 077) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
-                            "700 on it, or set TMPDIR to another place",
-                            out);
-    return DTRAIN_OK;
+    return address->at.any.sa_family == AF_UNIX && address->at.local.sun_path[0] == 0;
+}
+
+/* Stands for a name that the system chooses, and that nobody else has. */
+static void dtrain__net_any_name(dtrain__address *address)
+{
+    memset(address, 0, sizeof *address);
+    address->at.any.sa_family = AF_UNIX;
+    address->bytes = (socklen_t)offsetof(struct sockaddr_un, sun_path);
 }
 
 /* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
@@ -184,6 +187,48 @@ static int dtrain__net_has(int family)
     return error != EAFNOSUPPORT;
 }
 
+/* Returns whether unix sockets may have names that are no files. */
+static int dtrain__net_has_names(void)
+{
+#ifdef __linux__
+    dtrain__address any;
+    int fd, good = !dtrain__without("abstract") && dtrain__net_socket(AF_UNIX, &fd) == 0;
+    if (!good)
+        return 0;
+    dtrain__net_any_name(&any);
+    good = bind(fd, &any.at.any, any.bytes) == 0;
+    close(fd);
+    return good;
+#else
+    return 0;
+#endif
+}
+
+/* Writes the address of a unix socket of this user: "unix:@/tmp/dtrain-UID/last". Without such names it is a path, in a
+ * directory that it makes. */
+static dtrain_status dtrain__net_private(char *out, size_t capacity, const char *last)
+{
+    const char *base = getenv("TMPDIR");
+    char directory[80];
+    struct stat what;
+    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(directory, sizeof directory, "%s/dtrain-%lu", base, (unsigned long)geteuid());
+    int named = dtrain__net_has_names();
+    snprintf(out, capacity, "unix:%s%s/%s", named ? "@" : "", directory, last);
+    if (named)
+        return DTRAIN_OK;
+    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", directory,
+                            strerror(errno));
+    if (lstat(directory, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != geteuid() || (what.st_mode & 077) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                            "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
+                            "700 on it, or set TMPDIR to another place",
+                            directory);
+    return DTRAIN_OK;
+}
+
 /* Splits "host:port" or "[host]:port". Returns 0 if the text is neither. */
 static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
 {
@@ -219,11 +264,15 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     *count = 0;
     if (strncmp(text, "unix:", 5) == 0) {
         *count = 1;
+        if (text[5] == '@' && dtrain__net_has(AF_UNIX) && !dtrain__net_has_names())
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%.120s: this system has no names for unix sockets: give a path, unix:/path", text);
         return dtrain__net_unix_address(out, text + 5);
     }
     if (!dtrain__net_split(text, host, port))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "\"%.200s\" is not an address, expected host:port, [address]:port or unix:/path", text);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "\"%.200s\" is not an address, expected host:port, [address]:port, unix:/path or unix:@name", text);
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
@@ -382,7 +431,7 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
     if (error != 0)
         return error;
     dtrain__net_plain(*fd); /* accepted connections inherit it */
-    if (any->sa_family == AF_UNIX)
+    if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);
     else
         setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);

@@ -302,7 +302,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         dtrain__net_set_any(&chosen);
     }
     hub->listening = chosen;
-    if (dtrain__net_is_unix(&chosen))
+    if (dtrain__net_is_unix(&chosen) && !dtrain__net_is_abstract(&chosen))
         lock = dtrain__net_lock_beside(chosen.at.local.sun_path);
     error = dtrain__hub_listen(hub);
     if (lock >= 0)
@@ -322,32 +322,33 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     return DTRAIN_OK;
 }
 
-/* Without a token: ranks with a root on loopback use a unix socket instead. Its name is the root's port, in a private
- * directory of the user. */
+/* Without a token: ranks with a root on loopback use a unix socket instead. It ends in the root's port: see
+ * dtrain__net_private. */
 static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
 {
-    char directory[80], path[100], text[DTRAIN__ADDRESS_BYTES + 64];
-    int port = dtrain__socket_port(hub);
-    uint16_t dice = 0;
+    char address[110], last[16], text[DTRAIN__ADDRESS_BYTES + 64];
+    dtrain_status status = DTRAIN_OK;
+    int port = dtrain__socket_port(hub), drawn = port, taken = 1, fd;
     if (!dtrain__net_has(AF_UNIX)) {
         snprintf(text, sizeof text, "%.200s is TCP, as this system has no unix sockets,", hub->root);
         return dtrain__socket_closed(hub, text);
     }
-    dtrain_status status = dtrain__net_directory(directory, sizeof directory);
-    if (status != DTRAIN_OK)
-        return status;
-    snprintf(path, sizeof path, "%s/%d", directory, port);
-    for (int tries = 0; port == 0 && tries < 100; tries++) { /* any port that is not in use */
-        if (dtrain__os_random(&dice, sizeof dice) != 0)
-            break;
-        snprintf(path, sizeof path, "%s/%d", directory, 49152 + dice % 16384);
-        if (access(path, F_OK) != 0)
-            break;
+    for (int tries = 0; status == DTRAIN_OK && taken && tries < 100; tries++) {
+        uint16_t dice = 0;
+        if (port == 0 && dtrain__os_random(&dice, sizeof dice) == 0) /* any port that is not in use */
+            drawn = 49152 + dice % 16384;
+        snprintf(last, sizeof last, "%d", drawn);
+        status = dtrain__net_private(address, sizeof address, last);
+        if (status == DTRAIN_OK)
+            status = dtrain__net_unix_address(&hub->root_addresses[0], address + 5);
+        taken = status == DTRAIN_OK && port == 0 && dtrain__net_connect(&hub->root_addresses[0], &fd) == 0;
+        if (taken)
+            close(fd);
     }
     if (port == 0)
-        dtrain__socket_set_port(hub, 49152 + dice % 16384);
+        dtrain__socket_set_port(hub, drawn);
     hub->root_count = 1;
-    return dtrain__net_unix_address(&hub->root_addresses[0], path);
+    return status;
 }
 
 /* Looks up the root, and chooses how this rank may reach it. */

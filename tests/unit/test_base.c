@@ -521,8 +521,8 @@ TEST(names_are_found_and_the_first_that_comes_twice_is_told)
 
 TEST(what_is_to_be_done_without_is_not_tried)
 {
-    static const char *const names[] = {"pkeys", "avx512", "avx2", "populate", "mremap", "pagemap",
-                                        "memfd", "unix",   "ipv6", "mprotect", "shm",    "huge"};
+    static const char *const names[] = {"pkeys", "avx512", "avx2",     "populate", "mremap", "pagemap", "memfd",
+                                        "unix",  "ipv6",   "mprotect", "shm",      "huge",   "abstract"};
     dtrain__without("unix");
     uint32_t before = dtrain__os_without_mask;
     dtrain_log_level level = DTRAIN_LOG_ERROR;

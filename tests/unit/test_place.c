@@ -116,8 +116,8 @@ TEST(torchrun_gives_all_four)
     refused("set MASTER_PORT");
     environment("RANK", "1", "WORLD_SIZE", "2", "MASTER_ADDR", "n", "MASTER_PORT", "29501x", NULL);
     refused("MASTER_PORT=29501x");
-    environment("RANK", "1", "WORLD_SIZE", "2", "MASTER_ADDR", "n", "MASTER_PORT", "29501", "TORCHELASTIC_USE_AGENT_STORE",
-                "True", NULL); /* torchrun's agent listens at 29501 */
+    environment("RANK", "1", "WORLD_SIZE", "2", "MASTER_ADDR", "n", "MASTER_PORT", "29501",
+                "TORCHELASTIC_USE_AGENT_STORE", "True", NULL); /* torchrun's agent listens at 29501 */
     stands(1, 2, "n:29502");
     environment("RANK", "3", "WORLD_SIZE", "4", NULL);
     refused("set DTRAIN_ROOT=host:port, the same on every rank");
@@ -164,39 +164,57 @@ TEST(without_unix_sockets_open_mpi_meets_at_a_port_that_the_job_gives)
     dtrain__os_without_mask = before;
 }
 
+/* Open MPI says that all ranks are on this host. The name of the job, cut to its end, is that of the root. */
+static void meets_at(const char *directory, const char *at)
+{
+    char expected[160];
+    struct stat what;
+    environment("OMPI_COMM_WORLD_RANK", "1", "OMPI_COMM_WORLD_SIZE", "4", "OMPI_COMM_WORLD_LOCAL_SIZE", "4",
+                "PMIX_NAMESPACE", "prterun-a@1", "TMPDIR", directory, NULL);
+    snprintf(expected, sizeof expected, "unix:%s%s/dtrain-%lu/prterun_a_1", at, directory, (unsigned long)getuid());
+    stands(1, 4, expected);
+    setenv("PMIX_NAMESPACE", "prterun-a-host-with-a-long-name.cluster.example.org-123456@1", 1);
+    snprintf(expected, sizeof expected, "unix:%s%s/dtrain-%lu/me_cluster_example_org_123456_1", at, directory,
+             (unsigned long)getuid()); /* the end of a long name, which tells jobs apart */
+    stands(1, 4, expected);
+    *strrchr(expected, '/') = 0;
+    if (*at == 0) {
+        CHECK(lstat(expected + 5, &what) == 0 && (what.st_mode & 0777) == 0700);
+        CHECK_EQ(chmod(expected + 5, 0755), 0); /* others might have put their socket there */
+        read_place(DTRAIN_ERR_DENIED);
+        CHECK_CONTAINS(dtrain_last_error(), "nobody else may enter");
+        rmdir(expected + 5);
+    }
+    setenv("TMPDIR", "/a/directory/whose/name/is/too/long/for/the/path/of/a/socket/in/it", 1);
+    snprintf(expected, sizeof expected, "unix:%s/tmp/dtrain-%lu/%s", at, (unsigned long)getuid(),
+             "me_cluster_example_org_123456_1");
+    stands(1, 4, expected);
+    unsetenv("TMPDIR");
+}
+
 TEST(open_mpi_meets_by_a_socket_of_its_own_on_one_host)
 {
     if (!dtrain__net_has(AF_UNIX)) {
         printf("skipped: no unix sockets here\n");
         return;
     }
-    char expected[128], directory[] = "/tmp/test-place-XXXXXX";
-    struct stat what;
+    char directory[] = "/tmp/test-place-XXXXXX";
+    const char *without = getenv("DTRAIN_WITHOUT");
     CHECK(mkdtemp(directory) != NULL);
     environment("OMPI_COMM_WORLD_RANK", "1", "OMPI_COMM_WORLD_SIZE", "4", NULL);
     refused("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4) does not know where rank 0 is: set DTRAIN_ROOT");
     environment("OMPI_COMM_WORLD_RANK", "1", "OMPI_COMM_WORLD_SIZE", "4", "OMPI_COMM_WORLD_LOCAL_SIZE", "2", NULL);
     refused("set DTRAIN_ROOT");
-    environment("OMPI_COMM_WORLD_RANK", "1", "OMPI_COMM_WORLD_SIZE", "4", "OMPI_COMM_WORLD_LOCAL_SIZE", "4",
-                "PMIX_NAMESPACE", "prterun-a@1", "TMPDIR", directory, NULL);
-    snprintf(expected, sizeof expected, "unix:%s/dtrain-%lu/prterun_a_1", directory, (unsigned long)getuid());
-    stands(1, 4, expected);
-    setenv("PMIX_NAMESPACE", "prterun-a-host-with-a-long-name.cluster.example.org-123456@1", 1);
-    snprintf(expected, sizeof expected, "unix:%s/dtrain-%lu/me_cluster_example_org_123456_1", directory,
-             (unsigned long)getuid()); /* the end of a long name, which tells jobs apart */
-    stands(1, 4, expected);
-    *strrchr(expected, '/') = 0;
-    CHECK(lstat(expected + 5, &what) == 0 && (what.st_mode & 0777) == 0700);
-    CHECK_EQ(chmod(expected + 5, 0755), 0); /* others might have put their socket there */
-    read_place(DTRAIN_ERR_DENIED);
-    CHECK_CONTAINS(dtrain_last_error(), "nobody else may enter");
-    rmdir(expected + 5);
+    meets_at(directory, dtrain__net_has_names() ? "@" : "");
+    if (without == NULL) {
+        uint32_t before = dtrain__os_without_mask;
+        setenv("DTRAIN_WITHOUT", "abstract", 1);
+        dtrain__os_without_mask = 0; /* the environment is read again */
+        meets_at(directory, "");
+        unsetenv("DTRAIN_WITHOUT");
+        dtrain__os_without_mask = before;
+    }
     rmdir(directory);
-    setenv("TMPDIR", "/a/directory/whose/name/is/too/long/for/the/path/of/a/socket/in/it", 1);
-    snprintf(expected, sizeof expected, "unix:/tmp/dtrain-%lu/%s", (unsigned long)getuid(),
-             "me_cluster_example_org_123456_1");
-    stands(1, 4, expected);
-    unsetenv("TMPDIR");
 }
 
 TEST(pmi_and_kubernetes_give_what_they_have)

@@ -9,6 +9,26 @@
 
 static char own_directory[120];
 
+/* Leaves names out that are no files, or lets the environment say so again. Returns whether this system has them then.
+ */
+static int names(int on)
+{
+    static char before[200];
+    const char *without = getenv("DTRAIN_WITHOUT");
+    if (!on) {
+        char text[220];
+        snprintf(before, sizeof before, "%s", without != NULL ? without : "");
+        snprintf(text, sizeof text, "%s%sabstract", before, before[0] != 0 ? "," : "");
+        setenv("DTRAIN_WITHOUT", text, 1);
+    } else if (before[0] != 0) {
+        setenv("DTRAIN_WITHOUT", before, 1);
+    } else {
+        unsetenv("DTRAIN_WITHOUT");
+    }
+    dtrain__os_without_mask = 0; /* the environment is read again */
+    return dtrain__net_has_names();
+}
+
 static int no_unix_sockets(void)
 {
     if (!scene_has_unix())
@@ -100,6 +120,7 @@ TEST(without_a_token_the_ranks_of_a_port_on_loopback_meet_where_only_their_user_
     dtrain__address address;
     if (no_unix_sockets())
         return;
+    CHECK(!names(0));
     scene_private(&s, 3);
     s.desc.listen_on = "0.0.0.0"; /* no way around it */
     run_ranks(&s, meets_in_private);
@@ -121,6 +142,60 @@ TEST(without_a_token_the_ranks_of_a_port_on_loopback_meet_where_only_their_user_
     snprintf(s.root, sizeof s.root, "localhost:9");
     CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_TIMEOUT, "or set DTRAIN_TOKEN on every rank"), 10), 0);
     private_end();
+    names(1);
+}
+
+/* Every listener of this rank is a name. A rank is killed, and nothing is left. */
+static int meets_by_name(dtrain_comm *world, scene *s)
+{
+    const dtrain__hub *hub = CHANNEL(world)->hub;
+    int rank = dtrain_comm_rank(world);
+    CHECK(dtrain__net_is_abstract(&hub->listening));
+    CHECK_CONTAINS(dtrain__net_text(&hub->listening).text, rank == 0 ? own_directory : "unix:@");
+    CHECK(access(own_directory, F_OK) != 0);
+    CHECK_EQ(nothing(world, s), 0);
+    if (rank == *(int *)s->user)
+        kill(getpid(), SIGKILL);
+    return 0;
+}
+
+TEST(names_of_unix_sockets_leave_no_file)
+{
+    scene s;
+    char taken[160];
+    dtrain__address address;
+    int victim = 0;
+    if (no_unix_sockets() || !dtrain__net_has_names()) {
+        printf("skipped: no names of unix sockets here\n");
+        return;
+    }
+    scene_private(&s, 3);
+    s.user = &victim;
+    dtrain_set_log(quiet, NULL);
+    for (; victim < 3; victim++) { /* a name is free at once when its process has died */
+        pid_t pids[3];
+        for (int rank = 0; rank < 3; rank++)
+            pids[rank] = start_rank(&s, rank, meets_by_name);
+        for (int rank = 0; rank < 3; rank++)
+            CHECK_EQ(end_of(pids[rank], 20), rank == victim ? 128 + SIGKILL : 0);
+    }
+    CHECK(access(own_directory, F_OK) != 0);
+    snprintf(taken, sizeof taken, "@%s/%s", own_directory, strchr(s.root, ':') + 1);
+    CHECK_EQ(dtrain__net_unix_address(&address, taken), DTRAIN_OK);
+    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    CHECK(bind(fd, &address.at.any, address.bytes) == 0 && listen(fd, 1) == 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or an earlier one, uses it"), 10), 0);
+    close(fd);
+    snprintf(s.root, sizeof s.root, "127.0.0.1:0");
+    CHECK_CONTAINS(listens_at(s.root, NULL).text, own_directory);
+    unsetenv("TMPDIR");
+    snprintf(s.root, sizeof s.root, "unix:@dtrain-test-%ld", (long)getpid()); /* one that the user gives */
+    victim = 3;
+    run_ranks(&s, nothing);
+    CHECK(!names(0));
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "has no names for unix sockets: give a path"), 10), 0);
+    names(1);
+    dtrain_set_log(NULL, NULL);
 }
 
 TEST(a_meeting_place_that_others_may_enter_is_refused)
@@ -128,6 +203,7 @@ TEST(a_meeting_place_that_others_may_enter_is_refused)
     scene s;
     if (no_unix_sockets())
         return;
+    CHECK(!names(0));
     scene_private(&s, 2);
     CHECK_EQ(mkdir(own_directory, 0755), 0);
     CHECK_EQ(chmod(own_directory, 0755), 0);
@@ -143,6 +219,7 @@ TEST(a_meeting_place_that_others_may_enter_is_refused)
         CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_DENIED, "of this user that nobody else may enter"), 10), 0);
     }
     private_end();
+    names(1);
 }
 
 static int over_tcp(dtrain_comm *world, scene *s)
@@ -202,7 +279,8 @@ static int as_nobody(scene *s, int listens)
     if (setuid(65534) != 0 || dtrain__net_unix_address(&address, s->root + 5) != DTRAIN_OK)
         return 1;
     if (listens)
-        return bind(fd, &address.at.any, address.bytes) != 0 || chmod(s->root + 5, 0777) != 0 || listen(fd, 4) != 0 ||
+        return bind(fd, &address.at.any, address.bytes) != 0 ||
+               (!dtrain__net_is_abstract(&address) && chmod(s->root + 5, 0777) != 0) || listen(fd, 4) != 0 ||
                (fd = accept(fd, NULL, NULL)) < 0 || recv(fd, &byte, 1, 0) != 0;
     while (connect(fd, &address.at.any, address.bytes) != 0)
         if (now_s() > until)
@@ -219,8 +297,11 @@ TEST(without_a_token_another_user_is_nobodys_peer)
         printf("skipped: only root can be two users\n");
         return;
     }
-    for (int listens = 0; listens < 2; listens++) {
+    for (int way = 0; way < 4; way++) {
+        int listens = way % 2, named = way / 2 && dtrain__net_has_names();
         scene_begin(&s, 2, 0);
+        if (named)
+            snprintf(s.root, sizeof s.root, "unix:@dtrain-test-%ld-%d", (long)getpid(), way);
         CHECK_EQ(chmod(scene_directory, 0777), 0);
         s.desc.timeout_ms = listens ? 10000 : 1500;
         dtrain_set_log(quiet, NULL);
@@ -229,7 +310,9 @@ TEST(without_a_token_another_user_is_nobodys_peer)
         pid_t nobody = fork();
         if (nobody == 0)
             _exit(as_nobody(&s, listens));
-        while (listens && access(s.root + 5, F_OK) != 0 && waitpid(nobody, NULL, WNOHANG) == 0)
+        for (int i = 0; named && listens && i < 200; i++)
+            usleep(1000); /* a rank that comes too early is refused by nobody, and tries again */
+        while (listens && !named && access(s.root + 5, F_OK) != 0 && waitpid(nobody, NULL, WNOHANG) == 0)
             usleep(1000);
         pid_t rank = listens ? start_refused(&s, 1, DTRAIN_ERR_DENIED, "belongs to another user, and there is no token")
                              : start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "another user's process came");
