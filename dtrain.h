@@ -23817,6 +23817,7 @@ typedef struct dtrain__window {
     size_t bytes;
     int count, rank; /* its ranks, and this one */
     int used, freed;
+    int open;   /* it is made, and other threads may look at it */
     int parted; /* the others no longer map all of this rank's part */
     pid_t process;
     size_t *begins; /* where each rank's part begins, and the end; one block with the next two */
@@ -23832,7 +23833,8 @@ static pid_t dtrain__window_process;
 
 static void dtrain__window_lock(int lock)
 {
-    if (dtrain__window_process != 0 && dtrain__window_process != dtrain__os_pid())
+    pid_t process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    if (process != 0 && process != dtrain__os_pid())
         return; /* the parent's threads may have held it */
     if (lock)
         pthread_mutex_lock(&dtrain__window_mutex);
@@ -23857,7 +23859,7 @@ static int dtrain__window_place(const dtrain__window *window, const dtrain_comm 
 /* Whether all ranks of the group can reach this rank's part. */
 static int dtrain__window_serves(const dtrain__window *window, const dtrain_comm *comm)
 {
-    int good = window->used && !window->freed && !window->parted && window->id != 0 &&
+    int good = window->open && !window->freed && !window->parted && window->id != 0 &&
                window->world == comm->seat->council->serial && window->process == dtrain__os_pid();
     for (int rank = 0; good && rank < comm->size; rank++)
         good = dtrain__window_place(window, comm, rank) >= 0;
@@ -23881,7 +23883,7 @@ static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, cons
 {
     dtrain__window *window = dtrain__windows;
     while (window != NULL &&
-           (!window->used || (comm != NULL && !dtrain__window_serves(window, comm)) ||
+           (!window->open || (comm != NULL && !dtrain__window_serves(window, comm)) ||
             !dtrain__window_holds(dtrain__window_begin(window), window->sizes[window->rank], pointer, bytes)))
         window = window->next;
     return window;
@@ -23919,9 +23921,9 @@ static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int ra
     unsigned char *found = NULL;
     int place = -1;
     dtrain__window_lock(1);
-    if (window == NULL || window->id != id || !window->used)
+    if (window == NULL || window->id != id || !window->open)
         for (window = dtrain__windows; window != NULL; window = window->next)
-            if (window->used && window->id == id && window->world == comm->seat->council->serial)
+            if (window->open && window->id == id && window->world == comm->seat->council->serial)
                 break;
     if (window != NULL)
         place = dtrain__window_place(window, comm, rank);
@@ -23943,7 +23945,7 @@ static void dtrain__window_drop(dtrain__window *window)
     dtrain__free(&heap, window->begins);
     window->begins = NULL;
     window->memory = NULL;
-    window->used = 0;
+    window->used = window->open = 0;
 }
 
 /* Unmaps the freed windows that no peer names any more. world: one that has ended; 0: none. The caller holds the lock.
@@ -23952,7 +23954,7 @@ static void dtrain__window_sweep(uint64_t world)
 {
     for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next) {
         int ended = window->id == 0 || window->world == 0, left = window->count;
-        if (!window->used)
+        if (!window->open)
             continue;
         if (world != 0 && window->world == world) {
             __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
@@ -23987,7 +23989,7 @@ static void dtrain__window_note(const dtrain_comm *comm)
     dtrain__seat_lock(comm->seat, 0);
     dtrain__window_lock(1);
     for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next)
-        for (int place = 0; window->used && window->world == council->serial && place < window->count; place++)
+        for (int place = 0; window->open && window->world == council->serial && place < window->count; place++)
             if (window->worlds[place] >= 0 && gone[window->worlds[place]])
                 window->worlds[place] = -1;
     dtrain__window_sweep(0);
@@ -28004,10 +28006,10 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     size_t count = (size_t)group->size;
     size_t *begins = (size_t *)dtrain__alloc(&heap, (2 * count + 1) * sizeof(size_t) + count * sizeof(int));
     dtrain__window_note(group);
-    if (dtrain__window_process != dtrain__os_pid()) { /* a forked child's: threads of its parent may have held it */
+    pid_t process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    if (process != 0 && process != dtrain__os_pid()) /* a forked child's: threads of its parent may have held it */
         pthread_mutex_init(&dtrain__window_mutex, NULL);
-        dtrain__window_process = dtrain__os_pid();
-    }
+    __atomic_store_n(&dtrain__window_process, dtrain__os_pid(), __ATOMIC_RELAXED);
     dtrain__window_lock(1);
     dtrain__window_sweep(0);
     for (window = dtrain__windows; window != NULL && window->used;)
@@ -28135,11 +28137,14 @@ static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dt
         status = dtrain__alike_agree(group, "comm_alloc", 1, dtrain__window_plain(group, window));
     if (status == DTRAIN_ERR_TIMEOUT) /* some ranks may have ended the call, so it cannot be made again */
         dtrain__group_break(group, &group->error);
-    if (status != DTRAIN_OK && window != NULL) {
+    if (window != NULL) {
         dtrain__window_lock(1);
-        dtrain__window_drop(window);
+        if (status == DTRAIN_OK)
+            window->open = 1;
+        else
+            dtrain__window_drop(window);
         dtrain__window_lock(0);
-        window = NULL;
+        window = status == DTRAIN_OK ? window : NULL;
     }
     __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
     *out = window;
@@ -28204,7 +28209,7 @@ DTRAIN_API void dtrain_comm_free(void *pointer)
         return;
     dtrain__window_lock(1);
     for (window = dtrain__windows; window != NULL; window = window->next)
-        if (window->used && !window->freed && window->memory + window->begins[window->rank] == pointer)
+        if (window->open && !window->freed && window->memory + window->begins[window->rank] == pointer)
             break;
     if (window != NULL) {
         int forked = window->process != dtrain__os_pid(); /* only its parent is one of the ranks */

@@ -20,6 +20,7 @@ typedef struct dtrain__window {
     size_t bytes;
     int count, rank; /* its ranks, and this one */
     int used, freed;
+    int open;   /* it is made, and other threads may look at it */
     int parted; /* the others no longer map all of this rank's part */
     pid_t process;
     size_t *begins; /* where each rank's part begins, and the end; one block with the next two */
@@ -35,7 +36,8 @@ static pid_t dtrain__window_process;
 
 static void dtrain__window_lock(int lock)
 {
-    if (dtrain__window_process != 0 && dtrain__window_process != dtrain__os_pid())
+    pid_t process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    if (process != 0 && process != dtrain__os_pid())
         return; /* the parent's threads may have held it */
     if (lock)
         pthread_mutex_lock(&dtrain__window_mutex);
@@ -60,7 +62,7 @@ static int dtrain__window_place(const dtrain__window *window, const dtrain_comm 
 /* Whether all ranks of the group can reach this rank's part. */
 static int dtrain__window_serves(const dtrain__window *window, const dtrain_comm *comm)
 {
-    int good = window->used && !window->freed && !window->parted && window->id != 0 &&
+    int good = window->open && !window->freed && !window->parted && window->id != 0 &&
                window->world == comm->seat->council->serial && window->process == dtrain__os_pid();
     for (int rank = 0; good && rank < comm->size; rank++)
         good = dtrain__window_place(window, comm, rank) >= 0;
@@ -84,7 +86,7 @@ static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, cons
 {
     dtrain__window *window = dtrain__windows;
     while (window != NULL &&
-           (!window->used || (comm != NULL && !dtrain__window_serves(window, comm)) ||
+           (!window->open || (comm != NULL && !dtrain__window_serves(window, comm)) ||
             !dtrain__window_holds(dtrain__window_begin(window), window->sizes[window->rank], pointer, bytes)))
         window = window->next;
     return window;
@@ -122,9 +124,9 @@ static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int ra
     unsigned char *found = NULL;
     int place = -1;
     dtrain__window_lock(1);
-    if (window == NULL || window->id != id || !window->used)
+    if (window == NULL || window->id != id || !window->open)
         for (window = dtrain__windows; window != NULL; window = window->next)
-            if (window->used && window->id == id && window->world == comm->seat->council->serial)
+            if (window->open && window->id == id && window->world == comm->seat->council->serial)
                 break;
     if (window != NULL)
         place = dtrain__window_place(window, comm, rank);
@@ -146,7 +148,7 @@ static void dtrain__window_drop(dtrain__window *window)
     dtrain__free(&heap, window->begins);
     window->begins = NULL;
     window->memory = NULL;
-    window->used = 0;
+    window->used = window->open = 0;
 }
 
 /* Unmaps the freed windows that no peer names any more. world: one that has ended; 0: none. The caller holds the lock.
@@ -155,7 +157,7 @@ static void dtrain__window_sweep(uint64_t world)
 {
     for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next) {
         int ended = window->id == 0 || window->world == 0, left = window->count;
-        if (!window->used)
+        if (!window->open)
             continue;
         if (world != 0 && window->world == world) {
             __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
@@ -190,7 +192,7 @@ static void dtrain__window_note(const dtrain_comm *comm)
     dtrain__seat_lock(comm->seat, 0);
     dtrain__window_lock(1);
     for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next)
-        for (int place = 0; window->used && window->world == council->serial && place < window->count; place++)
+        for (int place = 0; window->open && window->world == council->serial && place < window->count; place++)
             if (window->worlds[place] >= 0 && gone[window->worlds[place]])
                 window->worlds[place] = -1;
     dtrain__window_sweep(0);

@@ -14,10 +14,10 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     size_t count = (size_t)group->size;
     size_t *begins = (size_t *)dtrain__alloc(&heap, (2 * count + 1) * sizeof(size_t) + count * sizeof(int));
     dtrain__window_note(group);
-    if (dtrain__window_process != dtrain__os_pid()) { /* a forked child's: threads of its parent may have held it */
+    pid_t process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    if (process != 0 && process != dtrain__os_pid()) /* a forked child's: threads of its parent may have held it */
         pthread_mutex_init(&dtrain__window_mutex, NULL);
-        dtrain__window_process = dtrain__os_pid();
-    }
+    __atomic_store_n(&dtrain__window_process, dtrain__os_pid(), __ATOMIC_RELAXED);
     dtrain__window_lock(1);
     dtrain__window_sweep(0);
     for (window = dtrain__windows; window != NULL && window->used;)
@@ -145,11 +145,14 @@ static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dt
         status = dtrain__alike_agree(group, "comm_alloc", 1, dtrain__window_plain(group, window));
     if (status == DTRAIN_ERR_TIMEOUT) /* some ranks may have ended the call, so it cannot be made again */
         dtrain__group_break(group, &group->error);
-    if (status != DTRAIN_OK && window != NULL) {
+    if (window != NULL) {
         dtrain__window_lock(1);
-        dtrain__window_drop(window);
+        if (status == DTRAIN_OK)
+            window->open = 1;
+        else
+            dtrain__window_drop(window);
         dtrain__window_lock(0);
-        window = NULL;
+        window = status == DTRAIN_OK ? window : NULL;
     }
     __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
     *out = window;
@@ -214,7 +217,7 @@ DTRAIN_API void dtrain_comm_free(void *pointer)
         return;
     dtrain__window_lock(1);
     for (window = dtrain__windows; window != NULL; window = window->next)
-        if (window->used && !window->freed && window->memory + window->begins[window->rank] == pointer)
+        if (window->open && !window->freed && window->memory + window->begins[window->rank] == pointer)
             break;
     if (window != NULL) {
         int forked = window->process != dtrain__os_pid(); /* only its parent is one of the ranks */
