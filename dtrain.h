@@ -16644,29 +16644,51 @@ static int dtrain__net_has_names(void)
 #endif
 }
 
+/* Writes the directory for the sockets of one user's processes on this host. */
+static void dtrain__net_directory(char *out, size_t capacity)
+{
+    const char *base = getenv("TMPDIR");
+    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
+}
+
+static dtrain_status dtrain__net_make_directory(void)
+{
+    char directory[80];
+    struct stat what;
+    dtrain__net_directory(directory, sizeof directory);
+    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", directory,
+                            strerror(errno));
+    if (lstat(directory, &what) == 0 && S_ISDIR(what.st_mode) && what.st_uid == geteuid() && (what.st_mode & 077) == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                        "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
+                        "700 on it, or set TMPDIR to another place",
+                        directory);
+}
+
 /* Writes the address of a unix socket of this user: "unix:@/tmp/dtrain-UID/last". Without such names it is a path, in a
  * directory that it makes. */
 static dtrain_status dtrain__net_private(char *out, size_t capacity, const char *last)
 {
-    const char *base = getenv("TMPDIR");
     char directory[80];
-    struct stat what;
-    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
-        base = "/tmp";
-    snprintf(directory, sizeof directory, "%s/dtrain-%lu", base, (unsigned long)geteuid());
     int named = dtrain__net_has_names();
+    dtrain__net_directory(directory, sizeof directory);
     snprintf(out, capacity, "unix:%s%s/%s", named ? "@" : "", directory, last);
-    if (named)
-        return DTRAIN_OK;
-    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", directory,
-                            strerror(errno));
-    if (lstat(directory, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != geteuid() || (what.st_mode & 077) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
-                            "700 on it, or set TMPDIR to another place",
-                            directory);
-    return DTRAIN_OK;
+    return named ? DTRAIN_OK : dtrain__net_make_directory();
+}
+
+/* Gives the path with the text of a name that dtrain__net_private wrote. Returns 0 for any other address. */
+static int dtrain__net_private_path(const dtrain__address *name, dtrain__address *path)
+{
+    char directory[80];
+    const char *text = name->at.local.sun_path + 1;
+    dtrain__net_directory(directory, sizeof directory);
+    size_t bytes = strlen(directory);
+    return dtrain__net_is_abstract(name) && strncmp(text, directory, bytes) == 0 && text[bytes] == '/' &&
+           dtrain__net_unix_address(path, text) == DTRAIN_OK;
 }
 
 /* Splits "host:port" or "[host]:port". Returns 0 if the text is neither. */
@@ -16899,6 +16921,17 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     close(*fd);
     *fd = -1;
     return error;
+}
+
+/* Returns whether a process of this user listens at a unix socket. */
+static int dtrain__net_is_held(const dtrain__address *address)
+{
+    int fd, held = dtrain__net_connect(address, &fd) == 0;
+    if (!held)
+        return 0;
+    held = dtrain__net_same_user(fd);
+    close(fd);
+    return held;
 }
 
 /* Returns whether a socket is connected to itself. TCP allows that if nobody listens and the system happens to choose
@@ -18925,10 +18958,14 @@ static int dtrain__hub_allows(const dtrain__hub *hub, const dtrain__address *add
     return hub->keys.token_bytes > 0 || hub->insecure || dtrain__net_is_unix(address);
 }
 
-/* Whether to trust the process at the other end of a connection to or from `address`. */
+/* Whether to trust the process at the other end of a connection to or from `address`. A name is open to all users of
+ * this host, so insecure does not count there. A name of the library's own holds the user's number. */
 static int dtrain__hub_trusts(const dtrain__hub *hub, int fd, const dtrain__address *address)
 {
-    return hub->keys.token_bytes > 0 || hub->insecure || (dtrain__net_is_unix(address) && dtrain__net_same_user(fd));
+    int named = dtrain__net_is_abstract(address), same = dtrain__net_is_unix(address) && dtrain__net_same_user(fd);
+    if (same || (named && hub->root_count > 1))
+        return same;
+    return hub->keys.token_bytes > 0 || (hub->insecure && !named);
 }
 
 /* Opens the listener at hub->listening. Returns 0 or an errno. */
@@ -18990,9 +19027,10 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     else if (dtrain__hub_shares(hub, peer))
         dtrain__shm_offer(handshake->offer, &handshake->page, &handshake->page_fd);
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
-        dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
-                     "%s belongs to another user, and there is no token: give every rank the same DTRAIN_TOKEN",
-                     handshake->peer_name);
+        int retreats = dtrain__net_is_abstract(address) && hub->root_count > 1; /* the root may be at its path */
+        dtrain__fail(&handshake->error, retreats ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_DENIED,
+                     "%s belongs to another user%s", handshake->peer_name,
+                     retreats ? "" : ", and there is no token: give every rank the same DTRAIN_TOKEN");
         dtrain__handshake_close(handshake);
     }
     return handshake;
@@ -20339,6 +20377,12 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     error = dtrain__hub_listen(hub);
     if (lock >= 0)
         close(lock);
+    if (error != 0 && hub->root_count > 1 && dtrain__net_is_abstract(&chosen) && !dtrain__net_is_held(&chosen)) {
+        hub->root_addresses[0] = hub->root_addresses[1]; /* another user holds the name */
+        hub->root_count = 1;
+        dtrain_status status = dtrain__net_make_directory();
+        return status == DTRAIN_OK ? dtrain__socket_listen(hub, -1) : status;
+    }
     if (error == EADDRNOTAVAIL) { /* the name means this host, but no interface has its address */
         hub->listening = chosen;
         dtrain__net_set_any(&hub->listening);
@@ -20360,7 +20404,7 @@ static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
 {
     char address[110], last[16], text[DTRAIN__ADDRESS_BYTES + 64];
     dtrain_status status = DTRAIN_OK;
-    int port = dtrain__socket_port(hub), drawn = port, taken = 1, fd;
+    int port = dtrain__socket_port(hub), drawn = port, taken = 1;
     if (!dtrain__net_has(AF_UNIX)) {
         snprintf(text, sizeof text, "%.200s is TCP, as this system has no unix sockets,", hub->root);
         return dtrain__socket_closed(hub, text);
@@ -20373,13 +20417,11 @@ static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
         status = dtrain__net_private(address, sizeof address, last);
         if (status == DTRAIN_OK)
             status = dtrain__net_unix_address(&hub->root_addresses[0], address + 5);
-        taken = status == DTRAIN_OK && port == 0 && dtrain__net_connect(&hub->root_addresses[0], &fd) == 0;
-        if (taken)
-            close(fd);
+        taken = status == DTRAIN_OK && port == 0 && dtrain__net_is_held(&hub->root_addresses[0]);
     }
     if (port == 0)
         dtrain__socket_set_port(hub, drawn);
-    hub->root_count = 1;
+    hub->root_count = 1 + dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
     return status;
 }
 
@@ -20399,6 +20441,8 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
             NULL, DTRAIN_ERR_INVALID,
             "comm_create: rank %d: DTRAIN_TRANSPORT is tcp and the root is %.200s; give a host and port", hub->rank,
             hub->root);
+    if (local)
+        hub->root_count += dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
     if (dtrain__hub_allows(hub, &hub->root_addresses[0]) && (local || hub->transport != DTRAIN__TRANSPORT_UNIX))
         return DTRAIN_OK;
     for (int i = 0; i < hub->root_count && !tcp; i++)
@@ -23953,9 +23997,9 @@ static void dtrain__window_drop(dtrain__window *window)
 static void dtrain__window_sweep(uint64_t world)
 {
     for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next) {
-        int ended = window->id == 0 || window->world == 0, left = window->count;
         if (!window->open)
             continue;
+        int ended = window->id == 0 || window->world == 0, left = window->count;
         if (world != 0 && window->world == world) {
             __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
             window->world = 0;
@@ -24056,20 +24100,29 @@ static size_t dtrain__bounce_cell_bytes(const dtrain_comm *comm)
     return comm->shared->bounce_bytes / (size_t)comm->size / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
 }
 
+/* Whether the operation is on a whole vector, not on parts. */
+static int dtrain__bounce_whole(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE || op->kind == DTRAIN__BROADCAST;
+}
+
+static int dtrain__bounce_gathers(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__GATHER;
+}
+
 /* Elements of a piece: of one receiver's part, or of what is for all. */
 static size_t dtrain__bounce_room(const dtrain_comm *comm, const dtrain__op *op)
 {
-    int apart = op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__SCATTER || op->kind == DTRAIN__ALL_TO_ALL;
+    int apart = !dtrain__bounce_whole(op) && !dtrain__bounce_gathers(op);
     return dtrain__bounce_cell_bytes(comm) * (apart ? 1 : (size_t)comm->size) / dtrain__op_width(op);
 }
 
 static size_t dtrain__bounce_rounds(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t room = dtrain__bounce_room(comm, op), most = 0;
-    int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE || op->kind == DTRAIN__BROADCAST;
-    for (int rank = 0; !whole && rank < comm->size; rank++)
+    size_t room = dtrain__bounce_room(comm, op), most = dtrain__bounce_whole(op) ? op->count : 0;
+    for (int rank = 0; !dtrain__bounce_whole(op) && rank < comm->size; rank++)
         most = comm->parts[rank].count > most ? comm->parts[rank].count : most;
-    most = whole ? op->count : most;
     return most / room + (most % room != 0);
 }
 
@@ -24088,8 +24141,7 @@ static dtrain__bounce_cell dtrain__bounce_cell_of(const dtrain_comm *comm, const
 {
     dtrain__bounce_cell cell = {0, 0, 0, 0};
     size_t room = dtrain__bounce_room(comm, op), first = round * room, most = op->count, begin;
-    int gathers = op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__GATHER;
-    int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE || op->kind == DTRAIN__BROADCAST;
+    int whole = dtrain__bounce_whole(op), gathers = dtrain__bounce_gathers(op);
     if ((op->kind == DTRAIN__GATHER && to != op->root) || (op->kind == DTRAIN__SCATTER && from != op->root) ||
         (op->kind == DTRAIN__BROADCAST && (from != op->root || to == op->root)))
         return cell;
@@ -24099,17 +24151,17 @@ static dtrain__bounce_cell dtrain__bounce_cell_of(const dtrain_comm *comm, const
         return cell;
     cell.count = most - first < room ? most - first : room;
     cell.given = cell.target = first;
-    if (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE) {
+    if (!gathers && op->kind != DTRAIN__BROADCAST) /* else one cell is for all */
+        cell.at = (size_t)to * dtrain__bounce_cell_bytes(comm);
+    if (gathers)
+        cell.target += comm->parts[from].begin;
+    else if (!whole)
+        cell.given += comm->parts[to].begin;
+    if (op->kind == DTRAIN__ALL_TO_ALL)
+        cell.target += comm->others[from].begin;
+    if (whole && op->kind != DTRAIN__BROADCAST) {
         cell.count = dtrain__bounce_share(comm, op, cell.count, to, &begin);
         cell.given = cell.target = first + begin;
-        cell.at = (size_t)to * dtrain__bounce_cell_bytes(comm);
-    } else if (gathers) {
-        cell.target += comm->parts[from].begin;
-    } else if (!whole) {
-        cell.at = (size_t)to * dtrain__bounce_cell_bytes(comm);
-        cell.given += comm->parts[to].begin;
-        if (op->kind == DTRAIN__ALL_TO_ALL)
-            cell.target += comm->others[from].begin;
     }
     return cell;
 }

@@ -35,20 +35,29 @@ static size_t dtrain__bounce_cell_bytes(const dtrain_comm *comm)
     return comm->shared->bounce_bytes / (size_t)comm->size / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
 }
 
+/* Whether the operation is on a whole vector, not on parts. */
+static int dtrain__bounce_whole(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE || op->kind == DTRAIN__BROADCAST;
+}
+
+static int dtrain__bounce_gathers(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__GATHER;
+}
+
 /* Elements of a piece: of one receiver's part, or of what is for all. */
 static size_t dtrain__bounce_room(const dtrain_comm *comm, const dtrain__op *op)
 {
-    int apart = op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__SCATTER || op->kind == DTRAIN__ALL_TO_ALL;
+    int apart = !dtrain__bounce_whole(op) && !dtrain__bounce_gathers(op);
     return dtrain__bounce_cell_bytes(comm) * (apart ? 1 : (size_t)comm->size) / dtrain__op_width(op);
 }
 
 static size_t dtrain__bounce_rounds(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t room = dtrain__bounce_room(comm, op), most = 0;
-    int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE || op->kind == DTRAIN__BROADCAST;
-    for (int rank = 0; !whole && rank < comm->size; rank++)
+    size_t room = dtrain__bounce_room(comm, op), most = dtrain__bounce_whole(op) ? op->count : 0;
+    for (int rank = 0; !dtrain__bounce_whole(op) && rank < comm->size; rank++)
         most = comm->parts[rank].count > most ? comm->parts[rank].count : most;
-    most = whole ? op->count : most;
     return most / room + (most % room != 0);
 }
 
@@ -67,8 +76,7 @@ static dtrain__bounce_cell dtrain__bounce_cell_of(const dtrain_comm *comm, const
 {
     dtrain__bounce_cell cell = {0, 0, 0, 0};
     size_t room = dtrain__bounce_room(comm, op), first = round * room, most = op->count, begin;
-    int gathers = op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__GATHER;
-    int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE || op->kind == DTRAIN__BROADCAST;
+    int whole = dtrain__bounce_whole(op), gathers = dtrain__bounce_gathers(op);
     if ((op->kind == DTRAIN__GATHER && to != op->root) || (op->kind == DTRAIN__SCATTER && from != op->root) ||
         (op->kind == DTRAIN__BROADCAST && (from != op->root || to == op->root)))
         return cell;
@@ -78,17 +86,17 @@ static dtrain__bounce_cell dtrain__bounce_cell_of(const dtrain_comm *comm, const
         return cell;
     cell.count = most - first < room ? most - first : room;
     cell.given = cell.target = first;
-    if (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE) {
+    if (!gathers && op->kind != DTRAIN__BROADCAST) /* else one cell is for all */
+        cell.at = (size_t)to * dtrain__bounce_cell_bytes(comm);
+    if (gathers)
+        cell.target += comm->parts[from].begin;
+    else if (!whole)
+        cell.given += comm->parts[to].begin;
+    if (op->kind == DTRAIN__ALL_TO_ALL)
+        cell.target += comm->others[from].begin;
+    if (whole && op->kind != DTRAIN__BROADCAST) {
         cell.count = dtrain__bounce_share(comm, op, cell.count, to, &begin);
         cell.given = cell.target = first + begin;
-        cell.at = (size_t)to * dtrain__bounce_cell_bytes(comm);
-    } else if (gathers) {
-        cell.target += comm->parts[from].begin;
-    } else if (!whole) {
-        cell.at = (size_t)to * dtrain__bounce_cell_bytes(comm);
-        cell.given += comm->parts[to].begin;
-        if (op->kind == DTRAIN__ALL_TO_ALL)
-            cell.target += comm->others[from].begin;
     }
     return cell;
 }

@@ -156,9 +156,9 @@ static void dtrain__window_drop(dtrain__window *window)
 static void dtrain__window_sweep(uint64_t world)
 {
     for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next) {
-        int ended = window->id == 0 || window->world == 0, left = window->count;
         if (!window->open)
             continue;
+        int ended = window->id == 0 || window->world == 0, left = window->count;
         if (world != 0 && window->world == world) {
             __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
             window->world = 0;

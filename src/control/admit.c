@@ -35,10 +35,14 @@ static int dtrain__hub_allows(const dtrain__hub *hub, const dtrain__address *add
     return hub->keys.token_bytes > 0 || hub->insecure || dtrain__net_is_unix(address);
 }
 
-/* Whether to trust the process at the other end of a connection to or from `address`. */
+/* Whether to trust the process at the other end of a connection to or from `address`. A name is open to all users of
+ * this host, so insecure does not count there. A name of the library's own holds the user's number. */
 static int dtrain__hub_trusts(const dtrain__hub *hub, int fd, const dtrain__address *address)
 {
-    return hub->keys.token_bytes > 0 || hub->insecure || (dtrain__net_is_unix(address) && dtrain__net_same_user(fd));
+    int named = dtrain__net_is_abstract(address), same = dtrain__net_is_unix(address) && dtrain__net_same_user(fd);
+    if (same || (named && hub->root_count > 1))
+        return same;
+    return hub->keys.token_bytes > 0 || (hub->insecure && !named);
 }
 
 /* Opens the listener at hub->listening. Returns 0 or an errno. */
@@ -100,9 +104,10 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     else if (dtrain__hub_shares(hub, peer))
         dtrain__shm_offer(handshake->offer, &handshake->page, &handshake->page_fd);
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
-        dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
-                     "%s belongs to another user, and there is no token: give every rank the same DTRAIN_TOKEN",
-                     handshake->peer_name);
+        int retreats = dtrain__net_is_abstract(address) && hub->root_count > 1; /* the root may be at its path */
+        dtrain__fail(&handshake->error, retreats ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_DENIED,
+                     "%s belongs to another user%s", handshake->peer_name,
+                     retreats ? "" : ", and there is no token: give every rank the same DTRAIN_TOKEN");
         dtrain__handshake_close(handshake);
     }
     return handshake;

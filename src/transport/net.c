@@ -204,29 +204,51 @@ static int dtrain__net_has_names(void)
 #endif
 }
 
+/* Writes the directory for the sockets of one user's processes on this host. */
+static void dtrain__net_directory(char *out, size_t capacity)
+{
+    const char *base = getenv("TMPDIR");
+    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
+}
+
+static dtrain_status dtrain__net_make_directory(void)
+{
+    char directory[80];
+    struct stat what;
+    dtrain__net_directory(directory, sizeof directory);
+    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", directory,
+                            strerror(errno));
+    if (lstat(directory, &what) == 0 && S_ISDIR(what.st_mode) && what.st_uid == geteuid() && (what.st_mode & 077) == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                        "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
+                        "700 on it, or set TMPDIR to another place",
+                        directory);
+}
+
 /* Writes the address of a unix socket of this user: "unix:@/tmp/dtrain-UID/last". Without such names it is a path, in a
  * directory that it makes. */
 static dtrain_status dtrain__net_private(char *out, size_t capacity, const char *last)
 {
-    const char *base = getenv("TMPDIR");
     char directory[80];
-    struct stat what;
-    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
-        base = "/tmp";
-    snprintf(directory, sizeof directory, "%s/dtrain-%lu", base, (unsigned long)geteuid());
     int named = dtrain__net_has_names();
+    dtrain__net_directory(directory, sizeof directory);
     snprintf(out, capacity, "unix:%s%s/%s", named ? "@" : "", directory, last);
-    if (named)
-        return DTRAIN_OK;
-    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", directory,
-                            strerror(errno));
-    if (lstat(directory, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != geteuid() || (what.st_mode & 077) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
-                            "700 on it, or set TMPDIR to another place",
-                            directory);
-    return DTRAIN_OK;
+    return named ? DTRAIN_OK : dtrain__net_make_directory();
+}
+
+/* Gives the path with the text of a name that dtrain__net_private wrote. Returns 0 for any other address. */
+static int dtrain__net_private_path(const dtrain__address *name, dtrain__address *path)
+{
+    char directory[80];
+    const char *text = name->at.local.sun_path + 1;
+    dtrain__net_directory(directory, sizeof directory);
+    size_t bytes = strlen(directory);
+    return dtrain__net_is_abstract(name) && strncmp(text, directory, bytes) == 0 && text[bytes] == '/' &&
+           dtrain__net_unix_address(path, text) == DTRAIN_OK;
 }
 
 /* Splits "host:port" or "[host]:port". Returns 0 if the text is neither. */
@@ -459,6 +481,17 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     close(*fd);
     *fd = -1;
     return error;
+}
+
+/* Returns whether a process of this user listens at a unix socket. */
+static int dtrain__net_is_held(const dtrain__address *address)
+{
+    int fd, held = dtrain__net_connect(address, &fd) == 0;
+    if (!held)
+        return 0;
+    held = dtrain__net_same_user(fd);
+    close(fd);
+    return held;
 }
 
 /* Returns whether a socket is connected to itself. TCP allows that if nobody listens and the system happens to choose

@@ -307,6 +307,12 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     error = dtrain__hub_listen(hub);
     if (lock >= 0)
         close(lock);
+    if (error != 0 && hub->root_count > 1 && dtrain__net_is_abstract(&chosen) && !dtrain__net_is_held(&chosen)) {
+        hub->root_addresses[0] = hub->root_addresses[1]; /* another user holds the name */
+        hub->root_count = 1;
+        dtrain_status status = dtrain__net_make_directory();
+        return status == DTRAIN_OK ? dtrain__socket_listen(hub, -1) : status;
+    }
     if (error == EADDRNOTAVAIL) { /* the name means this host, but no interface has its address */
         hub->listening = chosen;
         dtrain__net_set_any(&hub->listening);
@@ -328,7 +334,7 @@ static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
 {
     char address[110], last[16], text[DTRAIN__ADDRESS_BYTES + 64];
     dtrain_status status = DTRAIN_OK;
-    int port = dtrain__socket_port(hub), drawn = port, taken = 1, fd;
+    int port = dtrain__socket_port(hub), drawn = port, taken = 1;
     if (!dtrain__net_has(AF_UNIX)) {
         snprintf(text, sizeof text, "%.200s is TCP, as this system has no unix sockets,", hub->root);
         return dtrain__socket_closed(hub, text);
@@ -341,13 +347,11 @@ static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
         status = dtrain__net_private(address, sizeof address, last);
         if (status == DTRAIN_OK)
             status = dtrain__net_unix_address(&hub->root_addresses[0], address + 5);
-        taken = status == DTRAIN_OK && port == 0 && dtrain__net_connect(&hub->root_addresses[0], &fd) == 0;
-        if (taken)
-            close(fd);
+        taken = status == DTRAIN_OK && port == 0 && dtrain__net_is_held(&hub->root_addresses[0]);
     }
     if (port == 0)
         dtrain__socket_set_port(hub, drawn);
-    hub->root_count = 1;
+    hub->root_count = 1 + dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
     return status;
 }
 
@@ -367,6 +371,8 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
             NULL, DTRAIN_ERR_INVALID,
             "comm_create: rank %d: DTRAIN_TRANSPORT is tcp and the root is %.200s; give a host and port", hub->rank,
             hub->root);
+    if (local)
+        hub->root_count += dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
     if (dtrain__hub_allows(hub, &hub->root_addresses[0]) && (local || hub->transport != DTRAIN__TRANSPORT_UNIX))
         return DTRAIN_OK;
     for (int i = 0; i < hub->root_count && !tcp; i++)

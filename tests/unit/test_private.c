@@ -172,13 +172,8 @@ TEST(names_of_unix_sockets_leave_no_file)
     scene_private(&s, 3);
     s.user = &victim;
     dtrain_set_log(quiet, NULL);
-    for (; victim < 3; victim++) { /* a name is free at once when its process has died */
-        pid_t pids[3];
-        for (int rank = 0; rank < 3; rank++)
-            pids[rank] = start_rank(&s, rank, meets_by_name);
-        for (int rank = 0; rank < 3; rank++)
-            CHECK_EQ(end_of(pids[rank], 20), rank == victim ? 128 + SIGKILL : 0);
-    }
+    for (; victim < 3; victim++) /* a name is free at once when its process has died */
+        run_ranks_but(&s, victim, meets_by_name);
     CHECK(access(own_directory, F_OK) != 0);
     snprintf(taken, sizeof taken, "@%s/%s", own_directory, strchr(s.root, ':') + 1);
     CHECK_EQ(dtrain__net_unix_address(&address, taken), DTRAIN_OK);
@@ -302,6 +297,7 @@ TEST(without_a_token_another_user_is_nobodys_peer)
         scene_begin(&s, 2, 0);
         if (named)
             snprintf(s.root, sizeof s.root, "unix:@dtrain-test-%ld-%d", (long)getpid(), way);
+        s.desc.insecure = named; /* all users of the host reach a name */
         CHECK_EQ(chmod(scene_directory, 0777), 0);
         s.desc.timeout_ms = listens ? 10000 : 1500;
         dtrain_set_log(quiet, NULL);
@@ -322,5 +318,55 @@ TEST(without_a_token_another_user_is_nobodys_peer)
         unlink(s.root + 5);
         dtrain_set_log(NULL, NULL);
         CHECK_EQ(chmod(scene_directory, 0700), 0);
+    }
+}
+
+/* Every rank has met at the path in the user's own directory. */
+static int meets_at_the_path(dtrain_comm *world, scene *s)
+{
+    const dtrain__hub *hub = CHANNEL(world)->hub;
+    CHECK(!dtrain__net_is_abstract(&hub->listening));
+    CHECK_CONTAINS(dtrain__net_text(&hub->listening).text, own_directory);
+    return nothing(world, s);
+}
+
+/* Another user binds the name of a group first, and listens there or does not. */
+TEST(a_name_that_another_user_holds_stops_no_group)
+{
+    if (no_unix_sockets() || !dtrain__net_has_names() || geteuid() != 0) {
+        printf("skipped: this takes names of unix sockets, and root to be two users\n");
+        return;
+    }
+    for (int way = 0; way < 4; way++) {
+        scene s;
+        char name[160], byte = 0;
+        dtrain__address address;
+        int ready[2];
+        scene_private(&s, 3);
+        if (way / 2)
+            s.desc.token = "a token of this test's";
+        snprintf(name, sizeof name, "@%s/%s", own_directory, strchr(s.root, ':') + 1);
+        if (way / 2) /* with a token a port on loopback is TCP */
+            snprintf(s.root, sizeof s.root, "unix:%s", name);
+        CHECK_EQ(dtrain__net_unix_address(&address, name), DTRAIN_OK);
+        CHECK_EQ(pipe(ready), 0);
+        fflush(stdout);
+        pid_t nobody = fork();
+        if (nobody == 0) {
+            int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+            if (setuid(65534) != 0 || bind(fd, &address.at.any, address.bytes) != 0 ||
+                (way % 2 && listen(fd, 20) != 0) || write(ready[1], "", 1) != 1)
+                _exit(1);
+            pause();
+        }
+        CHECK_EQ(read(ready[0], &byte, 1), 1);
+        dtrain_set_log(quiet, NULL);
+        run_ranks(&s, meets_at_the_path);
+        dtrain_set_log(NULL, NULL);
+        kill(nobody, SIGKILL);
+        CHECK_EQ(end_of(nobody, 10), 128 + SIGKILL);
+        close(ready[0]);
+        close(ready[1]);
+        private_end();
     }
 }

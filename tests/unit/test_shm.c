@@ -7,6 +7,8 @@
 #include "dtrain.h"
 #include "test.h"
 #include "processes.h"
+#include <sched.h>
+#include <sys/mount.h>
 
 /* Both ends of a connection with memory, in one process or to be taken apart by fork. page NULL: the system has none.
  */
@@ -487,6 +489,37 @@ TEST(a_limit_on_the_size_of_files_is_no_signal)
         _exit(bad);
     }
     CHECK_EQ(end_of(child, 10), 0);
+}
+
+static int writes(const char *path, const char *text)
+{
+    FILE *file = fopen(path, "w");
+    int good = file != NULL && fputs(text, file) >= 0;
+    return file != NULL && fclose(file) == 0 && good;
+}
+
+/* A control group of 2 GiB that is full, of which 1 GiB, 4 MiB and 1 KiB are files and caches that it can drop. */
+TEST(a_control_group_has_left_what_it_can_drop)
+{
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
+            mount("none", "/sys/fs/cgroup", "tmpfs", 0, NULL) != 0)
+            _exit(2);
+        int good = mkdir("/sys/fs/cgroup/job", 0700) == 0 && writes("/sys/fs/cgroup/job/memory.max", "2147483648\n") &&
+                   writes("/sys/fs/cgroup/job/memory.current", "2147479552\n") &&
+                   writes("/sys/fs/cgroup/job/memory.stat", "anon 5\ninactive_anon 6\nactive_anon 7\ninactive_file "
+                                                            "1073741824\nactive_file 4194304\nslab_reclaimable 1024\n");
+        good = good && dtrain__os_cgroup_left("/job") == 1077941248u; /* 4,096 and what it can drop */
+        good = good && dtrain__os_cgroup_left("") == UINT64_MAX;      /* no limit */
+        good = good && writes("/sys/fs/cgroup/job/memory.max", "max\n");
+        _exit(!good || dtrain__os_cgroup_left("/job") != UINT64_MAX);
+    }
+    int end = end_of(child, 10);
+    if (end == 2)
+        printf("skipped: this user may mount nothing\n");
+    CHECK(end == 0 || end == 2);
 }
 
 TEST(a_transport_that_is_none_is_refused)

@@ -143,13 +143,9 @@ static int in_groups(dtrain_comm *world, scene *s)
 TEST(groups_and_survivors_use_it_and_it_outlives_them)
 {
     scene s;
-    pid_t pids[4];
     scene_begin(&s, 4, 0);
     dtrain_set_log(quiet, NULL);
-    for (int rank = 0; rank < 4; rank++)
-        pids[rank] = start_rank(&s, rank, in_groups);
-    for (int rank = 0; rank < 4; rank++)
-        CHECK_EQ(end_of(pids[rank], 30), rank == 3 ? 128 + SIGKILL : 0);
+    run_ranks_but(&s, 3, in_groups);
     dtrain_set_log(NULL, NULL);
 }
 
@@ -422,14 +418,10 @@ TEST(a_name_that_lies_is_an_error)
 {
     for (int how = 0; how < 2; how++) {
         scene s;
-        pid_t pids[2];
         scene_begin(&s, 2, 0);
         s.user = &how;
         dtrain_set_log(quiet, NULL);
-        for (int rank = 0; rank < 2; rank++)
-            pids[rank] = start_rank(&s, rank, lies);
-        CHECK_EQ(end_of(pids[0], 30), 0);
-        CHECK_EQ(end_of(pids[1], 30), 0);
+        run_ranks(&s, lies);
         dtrain_set_log(NULL, NULL);
     }
 }
@@ -471,16 +463,12 @@ static int leaves_in_the_middle(dtrain_comm *world, scene *s)
 TEST(a_rank_that_leaves_ends_what_others_have_not_ended)
 {
     scene s;
-    pid_t pids[2];
     int *told = (int *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANON, -1, 0);
     scene_begin(&s, 2, 0);
     s.user = told;
     s.desc.progress = DTRAIN_PROGRESS_POLL;
     dtrain_set_log(quiet, NULL);
-    for (int rank = 0; rank < 2; rank++)
-        pids[rank] = start_rank(&s, rank, leaves_in_the_middle);
-    CHECK_EQ(end_of(pids[0], 30), 0);
-    CHECK_EQ(end_of(pids[1], 30), 0);
+    run_ranks(&s, leaves_in_the_middle);
     dtrain_set_log(NULL, NULL);
     munmap(told, 4096);
 }
@@ -549,12 +537,8 @@ static int outlives_rank_2(dtrain_comm *world, scene *s)
 TEST(memory_that_a_lost_rank_had_not_freed_is_given_back)
 {
     scene s;
-    pid_t pids[3];
     scene_begin(&s, 3, 0);
     dtrain_set_log(quiet, NULL);
-    for (int rank = 0; rank < 3; rank++)
-        pids[rank] = start_rank(&s, rank, outlives_rank_2);
-    for (int rank = 0; rank < 3; rank++)
-        CHECK_EQ(end_of(pids[rank], 30), rank == 2 ? 128 + SIGKILL : 0);
+    run_ranks_but(&s, 2, outlives_rank_2);
     dtrain_set_log(NULL, NULL);
 }
