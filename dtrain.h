@@ -38116,13 +38116,15 @@ struct dtrain_fsdp {
     dtrain_optimizer_desc optimizer;
     dtrain__layout layout;
     dtrain__pages pages[2]; /* of parameters, of gradients */
-    unsigned char *tables; /* the block of the tables below with an entry a unit, cut, parameter, shard or rank */
+    unsigned char *tables;  /* the block of the tables below with an entry a unit, cut, parameter, shard or rank */
     dtrain__fsdp_unit *units;
     unsigned char *reserved;             /* a parameter's: 1: its data, 2: its gradient lies in pages */
     float *lr_factors, *decays;          /* a parameter's */
     size_t *counts;                      /* a cut's: every rank's part */
     size_t *packed_counts;               /* a unit's: every rank's part of its small ranges, then of those trained */
-    float *stages;                       /* where small ranges are packed, on a device whole units */
+    float *stages;                       /* where small ranges are packed, on a device whole units. Its block also has
+                                          * masters and the first level */
+    int windowed;                        /* the block is of dtrain_comm_alloc */
     int staged[2];                       /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* a cut's */
     dtrain_work **copying;               /* a unit's */
@@ -42270,6 +42272,7 @@ static size_t dtrain__fsdp_plan_bookkeeping(const dtrain__layout *layout, const 
     dtrain_fsdp none;
     return sizeof none + layout->bytes + dtrain__fsdp_plan_tables(&none, layout, desc, world, NULL) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
+           (dtrain__layout_line(layout->weights) - layout->weights) * sizeof(float) +
            (layout->device == NULL ? dtrain__fsdp_plan_stages(layout, desc) : 0);
 }
 
@@ -42627,26 +42630,55 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
     return status;
 }
 
+static dtrain_status dtrain__fsdp_no_memory(const dtrain_fsdp *fsdp)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                        "%s: no memory on rank %d's %s for slices of %zu weights and %zu gradients", fsdp->call,
+                        dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue), fsdp->layout.weights,
+                        fsdp->layout.grads);
+}
+
+/* Allocates what collectives read and write in place: stages, slices kept apart, and the first level of sums. Ranks of
+ * a host share it if they can. */
+static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    const dtrain__plane *plane = fsdp->comm->plane;
+    size_t stages = dtrain__layout_line(dtrain__fsdp_plan_stages(layout, &fsdp->desc) / sizeof(float));
+    size_t masters = dtrain__layout_line(layout->weights), sums = fsdp->in_place ? layout->small : layout->grads;
+    size_t bytes = (stages + masters + sums) * sizeof(float);
+    int shares = fsdp->world != NULL && fsdp->device.queue == NULL && plane->sharing != NULL && !plane->in_process;
+    void *memory = NULL;
+    dtrain_status status = shares ? dtrain_comm_alloc(fsdp->world, bytes, &memory) : DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return dtrain__fail(NULL, status, "%s: %s", fsdp->call, dtrain__status_cause(&dtrain__thread_error));
+    if (!shares)
+        memory = dtrain__fsdp_alloc(fsdp, bytes);
+    if (memory == NULL)
+        return dtrain__fsdp_no_memory(fsdp);
+    dtrain__memory_count(&fsdp->memory, shares ? bytes : 0);
+    fsdp->windowed = shares;
+    fsdp->stages = (float *)memory;
+    fsdp->masters = fsdp->stages + stages;
+    fsdp->levels[0] = fsdp->masters + masters;
+    return DTRAIN_OK;
+}
+
 static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
     int ranks = dtrain_comm_size(fsdp->comm);
     size_t floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
     size_t bytes = dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, NULL);
+    dtrain_status status = dtrain__fsdp_allocate_shared(fsdp); /* first, as it takes all ranks */
+    if (status != DTRAIN_OK)
+        return status;
     fsdp->tables = (unsigned char *)dtrain__alloc(&fsdp->memory, bytes);
     dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, fsdp->tables);
     fsdp->staged[0] = fsdp->staged[1] = -1;
-    fsdp->stages = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
     fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, layout->weights * sizeof(float));
-    fsdp->levels[0] =
-        (float *)dtrain__fsdp_alloc(fsdp, (fsdp->in_place ? layout->small : layout->grads) * sizeof(float));
-    if (fsdp->tables == NULL || fsdp->stages == NULL || fsdp->state == NULL || fsdp->masters == NULL ||
-        fsdp->levels[0] == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "%s: no memory on rank %d's %s for slices of %zu weights and %zu gradients", fsdp->call,
-                            dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue), layout->weights,
-                            layout->grads);
+    if (fsdp->tables == NULL || fsdp->state == NULL)
+        return dtrain__fsdp_no_memory(fsdp);
     return dtrain__fsdp_reserve(fsdp);
 }
 
@@ -42888,11 +42920,14 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
     dtrain_allocator *memory = &fsdp->memory, last;
     dtrain__free(memory, fsdp->tables);
-    dtrain__fsdp_release(fsdp, fsdp->stages);
+    if (fsdp->windowed)
+        dtrain_comm_free(fsdp->stages);
+    else
+        dtrain__fsdp_release(fsdp, fsdp->stages);
     dtrain__fsdp_release(fsdp, fsdp->state);
-    dtrain__fsdp_release(fsdp, fsdp->masters);
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
-        dtrain__fsdp_release(fsdp, fsdp->levels[i]);
+        if (i > 0)
+            dtrain__fsdp_release(fsdp, fsdp->levels[i]);
         dtrain__fsdp_release(fsdp, fsdp->full_levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);

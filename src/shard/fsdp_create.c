@@ -251,26 +251,55 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
     return status;
 }
 
+static dtrain_status dtrain__fsdp_no_memory(const dtrain_fsdp *fsdp)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                        "%s: no memory on rank %d's %s for slices of %zu weights and %zu gradients", fsdp->call,
+                        dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue), fsdp->layout.weights,
+                        fsdp->layout.grads);
+}
+
+/* Allocates what collectives read and write in place: stages, slices kept apart, and the first level of sums. Ranks of
+ * a host share it if they can. */
+static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    const dtrain__plane *plane = fsdp->comm->plane;
+    size_t stages = dtrain__layout_line(dtrain__fsdp_plan_stages(layout, &fsdp->desc) / sizeof(float));
+    size_t masters = dtrain__layout_line(layout->weights), sums = fsdp->in_place ? layout->small : layout->grads;
+    size_t bytes = (stages + masters + sums) * sizeof(float);
+    int shares = fsdp->world != NULL && fsdp->device.queue == NULL && plane->sharing != NULL && !plane->in_process;
+    void *memory = NULL;
+    dtrain_status status = shares ? dtrain_comm_alloc(fsdp->world, bytes, &memory) : DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return dtrain__fail(NULL, status, "%s: %s", fsdp->call, dtrain__status_cause(&dtrain__thread_error));
+    if (!shares)
+        memory = dtrain__fsdp_alloc(fsdp, bytes);
+    if (memory == NULL)
+        return dtrain__fsdp_no_memory(fsdp);
+    dtrain__memory_count(&fsdp->memory, shares ? bytes : 0);
+    fsdp->windowed = shares;
+    fsdp->stages = (float *)memory;
+    fsdp->masters = fsdp->stages + stages;
+    fsdp->levels[0] = fsdp->masters + masters;
+    return DTRAIN_OK;
+}
+
 static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
     int ranks = dtrain_comm_size(fsdp->comm);
     size_t floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
     size_t bytes = dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, NULL);
+    dtrain_status status = dtrain__fsdp_allocate_shared(fsdp); /* first, as it takes all ranks */
+    if (status != DTRAIN_OK)
+        return status;
     fsdp->tables = (unsigned char *)dtrain__alloc(&fsdp->memory, bytes);
     dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, fsdp->tables);
     fsdp->staged[0] = fsdp->staged[1] = -1;
-    fsdp->stages = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
     fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, layout->weights * sizeof(float));
-    fsdp->levels[0] =
-        (float *)dtrain__fsdp_alloc(fsdp, (fsdp->in_place ? layout->small : layout->grads) * sizeof(float));
-    if (fsdp->tables == NULL || fsdp->stages == NULL || fsdp->state == NULL || fsdp->masters == NULL ||
-        fsdp->levels[0] == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "%s: no memory on rank %d's %s for slices of %zu weights and %zu gradients", fsdp->call,
-                            dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue), layout->weights,
-                            layout->grads);
+    if (fsdp->tables == NULL || fsdp->state == NULL)
+        return dtrain__fsdp_no_memory(fsdp);
     return dtrain__fsdp_reserve(fsdp);
 }
 
@@ -512,11 +541,14 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
     dtrain_allocator *memory = &fsdp->memory, last;
     dtrain__free(memory, fsdp->tables);
-    dtrain__fsdp_release(fsdp, fsdp->stages);
+    if (fsdp->windowed)
+        dtrain_comm_free(fsdp->stages);
+    else
+        dtrain__fsdp_release(fsdp, fsdp->stages);
     dtrain__fsdp_release(fsdp, fsdp->state);
-    dtrain__fsdp_release(fsdp, fsdp->masters);
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
-        dtrain__fsdp_release(fsdp, fsdp->levels[i]);
+        if (i > 0)
+            dtrain__fsdp_release(fsdp, fsdp->levels[i]);
         dtrain__fsdp_release(fsdp, fsdp->full_levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);

@@ -108,6 +108,7 @@ static size_t dtrain__fsdp_plan_bookkeeping(const dtrain__layout *layout, const 
     dtrain_fsdp none;
     return sizeof none + layout->bytes + dtrain__fsdp_plan_tables(&none, layout, desc, world, NULL) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
+           (dtrain__layout_line(layout->weights) - layout->weights) * sizeof(float) +
            (layout->device == NULL ? dtrain__fsdp_plan_stages(layout, desc) : 0);
 }
 

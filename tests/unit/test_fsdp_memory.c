@@ -404,11 +404,11 @@ TEST(steps_3_to_20_allocate_nothing)
 
 /* ---- processes ---- */
 
-static size_t status_kib(const char *line)
+static size_t read_kib(const char *path, const char *line)
 {
     char text[128];
     size_t value = 0;
-    FILE *file = fopen("/proc/self/status", "r");
+    FILE *file = fopen(path, "r");
     while (file != NULL && fgets(text, sizeof text, file) != NULL)
         if (strncmp(text, line, strlen(line)) == 0)
             value = (size_t)strtoul(text + strlen(line) + 1, NULL, 10);
@@ -417,23 +417,40 @@ static size_t status_kib(const char *line)
     return value;
 }
 
+typedef struct kib {
+    size_t peak, shared, own_shared;
+} kib;
+
+static kib memory_now(void)
+{
+    kib now = {read_kib("/proc/self/status", "VmHWM:"), read_kib("/proc/self/status", "RssShmem:"),
+               read_kib("/proc/self/smaps_rollup", "Pss_Shmem:")};
+    return now;
+}
+
 static int grows_by_the_plan(dtrain_comm *world, scene *s)
 {
     const load *l = (const load *)s->user;
     dtrain_fsdp *fsdp = NULL;
     dtrain_fsdp_plan_result plan;
-    size_t before = status_kib("VmHWM:"), shared = status_kib("RssShmem:");
+    kib before = memory_now();
     CHECK_EQ(dtrain_fsdp_plan(l->table, l->count, &l->desc, s->ranks, dtrain_comm_rank(world), &plan), DTRAIN_OK);
     dtrain_status status = dtrain_fsdp_create(&fsdp, world, l->table, l->count, &l->desc);
     status = status == DTRAIN_OK ? train(fsdp, l) : status;
     CHECK_EQ(status, DTRAIN_OK);
-    /* the bounce buffers of the object's groups are one memory for all ranks, and no part of the plan */
-    size_t grown_kib = status_kib("VmHWM:") - before - (status_kib("RssShmem:") - shared);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    kib after = memory_now();
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    /* of a page that n ranks map, each counts an n-th */
+    size_t grown_kib = after.peak - before.peak - (after.shared - before.shared) + after.own_shared - before.own_shared;
     double grown = (double)grown_kib * 1024.0, ratio = grown / (double)plan.peak;
     if (dtrain_comm_rank(world) == 0)
         printf("strategy %d: %.1f MB planned, %.1f MB resident at most: %.3f\n", (int)l->desc.strategy,
                (double)plan.peak / 1e6, grown / 1e6, ratio);
-    CHECK(ratio > 0.9 && ratio < 1.1);
+    if (after.shared > before.shared && after.own_shared == 0)
+        printf("skipped: this system does not say how many processes map a page\n");
+    else
+        CHECK(ratio > 0.9 && ratio < 1.1);
     dtrain_fsdp_destroy(fsdp);
     return status != DTRAIN_OK;
 }
