@@ -20619,7 +20619,7 @@ DTRAIN__FAST_END
 #define DTRAIN__ARENA
 
 #define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
-#define DTRAIN__ARENA_INLINE_BYTES ((size_t)2048) /* more is faster through the ranks' cells */
+#define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */
 #define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
 #define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
 #define DTRAIN__ARENA_KEY_BYTES 16
@@ -24313,7 +24313,8 @@ DTRAIN__FAST_END
 #define DTRAIN__FUSED
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__FUSED_LOOKS 1000u /* between processes, before a rank sleeps */
+#define DTRAIN__FUSED_INLINE_ALL ((size_t)32 << 10) /* inputs of all ranks, as each rank folds them all */
+#define DTRAIN__FUSED_LOOKS 1000u                   /* between processes, before a rank sleeps */
 enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_BOUNCE, DTRAIN__FUSED_FINISH };
 
 static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
@@ -24322,7 +24323,7 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
     if (op->kind == DTRAIN__BARRIER)
         return 1;
     return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
-           bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= 16 * comm->shared->inline_bytes;
+           bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_ALL;
 }
 
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)

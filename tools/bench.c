@@ -31,7 +31,9 @@
  * of the ratios of neighbouring runs. The limit of a collective between threads loads and stores the least that the
  * operation must. It runs on min(ranks, processors) threads that do not wait for each other. Up to 64 KiB, where ranks
  * mostly wait, the limit is an exchange through one mailbox for each rank. The rank spins on the mailbox's number and
- * then yields. -fno-math-errno lets the compiler vectorise the square root of adamw's limit. */
+ * then yields. With fill=1 each rank writes its buffer before each call, as a program does. Without that, a rank of
+ * threads finds in its own cache what it wrote in the call before. -fno-math-errno lets the compiler vectorise the
+ * square root of adamw's limit. */
 #define _GNU_SOURCE /* sched_setaffinity */
 #include <stddef.h>
 static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha, const float *a,
@@ -145,8 +147,8 @@ static const char *const bench_transports[] = {"threads", "tcp", "unix", "shm", 
 
 typedef struct bench {
     bench_op op;
-    int ranks, runs, huge, alloc, threads; /* threads: min(ranks, processors) */
-    int transport, variant;                /* variant: which of the limits over sockets */
+    int ranks, runs, huge, alloc, fill, threads; /* threads: min(ranks, processors) */
+    int transport, variant;                      /* variant: which of the limits over sockets */
     size_t bytes, size, count, chunk;
     double ratio; /* share of the elements that topk selects */
     int against_ring, pin;
@@ -438,7 +440,9 @@ static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint
     int64_t first = INT64_MAX, last = 0;
     DTRAIN_CHECK(dtrain_barrier(world));
     b->begin_ns[rank] = takes_part ? bench_now_ns() : INT64_MAX;
-    for (uint64_t k = 0; k < b->repeats[limit] && takes_part; k++)
+    for (uint64_t k = 0; k < b->repeats[limit] && takes_part; k++) {
+        if (b->fill)
+            memset(b->buffers[rank], 0, b->bytes);
         if (rings)
             bench_ring(b, world);
         else if (!limit)
@@ -454,6 +458,7 @@ static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint
             bench_limit_small(b, rank, ++*number);
         else
             bench_limit_large(b, rank);
+    }
     b->end_ns[rank] = takes_part ? bench_now_ns() : 0;
     DTRAIN_CHECK(dtrain_barrier(world));
     for (int r = 0; r < b->ranks; r++) {
@@ -592,9 +597,8 @@ static void bench_print(const bench *b)
     double us = bench_median(b->us, b->runs), limit_us = bench_median(b->limit_us, b->runs), ratios[BENCH_RUNS];
     for (int i = 0; i < b->runs; i++)
         ratios[i] = b->limit_us[i] / b->us[i];
-    printf("op=%s transport=%s ranks=%d bytes=%zu against=%s huge=%d alloc=%d us=%.3f algbw_GBps=%.4f limit_us=%.3f "
-           "limit_GBps=%.4f "
-           "of_limit=%.3f\n",
+    printf("op=%s transport=%s ranks=%d bytes=%zu against=%s huge=%d alloc=%d fill=%d us=%.3f algbw_GBps=%.4f "
+           "limit_us=%.3f limit_GBps=%.4f of_limit=%.3f\n",
            bench_names[b->op],
            b->op == LINK_TOPK || b->op == LINK_INT8 ? "link"
            : b->op >= ADAMW                         ? "none"
@@ -603,7 +607,7 @@ static void bench_print(const bench *b)
            b->against_ring          ? "ring"
            : b->transport == SEALED ? "plain"
                                     : "limit",
-           b->huge, b->alloc, us, (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
+           b->huge, b->alloc, b->fill, us, (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
            bench_median(ratios, b->runs));
 }
 

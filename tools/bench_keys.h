@@ -17,6 +17,7 @@ static const char bench_help[] =
     "  algorithm=auto       a name that DTRAIN_ALGORITHM takes\n"
     "  against=limit        or ring; chunk=262144 bytes of the ring under way at once\n"
     "  pin=0 huge=0 alloc=0 1: a processor for each rank; huge pages; comm_alloc\n"
+    "  fill=0               1: each rank writes its buffer before each call\n"
     "  size=1024            gemm: rows, columns; file_open, file_header: tensors\n"
     "  ratio=0.01           topk: share of the elements that is selected\n"
     "  strategy=full        fsdp: or grad, ddp, hybrid; layers=8 width=512 steps=1\n"
@@ -103,6 +104,7 @@ static int bench_key(bench *b, const char *argument)
                 {"runs", 7, BENCH_RUNS, &b->runs, NULL, 1},
                 {"huge", 0, 1, &b->huge, NULL, 1},
                 {"alloc", 0, 1, &b->alloc, NULL, 1},
+                {"fill", 0, 1, &b->fill, NULL, 1},
                 {"bytes", 0, (size_t)1 << 40, NULL, &b->bytes, 1},
                 {"size", 1, 1000000, NULL, &b->size, 1},
                 {"count", 0, (size_t)1 << 38, NULL, &b->bytes, sizeof(float)},

@@ -19,7 +19,8 @@
 #include "window.c"
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__FUSED_LOOKS 1000u /* between processes, before a rank sleeps */
+#define DTRAIN__FUSED_INLINE_ALL ((size_t)32 << 10) /* inputs of all ranks, as each rank folds them all */
+#define DTRAIN__FUSED_LOOKS 1000u                   /* between processes, before a rank sleeps */
 enum { DTRAIN__FUSED_POST = 0, DTRAIN__FUSED_GATHER, DTRAIN__FUSED_BODY, DTRAIN__FUSED_BOUNCE, DTRAIN__FUSED_FINISH };
 
 static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
@@ -28,7 +29,7 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
     if (op->kind == DTRAIN__BARRIER)
         return 1;
     return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
-           bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= 16 * comm->shared->inline_bytes;
+           bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_ALL;
 }
 
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
