@@ -72,6 +72,11 @@
  *     DTRAIN_CHECK(dtrain_all_to_all(world, goes, comes, (size_t)ranks, DTRAIN_U64));
  *     DTRAIN_CHECK(dtrain_all_to_all_v(world, tokens, goes, NULL, taken, comes, NULL, DTRAIN_F32));
  *
+ * Scans fold over the ranks up to this one. Here each rank learns where its lines of a common list begin and end:
+ *
+ *     DTRAIN_CHECK(dtrain_exscan(world, &lines, &begin, 1, DTRAIN_U64, DTRAIN_SUM));          rank 0's begin stays 0
+ *     DTRAIN_CHECK(dtrain_scan(world, &lines, &end, 1, DTRAIN_U64, DTRAIN_SUM));
+ *
  * The store keeps a few bytes under a name. Any rank sets them, any rank reads them:
  *
  *     DTRAIN_CHECK(dtrain_store_set(world, "address", "10.0.0.1:80", 12));
@@ -85,6 +90,8 @@
  *     DTRAIN_CHECK(dtrain_work_wait(work));
  *     DTRAIN_CHECK(dtrain_all_gather_async(world, params + lo, params, count, DTRAIN_F32, &work));
  *     DTRAIN_CHECK(dtrain_broadcast_async(world, params, count, DTRAIN_F32, 0, &work));
+ *     DTRAIN_CHECK(dtrain_exscan_async(world, &lines, &begin, 1, DTRAIN_U64, DTRAIN_SUM, &work));
+ *     DTRAIN_CHECK(dtrain_scan_async(world, &lines, &end, 1, DTRAIN_U64, DTRAIN_SUM, &work));
  *     DTRAIN_CHECK(dtrain_recv_async(world, &before, 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
  *     DTRAIN_CHECK(dtrain_send_async(world, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
  *
@@ -1637,6 +1644,7 @@ typedef struct dtrain_transport {
  *   gather           its shard                 root: count elements: all shards
  *   scatter          root: count elements      its shard
  *   all_to_all       count elements            its shard of every rank's elements
+ *   scan, exscan     count elements            the reduction of the inputs up to its own, or before it
  *
  * ---- >>order ----
  * Reductions add along the balanced binary tree over ranks. Its left part is the largest power of two below the number
@@ -2042,6 +2050,22 @@ DTRAIN_API_MUST dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, 
 DTRAIN_API_MUST dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                             dtrain_dtype dtype, dtrain_op op, int root);
 
+/* Reduce `count` elements over the ranks up to this one. Rank r gets the result of ranks 0 to r, from dtrain_exscan of
+ * ranks 0 to r - 1. The result has the bits that dtrain_all_reduce gives in a group of these ranks alone.
+ *
+ *   in, out   count elements; the same buffer, or two that do not overlap. dtrain_exscan does not touch rank 0's out,
+ *             which may be NULL
+ *   op        DTRAIN_MEAN divides by the number of these ranks
+ *   order     the binary tree over ranks, also where the desc frees it
+ *   others    as dtrain_all_reduce
+ *   source    Hillis and Steele, Data Parallel Algorithms, CACM 29(12), 1986
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_scan(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                          dtrain_dtype dtype, dtrain_op op);
+DTRAIN_API_MUST dtrain_status dtrain_exscan(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                            dtrain_dtype dtype, dtrain_op op);
+
 /* Joins every rank's shard of `count` elements on rank root.
  *
  *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
@@ -2152,6 +2176,10 @@ DTRAIN_API_MUST dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const v
                                                       dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                           dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
+DTRAIN_API_MUST dtrain_status dtrain_scan_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
+DTRAIN_API_MUST dtrain_status dtrain_exscan_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                  dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                       dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
@@ -17241,7 +17269,7 @@ DTRAIN__FAST_END
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
 
-#define DTRAIN__WIRE_VERSION 6u
+#define DTRAIN__WIRE_VERSION 7u
 #define DTRAIN__HELLO_BYTES \
     128 /* this and the next are the same in every version, so that each side can name both \
          * versions */
@@ -20991,6 +21019,8 @@ typedef enum dtrain__kind {
     DTRAIN__GATHER,
     DTRAIN__SCATTER,
     DTRAIN__ALL_TO_ALL,
+    DTRAIN__SCAN,
+    DTRAIN__EXSCAN,
     DTRAIN__BARRIER,
     DTRAIN__SEND,
     DTRAIN__RECV,
@@ -21344,7 +21374,19 @@ static int dtrain__op_is_fused(const dtrain__op *op)
 
 static int dtrain__op_kind_reduces(uint64_t kind)
 {
-    return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE;
+    return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE ||
+           kind == DTRAIN__SCAN || kind == DTRAIN__EXSCAN;
+}
+
+static int dtrain__op_scans(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SCAN || op->kind == DTRAIN__EXSCAN;
+}
+
+/* The ranks that this one's result of a scan is of: those from 0 on. */
+static int dtrain__op_scanned(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->rank + (op->kind == DTRAIN__SCAN);
 }
 
 static int dtrain__op_reduces(const dtrain__op *op)
@@ -21370,8 +21412,8 @@ static int dtrain__op_is_message(const dtrain__op *op)
 static DTRAIN__NOINLINE const char *dtrain__op_kind_name(uint64_t kind)
 {
     static const char *const names[] = {"no call", "all_reduce", "reduce_scatter", "all_gather", "broadcast",
-                                        "reduce",  "gather",     "scatter",        "all_to_all", "barrier",
-                                        "send",    "recv",       "exchange"};
+                                        "reduce",  "gather",     "scatter",        "all_to_all", "scan",
+                                        "exscan",  "barrier",    "send",           "recv",       "exchange"};
     return kind < sizeof names / sizeof names[0] ? names[kind] : "an unknown call";
 }
 
@@ -21718,6 +21760,7 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
     case DTRAIN__GATHER: *in = part * width, *out = root ? whole : 0, *offset = begin * width; break;
     case DTRAIN__SCATTER: *in = root ? whole : 0, *out = part * width, *offset = begin * width; break;
     case DTRAIN__REDUCE: *out = root ? whole : 0; break;
+    case DTRAIN__EXSCAN: *out = comm->rank > 0 ? whole : 0; break;
     case DTRAIN__ALL_TO_ALL: *out = (size_t)comm->size * part * width; break;
     case DTRAIN__SEND: *out = 0; break;
     case DTRAIN__RECV: *in = 0; break;
@@ -22971,6 +23014,12 @@ static unsigned char *dtrain__step_held(const dtrain_comm *comm, const dtrain__o
     return dtrain__step_holds_in_out(op) ? (unsigned char *)op->out : comm->scratch;
 }
 
+/* Where a scan keeps its result: behind the other two. */
+static unsigned char *dtrain__step_scanned(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->scratch + 2 * dtrain__step_half(op);
+}
+
 static unsigned char *dtrain__step_received(const dtrain_comm *comm, const dtrain__op *op)
 {
     return comm->scratch + (dtrain__step_holds_in_out(op) ? 0 : dtrain__step_half(op));
@@ -23059,12 +23108,70 @@ static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, c
     step->send_first = comm->rank < peer;
 }
 
+/* Whether ranks lie behind this one's block of 2^level ranks. They need its total. */
+static int dtrain__tree_continues(const dtrain_comm *comm, int level)
+{
+    return ((comm->rank >> level) + 1) << level < comm->size;
+}
+
+/* to = from op to: `from` is of lower ranks. */
+static void dtrain__tree_precede(const dtrain__op *op, const unsigned char *from, unsigned char *to)
+{
+    uint64_t tile[256];
+    size_t bytes = op->count * dtrain__step_width(op);
+    for (size_t at = 0; at < bytes; at += sizeof tile) {
+        size_t n = bytes - at < sizeof tile ? bytes - at : sizeof tile;
+        memcpy(tile, from + at, n);
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, tile, to + at, n / dtrain__step_width(op));
+        memcpy(to + at, tile, n);
+    }
+}
+
+/* Folds the block that step k - 1 has received. */
+static void dtrain__tree_scan_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    int distance = 1 << (k - 1), first = op->kind == DTRAIN__EXSCAN && comm->rank % distance == 0;
+    unsigned char *total = dtrain__step_held(comm, op), *received = dtrain__step_received(comm, op);
+    unsigned char *result = dtrain__step_scanned(comm, op);
+    if ((comm->rank & distance) == 0) {
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, total, received, op->count);
+        return;
+    }
+    if (first && op->count > 0)
+        memcpy(result, received, op->count * dtrain__step_width(op));
+    else
+        dtrain__tree_precede(op, received, result);
+    if (dtrain__tree_continues(comm, (int)k))
+        dtrain__tree_precede(op, received, total);
+}
+
+/* Blocks of 2^k ranks exchange totals, rank by rank. A block folds that of its left neighbour into its results. Nobody
+ * needs the total of the last block. Source: Hillis and Steele, Data Parallel Algorithms, CACM 29(12), 1986. */
+static int dtrain__tree_scan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int levels = dtrain__step_levels(comm->size), peer = comm->rank ^ (1 << k);
+    int before = k > 0 ? comm->rank ^ (1 << (k - 1)) : comm->size;
+    size_t bytes = op->count * dtrain__step_width(op);
+    if (before < comm->size && (before < comm->rank || dtrain__tree_continues(comm, k)))
+        step->prepare = dtrain__tree_scan_fold;
+    if (k >= levels || peer >= comm->size)
+        return k <= levels;
+    if (comm->rank < peer || dtrain__tree_continues(comm, k + 1))
+        dtrain__step_send(step, peer, dtrain__step_held(comm, op), bytes);
+    if (comm->rank > peer || dtrain__tree_continues(comm, k + 1))
+        dtrain__step_recv(step, peer, dtrain__step_received(comm, op), bytes);
+    step->send_first = comm->rank < peer;
+    return 1;
+}
+
 /* Recursive doubling, or up to rank 0 and down again. A broadcast only goes down from its root. A reduce only goes up,
  * then from rank 0 to its root. If any order will do, it goes up to its root. */
 static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__line line = {comm->rank, comm->size, 0, 1};
     int levels = dtrain__step_levels(comm->size), any = comm->desc.order == DTRAIN_ORDER_ANY;
+    if (dtrain__op_scans(op))
+        return dtrain__tree_scan(comm, op, k, step);
     if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING) {
         if (k < levels)
             dtrain__tree_double(comm, op, &line, k, step);
@@ -23663,11 +23770,12 @@ static int dtrain__plan_whole(const dtrain__op *op)
 
 static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
+    size_t halves = dtrain__op_scans(op) ? 3 : dtrain__step_holds_in_out(op) ? 1 : 2;
     switch (op->algorithm) {
     case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_scratch(comm, op);
     case DTRAIN_ALGORITHM_DIRECT: return dtrain__direct_scratch(comm, op);
     case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_scratch(comm, op);
-    default: return dtrain__plan_whole(op) ? (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op) : 0;
+    default: return dtrain__plan_whole(op) ? halves * dtrain__step_half(op) : 0;
     }
 }
 
@@ -23714,6 +23822,8 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
 static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
 {
     int sums = kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER;
+    if (kind == DTRAIN__SCAN || kind == DTRAIN__EXSCAN)
+        return algorithm == DTRAIN_ALGORITHM_TREE;
     switch (algorithm) {
     case DTRAIN_ALGORITHM_TREE: return sums || kind == DTRAIN__REDUCE || kind == DTRAIN__BROADCAST;
     case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING: return sums && dtrain__step_power_of_two(comm->size);
@@ -23782,6 +23892,8 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
         return bytes <= DTRAIN__PLAN_PIPE || comm->size == 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_RING;
     case DTRAIN__REDUCE: return bytes <= 4 * DTRAIN__PLAN_WHOLE ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_DIRECT;
     case DTRAIN__BARRIER: return DTRAIN_ALGORITHM_BRUCK;
+    case DTRAIN__SCAN:
+    case DTRAIN__EXSCAN: return DTRAIN_ALGORITHM_TREE;
     default: return DTRAIN_ALGORITHM_DIRECT;
     }
 }
@@ -24090,7 +24202,7 @@ typedef struct dtrain__bounce_cell {
 /* Whether the operation can go this way. */
 static int dtrain__bounce_may(const dtrain_comm *comm, const dtrain__op *op)
 {
-    return comm->shared->bounce != NULL && op->kind != DTRAIN__BARRIER &&
+    return comm->shared->bounce != NULL && op->kind != DTRAIN__BARRIER && !dtrain__op_scans(op) &&
            (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL);
 }
 
@@ -24304,7 +24416,7 @@ DTRAIN__FAST_END
  * be done now, so blocking calls, the service thread and poll share it.
  *
  * Processes reach the buffers that are in windows (see >>window). Other buffers go through bounce buffers (see
- * >>bounce). An uneven all-to-all goes by messages, as a rank does not know all its rounds.
+ * >>bounce). An uneven all-to-all goes by messages, as a rank does not know all its rounds. So does a scan.
  *
  * At its deadline a rank withdraws its post. It marks the post and looks whether every peer has posted. If all have, it
  * removes the mark and continues. Ranks withdraw one after another. Peers commit only after they have seen every post
@@ -24322,7 +24434,8 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
     size_t bytes = dtrain__op_bytes(op);
     if (op->kind == DTRAIN__BARRIER)
         return 1;
-    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
+    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE ||
+            dtrain__op_scans(op)) &&
            bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_ALL;
 }
 
@@ -24383,7 +24496,9 @@ static size_t dtrain__fused_reach(const dtrain_comm *comm, const dtrain__op *op,
         whole = comm->parts[part].count > 0 && end > whole ? end : whole;
     }
     switch (op->kind) {
-    case DTRAIN__ALL_REDUCE: return whole;
+    case DTRAIN__ALL_REDUCE:
+    case DTRAIN__SCAN: return whole;
+    case DTRAIN__EXSCAN: return !out || rank > 0 ? whole : 0;
     case DTRAIN__REDUCE: return !out || root ? whole : 0;
     case DTRAIN__REDUCE_SCATTER:
     case DTRAIN__ALL_TO_ALL: return out ? 0 : whole;
@@ -24599,13 +24714,14 @@ static int dtrain__fused_small(const dtrain_comm *comm, const dtrain__op *op, in
 static void dtrain__fused_whole(dtrain_comm *comm, dtrain__op *op)
 {
     int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
+    int ranks = dtrain__op_scans(op) ? dtrain__op_scanned(comm, op) : folds * comm->size;
     if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
         memcpy(op->out, dtrain__fused_data(comm, op, op->root), dtrain__op_bytes(op));
-    if (!folds || op->count == 0)
+    if (ranks == 0 || op->count == 0)
         return;
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__fused_data(comm, op, rank);
-    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+    dtrain__fold(op->dtype, op->op, ranks, comm->ins, ranks, &op->out, 1, 0, op->count);
 }
 
 #define DTRAIN__FUSED_STOPPED_NS 2000000000 /* of another rank that withdraws, which takes microseconds */
@@ -24769,6 +24885,24 @@ static void dtrain__fused_reduce(dtrain_comm *comm, const dtrain__op *op, size_t
     dtrain__op_fold(comm, op, comm->outs, outs, n);
 }
 
+/* Folds the inputs of ranks 0 to r into rank r's output, for all r. The last rank comes first, as an output may be the
+ * same rank's input. */
+static void dtrain__fused_scan(dtrain_comm *comm, const dtrain__op *op, size_t begin, size_t n)
+{
+    size_t width = dtrain__op_width(op), tile = DTRAIN__FOLD_TILE_BYTES / width;
+    int before = op->kind == DTRAIN__EXSCAN; /* ranks that get nothing */
+    for (size_t end = begin + n; begin < end; begin += tile) {
+        size_t count = end - begin < tile ? end - begin : tile;
+        for (int rank = 0; rank < comm->size; rank++)
+            comm->ins[rank] = dtrain__fused_buffer(comm, op, rank, 0) + begin * width;
+        for (int rank = comm->size - 1; rank >= before; rank--) {
+            void *out = dtrain__fused_buffer(comm, op, rank, 1) + begin * width;
+            int ranks = rank + 1 - before;
+            dtrain__fold(op->dtype, op->op, ranks, comm->ins, ranks, &out, 1, 0, count);
+        }
+    }
+}
+
 static void dtrain__fused_move(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     if (from != to)
@@ -24850,6 +24984,8 @@ static void dtrain__fused_work(dtrain_comm *comm, dtrain__op *op, size_t from, s
 {
     if (op->scattered)
         dtrain__fused_segments(comm, op, from, n);
+    else if (dtrain__op_scans(op))
+        dtrain__fused_scan(comm, op, from, n);
     else if (dtrain__op_reduces(op))
         dtrain__fused_reduce(comm, op, from, n);
     else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)
@@ -25163,6 +25299,8 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain
         return 1;
     if (dtrain__plan_whole(op))
         dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));
+    if (op->kind == DTRAIN__SCAN && op->count > 0)
+        memcpy(dtrain__step_scanned(comm, op), dtrain__step_held(comm, op), op->count * dtrain__step_width(op));
     else if (!dtrain__op_is_message(op))
         dtrain__message_own(comm, op);
     op->phase = 1;
@@ -25173,7 +25311,10 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
 {
     size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].begin : 0;
     size_t n = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].count : op->count;
-    if (dtrain__plan_whole(op) && n > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
+    int ranks = dtrain__op_scans(op) ? dtrain__op_scanned(comm, op) : comm->size;
+    if (dtrain__op_scans(op) && n > 0 && ranks > 0)
+        dtrain__fold_finish(op->dtype, op->op, ranks, dtrain__step_scanned(comm, op), op->out, n);
+    else if (dtrain__plan_whole(op) && n > 0 && ranks > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
         dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__step_held(comm, op) + begin * dtrain__step_width(op),
                             op->out, n);
     if (dtrain__op_is_message(op))
@@ -27097,6 +27238,30 @@ static dtrain_status dtrain__collective_rows(dtrain_comm *comm, dtrain__kind kin
     op.op = kind == DTRAIN__ALL_GATHER ? (dtrain_op)0 : DTRAIN_SUM;
     op.row = kind == DTRAIN__ALL_REDUCE ? 0 : columns;
     return dtrain__work_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_scan(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                     dtrain_op op)
+{
+    return dtrain__collective(comm, DTRAIN__SCAN, in, out, count, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scan_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
+{
+    return dtrain__collective_async(comm, DTRAIN__SCAN, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_exscan(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op)
+{
+    return dtrain__collective(comm, DTRAIN__EXSCAN, in, out, count, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_exscan_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
+{
+    return dtrain__collective_async(comm, DTRAIN__EXSCAN, in, out, count, dtype, op, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,

@@ -72,6 +72,11 @@
  *     DTRAIN_CHECK(dtrain_all_to_all(world, goes, comes, (size_t)ranks, DTRAIN_U64));
  *     DTRAIN_CHECK(dtrain_all_to_all_v(world, tokens, goes, NULL, taken, comes, NULL, DTRAIN_F32));
  *
+ * Scans fold over the ranks up to this one. Here each rank learns where its lines of a common list begin and end:
+ *
+ *     DTRAIN_CHECK(dtrain_exscan(world, &lines, &begin, 1, DTRAIN_U64, DTRAIN_SUM));          rank 0's begin stays 0
+ *     DTRAIN_CHECK(dtrain_scan(world, &lines, &end, 1, DTRAIN_U64, DTRAIN_SUM));
+ *
  * The store keeps a few bytes under a name. Any rank sets them, any rank reads them:
  *
  *     DTRAIN_CHECK(dtrain_store_set(world, "address", "10.0.0.1:80", 12));
@@ -85,6 +90,8 @@
  *     DTRAIN_CHECK(dtrain_work_wait(work));
  *     DTRAIN_CHECK(dtrain_all_gather_async(world, params + lo, params, count, DTRAIN_F32, &work));
  *     DTRAIN_CHECK(dtrain_broadcast_async(world, params, count, DTRAIN_F32, 0, &work));
+ *     DTRAIN_CHECK(dtrain_exscan_async(world, &lines, &begin, 1, DTRAIN_U64, DTRAIN_SUM, &work));
+ *     DTRAIN_CHECK(dtrain_scan_async(world, &lines, &end, 1, DTRAIN_U64, DTRAIN_SUM, &work));
  *     DTRAIN_CHECK(dtrain_recv_async(world, &before, 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
  *     DTRAIN_CHECK(dtrain_send_async(world, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
  *

@@ -103,6 +103,7 @@ typedef enum bench_op {
     BROADCAST,
     REDUCE,
     ALL_TO_ALL,
+    SCAN,
     FUSED,
     DDP,
     BARRIER,
@@ -130,11 +131,12 @@ typedef enum bench_op {
     BENCH_OPS
 } bench_op;
 static const char *const bench_names[BENCH_OPS] = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast",   "reduce",     "all_to_all",      "fused",
-    "ddp",        "barrier",        "ring",       "fsdp",        "tp_overlap", "pipeline_bubble", "gemm",
-    "adamw",      "seal",           "topk",       "topk_add",    "sparse_add", "int8_pack",       "int8_unpack",
-    "link_topk",  "link_int8",      "file_open",  "file_header", "file_read",  "file_save",       "file_load",
-    "save_async", "reload"};
+    "all_reduce", "reduce_scatter",  "all_gather", "broadcast",   "reduce",    "all_to_all",
+    "scan",       "fused",           "ddp",        "barrier",     "ring",      "fsdp",
+    "tp_overlap", "pipeline_bubble", "gemm",       "adamw",       "seal",      "topk",
+    "topk_add",   "sparse_add",      "int8_pack",  "int8_unpack", "link_topk", "link_int8",
+    "file_open",  "file_header",     "file_read",  "file_save",   "file_load", "save_async",
+    "reload"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -278,8 +280,8 @@ static void bench_limit_large(bench *b, int t)
             size_t low, shard = bench_part(b->count, b->ranks, r, &low);
             memcpy(b->others[r] + (size_t)from * shard, b->buffers[from] + low, shard * sizeof(float));
         }
-    if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER || b->op == REDUCE)
-        bench_fold(b, begin, n, b->op == ALL_REDUCE);
+    if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER || b->op == REDUCE || b->op == SCAN)
+        bench_fold(b, begin, n, b->op == ALL_REDUCE || b->op == SCAN);
 }
 
 /* Makes one exchange through the mailboxes: every rank sums all of them. */
@@ -352,6 +354,7 @@ static dtrain_status bench_call(bench *b, dtrain_comm *world)
     case BROADCAST: return dtrain_broadcast(world, data, b->count, DTRAIN_F32, 0);
     case REDUCE: return dtrain_reduce(world, data, data, b->count, DTRAIN_F32, DTRAIN_SUM, 0);
     case ALL_TO_ALL: return dtrain_all_to_all(world, data, b->others[rank], b->count, DTRAIN_F32);
+    case SCAN: return dtrain_scan(world, data, data, b->count, DTRAIN_F32, DTRAIN_SUM);
     case FUSED: return bench_fused(b, world);
     case DDP: return bench_ddp(b->ddps[rank]);
     default: return dtrain_barrier(world);

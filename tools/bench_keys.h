@@ -6,7 +6,7 @@ static const char bench_help[] =
     "usage: bench OPERATION [key=value ...]\n"
     "Times an operation against its limit, in turns, and prints the medians.\n"
     "ranks        all_reduce reduce_scatter all_gather broadcast reduce all_to_all\n"
-    "             barrier fused ring ddp fsdp tp_overlap pipeline_bubble\n"
+    "             scan barrier fused ring ddp fsdp tp_overlap pipeline_bubble\n"
     "one thread   gemm adamw seal topk topk_add sparse_add int8_pack int8_unpack\n"
     "slow links   link_topk link_int8\n"
     "files        file_open file_header file_read file_save file_load\n"

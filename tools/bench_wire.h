@@ -94,9 +94,9 @@ static void wire_limit(bench *b, int rank, int variant)
         return;
     }
     size_t part = b->bytes / sizeof(float) / (size_t)b->ranks * (size_t)(b->ranks - 1) * sizeof(float);
-    if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER || b->op == REDUCE)
+    if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER || b->op == REDUCE || b->op == SCAN)
         wire_exchange(b, rank, data, scratch, part, part, variant);
-    if (b->op == ALL_REDUCE || b->op == ALL_GATHER || b->op == ALL_TO_ALL)
+    if (b->op == ALL_REDUCE || b->op == ALL_GATHER || b->op == ALL_TO_ALL || b->op == SCAN)
         wire_exchange(b, rank, data, scratch, part, 0, variant);
     if (b->op == BROADCAST) /* n - 1 ranks get all bytes: (n - 1) / n a rank if all ranks send alike */
         wire_exchange(b, rank, data, scratch, part, 0, variant);

@@ -25,7 +25,7 @@ typedef struct dtrain__bounce_cell {
 /* Whether the operation can go this way. */
 static int dtrain__bounce_may(const dtrain_comm *comm, const dtrain__op *op)
 {
-    return comm->shared->bounce != NULL && op->kind != DTRAIN__BARRIER &&
+    return comm->shared->bounce != NULL && op->kind != DTRAIN__BARRIER && !dtrain__op_scans(op) &&
            (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL);
 }
 

@@ -146,6 +146,30 @@ static dtrain_status dtrain__collective_rows(dtrain_comm *comm, dtrain__kind kin
     return dtrain__work_call(comm, &op, work);
 }
 
+DTRAIN_API dtrain_status dtrain_scan(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                     dtrain_op op)
+{
+    return dtrain__collective(comm, DTRAIN__SCAN, in, out, count, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_scan_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                           dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
+{
+    return dtrain__collective_async(comm, DTRAIN__SCAN, in, out, count, dtype, op, 0, work);
+}
+
+DTRAIN_API dtrain_status dtrain_exscan(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
+                                       dtrain_op op)
+{
+    return dtrain__collective(comm, DTRAIN__EXSCAN, in, out, count, dtype, op, 0, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_exscan_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                             dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
+{
+    return dtrain__collective_async(comm, DTRAIN__EXSCAN, in, out, count, dtype, op, 0, work);
+}
+
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype)
 {

@@ -12,6 +12,7 @@
  *   gather           its shard                 root: count elements: all shards
  *   scatter          root: count elements      its shard
  *   all_to_all       count elements            its shard of every rank's elements
+ *   scan, exscan     count elements            the reduction of the inputs up to its own, or before it
  *
  * ---- >>order ----
  * Reductions add along the balanced binary tree over ranks. Its left part is the largest power of two below the number
@@ -420,6 +421,22 @@ DTRAIN_API_MUST dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, 
 DTRAIN_API_MUST dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                             dtrain_dtype dtype, dtrain_op op, int root);
 
+/* Reduce `count` elements over the ranks up to this one. Rank r gets the result of ranks 0 to r, from dtrain_exscan of
+ * ranks 0 to r - 1. The result has the bits that dtrain_all_reduce gives in a group of these ranks alone.
+ *
+ *   in, out   count elements; the same buffer, or two that do not overlap. dtrain_exscan does not touch rank 0's out,
+ *             which may be NULL
+ *   op        DTRAIN_MEAN divides by the number of these ranks
+ *   order     the binary tree over ranks, also where the desc frees it
+ *   others    as dtrain_all_reduce
+ *   source    Hillis and Steele, Data Parallel Algorithms, CACM 29(12), 1986
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_scan(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                          dtrain_dtype dtype, dtrain_op op);
+DTRAIN_API_MUST dtrain_status dtrain_exscan(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                            dtrain_dtype dtype, dtrain_op op);
+
 /* Joins every rank's shard of `count` elements on rank root.
  *
  *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
@@ -530,6 +547,10 @@ DTRAIN_API_MUST dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const v
                                                       dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                           dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
+DTRAIN_API_MUST dtrain_status dtrain_scan_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
+DTRAIN_API_MUST dtrain_status dtrain_exscan_async(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                  dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                       dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,

@@ -5,7 +5,7 @@
  * be done now, so blocking calls, the service thread and poll share it.
  *
  * Processes reach the buffers that are in windows (see >>window). Other buffers go through bounce buffers (see
- * >>bounce). An uneven all-to-all goes by messages, as a rank does not know all its rounds.
+ * >>bounce). An uneven all-to-all goes by messages, as a rank does not know all its rounds. So does a scan.
  *
  * At its deadline a rank withdraws its post. It marks the post and looks whether every peer has posted. If all have, it
  * removes the mark and continues. Ranks withdraw one after another. Peers commit only after they have seen every post
@@ -28,7 +28,8 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
     size_t bytes = dtrain__op_bytes(op);
     if (op->kind == DTRAIN__BARRIER)
         return 1;
-    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE) &&
+    return (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST || op->kind == DTRAIN__REDUCE ||
+            dtrain__op_scans(op)) &&
            bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_ALL;
 }
 
@@ -89,7 +90,9 @@ static size_t dtrain__fused_reach(const dtrain_comm *comm, const dtrain__op *op,
         whole = comm->parts[part].count > 0 && end > whole ? end : whole;
     }
     switch (op->kind) {
-    case DTRAIN__ALL_REDUCE: return whole;
+    case DTRAIN__ALL_REDUCE:
+    case DTRAIN__SCAN: return whole;
+    case DTRAIN__EXSCAN: return !out || rank > 0 ? whole : 0;
     case DTRAIN__REDUCE: return !out || root ? whole : 0;
     case DTRAIN__REDUCE_SCATTER:
     case DTRAIN__ALL_TO_ALL: return out ? 0 : whole;
@@ -305,13 +308,14 @@ static int dtrain__fused_small(const dtrain_comm *comm, const dtrain__op *op, in
 static void dtrain__fused_whole(dtrain_comm *comm, dtrain__op *op)
 {
     int folds = op->kind == DTRAIN__ALL_REDUCE || (op->kind == DTRAIN__REDUCE && comm->rank == op->root);
+    int ranks = dtrain__op_scans(op) ? dtrain__op_scanned(comm, op) : folds * comm->size;
     if (op->kind == DTRAIN__BROADCAST && op->root != comm->rank && op->count > 0)
         memcpy(op->out, dtrain__fused_data(comm, op, op->root), dtrain__op_bytes(op));
-    if (!folds || op->count == 0)
+    if (ranks == 0 || op->count == 0)
         return;
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__fused_data(comm, op, rank);
-    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+    dtrain__fold(op->dtype, op->op, ranks, comm->ins, ranks, &op->out, 1, 0, op->count);
 }
 
 #define DTRAIN__FUSED_STOPPED_NS 2000000000 /* of another rank that withdraws, which takes microseconds */
@@ -475,6 +479,24 @@ static void dtrain__fused_reduce(dtrain_comm *comm, const dtrain__op *op, size_t
     dtrain__op_fold(comm, op, comm->outs, outs, n);
 }
 
+/* Folds the inputs of ranks 0 to r into rank r's output, for all r. The last rank comes first, as an output may be the
+ * same rank's input. */
+static void dtrain__fused_scan(dtrain_comm *comm, const dtrain__op *op, size_t begin, size_t n)
+{
+    size_t width = dtrain__op_width(op), tile = DTRAIN__FOLD_TILE_BYTES / width;
+    int before = op->kind == DTRAIN__EXSCAN; /* ranks that get nothing */
+    for (size_t end = begin + n; begin < end; begin += tile) {
+        size_t count = end - begin < tile ? end - begin : tile;
+        for (int rank = 0; rank < comm->size; rank++)
+            comm->ins[rank] = dtrain__fused_buffer(comm, op, rank, 0) + begin * width;
+        for (int rank = comm->size - 1; rank >= before; rank--) {
+            void *out = dtrain__fused_buffer(comm, op, rank, 1) + begin * width;
+            int ranks = rank + 1 - before;
+            dtrain__fold(op->dtype, op->op, ranks, comm->ins, ranks, &out, 1, 0, count);
+        }
+    }
+}
+
 static void dtrain__fused_move(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     if (from != to)
@@ -556,6 +578,8 @@ static void dtrain__fused_work(dtrain_comm *comm, dtrain__op *op, size_t from, s
 {
     if (op->scattered)
         dtrain__fused_segments(comm, op, from, n);
+    else if (dtrain__op_scans(op))
+        dtrain__fused_scan(comm, op, from, n);
     else if (dtrain__op_reduces(op))
         dtrain__fused_reduce(comm, op, from, n);
     else if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__ALL_TO_ALL)

@@ -24,6 +24,8 @@ typedef enum dtrain__kind {
     DTRAIN__GATHER,
     DTRAIN__SCATTER,
     DTRAIN__ALL_TO_ALL,
+    DTRAIN__SCAN,
+    DTRAIN__EXSCAN,
     DTRAIN__BARRIER,
     DTRAIN__SEND,
     DTRAIN__RECV,

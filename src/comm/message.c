@@ -165,6 +165,8 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain
         return 1;
     if (dtrain__plan_whole(op))
         dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));
+    if (op->kind == DTRAIN__SCAN && op->count > 0)
+        memcpy(dtrain__step_scanned(comm, op), dtrain__step_held(comm, op), op->count * dtrain__step_width(op));
     else if (!dtrain__op_is_message(op))
         dtrain__message_own(comm, op);
     op->phase = 1;
@@ -175,7 +177,10 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
 {
     size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].begin : 0;
     size_t n = op->kind == DTRAIN__REDUCE_SCATTER ? comm->parts[comm->rank].count : op->count;
-    if (dtrain__plan_whole(op) && n > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
+    int ranks = dtrain__op_scans(op) ? dtrain__op_scanned(comm, op) : comm->size;
+    if (dtrain__op_scans(op) && n > 0 && ranks > 0)
+        dtrain__fold_finish(op->dtype, op->op, ranks, dtrain__step_scanned(comm, op), op->out, n);
+    else if (dtrain__plan_whole(op) && n > 0 && ranks > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
         dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__step_held(comm, op) + begin * dtrain__step_width(op),
                             op->out, n);
     if (dtrain__op_is_message(op))

@@ -30,7 +30,19 @@ static int dtrain__op_is_fused(const dtrain__op *op)
 
 static int dtrain__op_kind_reduces(uint64_t kind)
 {
-    return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE;
+    return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE ||
+           kind == DTRAIN__SCAN || kind == DTRAIN__EXSCAN;
+}
+
+static int dtrain__op_scans(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__SCAN || op->kind == DTRAIN__EXSCAN;
+}
+
+/* The ranks that this one's result of a scan is of: those from 0 on. */
+static int dtrain__op_scanned(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->rank + (op->kind == DTRAIN__SCAN);
 }
 
 static int dtrain__op_reduces(const dtrain__op *op)
@@ -56,8 +68,8 @@ static int dtrain__op_is_message(const dtrain__op *op)
 static DTRAIN__NOINLINE const char *dtrain__op_kind_name(uint64_t kind)
 {
     static const char *const names[] = {"no call", "all_reduce", "reduce_scatter", "all_gather", "broadcast",
-                                        "reduce",  "gather",     "scatter",        "all_to_all", "barrier",
-                                        "send",    "recv",       "exchange"};
+                                        "reduce",  "gather",     "scatter",        "all_to_all", "scan",
+                                        "exscan",  "barrier",    "send",           "recv",       "exchange"};
     return kind < sizeof names / sizeof names[0] ? names[kind] : "an unknown call";
 }
 
@@ -404,6 +416,7 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
     case DTRAIN__GATHER: *in = part * width, *out = root ? whole : 0, *offset = begin * width; break;
     case DTRAIN__SCATTER: *in = root ? whole : 0, *out = part * width, *offset = begin * width; break;
     case DTRAIN__REDUCE: *out = root ? whole : 0; break;
+    case DTRAIN__EXSCAN: *out = comm->rank > 0 ? whole : 0; break;
     case DTRAIN__ALL_TO_ALL: *out = (size_t)comm->size * part * width; break;
     case DTRAIN__SEND: *out = 0; break;
     case DTRAIN__RECV: *in = 0; break;

@@ -22,11 +22,12 @@ static int dtrain__plan_whole(const dtrain__op *op)
 
 static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
+    size_t halves = dtrain__op_scans(op) ? 3 : dtrain__step_holds_in_out(op) ? 1 : 2;
     switch (op->algorithm) {
     case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_scratch(comm, op);
     case DTRAIN_ALGORITHM_DIRECT: return dtrain__direct_scratch(comm, op);
     case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_scratch(comm, op);
-    default: return dtrain__plan_whole(op) ? (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op) : 0;
+    default: return dtrain__plan_whole(op) ? halves * dtrain__step_half(op) : 0;
     }
 }
 
@@ -73,6 +74,8 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
 static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
 {
     int sums = kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER;
+    if (kind == DTRAIN__SCAN || kind == DTRAIN__EXSCAN)
+        return algorithm == DTRAIN_ALGORITHM_TREE;
     switch (algorithm) {
     case DTRAIN_ALGORITHM_TREE: return sums || kind == DTRAIN__REDUCE || kind == DTRAIN__BROADCAST;
     case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING: return sums && dtrain__step_power_of_two(comm->size);
@@ -141,6 +144,8 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
         return bytes <= DTRAIN__PLAN_PIPE || comm->size == 2 ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_RING;
     case DTRAIN__REDUCE: return bytes <= 4 * DTRAIN__PLAN_WHOLE ? DTRAIN_ALGORITHM_TREE : DTRAIN_ALGORITHM_DIRECT;
     case DTRAIN__BARRIER: return DTRAIN_ALGORITHM_BRUCK;
+    case DTRAIN__SCAN:
+    case DTRAIN__EXSCAN: return DTRAIN_ALGORITHM_TREE;
     default: return DTRAIN_ALGORITHM_DIRECT;
     }
 }

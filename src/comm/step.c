@@ -86,6 +86,12 @@ static unsigned char *dtrain__step_held(const dtrain_comm *comm, const dtrain__o
     return dtrain__step_holds_in_out(op) ? (unsigned char *)op->out : comm->scratch;
 }
 
+/* Where a scan keeps its result: behind the other two. */
+static unsigned char *dtrain__step_scanned(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return comm->scratch + 2 * dtrain__step_half(op);
+}
+
 static unsigned char *dtrain__step_received(const dtrain_comm *comm, const dtrain__op *op)
 {
     return comm->scratch + (dtrain__step_holds_in_out(op) ? 0 : dtrain__step_half(op));

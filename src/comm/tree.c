@@ -36,12 +36,70 @@ static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, c
     step->send_first = comm->rank < peer;
 }
 
+/* Whether ranks lie behind this one's block of 2^level ranks. They need its total. */
+static int dtrain__tree_continues(const dtrain_comm *comm, int level)
+{
+    return ((comm->rank >> level) + 1) << level < comm->size;
+}
+
+/* to = from op to: `from` is of lower ranks. */
+static void dtrain__tree_precede(const dtrain__op *op, const unsigned char *from, unsigned char *to)
+{
+    uint64_t tile[256];
+    size_t bytes = op->count * dtrain__step_width(op);
+    for (size_t at = 0; at < bytes; at += sizeof tile) {
+        size_t n = bytes - at < sizeof tile ? bytes - at : sizeof tile;
+        memcpy(tile, from + at, n);
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, tile, to + at, n / dtrain__step_width(op));
+        memcpy(to + at, tile, n);
+    }
+}
+
+/* Folds the block that step k - 1 has received. */
+static void dtrain__tree_scan_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
+{
+    int distance = 1 << (k - 1), first = op->kind == DTRAIN__EXSCAN && comm->rank % distance == 0;
+    unsigned char *total = dtrain__step_held(comm, op), *received = dtrain__step_received(comm, op);
+    unsigned char *result = dtrain__step_scanned(comm, op);
+    if ((comm->rank & distance) == 0) {
+        dtrain__fold_pair(dtrain__step_dtype(op), op->op, total, received, op->count);
+        return;
+    }
+    if (first && op->count > 0)
+        memcpy(result, received, op->count * dtrain__step_width(op));
+    else
+        dtrain__tree_precede(op, received, result);
+    if (dtrain__tree_continues(comm, (int)k))
+        dtrain__tree_precede(op, received, total);
+}
+
+/* Blocks of 2^k ranks exchange totals, rank by rank. A block folds that of its left neighbour into its results. Nobody
+ * needs the total of the last block. Source: Hillis and Steele, Data Parallel Algorithms, CACM 29(12), 1986. */
+static int dtrain__tree_scan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int levels = dtrain__step_levels(comm->size), peer = comm->rank ^ (1 << k);
+    int before = k > 0 ? comm->rank ^ (1 << (k - 1)) : comm->size;
+    size_t bytes = op->count * dtrain__step_width(op);
+    if (before < comm->size && (before < comm->rank || dtrain__tree_continues(comm, k)))
+        step->prepare = dtrain__tree_scan_fold;
+    if (k >= levels || peer >= comm->size)
+        return k <= levels;
+    if (comm->rank < peer || dtrain__tree_continues(comm, k + 1))
+        dtrain__step_send(step, peer, dtrain__step_held(comm, op), bytes);
+    if (comm->rank > peer || dtrain__tree_continues(comm, k + 1))
+        dtrain__step_recv(step, peer, dtrain__step_received(comm, op), bytes);
+    step->send_first = comm->rank < peer;
+    return 1;
+}
+
 /* Recursive doubling, or up to rank 0 and down again. A broadcast only goes down from its root. A reduce only goes up,
  * then from rank 0 to its root. If any order will do, it goes up to its root. */
 static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__line line = {comm->rank, comm->size, 0, 1};
     int levels = dtrain__step_levels(comm->size), any = comm->desc.order == DTRAIN_ORDER_ANY;
+    if (dtrain__op_scans(op))
+        return dtrain__tree_scan(comm, op, k, step);
     if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING) {
         if (k < levels)
             dtrain__tree_double(comm, op, &line, k, step);

@@ -398,6 +398,7 @@ static dtrain_status collected(dtrain_comm *world, void *user)
 {
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), all[4], one = rank, back = -1;
     size_t counts[4], offsets[4], goes[4], comes[4], bytes, absent;
+    uint64_t lines = (uint64_t)rank + 3, begin = 0, end = 0;
     float parts[10] = {0}, mine[4], sums[4], tokens[4], taken[4];
     char address[16];
     (void)user;
@@ -416,6 +417,8 @@ static dtrain_status collected(dtrain_comm *world, void *user)
     DTRAIN_CHECK(dtrain_reduce_scatter_v(world, parts, sums, counts, offsets, DTRAIN_F32, DTRAIN_SUM));
     DTRAIN_CHECK(dtrain_all_to_all(world, goes, comes, (size_t)ranks, DTRAIN_U64));
     DTRAIN_CHECK(dtrain_all_to_all_v(world, tokens, goes, NULL, taken, comes, NULL, DTRAIN_F32));
+    DTRAIN_CHECK(dtrain_exscan(world, &lines, &begin, 1, DTRAIN_U64, DTRAIN_SUM)); /* rank 0's begin stays 0 */
+    DTRAIN_CHECK(dtrain_scan(world, &lines, &end, 1, DTRAIN_U64, DTRAIN_SUM));
     if (rank == 0)
         DTRAIN_CHECK(dtrain_store_set(world, "address", "10.0.0.1:80", 12));
     DTRAIN_CHECK(dtrain_store_wait(world, "address", address, sizeof address, &bytes));
@@ -424,6 +427,7 @@ static dtrain_status collected(dtrain_comm *world, void *user)
     size_t count = offsets[ranks - 1] + counts[ranks - 1];
     good &= parts[count - 1] == (float)(ranks - 1) && sums[0] == (float)(ranks * rank);
     good &= taken[3] == (float)((rank + ranks - 1) % ranks);
+    good &= begin == (uint64_t)(rank * 3 + rank * (rank - 1) / 2) && end == begin + lines;
     return good ? DTRAIN_OK : DTRAIN_ERR_INVALID;
 }
 
@@ -434,7 +438,7 @@ static dtrain_status beside(dtrain_comm *world, void *user)
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), one = rank, before = 0;
     size_t count = COUNT, lo, n = dtrain_shard(world, count, rank, &lo), bytes[1] = {sizeof params};
     void *buffers[1] = {params};
-    uint64_t step = (uint64_t)rank;
+    uint64_t step = (uint64_t)rank, lines = 2, begin = 0, end = 0;
     dtrain_comm *group = NULL;
     dtrain_work *work, *sent, *came;
     (void)user;
@@ -448,6 +452,10 @@ static dtrain_status beside(dtrain_comm *world, void *user)
     DTRAIN_CHECK(dtrain_work_wait(work));
     DTRAIN_CHECK(dtrain_broadcast_async(world, params, count, DTRAIN_F32, 0, &work));
     DTRAIN_CHECK(dtrain_work_wait(work));
+    DTRAIN_CHECK(dtrain_exscan_async(world, &lines, &begin, 1, DTRAIN_U64, DTRAIN_SUM, &work));
+    DTRAIN_CHECK(dtrain_work_wait(work));
+    DTRAIN_CHECK(dtrain_scan_async(world, &lines, &end, 1, DTRAIN_U64, DTRAIN_SUM, &work));
+    DTRAIN_CHECK(dtrain_work_wait(work));
     if (ranks > 1) { /* to the next rank, from the one before */
         DTRAIN_CHECK(dtrain_recv_async(world, &before, 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
         DTRAIN_CHECK(dtrain_send_async(world, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
@@ -457,7 +465,7 @@ static dtrain_status beside(dtrain_comm *world, void *user)
     DTRAIN_CHECK(dtrain_comm_shrink(world, &group));
     DTRAIN_CHECK(dtrain_resync(group, step, buffers, bytes, 1, &step));
     int good = params[COUNT - 1] == 0 && before == (ranks > 1 ? (rank + ranks - 1) % ranks : 0);
-    good &= step == (uint64_t)ranks - 1;
+    good &= step == (uint64_t)ranks - 1 && begin == 2 * (uint64_t)rank && end == begin + 2;
     dtrain_comm_destroy(group);
     return good ? DTRAIN_OK : DTRAIN_ERR_INVALID;
 }

@@ -317,6 +317,39 @@ TEST(every_dtype_reduces)
     CHECK_EQ(dtrain_run_threads(3, of_every_dtype, NULL, &desc), DTRAIN_OK);
 }
 
+/* Of x = 2, 4, 9, 1e8, -1e8 on ranks 0 to 4. */
+static dtrain_status scanned_by_hand(dtrain_comm *world, void *user)
+{
+    static const float x[5] = {2, 4, 9, 1e8f, -1e8f}, means[5] = {2, 3, 5, 25000004, 3.2f};
+    static const float sums[5] = {2, 6, 15, 100000016, 16}; /* (2 + 4) + (9 + 1e8) rounds to 1e8 + 16 */
+    int rank = dtrain_comm_rank(world);
+    float out = -7, mean = x[rank];
+    int8_t least = (int8_t)(5 - rank * rank);
+    (void)user;
+    DTRAIN_CHECK(dtrain_scan(world, &x[rank], &out, 1, DTRAIN_F32, DTRAIN_SUM));
+    CHECK(out == sums[rank]);
+    DTRAIN_CHECK(dtrain_exscan(world, &x[rank], rank > 0 ? &out : NULL, 1, DTRAIN_F32, DTRAIN_SUM));
+    CHECK(out == (rank > 0 ? sums[rank - 1] : sums[0])); /* as it was on rank 0 */
+    DTRAIN_CHECK(dtrain_scan(world, &mean, &mean, 1, DTRAIN_F32, DTRAIN_MEAN));
+    CHECK(mean == means[rank]);
+    DTRAIN_CHECK(dtrain_exscan(world, &least, &least, 1, DTRAIN_I8, DTRAIN_MIN));
+    CHECK_EQ(least, rank > 0 ? 5 - (rank - 1) * (rank - 1) : 5);
+    dtrain_status status = rank == 2 ? dtrain_exscan(world, &mean, &out, 1, DTRAIN_F32, DTRAIN_SUM)
+                                     : dtrain_scan(world, &mean, &out, 1, DTRAIN_F32, DTRAIN_SUM);
+    CHECK(status == DTRAIN_ERR_MISMATCH || status == DTRAIN_ERR_PEER_LOST);
+    CHECK_CONTAINS(dtrain_last_error(), "exscan #5 (sum, f32 x 1)");
+    return DTRAIN_OK;
+}
+
+TEST(scans_are_what_a_hand_computes)
+{
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    CHECK_EQ(dtrain_run_threads(5, scanned_by_hand, NULL, &desc), DTRAIN_OK);
+    desc.algorithm = DTRAIN_ALGORITHM_TREE;
+    CHECK_EQ(dtrain_run_threads(5, scanned_by_hand, NULL, &desc), DTRAIN_OK);
+}
+
 static dtrain_status rank_1_fails(dtrain_comm *world, void *user)
 {
     float x = 1;

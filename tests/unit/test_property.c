@@ -38,6 +38,8 @@ typedef enum kind {
     GATHER,
     SCATTER,
     ALL_TO_ALL,
+    SCAN,
+    EXSCAN,
     EXCHANGE,
     BARRIER,
     KINDS
@@ -267,7 +269,7 @@ static void draw_call(call *c, const stage *s, uint64_t seed, int ranks)
     int floats;
     memset(c, 0, sizeof *c);
     c->seed = draw(seed, 2);
-    c->kind = (kind)(dice % 12 < KINDS ? dice % 12 : dice % 2 ? ALL_REDUCE : REDUCE_SCATTER);
+    c->kind = (kind)(dice % 14 < KINDS ? dice % 14 : dice % 2 ? ALL_REDUCE : REDUCE_SCATTER);
     c->dtype = dtypes[dice / 16 % (sizeof dtypes / sizeof dtypes[0])];
     c->width = dtrain_dtype_bits(c->dtype) / 8;
     floats = is_float(c->dtype);
@@ -331,6 +333,8 @@ static dtrain_status make_call(dtrain_comm *w, const call *c, const void *in, vo
             return dtrain_scatter_v(w, in, out, c->counts, at, c->dtype, c->root);
         return dtrain_scatter(w, in, out, c->count, c->dtype, c->root);
     case ALL_TO_ALL: return dtrain_all_to_all(w, in, out, c->count, c->dtype);
+    case SCAN: return end(EITHER(dtrain_scan, in, out, c->count, c->dtype, c->op), handle, c);
+    case EXSCAN: return end(EITHER(dtrain_exscan, in, out, c->count, c->dtype, c->op), handle, c);
     case EXCHANGE:
         if (ranks == 1)
             return DTRAIN_OK;
@@ -392,13 +396,22 @@ static void prepare(const call *c, int rank, int ranks, buffers *b, unsigned cha
         b->out_elements = (size_t)ranks * mine;
         *in = c->in_place ? b->out : b->in;
         break;
+    case SCAN:
+    case EXSCAN: /* rank 0 of an exscan: nothing is written */
+        *in = c->in_place ? b->out : b->in;
+        for (size_t i = 0; i < c->count; i++)
+            if (c->kind == SCAN || rank > 0)
+                put_reduced(c, rank + (c->kind == SCAN), i, b->expected + i * w);
+            else if (c->in_place)
+                put_input(c, rank, i, b->expected + i * w);
+        break;
     case EXCHANGE:
         for (size_t i = 0; ranks > 1 && i < c->count; i++)
             put_input(c, left, i, b->expected + i * w);
         break;
     default: b->out_elements = 0;
     }
-    if (*in == b->out && (c->kind == ALL_REDUCE || c->kind == REDUCE || c->kind == ALL_TO_ALL))
+    if (*in == b->out && c->kind != ALL_GATHER && c->kind != GATHER)
         memcpy(b->out, b->in, c->count * w);
 }
 
