@@ -325,7 +325,6 @@ static dtrain_status scanned_by_hand(dtrain_comm *world, void *user)
     int rank = dtrain_comm_rank(world);
     float out = -7, mean = x[rank];
     int8_t least = (int8_t)(5 - rank * rank);
-    (void)user;
     DTRAIN_CHECK(dtrain_scan(world, &x[rank], &out, 1, DTRAIN_F32, DTRAIN_SUM));
     CHECK(out == sums[rank]);
     DTRAIN_CHECK(dtrain_exscan(world, &x[rank], rank > 0 ? &out : NULL, 1, DTRAIN_F32, DTRAIN_SUM));
@@ -334,9 +333,11 @@ static dtrain_status scanned_by_hand(dtrain_comm *world, void *user)
     CHECK(mean == means[rank]);
     DTRAIN_CHECK(dtrain_exscan(world, &least, &least, 1, DTRAIN_I8, DTRAIN_MIN));
     CHECK_EQ(least, rank > 0 ? 5 - (rank - 1) * (rank - 1) : 5);
+    if (user == NULL) /* by messages a rank may still be in its last call when others have met */
+        return DTRAIN_OK;
     dtrain_status status = rank == 2 ? dtrain_exscan(world, &mean, &out, 1, DTRAIN_F32, DTRAIN_SUM)
                                      : dtrain_scan(world, &mean, &out, 1, DTRAIN_F32, DTRAIN_SUM);
-    CHECK(status == DTRAIN_ERR_MISMATCH || status == DTRAIN_ERR_PEER_LOST);
+    CHECK_EQ(status, DTRAIN_ERR_MISMATCH);
     CHECK_CONTAINS(dtrain_last_error(), "exscan #5 (sum, f32 x 1)");
     return DTRAIN_OK;
 }
@@ -345,7 +346,7 @@ TEST(scans_are_what_a_hand_computes)
 {
     dtrain_comm_desc desc;
     memset(&desc, 0, sizeof desc);
-    CHECK_EQ(dtrain_run_threads(5, scanned_by_hand, NULL, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_run_threads(5, scanned_by_hand, &desc, &desc), DTRAIN_OK);
     desc.algorithm = DTRAIN_ALGORITHM_TREE;
     CHECK_EQ(dtrain_run_threads(5, scanned_by_hand, NULL, &desc), DTRAIN_OK);
 }
