@@ -103,15 +103,15 @@ refused "ls: one PATH is expected" safetensors ls a b
 header='{"w":{"dtype":"U8","shape":[536870912],"data_offsets":[0,536870912]}}'
 printf "\\$(printf %o ${#header})\\000\\000\\000\\000\\000\\000\\000%s" "$header" >hole.safetensors
 dd if=/dev/null of=hole.safetensors bs=1 seek=$((8 + ${#header} + 536870912)) 2>err
-# two ranks' receives without a send: each is searched for among all events of the other
-for rank in 0 1; do
+# receives without a send: each is searched for among all events of the other rank of its pair
+for rank in 0 1 2 3 4 5 6 7; do
     awk -v rank=$rank 'BEGIN {
-        printf "{\"otherData\":{\"dtrain_trace\":1,\"rank\":%d,\"world_size\":2,\"group\":0,\"monotonic_ns\":1,", rank
+        printf "{\"otherData\":{\"dtrain_trace\":1,\"rank\":%d,\"world_size\":8,\"group\":0,\"monotonic_ns\":1,", rank
         printf "\"realtime_ns\":1,\"written_ns\":100000000,\"operations\":9000,\"host\":\"a\"},\"traceEvents\":["
         for (i = 0; i < 9000; i++)
             printf "%s{\"name\":\"recv\",\"ph\":\"X\",\"cat\":\"point\",\"args\":{\"call\":\"recv\",\"text\":\"recv\"," \
                 "\"algorithm\":\"none\",\"status\":\"OK\",\"number\":%d,\"peer\":%d,\"called_ns\":%d,\"started_ns\":%d," \
-                "\"ended_ns\":%d}}\n", i ? "," : "", i, 1 - rank, i, i, i + 1
+                "\"ended_ns\":%d}}\n", i ? "," : "", i, rank % 2 ? rank - 1 : rank + 1, i, i, i + 1
         print "]}"
     }' >run.rank-$rank.json
 done
@@ -141,6 +141,7 @@ seen bench 'gemm, run [0-9]* of 7' gemm size=512 runs=7
 seen bench 'all_reduce, run [0-9]* of 7' all_reduce transport=unix runs=7
 seen plan 'measuring copies, 1 of 6' --measure
 seen safetensors 'compared [0-9]* % of 536.9 MB' diff hole.safetensors hole.safetensors
-seen dtrace 'matching messages, file [12] of 2' run.rank-0.json run.rank-1.json
+seen dtrace 'matching messages, file [1-8] of 8' run.rank-0.json run.rank-1.json run.rank-2.json run.rank-3.json \
+    run.rank-4.json run.rank-5.json run.rank-6.json run.rank-7.json
 
 checked
