@@ -26,6 +26,7 @@
  *     >>disagree     what you see when ranks do not make the same calls
  *     >>groups       groups of a group's ranks, meshes, survivors
  *     >>own_transport  groups over a transport of your own
+ *     >>from_mpi     groups over MPI
  *     >>device-group collectives on memory of devices: staged through the CPU's, or on each other's by events
  *                    or by flags
  *     >>compress-descs   how to say what is sent compressed
@@ -170,11 +171,13 @@
  *     DTRAIN_JOB              name of the job; processes of another job are refused
  *     DTRAIN_INTERFACE        interface or address of this rank
  *     DTRAIN_INSECURE         1: TCP without a token
- *     DTRAIN_TRANSPORT        tcp or unix: no memory is shared; see dtrain_comm_desc
+ *     DTRAIN_TRANSPORT        tcp or unix: no memory is shared; mpi: over MPI, see >>from_mpi; see dtrain_comm_desc
  *     DTRAIN_SECURE           1: seal all connections; 0: none. Unset: with a token, those that leave the host
  *     DTRAIN_TIMEOUT_MS       deadline of every blocking call, -1: none
  *     DTRAIN_LISTEN_FD        rank 0: number of a listening socket that the launcher has opened at DTRAIN_ROOT
  *
+ *     DTRAIN_MPI_LIBRARY      path of a library with the standard ABI of MPI
+ *     DTRAIN_MPI_STAGED       1: MPI never uses the caller's memory
  *     DTRAIN_NODE_RANKS       ranks on each host
  *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
@@ -194,10 +197,15 @@
  *                             bring one.
  *     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)   your BLAS, in place of the
  *                             built-in product
+ *     DTRAIN_MPI              the part for MPI as well, see >>from_mpi; DTRAIN_MPI_HEADER="<mpi.h>" compiles it against
+ *                             that file
  *     DTRAIN_NO_SOCKETS, ...  leave parts out, see PARTS
  */
 
 /* Leaving a part out leaves out those that need it. */
+#if defined(DTRAIN_NO_TRANSPORT) && !defined(DTRAIN_NO_MPI)
+#define DTRAIN_NO_MPI
+#endif
 #if defined(DTRAIN_NO_TRAIN) && !defined(DTRAIN_NO_SHARD)
 #define DTRAIN_NO_SHARD
 #endif
@@ -427,6 +435,7 @@
  *     DTRAIN_NO_   text KB  time  leaves out
  *     SOCKETS           70  10 %  ranks that are processes, on one host or many
  *     TRANSPORT         19   2 %  dtrain_comm_from_transport
+ *     MPI                0   0 %  is left out unless DTRAIN_MPI is defined; then it needs TRANSPORT, and has 9 KB
  *     DEVICE            36   5 %  collectives on memory of devices, with FSDP over several ranks there
  *     COMPRESS          72  12 %  top-k, quantisers, PowerSGD, compress and quantise_... of descs
  *     TRAIN             34   5 %  parameter table, optimizers, sampler, schedules, clipping, aggregators, products
@@ -462,6 +471,10 @@
 #if defined(__GLIBC__) && !(defined(__USE_MISC) && defined(__USE_XOPEN2K8))
 #error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
 #endif
+#endif
+
+#if !defined(DTRAIN_MPI) && !defined(DTRAIN_NO_MPI) /* the one part that has to be asked for */
+#define DTRAIN_NO_MPI
 #endif
 
 /* For small functions that many places call and whose cycles do not count: a single copy keeps the program smaller. */
@@ -1604,7 +1617,7 @@ typedef struct dtrain_transfer {
  * peer sends more than that to a group from which nobody here receives, the waiting call ends with DTRAIN_ERR_MEMORY.
  * So receive from groups in the order in which peers send.
  *
- * With lanes, a group has streams of its own, without frames, copies or kept bytes. The call fills the table `lane`:
+ * With lanes, a group has streams of its own, without frames, copies or kept bytes. The world is group 0. The call fills the table `lane`:
  * self, send, recv and, if you like, exchange and destroy. `group` names the group and is the same on all members. Rank
  * i of the group is rank ranks[i] of this transport, for i < size. The call does not wait for other members. Messages
  * about ranks that leave and calls that fail still use this table. lanes is provisional: it may change. */
@@ -1777,6 +1790,7 @@ typedef enum dtrain_progress {
  *   shm     the same, and a warning in the log where it cannot be had
  *   unix    unix sockets, also with a token; all ranks are on the root's host
  *   tcp     TCP, which needs a token or insecure
+ *   mpi     messages of MPI, in a program that defines DTRAIN_MPI; see >>from_mpi
  *
  * The file of dtrain_comm_trace says what each pair of ranks uses, and why they share no memory if they do not.
  *
@@ -2504,6 +2518,57 @@ extern "C" {
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                          const dtrain_comm_desc *desc);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+#endif
+
+#ifndef DTRAIN_NO_MPI
+
+/* ---- >>from_mpi ----
+ * Groups over MPI. Define DTRAIN_MPI to have them. dtrain moves its bytes by messages of MPI, so it runs on every fabric
+ * that MPI drives. The collectives are dtrain's own, with the same bits as everywhere.
+ *
+ * dtrain_comm_create takes MPI where DTRAIN_TRANSPORT=mpi is set: rank and size are then MPI's. It initialises MPI, and
+ * finalises it at exit, unless the program does. The library is loaded at run time:
+ *
+ *   DTRAIN_MPI_LIBRARY   the library's path; else libmpi_abi.so.1, libmpi_abi.so.0, libmpi_abi.so, libmpi_abi.dylib.
+ *                        It has the standard ABI of MPI 5.0: MPICH 5, Intel MPI 2021.18 and later
+ *   DTRAIN_MPI_HEADER    a macro for older ones: compile with mpicc and -DDTRAIN_MPI_HEADER="<mpi.h>"
+ *   DTRAIN_MPI_STAGED=1  copies all bytes through buffers of dtrain. Otherwise MPI sends long runs from the caller's
+ *                        memory, and may still use it after a deadline has broken the group; the text says so
+ *
+ *     $ DTRAIN_TRANSPORT=mpi mpiexec -n 4 ./program
+ *     $ DTRAIN_TRANSPORT=mpi srun --ntasks=4 ./program
+ *
+ * MPI's own calls have no deadline: MPI_Init_thread, MPI_Comm_dup when a group is made, and MPI_Finalize at exit. If a
+ * rank dies, most launchers end the whole job. */
+#ifndef DTRAIN__FROM_MPI_H
+#define DTRAIN__FROM_MPI_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Makes the world of the ranks of an MPI communicator, in a program that has initialised MPI.
+ *
+ * All ranks of the communicator call it. dtrain uses a copy, so its messages meet none of the program's.
+ *
+ *   comm     out: this rank's end; NULL on an error
+ *   handle   the address of an MPI_Comm of the MPI that dtrain uses
+ *   desc     NULL: all defaults; rank, size, root and token are not read
+ *   errors   DTRAIN_ERR_UNSUPPORTED  no library with the ABI; MPI was finalised; or its level of threads: the service
+ *                                    thread takes MPI_THREAD_MULTIPLE, DTRAIN_PROGRESS_POLL on the main thread takes any
+ *            DTRAIN_ERR_INVALID      MPI is not initialised, or the program uses another one
+ *            DTRAIN_ERR_IO           MPI has failed; the text is MPI's
+ *
+ * any thread; blocks until all ranks have called it */
+DTRAIN_API_MUST dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *handle,
+                                                   const dtrain_comm_desc *desc);
 
 #ifdef __cplusplus
 }
@@ -5646,6 +5711,11 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(DTRAIN_MPI_HEADER) && !defined(DTRAIN_NO_MPI)
+#include DTRAIN_MPI_HEADER
+#elif !defined(DTRAIN_NO_MPI)
+#include <dlfcn.h>
+#endif
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -15929,6 +15999,22 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.destroy = dtrain__mux_detach;
 }
 
+/* Asks the table for streams of the lane's own. On an error it has none. */
+static dtrain_status dtrain__mux_plane_lanes(dtrain__mux_lane *lane)
+{
+    const dtrain_transport *table = &lane->mux->table;
+    dtrain_status status = DTRAIN_OK;
+    if (table->lanes != NULL)
+        status = table->lanes(table->self, lane->seat.id, lane->seat.worlds, lane->seat.size, &lane->own);
+    if (status == DTRAIN_OK)
+        return status;
+    if (dtrain__thread_error.status != status)
+        dtrain__fail(NULL, status, "the transport made no lanes for a group of %d ranks: it returned %s",
+                     lane->seat.size, dtrain_status_name(status));
+    memset(&lane->own, 0, sizeof lane->own);
+    return status;
+}
+
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
 {
     dtrain__mux *mux = ((dtrain__mux_lane *)self)->mux;
@@ -15936,16 +16022,11 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     dtrain_status status = dtrain__mux_attach(&lane, mux, desc->id, desc->worlds, desc->size, desc->rank);
     if (status != DTRAIN_OK)
         return status;
-    if (mux->table.lanes != NULL)
-        status = mux->table.lanes(mux->table.self, desc->id, desc->worlds, desc->size, &lane->own);
+    status = dtrain__mux_plane_lanes(lane);
     if (status == DTRAIN_OK) {
         dtrain__mux_plane_end(end, lane);
         return status;
     }
-    if (dtrain__thread_error.status != status)
-        dtrain__fail(NULL, status, "the transport made no lanes for a group of %d ranks: it returned %s", desc->size,
-                     dtrain_status_name(status));
-    memset(&lane->own, 0, sizeof lane->own);
     dtrain__mux_plane_leave(lane, "");
     dtrain__mux_detach(lane);
     return status;
@@ -15968,10 +16049,15 @@ static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_tra
     mux->council.exchange = dtrain__mux_move;
     mux->council.plane = &dtrain__mux_plane;
     status = dtrain__mux_attach(&lane, mux, 0, NULL, table->size, table->rank);
+    if (status != DTRAIN_OK) {
+        dtrain__mux_free(mux);
+        return status;
+    }
+    status = dtrain__mux_plane_lanes(lane);
     if (status == DTRAIN_OK)
         dtrain__mux_plane_end(end, lane);
     else
-        dtrain__mux_free(mux);
+        dtrain__mux_detach(lane);
     return status;
 }
 
@@ -22827,7 +22913,7 @@ static dtrain_status dtrain__place_transport(int *out)
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
-        "comm_create: DTRAIN_TRANSPORT is \"%.40s\"; expected tcp, unix or shm, or unset it to let each "
+        "comm_create: DTRAIN_TRANSPORT is \"%.40s\"; expected tcp, unix, shm or mpi, or unset it to let each "
         "pair of ranks take the fastest",
         asked);
 }
@@ -26812,8 +26898,11 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
+static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc);
+
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
+    const char *transport = dtrain__place_get("DTRAIN_TRANSPORT");
     int64_t now = dtrain__os_now_ns();
     dtrain__place place;
     dtrain__end end;
@@ -26821,6 +26910,8 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: comm is NULL; give an address for the group");
     *comm = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
+    if (status == DTRAIN_OK && transport != NULL && strcmp(transport, "mpi") == 0)
+        return dtrain__from_mpi_world(comm, desc);
     if (status == DTRAIN_OK)
         status = dtrain__place_read(&place, desc);
     if (status != DTRAIN_OK)
@@ -27088,6 +27179,731 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
         table->leave = transport->leave;
     }
     return status;
+}
+
+#endif
+
+#endif
+
+#ifndef DTRAIN_NO_MPI
+
+/* ---- >>mpi-api ----
+ * The functions of MPI that the transport calls. They come from a library that is loaded at run time through the
+ * standard ABI, or from the mpi.h that DTRAIN_MPI_HEADER names. Only the table here knows which. Functions, constants
+ * and handles are those of the MPI 5.0 standard, chapter 20 (Application Binary Interface). */
+#ifndef DTRAIN__MPI_API
+#define DTRAIN__MPI_API
+
+#ifdef DTRAIN_MPI_HEADER
+typedef MPI_Comm dtrain__mpi_comm;
+typedef MPI_Request dtrain__mpi_request;
+typedef MPI_Message dtrain__mpi_message;
+typedef MPI_Datatype dtrain__mpi_datatype;
+typedef MPI_Errhandler dtrain__mpi_errhandler;
+typedef MPI_Status dtrain__mpi_status;
+#define DTRAIN__MPI_WORLD MPI_COMM_WORLD
+#define DTRAIN__MPI_BYTE MPI_BYTE
+#define DTRAIN__MPI_RETURN MPI_ERRORS_RETURN
+#define DTRAIN__MPI_NO_STATUS MPI_STATUS_IGNORE
+enum {
+    DTRAIN__MPI_SINGLE = MPI_THREAD_SINGLE,
+    DTRAIN__MPI_FUNNELED = MPI_THREAD_FUNNELED,
+    DTRAIN__MPI_SERIALIZED = MPI_THREAD_SERIALIZED,
+    DTRAIN__MPI_MULTIPLE = MPI_THREAD_MULTIPLE,
+    DTRAIN__MPI_TAG_UB = MPI_TAG_UB,
+    DTRAIN__MPI_TEXT = MPI_MAX_ERROR_STRING
+};
+#else
+typedef struct dtrain__mpi_comm_handle *dtrain__mpi_comm;
+typedef struct dtrain__mpi_request_handle *dtrain__mpi_request;
+typedef struct dtrain__mpi_message_handle *dtrain__mpi_message;
+typedef struct dtrain__mpi_datatype_handle *dtrain__mpi_datatype;
+typedef struct dtrain__mpi_errhandler_handle *dtrain__mpi_errhandler;
+typedef struct dtrain__mpi_status {
+    int source, tag, error, reserved[5];
+} dtrain__mpi_status;
+#define DTRAIN__MPI_WORLD ((dtrain__mpi_comm)(uintptr_t)0x101)
+#define DTRAIN__MPI_BYTE ((dtrain__mpi_datatype)(uintptr_t)0x247)
+#define DTRAIN__MPI_RETURN ((dtrain__mpi_errhandler)(uintptr_t)0x143)
+#define DTRAIN__MPI_NO_STATUS ((dtrain__mpi_status *)0)
+enum {
+    DTRAIN__MPI_SINGLE = 0,
+    DTRAIN__MPI_FUNNELED = 1024,
+    DTRAIN__MPI_SERIALIZED = 2048,
+    DTRAIN__MPI_MULTIPLE = 4096,
+    DTRAIN__MPI_TAG_UB = 501,
+    DTRAIN__MPI_TEXT = 512
+};
+#endif
+
+/* Members have MPI's names, without MPI_. */
+typedef struct dtrain__mpi_calls {
+    int (*Initialized)(int *flag);
+    int (*Finalized)(int *flag);
+    int (*Init_thread)(int *argc, char ***argv, int required, int *provided);
+    int (*Query_thread)(int *provided);
+    int (*Is_thread_main)(int *flag);
+    int (*Finalize)(void);
+    int (*Comm_rank)(dtrain__mpi_comm comm, int *rank);
+    int (*Comm_size)(dtrain__mpi_comm comm, int *size);
+    int (*Comm_dup)(dtrain__mpi_comm comm, dtrain__mpi_comm *copy);
+    int (*Comm_set_errhandler)(dtrain__mpi_comm comm, dtrain__mpi_errhandler handler);
+    int (*Comm_get_attr)(dtrain__mpi_comm comm, int key, void *value, int *flag);
+    int (*Isend)(const void *data, int count, dtrain__mpi_datatype type, int to, int tag, dtrain__mpi_comm comm,
+                 dtrain__mpi_request *request);
+    int (*Improbe)(int from, int tag, dtrain__mpi_comm comm, int *flag, dtrain__mpi_message *message,
+                   dtrain__mpi_status *status);
+    int (*Imrecv)(void *data, int count, dtrain__mpi_datatype type, dtrain__mpi_message *message,
+                  dtrain__mpi_request *request);
+    int (*Get_count)(const dtrain__mpi_status *status, dtrain__mpi_datatype type, int *count);
+    int (*Test)(dtrain__mpi_request *request, int *flag, dtrain__mpi_status *status);
+    int (*Error_string)(int code, char *text, int *length);
+} dtrain__mpi_calls;
+
+/* The members, for the two ways to fill them in. */
+#define DTRAIN__MPI_TAKE_ALL \
+    DTRAIN__MPI_TAKE(Initialized) \
+    DTRAIN__MPI_TAKE(Finalized) \
+    DTRAIN__MPI_TAKE(Init_thread) \
+    DTRAIN__MPI_TAKE(Query_thread) \
+    DTRAIN__MPI_TAKE(Is_thread_main) \
+    DTRAIN__MPI_TAKE(Finalize) \
+    DTRAIN__MPI_TAKE(Comm_rank) \
+    DTRAIN__MPI_TAKE(Comm_size) \
+    DTRAIN__MPI_TAKE(Comm_dup) \
+    DTRAIN__MPI_TAKE(Comm_set_errhandler) \
+    DTRAIN__MPI_TAKE(Comm_get_attr) \
+    DTRAIN__MPI_TAKE(Isend) \
+    DTRAIN__MPI_TAKE(Improbe) \
+    DTRAIN__MPI_TAKE(Imrecv) \
+    DTRAIN__MPI_TAKE(Get_count) \
+    DTRAIN__MPI_TAKE(Test) \
+    DTRAIN__MPI_TAKE(Error_string)
+
+/* MPI belongs to the process, and so does this. */
+static struct dtrain__mpi {
+    dtrain__mpi_calls call;
+    int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
+    pid_t owner;           /* the process in which dtrain has initialised it; 0: the program has */
+    char library[256 + 1]; /* what was loaded */
+} dtrain__mpi;
+
+/* SERIALIZED: one thread at a time is in MPI, for all groups. It also guards the struct above. */
+static pthread_mutex_t dtrain__mpi_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+#ifdef DTRAIN_MPI_HEADER
+static dtrain_status dtrain__mpi_find(void)
+{
+#define DTRAIN__MPI_TAKE(name) dtrain__mpi.call.name = MPI_##name;
+    DTRAIN__MPI_TAKE_ALL
+#undef DTRAIN__MPI_TAKE
+    snprintf(dtrain__mpi.library, sizeof dtrain__mpi.library, "the MPI of DTRAIN_MPI_HEADER");
+    return DTRAIN_OK;
+}
+#else
+/* Opens the library that DTRAIN_MPI_LIBRARY names, or the first that has the ABI's name. */
+static void *dtrain__mpi_library(void)
+{
+    static const char *const names[] = {"libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so", "libmpi_abi.dylib"};
+    const char *asked = getenv("DTRAIN_MPI_LIBRARY");
+    int given = asked != NULL && asked[0] != 0;
+    void *library = NULL;
+    for (size_t i = 0; library == NULL && i < (given ? 1 : sizeof names / sizeof names[0]); i++) {
+        const char *name = given ? asked : names[i];
+        library = dlopen(name, RTLD_NOW | RTLD_GLOBAL); /* its plugins look for its symbols */
+        snprintf(dtrain__mpi.library, sizeof dtrain__mpi.library, "%.256s", name);
+    }
+    if (library != NULL)
+        return library;
+    const char *why = dlerror();
+    dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                 "MPI: no library with the standard ABI: %s: %.200s; set DTRAIN_MPI_LIBRARY to its path, or compile "
+                 "with DTRAIN_MPI_HEADER",
+                 given ? asked : "tried libmpi_abi.so.1, .so.0, .so and .dylib", why != NULL ? why : "not found");
+    return NULL;
+}
+
+static dtrain_status dtrain__mpi_find(void)
+{
+    int (*version)(int *major, int *minor), major = 0, minor = 0, missing = 0;
+    void *library = dtrain__mpi_library(), *found;
+    if (library == NULL)
+        return DTRAIN_ERR_UNSUPPORTED;
+#define DTRAIN__MPI_TAKE(name) \
+    found = dlsym(library, "MPI_" #name); \
+    missing |= found == NULL; \
+    memcpy(&dtrain__mpi.call.name, &found, sizeof found);
+    DTRAIN__MPI_TAKE_ALL
+#undef DTRAIN__MPI_TAKE
+    found = dlsym(library, "MPI_Abi_get_version");
+    memcpy(&version, &found, sizeof found);
+    if (!missing && found != NULL && version(&major, &minor) == 0 && major == 1)
+        return DTRAIN_OK;
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_UNSUPPORTED,
+        "MPI: %s does not have the standard ABI, version 1 (it says %d.%d): take libmpi_abi of MPICH 5, "
+        "Intel MPI 2021.18 or later, or compile with DTRAIN_MPI_HEADER",
+        dtrain__mpi.library, major, minor);
+}
+#endif
+
+/* Says what a call of MPI has returned. The caller holds the lock. */
+static dtrain_status dtrain__mpi_error(const char *call, int code)
+{
+    char text[DTRAIN__MPI_TEXT + 1] = "";
+    int length = 0;
+    dtrain__mpi.failed = 1;
+    if (dtrain__mpi.call.Error_string(code, text, &length) != 0)
+        snprintf(text, sizeof text, "error %d", code);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI_%s: %.300s", call, text);
+}
+
+/* Ranks that end early wait here for the others, as MPI asks. After a failure that could last for ever. */
+static void dtrain__mpi_finalize(void)
+{
+    int over = 1;
+    if (dtrain__mpi.owner != dtrain__os_pid()) /* a forked child */
+        return;
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    if (!dtrain__mpi.failed && dtrain__mpi.call.Finalized(&over) == 0 && !over)
+        dtrain__mpi.call.Finalize();
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+}
+
+/* Whether this thread may call MPI, and others later, at the level that MPI has. */
+static dtrain_status dtrain__mpi_level(int polls)
+{
+    int level = 0, main_thread = 0, good;
+    if (dtrain__mpi.call.Query_thread(&level) != 0 || dtrain__mpi.call.Is_thread_main(&main_thread) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI: %s does not say its level of threads", dtrain__mpi.library);
+    if (polls)
+        good = level >= DTRAIN__MPI_SERIALIZED || main_thread;
+    else
+        good = level >= (dtrain__mpi.owner != 0 ? DTRAIN__MPI_SERIALIZED : DTRAIN__MPI_MULTIPLE);
+    if (good)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "MPI was initialised with level %d of threads (single %d, funneled %d, serialized %d, multiple "
+                        "%d): %s",
+                        level, DTRAIN__MPI_SINGLE, DTRAIN__MPI_FUNNELED, DTRAIN__MPI_SERIALIZED, DTRAIN__MPI_MULTIPLE,
+                        polls ? "make this group on MPI's main thread"
+                              : "call MPI_Init_thread with MPI_THREAD_MULTIPLE, or set desc.progress = "
+                                "DTRAIN_PROGRESS_POLL");
+}
+
+/* Loads MPI. Initialises it if `initialises`, and if the program has not. The caller holds the lock. */
+static dtrain_status dtrain__mpi_ready(int initialises, int polls)
+{
+    int on = 0, over = 0, level, code;
+    dtrain_status status = dtrain__mpi.loaded ? DTRAIN_OK : dtrain__mpi_find();
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__mpi.loaded = 1;
+    if (dtrain__mpi.call.Initialized(&on) != 0 || dtrain__mpi.call.Finalized(&over) != 0 || over)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "MPI: %s was finalised already: make groups before that",
+                            dtrain__mpi.library);
+    if (!on && !initialises)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_mpi: the program has not initialised %s; if it uses another MPI, compile with "
+                            "DTRAIN_MPI_HEADER",
+                            dtrain__mpi.library);
+    if (!on) {
+        code = dtrain__mpi.call.Init_thread(NULL, NULL, DTRAIN__MPI_SERIALIZED, &level);
+        if (code != 0)
+            return dtrain__mpi_error("Init_thread", code);
+        dtrain__mpi.owner = dtrain__os_pid();
+        atexit(dtrain__mpi_finalize);
+    }
+    return dtrain__mpi_level(polls);
+}
+
+#endif
+
+/* ---- >>mpi ----
+ * The transport over messages of MPI. A lane is a stream of bytes to each member of a group, with two tags of its own:
+ * one for the bytes, one for offers. A sender copies short runs into a ring of slots. For a long run it waits until the
+ * receiver offers memory, and sends from the caller's memory, so that MPI copies straight into the receiver's. With
+ * DTRAIN_MPI_STAGED=1, and for frames of the mux, everything goes through slots.
+ *
+ * MPI cannot cancel a send. A call may be given up while MPI sends from its memory, or receives into it. MPI may use
+ * that memory later. The stream then fails and breaks the group, and the error says so. */
+#ifndef DTRAIN__MPI
+#define DTRAIN__MPI
+
+#define DTRAIN__MPI_SLOTS 4
+#define DTRAIN__MPI_SLOT ((size_t)68 << 10) /* a frame of the mux fits */
+#define DTRAIN__MPI_LONG ((size_t)16 << 10) /* runs from here on wait for an offer */
+#define DTRAIN__MPI_MOST ((size_t)1 << 30)  /* of a message, as counts are ints */
+#define DTRAIN__MPI_HASTE 2000u             /* looks before a caller rests between two */
+#define DTRAIN__MPI_LAST_NS 1000000000      /* for what is under way when a lane ends */
+
+/* A message under way. */
+typedef struct dtrain__mpi_flight {
+    dtrain__mpi_request request;
+    unsigned char *memory;
+    size_t bytes; /* 0: none */
+} dtrain__mpi_flight;
+
+typedef struct dtrain__mpi_stream {
+    unsigned char *slots; /* NULL: nothing was sent this way */
+    dtrain__mpi_flight slot[DTRAIN__MPI_SLOTS], straight, arriving, offering;
+    int turn;                      /* the next slot */
+    uint64_t sent, received;       /* bytes of the stream */
+    uint64_t offer[2];             /* from the peer: the place in the stream, and the bytes that it waits for */
+    uint64_t own[2];               /* this rank's last offer */
+    unsigned char *stage;          /* a message that is longer than what was asked for */
+    size_t stage_at, stage_filled; /* filled: bytes of it that have come */
+} dtrain__mpi_stream;
+
+typedef struct dtrain__mpi_lane {
+    dtrain__mpi_comm comm;
+    int tag, size, staged;
+    int groups; /* of the first lane: groups with a lower number have tags */
+    int *ranks; /* each member's in comm; the streams follow */
+    dtrain__mpi_stream *streams;
+    dtrain_allocator heap;
+    pid_t process;
+} dtrain__mpi_lane;
+
+/* Makes a lane. ranks NULL: all of comm. */
+static dtrain__mpi_lane *dtrain__mpi_lane_new(dtrain__mpi_comm comm, int tag, int staged, const int *ranks, int size)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t n = (size_t)size;
+    dtrain__mpi_lane *lane =
+        (dtrain__mpi_lane *)dtrain__alloc(&heap, sizeof *lane + n * (sizeof(dtrain__mpi_stream) + sizeof(int)));
+    if (lane == NULL) {
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for streams to %d ranks", size);
+        return NULL;
+    }
+    lane->process = dtrain__os_pid();
+    lane->comm = comm;
+    lane->tag = tag;
+    lane->size = size;
+    lane->staged = staged;
+    lane->streams = (dtrain__mpi_stream *)(void *)(lane + 1);
+    lane->ranks = (int *)(void *)(lane->streams + n);
+    for (int rank = 0; rank < size; rank++)
+        lane->ranks[rank] = ranks != NULL ? ranks[rank] : rank;
+    return lane;
+}
+
+/* Looks whether a message has ended. Returns 1 if it has or there is none, 0 if not, -1 on an error. */
+static int dtrain__mpi_ended(dtrain__mpi_flight *flight)
+{
+    int flag = 0, code;
+    if (flight->bytes == 0)
+        return 1;
+    code = dtrain__mpi.call.Test(&flight->request, &flag, DTRAIN__MPI_NO_STATUS);
+    if (code != 0) {
+        dtrain__mpi_error("Test", code);
+        return -1;
+    }
+    if (flag)
+        flight->bytes = 0;
+    return flag;
+}
+
+static dtrain_status dtrain__mpi_fly(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t bytes,
+                                     dtrain__mpi_flight *flight)
+{
+    int code = dtrain__mpi.call.Isend(memory, (int)bytes, DTRAIN__MPI_BYTE, lane->ranks[peer], tag, lane->comm,
+                                      &flight->request);
+    if (code != 0)
+        return dtrain__mpi_error("Isend", code);
+    flight->memory = memory;
+    flight->bytes = bytes;
+    return DTRAIN_OK;
+}
+
+/* Takes a message of the tag, if one has come, into memory of at least *bytes; longer ones into the stage. *bytes: what
+ * it has; 0: there is none. */
+static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t *bytes,
+                                      dtrain__mpi_flight *flight)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_message message;
+    dtrain__mpi_status status;
+    size_t room = *bytes;
+    int flag = 0, count = 0;
+    int code = dtrain__mpi.call.Improbe(lane->ranks[peer], tag, lane->comm, &flag, &message, &status);
+    *bytes = 0;
+    if (code != 0)
+        return dtrain__mpi_error("Improbe", code);
+    if (!flag)
+        return DTRAIN_OK;
+    if (dtrain__mpi.call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: a message of rank %d has %d bytes", peer, count);
+    if ((size_t)count > room) {
+        memory = (unsigned char *)dtrain__memory_room(&lane->heap, stream->stage, (size_t)count);
+        if (memory == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a message of %d bytes from rank %d", count,
+                                peer);
+        stream->stage = memory;
+    }
+    code = dtrain__mpi.call.Imrecv(memory, count, DTRAIN__MPI_BYTE, &message, &flight->request);
+    if (code != 0)
+        return dtrain__mpi_error("Imrecv", code);
+    flight->memory = memory;
+    *bytes = flight->bytes = (size_t)count;
+    return DTRAIN_OK;
+}
+
+/* A call was given up while MPI used its memory. */
+static dtrain_status dtrain__mpi_given_up(int peer, const dtrain__mpi_flight *flight, const char *way)
+{
+    dtrain__mpi.failed = 1;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "MPI still %s %zu bytes at %p that a call which was given up had named; keep that memory "
+                        "until the process ends (peer %d)",
+                        way, flight->bytes, (void *)flight->memory, peer);
+}
+
+/* Sends what can be sent now. */
+static dtrain_status dtrain__mpi_push(dtrain__mpi_lane *lane, int peer, const unsigned char *data, size_t bytes,
+                                      size_t *moved)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight *straight = &stream->straight, *slot = &stream->slot[stream->turn];
+    size_t sending = straight->bytes, offered = sizeof stream->offer;
+    unsigned char *memory;
+    int ended = dtrain__mpi_ended(straight);
+    *moved = 0;
+    if (ended < 0)
+        return DTRAIN_ERR_IO;
+    if (sending > 0 && straight->memory != data)
+        return dtrain__mpi_given_up(peer, straight, "sends");
+    if (sending > 0) {
+        *moved = ended ? sending : 0;
+        stream->sent += *moved;
+        return DTRAIN_OK;
+    }
+    if (!lane->staged && bytes >= DTRAIN__MPI_LONG) {
+        dtrain__mpi_flight offer = {slot->request, NULL, 0};
+        if (stream->offer[1] == 0 || stream->offer[0] != stream->sent) {
+            dtrain_status status =
+                dtrain__mpi_take(lane, peer, lane->tag + 1, (unsigned char *)stream->offer, &offered, &offer);
+            if (status != DTRAIN_OK)
+                return status;
+            while (offer.bytes > 0) /* it is 16 bytes, and has come */
+                if (dtrain__mpi_ended(&offer) < 0)
+                    return DTRAIN_ERR_IO;
+        }
+        if (stream->offer[1] == 0 || stream->offer[0] != stream->sent)
+            return DTRAIN_OK;
+        if (stream->offer[1] >= DTRAIN__MPI_LONG) {
+            size_t most = stream->offer[1] < DTRAIN__MPI_MOST ? (size_t)stream->offer[1] : DTRAIN__MPI_MOST;
+            memcpy(&memory, &data, sizeof memory);
+            return dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes < most ? bytes : most, straight);
+        }
+    }
+    if (stream->slots == NULL)
+        stream->slots = (unsigned char *)dtrain__alloc(&lane->heap, DTRAIN__MPI_SLOTS * DTRAIN__MPI_SLOT);
+    if (stream->slots == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory to send to rank %d", peer);
+    ended = dtrain__mpi_ended(slot);
+    if (ended <= 0)
+        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+    bytes = bytes < DTRAIN__MPI_SLOT ? bytes : DTRAIN__MPI_SLOT;
+    memory = stream->slots + (size_t)stream->turn * DTRAIN__MPI_SLOT;
+    memcpy(memory, data, bytes);
+    dtrain_status status = dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes, slot);
+    *moved = status == DTRAIN_OK ? bytes : 0;
+    stream->sent += *moved;
+    stream->turn = (stream->turn + 1) % DTRAIN__MPI_SLOTS;
+    return status;
+}
+
+/* Tells the peer that this rank waits for bytes, once for each place in the stream. */
+static dtrain_status dtrain__mpi_offer(dtrain__mpi_lane *lane, int peer, size_t bytes)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    int ended = dtrain__mpi_ended(&stream->offering);
+    if (ended <= 0)
+        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+    if (stream->own[1] > 0 && stream->own[0] == stream->received)
+        return DTRAIN_OK;
+    stream->own[0] = stream->received;
+    stream->own[1] = bytes;
+    return dtrain__mpi_fly(lane, peer, lane->tag + 1, (unsigned char *)stream->own, sizeof stream->own,
+                           &stream->offering);
+}
+
+/* Receives what has come. waits: the caller will look again. */
+static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned char *data, size_t bytes, int waits,
+                                      size_t *moved)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight *arriving = &stream->arriving;
+    size_t coming = arriving->bytes;
+    dtrain_status status = DTRAIN_OK;
+    *moved = 0;
+    if (coming == 0 && stream->stage_at == stream->stage_filled) {
+        coming = bytes;
+        status = dtrain__mpi_take(lane, peer, lane->tag, data, &coming, arriving);
+        if (status == DTRAIN_OK && coming == 0 && waits && !lane->staged)
+            status = dtrain__mpi_offer(lane, peer, bytes);
+        if (status != DTRAIN_OK || coming == 0)
+            return status;
+    }
+    if (coming > 0) {
+        int ended = dtrain__mpi_ended(arriving), staged = arriving->memory == stream->stage;
+        if (ended < 0)
+            return DTRAIN_ERR_IO;
+        if (!staged && arriving->memory != data)
+            return dtrain__mpi_given_up(peer, arriving, "receives");
+        if (!ended)
+            return DTRAIN_OK;
+        if (!staged) {
+            *moved = coming;
+            stream->received += coming;
+            return DTRAIN_OK;
+        }
+        stream->stage_at = 0;
+        stream->stage_filled = coming;
+    }
+    size_t left = stream->stage_filled - stream->stage_at;
+    *moved = left < bytes ? left : bytes;
+    memcpy(data, stream->stage + stream->stage_at, *moved);
+    stream->stage_at += *moved;
+    stream->received += *moved;
+    return DTRAIN_OK;
+}
+
+/* Moves both ways until one is complete, or until the deadline. out or in may be NULL. */
+static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    for (unsigned turn = 0;; turn++) {
+        size_t sent = 0, received = 0;
+        dtrain_status status = DTRAIN_OK;
+        pthread_mutex_lock(&dtrain__mpi_mutex);
+        if (in != NULL)
+            status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, deadline_ns > 0,
+                                      &received);
+        if (status == DTRAIN_OK && out != NULL)
+            status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
+        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        if (in != NULL)
+            in->moved += received;
+        if (out != NULL)
+            out->moved += sent;
+        if (status != DTRAIN_OK || (in != NULL && in->moved == in->bytes) || (out != NULL && out->moved == out->bytes))
+            return status;
+        turn = sent > 0 || received > 0 ? 0 : turn;
+        if (turn > 0 && (deadline_ns == 0 || (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)))
+            return DTRAIN_ERR_TIMEOUT;
+        if (turn > DTRAIN__MPI_HASTE) {
+            struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
+            nanosleep(&rest, NULL);
+        } else if (turn > 50) {
+            sched_yield();
+        }
+    }
+}
+
+static dtrain_status dtrain__mpi_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                      size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
+    memcpy(&out.data, &data, sizeof data);
+    dtrain_status status = bytes > 0 ? dtrain__mpi_exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__mpi_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                      size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
+    dtrain_status status = bytes > 0 ? dtrain__mpi_exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
+    *moved = in.moved;
+    return status;
+}
+
+/* Ends what is under way. Messages that do not end keep their memory, as MPI may still use it. */
+static void dtrain__mpi_lane_destroy(void *self)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    int64_t until = dtrain__os_now_ns() + DTRAIN__MPI_LAST_NS;
+    int left = 1;
+    if (lane->process != dtrain__os_pid())
+        return; /* MPI is its parent's */
+    while (left) {
+        left = 0;
+        pthread_mutex_lock(&dtrain__mpi_mutex);
+        for (int peer = 0; peer < lane->size && !dtrain__mpi.failed; peer++) {
+            dtrain__mpi_stream *stream = &lane->streams[peer];
+            for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
+                left += dtrain__mpi_ended(&stream->slot[i]) == 0;
+            left += dtrain__mpi_ended(&stream->straight) == 0;
+            left += dtrain__mpi_ended(&stream->arriving) == 0;
+            left += dtrain__mpi_ended(&stream->offering) == 0;
+        }
+        int stuck = left > 0 && dtrain__os_now_ns() >= until;
+        dtrain__mpi.failed |= stuck;
+        left = dtrain__mpi.failed ? -1 : left;
+        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        if (stuck)
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "MPI: messages of a group that was destroyed never ended, so MPI_Finalize would "
+                        "hang: end the process without it");
+        if (left < 0)
+            return; /* MPI may use the memory of the lane */
+        if (left > 0)
+            sched_yield();
+    }
+    for (int peer = 0; peer < lane->size; peer++) {
+        dtrain__free(&lane->heap, lane->streams[peer].slots);
+        dtrain__free(&lane->heap, lane->streams[peer].stage);
+    }
+    dtrain_allocator heap = lane->heap;
+    dtrain__free(&heap, lane);
+}
+
+static void dtrain__mpi_table(dtrain_transport *table, dtrain__mpi_lane *lane, int rank)
+{
+    memset(table, 0, sizeof *table);
+    table->self = lane;
+    table->rank = rank;
+    table->size = lane->size;
+    table->send = dtrain__mpi_send;
+    table->recv = dtrain__mpi_recv;
+    table->exchange = dtrain__mpi_exchange;
+    table->destroy = dtrain__mpi_lane_destroy;
+}
+
+/* Gives a group streams of its own, if MPI has tags for it. */
+static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
+{
+    const dtrain__mpi_lane *all = (const dtrain__mpi_lane *)self;
+    const char *staged = getenv("DTRAIN_MPI_STAGED");
+    if (group >= (uint64_t)all->groups)
+        return DTRAIN_OK;
+    dtrain__mpi_lane *made =
+        dtrain__mpi_lane_new(all->comm, 2 * (int)group + 2, staged != NULL && strcmp(staged, "1") == 0, ranks, size);
+    if (made == NULL)
+        return DTRAIN_ERR_MEMORY;
+    dtrain__mpi_table(lane, made, 0);
+    return DTRAIN_OK;
+}
+
+/* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
+static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given)
+{
+    dtrain__mpi_comm comm;
+    int rank = 0, size = 0, flag = 0, *most = NULL, code = dtrain__mpi.call.Comm_dup(given, &comm);
+    if (code != 0)
+        return dtrain__mpi_error("Comm_dup", code);
+    code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_rank(comm, &rank);
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_size(comm, &size);
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
+    if (code != 0)
+        return dtrain__mpi_error("Comm_dup", code);
+    dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
+    if (lane == NULL)
+        return DTRAIN_ERR_MEMORY;
+    lane->groups = (flag ? *most : 32767) / 2 - 1;
+    dtrain__mpi_table(table, lane, rank);
+    table->lanes = dtrain__mpi_lanes;
+    return DTRAIN_OK;
+}
+
+#endif
+
+/* ---- >>groups_over_mpi ----
+ * Worlds over messages of MPI: its transport behind the mux that any transport of two functions has. */
+#ifndef DTRAIN__FROM_MPI
+#define DTRAIN__FROM_MPI
+
+/* The number of ranks that a launcher has started, by its own account; 0: it does not say. */
+static int dtrain__from_mpi_launched(const char **name)
+{
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_NRANKS", "SLURM_STEP_NUM_TASKS"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        const char *text = getenv(names[i]);
+        *name = names[i];
+        if (text != NULL && atoi(text) > 0)
+            return atoi(text);
+    }
+    return 0;
+}
+
+static dtrain_status dtrain__from_mpi_make(dtrain_comm **comm, dtrain_transport *table, const dtrain_comm_desc *desc)
+{
+    dtrain_status status = dtrain_comm_from_transport(comm, table, desc);
+    if (status == DTRAIN_OK)
+        return status;
+    dtrain__error kept = dtrain__thread_error;
+    table->destroy(table->self);
+    return dtrain__report(&kept);
+}
+
+/* Makes the world of DTRAIN_TRANSPORT=mpi. */
+static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    dtrain_transport table;
+    const char *from;
+    int launched = dtrain__from_mpi_launched(&from);
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain_status status = dtrain__mpi_ready(1, desc->progress == DTRAIN_PROGRESS_POLL);
+    if (status == DTRAIN_OK)
+        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD);
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    if (status != DTRAIN_OK)
+        return status;
+    if (table.size == 1 && launched > 1) {
+        table.destroy(table.self);
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "comm_create: %s is %d, but MPI has a world of one rank: %s is not of the launcher's MPI; "
+                            "set DTRAIN_MPI_LIBRARY to that one's",
+                            from, launched, dtrain__mpi.library);
+    }
+    return dtrain__from_mpi_make(comm, &table, desc);
+}
+
+DTRAIN_API dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *handle, const dtrain_comm_desc *desc)
+{
+    dtrain_transport table;
+    dtrain__mpi_comm given;
+    if (comm == NULL || handle == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_mpi: %s is NULL; give an address for the group, and that of an MPI_Comm",
+                            comm == NULL ? "comm" : "handle");
+    *comm = NULL;
+    memcpy(&given, handle, sizeof given);
+    dtrain_status status = dtrain__create_check_desc(&desc);
+    if (status != DTRAIN_OK)
+        return status;
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    status = dtrain__mpi_ready(0, desc->progress == DTRAIN_PROGRESS_POLL);
+    if (status == DTRAIN_OK)
+        status = dtrain__mpi_open(&table, given);
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    return status == DTRAIN_OK ? dtrain__from_mpi_make(comm, &table, desc) : status;
+}
+
+#endif
+
+#endif
+
+#ifdef DTRAIN_NO_MPI
+
+/* ---- >>no-mpi ----
+ * The stand-in for worlds over MPI in a program that does not define DTRAIN_MPI. */
+#ifndef DTRAIN__NO_MPI_FILE
+#define DTRAIN__NO_MPI_FILE
+
+static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    (void)comm, (void)desc;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "comm_create: DTRAIN_TRANSPORT is mpi, but this program was built without DTRAIN_MPI: define "
+                        "it before dtrain.h, without DTRAIN_NO_TRANSPORT");
 }
 
 #endif

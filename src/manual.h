@@ -26,6 +26,7 @@
  *     >>disagree     what you see when ranks do not make the same calls
  *     >>groups       groups of a group's ranks, meshes, survivors
  *     >>own_transport  groups over a transport of your own
+ *     >>from_mpi     groups over MPI
  *     >>device-group collectives on memory of devices: staged through the CPU's, or on each other's by events
  *                    or by flags
  *     >>compress-descs   how to say what is sent compressed
@@ -170,11 +171,13 @@
  *     DTRAIN_JOB              name of the job; processes of another job are refused
  *     DTRAIN_INTERFACE        interface or address of this rank
  *     DTRAIN_INSECURE         1: TCP without a token
- *     DTRAIN_TRANSPORT        tcp or unix: no memory is shared; see dtrain_comm_desc
+ *     DTRAIN_TRANSPORT        tcp or unix: no memory is shared; mpi: over MPI, see >>from_mpi; see dtrain_comm_desc
  *     DTRAIN_SECURE           1: seal all connections; 0: none. Unset: with a token, those that leave the host
  *     DTRAIN_TIMEOUT_MS       deadline of every blocking call, -1: none
  *     DTRAIN_LISTEN_FD        rank 0: number of a listening socket that the launcher has opened at DTRAIN_ROOT
  *
+ *     DTRAIN_MPI_LIBRARY      path of a library with the standard ABI of MPI
+ *     DTRAIN_MPI_STAGED       1: MPI never uses the caller's memory
  *     DTRAIN_NODE_RANKS       ranks on each host
  *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
@@ -194,5 +197,7 @@
  *                             bring one.
  *     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)   your BLAS, in place of the
  *                             built-in product
+ *     DTRAIN_MPI              the part for MPI as well, see >>from_mpi; DTRAIN_MPI_HEADER="<mpi.h>" compiles it against
+ *                             that file
  *     DTRAIN_NO_SOCKETS, ...  leave parts out, see PARTS
  */

@@ -22,6 +22,10 @@
 #endif
 #endif
 
+#if !defined(DTRAIN_MPI) && !defined(DTRAIN_NO_MPI) /* the one part that has to be asked for */
+#define DTRAIN_NO_MPI
+#endif
+
 /* For small functions that many places call and whose cycles do not count: a single copy keeps the program smaller. */
 #if defined(__GNUC__)
 #define DTRAIN__NOINLINE __attribute__((noinline))

@@ -57,6 +57,11 @@
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(DTRAIN_MPI_HEADER) && !defined(DTRAIN_NO_MPI)
+#include DTRAIN_MPI_HEADER
+#elif !defined(DTRAIN_NO_MPI)
+#include <dlfcn.h>
+#endif
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>

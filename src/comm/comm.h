@@ -148,6 +148,7 @@ typedef enum dtrain_progress {
  *   shm     the same, and a warning in the log where it cannot be had
  *   unix    unix sockets, also with a token; all ranks are on the root's host
  *   tcp     TCP, which needs a token or insecure
+ *   mpi     messages of MPI, in a program that defines DTRAIN_MPI; see >>from_mpi
  *
  * The file of dtrain_comm_trace says what each pair of ranks uses, and why they share no memory if they do not.
  *

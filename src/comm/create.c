@@ -181,8 +181,11 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
+static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc);
+
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
+    const char *transport = dtrain__place_get("DTRAIN_TRANSPORT");
     int64_t now = dtrain__os_now_ns();
     dtrain__place place;
     dtrain__end end;
@@ -190,6 +193,8 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: comm is NULL; give an address for the group");
     *comm = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
+    if (status == DTRAIN_OK && transport != NULL && strcmp(transport, "mpi") == 0)
+        return dtrain__from_mpi_world(comm, desc);
     if (status == DTRAIN_OK)
         status = dtrain__place_read(&place, desc);
     if (status != DTRAIN_OK)

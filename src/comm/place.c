@@ -359,7 +359,7 @@ static dtrain_status dtrain__place_transport(int *out)
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
-        "comm_create: DTRAIN_TRANSPORT is \"%.40s\"; expected tcp, unix or shm, or unset it to let each "
+        "comm_create: DTRAIN_TRANSPORT is \"%.40s\"; expected tcp, unix, shm or mpi, or unset it to let each "
         "pair of ranks take the fastest",
         asked);
 }

@@ -147,6 +147,22 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.destroy = dtrain__mux_detach;
 }
 
+/* Asks the table for streams of the lane's own. On an error it has none. */
+static dtrain_status dtrain__mux_plane_lanes(dtrain__mux_lane *lane)
+{
+    const dtrain_transport *table = &lane->mux->table;
+    dtrain_status status = DTRAIN_OK;
+    if (table->lanes != NULL)
+        status = table->lanes(table->self, lane->seat.id, lane->seat.worlds, lane->seat.size, &lane->own);
+    if (status == DTRAIN_OK)
+        return status;
+    if (dtrain__thread_error.status != status)
+        dtrain__fail(NULL, status, "the transport made no lanes for a group of %d ranks: it returned %s",
+                     lane->seat.size, dtrain_status_name(status));
+    memset(&lane->own, 0, sizeof lane->own);
+    return status;
+}
+
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
 {
     dtrain__mux *mux = ((dtrain__mux_lane *)self)->mux;
@@ -154,16 +170,11 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     dtrain_status status = dtrain__mux_attach(&lane, mux, desc->id, desc->worlds, desc->size, desc->rank);
     if (status != DTRAIN_OK)
         return status;
-    if (mux->table.lanes != NULL)
-        status = mux->table.lanes(mux->table.self, desc->id, desc->worlds, desc->size, &lane->own);
+    status = dtrain__mux_plane_lanes(lane);
     if (status == DTRAIN_OK) {
         dtrain__mux_plane_end(end, lane);
         return status;
     }
-    if (dtrain__thread_error.status != status)
-        dtrain__fail(NULL, status, "the transport made no lanes for a group of %d ranks: it returned %s", desc->size,
-                     dtrain_status_name(status));
-    memset(&lane->own, 0, sizeof lane->own);
     dtrain__mux_plane_leave(lane, "");
     dtrain__mux_detach(lane);
     return status;
@@ -186,10 +197,15 @@ static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_tra
     mux->council.exchange = dtrain__mux_move;
     mux->council.plane = &dtrain__mux_plane;
     status = dtrain__mux_attach(&lane, mux, 0, NULL, table->size, table->rank);
+    if (status != DTRAIN_OK) {
+        dtrain__mux_free(mux);
+        return status;
+    }
+    status = dtrain__mux_plane_lanes(lane);
     if (status == DTRAIN_OK)
         dtrain__mux_plane_end(end, lane);
     else
-        dtrain__mux_free(mux);
+        dtrain__mux_detach(lane);
     return status;
 }
 

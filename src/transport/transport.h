@@ -54,7 +54,7 @@ typedef struct dtrain_transfer {
  * peer sends more than that to a group from which nobody here receives, the waiting call ends with DTRAIN_ERR_MEMORY.
  * So receive from groups in the order in which peers send.
  *
- * With lanes, a group has streams of its own, without frames, copies or kept bytes. The call fills the table `lane`:
+ * With lanes, a group has streams of its own, without frames, copies or kept bytes. The world is group 0. The call fills the table `lane`:
  * self, send, recv and, if you like, exchange and destroy. `group` names the group and is the same on all members. Rank
  * i of the group is rank ranks[i] of this transport, for i < size. The call does not wait for other members. Messages
  * about ranks that leave and calls that fail still use this table. lanes is provisional: it may change. */

@@ -84,7 +84,7 @@ done
 # Every module alone, half of them at a time: what it lacks is what one that it calls should have been included for.
 alone() { # 0: every second module from the second on; 1: from the first on
     for file in $(awk -v first=$1 '!/^(\[|part |#|$)/ && ++n % 2 == first' src/order.txt); do
-        holds "src/$file alone" ${CC:-cc} -x c -std=gnu99 -Wall -Wextra -Wno-unused-function -Wno-unused-variable \
+        holds "src/$file alone" ${CC:-cc} -x c -std=gnu99 -DDTRAIN_MPI -Wall -Wextra -Wno-unused-function -Wno-unused-variable \
             -Wno-unused-const-variable -fsyntax-only "src/$file"
     done
     echo "$passed $failed" >"$work/counts"
@@ -181,6 +181,9 @@ int main(void)
 END
 holds "what stands in for a part compiles" ${CC:-cc} -std=c99 -O0 $warn -DDTRAIN_NO_COMPRESS -DDTRAIN_NO_DEVICE -DDTRAIN_NO_SOCKETS -I. "$top/refused.c" -o "$work/refused" -lpthread -lm
 holds "what stands in for a part names the macro" "$work/refused"
+for language in "c -std=c99" "c++ -std=c++11"; do
+    holds "the part MPI in $language" ${CC:-cc} -x $language -O0 $warn -DDTRAIN_MPI -DDTRAIN_IMPLEMENTATION -c dtrain.h -o "$work/mpi.o"
+done
 fails_with "dtrain_cuda.h without devices" 'remove that macro' ${CC:-cc} -fsyntax-only -DDTRAIN_NO_DEVICE -DDTRAIN_CUDA_STUB -x c dtrain_cuda.h
 seed=${MATRIX_SEED:-$(date +%s)}
 echo "parts left out at random: MATRIX_SEED=$seed"

@@ -649,6 +649,36 @@ TEST(tcp)
         run_stage(&one, ranks, 40);
 }
 
+/* Under mpiexec, with DTRAIN_TRANSPORT=mpi: tests/interop/mpi.sh does that. */
+TEST(ranks_of_mpi)
+{
+    static const dtrain_algorithm algorithms[] = {DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_TREE, DTRAIN_ALGORITHM_DIRECT,
+                                                  DTRAIN_ALGORITHM_HALVING_DOUBLING};
+    const char *transport = getenv("DTRAIN_TRANSPORT");
+    if (transport == NULL || strcmp(transport, "mpi") != 0) {
+        printf("skipped: DTRAIN_TRANSPORT is not mpi\n");
+        return;
+    }
+    for (int i = 0; i < 8; i++) {
+        stage one = {"mpi", ON_TCP, algorithms[i / 2], DTRAIN_ORDER_TREE, 0, 0, 0};
+        run r = {&one, 100, 0, 0, NULL, "", {0}};
+        dtrain_comm *world = NULL, *half = NULL;
+        r.desc.algorithm = one.algorithm;
+        r.desc.progress = i % 2 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        if (dtrain_comm_create(&world, &r.desc) != DTRAIN_OK) {
+            TEST_FAIL("%s", dtrain_last_error());
+            return;
+        }
+        CHECK_EQ(calls_of_a_rank(world, &r), DTRAIN_OK);
+        int rank = dtrain_comm_rank(world);
+        CHECK_EQ(dtrain_comm_split(world, rank % 2, -rank, &half), DTRAIN_OK);
+        CHECK_EQ(calls_of_a_rank(half, &r), DTRAIN_OK);
+        dtrain_comm_destroy(half);
+        CHECK_EQ(calls_of_a_rank(world, &r), DTRAIN_OK);
+        dtrain_comm_destroy(world);
+    }
+}
+
 TEST(worlds_of_64_and_200_on_small_stacks)
 {
     const stage one = {"many threads", ON_THREADS, DTRAIN_ALGORITHM_AUTO, DTRAIN_ORDER_TREE, 0, 0, 0};

@@ -531,7 +531,7 @@ TEST(a_transport_that_is_none_is_refused)
     desc.root = "127.0.0.1:1";
     setenv("DTRAIN_TRANSPORT", "infiniband", 1);
     CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_TRANSPORT is \"infiniband\"; expected tcp, unix or shm");
+    CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_TRANSPORT is \"infiniband\"; expected tcp, unix, shm or mpi");
     setenv("DTRAIN_TRANSPORT", "tcp", 1);
     CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_DENIED);
     CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_TRANSPORT is tcp and there is no token");

@@ -1,0 +1,76 @@
+/* ---- >>groups_over_mpi ----
+ * Worlds over messages of MPI: its transport behind the mux that any transport of two functions has. */
+#ifndef DTRAIN__FROM_MPI
+#define DTRAIN__FROM_MPI
+#include "from_mpi.h"
+#include "../transport/mpi.c"
+#include "own_transport.c"
+
+/* The number of ranks that a launcher has started, by its own account; 0: it does not say. */
+static int dtrain__from_mpi_launched(const char **name)
+{
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_NRANKS", "SLURM_STEP_NUM_TASKS"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        const char *text = getenv(names[i]);
+        *name = names[i];
+        if (text != NULL && atoi(text) > 0)
+            return atoi(text);
+    }
+    return 0;
+}
+
+static dtrain_status dtrain__from_mpi_make(dtrain_comm **comm, dtrain_transport *table, const dtrain_comm_desc *desc)
+{
+    dtrain_status status = dtrain_comm_from_transport(comm, table, desc);
+    if (status == DTRAIN_OK)
+        return status;
+    dtrain__error kept = dtrain__thread_error;
+    table->destroy(table->self);
+    return dtrain__report(&kept);
+}
+
+/* Makes the world of DTRAIN_TRANSPORT=mpi. */
+static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    dtrain_transport table;
+    const char *from;
+    int launched = dtrain__from_mpi_launched(&from);
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain_status status = dtrain__mpi_ready(1, desc->progress == DTRAIN_PROGRESS_POLL);
+    if (status == DTRAIN_OK)
+        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD);
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    if (status != DTRAIN_OK)
+        return status;
+    if (table.size == 1 && launched > 1) {
+        table.destroy(table.self);
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "comm_create: %s is %d, but MPI has a world of one rank: %s is not of the launcher's MPI; "
+                            "set DTRAIN_MPI_LIBRARY to that one's",
+                            from, launched, dtrain__mpi.library);
+    }
+    return dtrain__from_mpi_make(comm, &table, desc);
+}
+
+DTRAIN_API dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *handle, const dtrain_comm_desc *desc)
+{
+    dtrain_transport table;
+    dtrain__mpi_comm given;
+    if (comm == NULL || handle == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_mpi: %s is NULL; give an address for the group, and that of an MPI_Comm",
+                            comm == NULL ? "comm" : "handle");
+    *comm = NULL;
+    memcpy(&given, handle, sizeof given);
+    dtrain_status status = dtrain__create_check_desc(&desc);
+    if (status != DTRAIN_OK)
+        return status;
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    status = dtrain__mpi_ready(0, desc->progress == DTRAIN_PROGRESS_POLL);
+    if (status == DTRAIN_OK)
+        status = dtrain__mpi_open(&table, given);
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    return status == DTRAIN_OK ? dtrain__from_mpi_make(comm, &table, desc) : status;
+}
+
+#endif

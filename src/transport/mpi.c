@@ -1,0 +1,398 @@
+/* ---- >>mpi ----
+ * The transport over messages of MPI. A lane is a stream of bytes to each member of a group, with two tags of its own:
+ * one for the bytes, one for offers. A sender copies short runs into a ring of slots. For a long run it waits until the
+ * receiver offers memory, and sends from the caller's memory, so that MPI copies straight into the receiver's. With
+ * DTRAIN_MPI_STAGED=1, and for frames of the mux, everything goes through slots.
+ *
+ * MPI cannot cancel a send. A call may be given up while MPI sends from its memory, or receives into it. MPI may use
+ * that memory later. The stream then fails and breaks the group, and the error says so. */
+#ifndef DTRAIN__MPI
+#define DTRAIN__MPI
+#include "mpi_api.c"
+#include "transport.h"
+#include "../base/memory.c"
+
+#define DTRAIN__MPI_SLOTS 4
+#define DTRAIN__MPI_SLOT ((size_t)68 << 10) /* a frame of the mux fits */
+#define DTRAIN__MPI_LONG ((size_t)16 << 10) /* runs from here on wait for an offer */
+#define DTRAIN__MPI_MOST ((size_t)1 << 30)  /* of a message, as counts are ints */
+#define DTRAIN__MPI_HASTE 2000u             /* looks before a caller rests between two */
+#define DTRAIN__MPI_LAST_NS 1000000000      /* for what is under way when a lane ends */
+
+/* A message under way. */
+typedef struct dtrain__mpi_flight {
+    dtrain__mpi_request request;
+    unsigned char *memory;
+    size_t bytes; /* 0: none */
+} dtrain__mpi_flight;
+
+typedef struct dtrain__mpi_stream {
+    unsigned char *slots; /* NULL: nothing was sent this way */
+    dtrain__mpi_flight slot[DTRAIN__MPI_SLOTS], straight, arriving, offering;
+    int turn;                      /* the next slot */
+    uint64_t sent, received;       /* bytes of the stream */
+    uint64_t offer[2];             /* from the peer: the place in the stream, and the bytes that it waits for */
+    uint64_t own[2];               /* this rank's last offer */
+    unsigned char *stage;          /* a message that is longer than what was asked for */
+    size_t stage_at, stage_filled; /* filled: bytes of it that have come */
+} dtrain__mpi_stream;
+
+typedef struct dtrain__mpi_lane {
+    dtrain__mpi_comm comm;
+    int tag, size, staged;
+    int groups; /* of the first lane: groups with a lower number have tags */
+    int *ranks; /* each member's in comm; the streams follow */
+    dtrain__mpi_stream *streams;
+    dtrain_allocator heap;
+    pid_t process;
+} dtrain__mpi_lane;
+
+/* Makes a lane. ranks NULL: all of comm. */
+static dtrain__mpi_lane *dtrain__mpi_lane_new(dtrain__mpi_comm comm, int tag, int staged, const int *ranks, int size)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t n = (size_t)size;
+    dtrain__mpi_lane *lane =
+        (dtrain__mpi_lane *)dtrain__alloc(&heap, sizeof *lane + n * (sizeof(dtrain__mpi_stream) + sizeof(int)));
+    if (lane == NULL) {
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for streams to %d ranks", size);
+        return NULL;
+    }
+    lane->process = dtrain__os_pid();
+    lane->comm = comm;
+    lane->tag = tag;
+    lane->size = size;
+    lane->staged = staged;
+    lane->streams = (dtrain__mpi_stream *)(void *)(lane + 1);
+    lane->ranks = (int *)(void *)(lane->streams + n);
+    for (int rank = 0; rank < size; rank++)
+        lane->ranks[rank] = ranks != NULL ? ranks[rank] : rank;
+    return lane;
+}
+
+/* Looks whether a message has ended. Returns 1 if it has or there is none, 0 if not, -1 on an error. */
+static int dtrain__mpi_ended(dtrain__mpi_flight *flight)
+{
+    int flag = 0, code;
+    if (flight->bytes == 0)
+        return 1;
+    code = dtrain__mpi.call.Test(&flight->request, &flag, DTRAIN__MPI_NO_STATUS);
+    if (code != 0) {
+        dtrain__mpi_error("Test", code);
+        return -1;
+    }
+    if (flag)
+        flight->bytes = 0;
+    return flag;
+}
+
+static dtrain_status dtrain__mpi_fly(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t bytes,
+                                     dtrain__mpi_flight *flight)
+{
+    int code = dtrain__mpi.call.Isend(memory, (int)bytes, DTRAIN__MPI_BYTE, lane->ranks[peer], tag, lane->comm,
+                                      &flight->request);
+    if (code != 0)
+        return dtrain__mpi_error("Isend", code);
+    flight->memory = memory;
+    flight->bytes = bytes;
+    return DTRAIN_OK;
+}
+
+/* Takes a message of the tag, if one has come, into memory of at least *bytes; longer ones into the stage. *bytes: what
+ * it has; 0: there is none. */
+static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t *bytes,
+                                      dtrain__mpi_flight *flight)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_message message;
+    dtrain__mpi_status status;
+    size_t room = *bytes;
+    int flag = 0, count = 0;
+    int code = dtrain__mpi.call.Improbe(lane->ranks[peer], tag, lane->comm, &flag, &message, &status);
+    *bytes = 0;
+    if (code != 0)
+        return dtrain__mpi_error("Improbe", code);
+    if (!flag)
+        return DTRAIN_OK;
+    if (dtrain__mpi.call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: a message of rank %d has %d bytes", peer, count);
+    if ((size_t)count > room) {
+        memory = (unsigned char *)dtrain__memory_room(&lane->heap, stream->stage, (size_t)count);
+        if (memory == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a message of %d bytes from rank %d", count,
+                                peer);
+        stream->stage = memory;
+    }
+    code = dtrain__mpi.call.Imrecv(memory, count, DTRAIN__MPI_BYTE, &message, &flight->request);
+    if (code != 0)
+        return dtrain__mpi_error("Imrecv", code);
+    flight->memory = memory;
+    *bytes = flight->bytes = (size_t)count;
+    return DTRAIN_OK;
+}
+
+/* A call was given up while MPI used its memory. */
+static dtrain_status dtrain__mpi_given_up(int peer, const dtrain__mpi_flight *flight, const char *way)
+{
+    dtrain__mpi.failed = 1;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "MPI still %s %zu bytes at %p that a call which was given up had named; keep that memory "
+                        "until the process ends (peer %d)",
+                        way, flight->bytes, (void *)flight->memory, peer);
+}
+
+/* Sends what can be sent now. */
+static dtrain_status dtrain__mpi_push(dtrain__mpi_lane *lane, int peer, const unsigned char *data, size_t bytes,
+                                      size_t *moved)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight *straight = &stream->straight, *slot = &stream->slot[stream->turn];
+    size_t sending = straight->bytes, offered = sizeof stream->offer;
+    unsigned char *memory;
+    int ended = dtrain__mpi_ended(straight);
+    *moved = 0;
+    if (ended < 0)
+        return DTRAIN_ERR_IO;
+    if (sending > 0 && straight->memory != data)
+        return dtrain__mpi_given_up(peer, straight, "sends");
+    if (sending > 0) {
+        *moved = ended ? sending : 0;
+        stream->sent += *moved;
+        return DTRAIN_OK;
+    }
+    if (!lane->staged && bytes >= DTRAIN__MPI_LONG) {
+        dtrain__mpi_flight offer = {slot->request, NULL, 0};
+        if (stream->offer[1] == 0 || stream->offer[0] != stream->sent) {
+            dtrain_status status =
+                dtrain__mpi_take(lane, peer, lane->tag + 1, (unsigned char *)stream->offer, &offered, &offer);
+            if (status != DTRAIN_OK)
+                return status;
+            while (offer.bytes > 0) /* it is 16 bytes, and has come */
+                if (dtrain__mpi_ended(&offer) < 0)
+                    return DTRAIN_ERR_IO;
+        }
+        if (stream->offer[1] == 0 || stream->offer[0] != stream->sent)
+            return DTRAIN_OK;
+        if (stream->offer[1] >= DTRAIN__MPI_LONG) {
+            size_t most = stream->offer[1] < DTRAIN__MPI_MOST ? (size_t)stream->offer[1] : DTRAIN__MPI_MOST;
+            memcpy(&memory, &data, sizeof memory);
+            return dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes < most ? bytes : most, straight);
+        }
+    }
+    if (stream->slots == NULL)
+        stream->slots = (unsigned char *)dtrain__alloc(&lane->heap, DTRAIN__MPI_SLOTS * DTRAIN__MPI_SLOT);
+    if (stream->slots == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory to send to rank %d", peer);
+    ended = dtrain__mpi_ended(slot);
+    if (ended <= 0)
+        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+    bytes = bytes < DTRAIN__MPI_SLOT ? bytes : DTRAIN__MPI_SLOT;
+    memory = stream->slots + (size_t)stream->turn * DTRAIN__MPI_SLOT;
+    memcpy(memory, data, bytes);
+    dtrain_status status = dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes, slot);
+    *moved = status == DTRAIN_OK ? bytes : 0;
+    stream->sent += *moved;
+    stream->turn = (stream->turn + 1) % DTRAIN__MPI_SLOTS;
+    return status;
+}
+
+/* Tells the peer that this rank waits for bytes, once for each place in the stream. */
+static dtrain_status dtrain__mpi_offer(dtrain__mpi_lane *lane, int peer, size_t bytes)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    int ended = dtrain__mpi_ended(&stream->offering);
+    if (ended <= 0)
+        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+    if (stream->own[1] > 0 && stream->own[0] == stream->received)
+        return DTRAIN_OK;
+    stream->own[0] = stream->received;
+    stream->own[1] = bytes;
+    return dtrain__mpi_fly(lane, peer, lane->tag + 1, (unsigned char *)stream->own, sizeof stream->own,
+                           &stream->offering);
+}
+
+/* Receives what has come. waits: the caller will look again. */
+static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned char *data, size_t bytes, int waits,
+                                      size_t *moved)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight *arriving = &stream->arriving;
+    size_t coming = arriving->bytes;
+    dtrain_status status = DTRAIN_OK;
+    *moved = 0;
+    if (coming == 0 && stream->stage_at == stream->stage_filled) {
+        coming = bytes;
+        status = dtrain__mpi_take(lane, peer, lane->tag, data, &coming, arriving);
+        if (status == DTRAIN_OK && coming == 0 && waits && !lane->staged)
+            status = dtrain__mpi_offer(lane, peer, bytes);
+        if (status != DTRAIN_OK || coming == 0)
+            return status;
+    }
+    if (coming > 0) {
+        int ended = dtrain__mpi_ended(arriving), staged = arriving->memory == stream->stage;
+        if (ended < 0)
+            return DTRAIN_ERR_IO;
+        if (!staged && arriving->memory != data)
+            return dtrain__mpi_given_up(peer, arriving, "receives");
+        if (!ended)
+            return DTRAIN_OK;
+        if (!staged) {
+            *moved = coming;
+            stream->received += coming;
+            return DTRAIN_OK;
+        }
+        stream->stage_at = 0;
+        stream->stage_filled = coming;
+    }
+    size_t left = stream->stage_filled - stream->stage_at;
+    *moved = left < bytes ? left : bytes;
+    memcpy(data, stream->stage + stream->stage_at, *moved);
+    stream->stage_at += *moved;
+    stream->received += *moved;
+    return DTRAIN_OK;
+}
+
+/* Moves both ways until one is complete, or until the deadline. out or in may be NULL. */
+static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    for (unsigned turn = 0;; turn++) {
+        size_t sent = 0, received = 0;
+        dtrain_status status = DTRAIN_OK;
+        pthread_mutex_lock(&dtrain__mpi_mutex);
+        if (in != NULL)
+            status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, deadline_ns > 0,
+                                      &received);
+        if (status == DTRAIN_OK && out != NULL)
+            status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
+        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        if (in != NULL)
+            in->moved += received;
+        if (out != NULL)
+            out->moved += sent;
+        if (status != DTRAIN_OK || (in != NULL && in->moved == in->bytes) || (out != NULL && out->moved == out->bytes))
+            return status;
+        turn = sent > 0 || received > 0 ? 0 : turn;
+        if (turn > 0 && (deadline_ns == 0 || (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)))
+            return DTRAIN_ERR_TIMEOUT;
+        if (turn > DTRAIN__MPI_HASTE) {
+            struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
+            nanosleep(&rest, NULL);
+        } else if (turn > 50) {
+            sched_yield();
+        }
+    }
+}
+
+static dtrain_status dtrain__mpi_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                      size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
+    memcpy(&out.data, &data, sizeof data);
+    dtrain_status status = bytes > 0 ? dtrain__mpi_exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__mpi_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                      size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
+    dtrain_status status = bytes > 0 ? dtrain__mpi_exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
+    *moved = in.moved;
+    return status;
+}
+
+/* Ends what is under way. Messages that do not end keep their memory, as MPI may still use it. */
+static void dtrain__mpi_lane_destroy(void *self)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    int64_t until = dtrain__os_now_ns() + DTRAIN__MPI_LAST_NS;
+    int left = 1;
+    if (lane->process != dtrain__os_pid())
+        return; /* MPI is its parent's */
+    while (left) {
+        left = 0;
+        pthread_mutex_lock(&dtrain__mpi_mutex);
+        for (int peer = 0; peer < lane->size && !dtrain__mpi.failed; peer++) {
+            dtrain__mpi_stream *stream = &lane->streams[peer];
+            for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
+                left += dtrain__mpi_ended(&stream->slot[i]) == 0;
+            left += dtrain__mpi_ended(&stream->straight) == 0;
+            left += dtrain__mpi_ended(&stream->arriving) == 0;
+            left += dtrain__mpi_ended(&stream->offering) == 0;
+        }
+        int stuck = left > 0 && dtrain__os_now_ns() >= until;
+        dtrain__mpi.failed |= stuck;
+        left = dtrain__mpi.failed ? -1 : left;
+        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        if (stuck)
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "MPI: messages of a group that was destroyed never ended, so MPI_Finalize would "
+                        "hang: end the process without it");
+        if (left < 0)
+            return; /* MPI may use the memory of the lane */
+        if (left > 0)
+            sched_yield();
+    }
+    for (int peer = 0; peer < lane->size; peer++) {
+        dtrain__free(&lane->heap, lane->streams[peer].slots);
+        dtrain__free(&lane->heap, lane->streams[peer].stage);
+    }
+    dtrain_allocator heap = lane->heap;
+    dtrain__free(&heap, lane);
+}
+
+static void dtrain__mpi_table(dtrain_transport *table, dtrain__mpi_lane *lane, int rank)
+{
+    memset(table, 0, sizeof *table);
+    table->self = lane;
+    table->rank = rank;
+    table->size = lane->size;
+    table->send = dtrain__mpi_send;
+    table->recv = dtrain__mpi_recv;
+    table->exchange = dtrain__mpi_exchange;
+    table->destroy = dtrain__mpi_lane_destroy;
+}
+
+/* Gives a group streams of its own, if MPI has tags for it. */
+static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
+{
+    const dtrain__mpi_lane *all = (const dtrain__mpi_lane *)self;
+    const char *staged = getenv("DTRAIN_MPI_STAGED");
+    if (group >= (uint64_t)all->groups)
+        return DTRAIN_OK;
+    dtrain__mpi_lane *made =
+        dtrain__mpi_lane_new(all->comm, 2 * (int)group + 2, staged != NULL && strcmp(staged, "1") == 0, ranks, size);
+    if (made == NULL)
+        return DTRAIN_ERR_MEMORY;
+    dtrain__mpi_table(lane, made, 0);
+    return DTRAIN_OK;
+}
+
+/* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
+static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given)
+{
+    dtrain__mpi_comm comm;
+    int rank = 0, size = 0, flag = 0, *most = NULL, code = dtrain__mpi.call.Comm_dup(given, &comm);
+    if (code != 0)
+        return dtrain__mpi_error("Comm_dup", code);
+    code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_rank(comm, &rank);
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_size(comm, &size);
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
+    if (code != 0)
+        return dtrain__mpi_error("Comm_dup", code);
+    dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
+    if (lane == NULL)
+        return DTRAIN_ERR_MEMORY;
+    lane->groups = (flag ? *most : 32767) / 2 - 1;
+    dtrain__mpi_table(table, lane, rank);
+    table->lanes = dtrain__mpi_lanes;
+    return DTRAIN_OK;
+}
+
+#endif

@@ -1,0 +1,94 @@
+/* A program that uses MPI itself, with dtrain beside it: on a communicator of its own, on threads of its own, and at a
+ * lower level of threads. Run by mpi.sh under mpiexec -n 4; prints what is wrong. */
+#define DTRAIN_API static
+#define DTRAIN_MPI
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include <mpi.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { ROUNDS = 300, COUNT = 20011 };
+static int wrong;
+
+static void expect(int good, const char *what)
+{
+    if (good)
+        return;
+    wrong = 1;
+    fprintf(stderr, "FAIL %s: %s\n", what, dtrain_last_error());
+}
+
+/* The program's own messages, of any tag, while dtrain's calls are under way. */
+static void *own_messages(void *pointer)
+{
+    int rank, size, sum, token, *bad = (int *)pointer;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    for (int round = 0; round < ROUNDS; round++) {
+        MPI_Allreduce(&rank, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+        *bad |= sum != size * (size - 1) / 2;
+        int out = rank + round;
+        MPI_Sendrecv(&out, 1, MPI_INT, (rank + 1) % size, round % 5, &token, 1, MPI_INT, MPI_ANY_SOURCE, MPI_ANY_TAG,
+                     MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+        *bad |= token != (rank + size - 1) % size + round;
+    }
+    return NULL;
+}
+
+static void sums(dtrain_comm *world, int rounds)
+{
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    float *x = (float *)malloc(COUNT * sizeof(float));
+    for (int round = 0; round < rounds; round++) {
+        size_t count = (size_t)(round % 3 == 0 ? COUNT : round);
+        for (size_t i = 0; i < count; i++)
+            x[i] = (float)(rank + 1) * (float)(i % 100);
+        expect(dtrain_all_reduce(world, x, x, count, DTRAIN_F32, DTRAIN_SUM) == DTRAIN_OK, "all_reduce");
+        for (size_t i = 0; i < count; i++)
+            if (x[i] != (float)(ranks * (ranks + 1) / 2) * (float)(i % 100)) {
+                expect(0, "a sum beside the program's messages");
+                break;
+            }
+    }
+    free(x);
+}
+
+int main(int argc, char **argv)
+{
+    int asked = argc > 1 && strcmp(argv[1], "funneled") == 0 ? MPI_THREAD_FUNNELED : MPI_THREAD_MULTIPLE, level, rank;
+    dtrain_comm *world = NULL, *half = NULL;
+    dtrain_comm_desc desc;
+    MPI_Comm colour;
+    memset(&desc, 0, sizeof desc);
+    expect(dtrain_comm_from_mpi(&world, &(MPI_Comm){MPI_COMM_WORLD}, NULL) == DTRAIN_ERR_INVALID,
+           "MPI that is not initialised");
+    MPI_Init_thread(&argc, &argv, asked, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_split(MPI_COMM_WORLD, rank % 2, -rank, &colour);
+    MPI_Comm all = MPI_COMM_WORLD;
+    if (level < MPI_THREAD_MULTIPLE) {
+        expect(dtrain_comm_from_mpi(&world, &all, NULL) == DTRAIN_ERR_UNSUPPORTED, "too low a level");
+        expect(strstr(dtrain_last_error(), "MPI_THREAD_MULTIPLE") != NULL, "the cure");
+        desc.progress = DTRAIN_PROGRESS_POLL;
+    }
+    expect(dtrain_comm_from_mpi(&world, &all, &desc) == DTRAIN_OK, "the world");
+    expect(dtrain_comm_from_mpi(&half, &colour, &desc) == DTRAIN_OK, "half of it");
+    expect(dtrain_comm_size(half) == 2 && dtrain_comm_rank(half) == (rank < 2), "its ranks");
+    int bad = 0;
+    pthread_t thread;
+    if (level == MPI_THREAD_MULTIPLE)
+        pthread_create(&thread, NULL, own_messages, &bad);
+    else
+        own_messages(&bad);
+    sums(world, ROUNDS);
+    sums(half, ROUNDS);
+    sums(world, 10);
+    if (level == MPI_THREAD_MULTIPLE)
+        pthread_join(thread, NULL);
+    expect(!bad, "the program's own messages");
+    dtrain_comm_destroy(half);
+    dtrain_comm_destroy(world);
+    MPI_Finalize();
+    return wrong;
+}
