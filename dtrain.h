@@ -2545,8 +2545,8 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
  *     $ DTRAIN_TRANSPORT=mpi mpiexec -n 4 ./program
  *     $ DTRAIN_TRANSPORT=mpi srun --ntasks=4 ./program
  *
- * MPI's own calls have no deadline: MPI_Init_thread, MPI_Comm_dup when a group is made, and MPI_Finalize at exit. If a
- * rank dies, most launchers end the whole job. */
+ * Two calls of MPI have no deadline: MPI_Init_thread, and MPI_Finalize at exit. If a rank dies, most launchers end the
+ * whole job. Where survivors go on, a call that needs the dead rank ends at its deadline. */
 #ifndef DTRAIN__FROM_MPI_H
 #define DTRAIN__FROM_MPI_H
 
@@ -2565,8 +2565,9 @@ extern "C" {
  *                                    thread takes MPI_THREAD_MULTIPLE, DTRAIN_PROGRESS_POLL on the main thread takes any
  *            DTRAIN_ERR_INVALID      MPI is not initialised, or the program uses another one
  *            DTRAIN_ERR_IO           MPI has failed; the text is MPI's
+ *            DTRAIN_ERR_TIMEOUT      not all ranks have called it
  *
- * any thread; blocks until all ranks have called it */
+ * any thread; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *handle,
                                                    const dtrain_comm_desc *desc);
 
@@ -27246,7 +27247,7 @@ typedef struct dtrain__mpi_calls {
     int (*Finalize)(void);
     int (*Comm_rank)(dtrain__mpi_comm comm, int *rank);
     int (*Comm_size)(dtrain__mpi_comm comm, int *size);
-    int (*Comm_dup)(dtrain__mpi_comm comm, dtrain__mpi_comm *copy);
+    int (*Comm_idup)(dtrain__mpi_comm comm, dtrain__mpi_comm *copy, dtrain__mpi_request *request);
     int (*Comm_set_errhandler)(dtrain__mpi_comm comm, dtrain__mpi_errhandler handler);
     int (*Comm_get_attr)(dtrain__mpi_comm comm, int key, void *value, int *flag);
     int (*Isend)(const void *data, int count, dtrain__mpi_datatype type, int to, int tag, dtrain__mpi_comm comm,
@@ -27270,7 +27271,7 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Finalize) \
     DTRAIN__MPI_TAKE(Comm_rank) \
     DTRAIN__MPI_TAKE(Comm_size) \
-    DTRAIN__MPI_TAKE(Comm_dup) \
+    DTRAIN__MPI_TAKE(Comm_idup) \
     DTRAIN__MPI_TAKE(Comm_set_errhandler) \
     DTRAIN__MPI_TAKE(Comm_get_attr) \
     DTRAIN__MPI_TAKE(Isend) \
@@ -27391,8 +27392,7 @@ static dtrain_status dtrain__mpi_level(int polls)
                                 "DTRAIN_PROGRESS_POLL");
 }
 
-/* Loads MPI. Initialises it if `initialises`, and if the program has not. The caller holds the lock. */
-static dtrain_status dtrain__mpi_ready(int initialises, int polls)
+static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
 {
     int on = 0, over = 0, level, code;
     dtrain_status status = dtrain__mpi.loaded ? DTRAIN_OK : dtrain__mpi_find();
@@ -27415,6 +27415,15 @@ static dtrain_status dtrain__mpi_ready(int initialises, int polls)
         atexit(dtrain__mpi_finalize);
     }
     return dtrain__mpi_level(polls);
+}
+
+/* Loads MPI. Initialises it if `initialises`, and if the program has not. */
+static dtrain_status dtrain__mpi_ready(int initialises, int polls)
+{
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain_status status = dtrain__mpi_prepare(initialises, polls);
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    return status;
 }
 
 #endif
@@ -27559,59 +27568,79 @@ static dtrain_status dtrain__mpi_given_up(int peer, const dtrain__mpi_flight *fl
                         way, flight->bytes, (void *)flight->memory, peer);
 }
 
-/* Sends what can be sent now. */
-static dtrain_status dtrain__mpi_push(dtrain__mpi_lane *lane, int peer, const unsigned char *data, size_t bytes,
-                                      size_t *moved)
+/* Finds what the peer has offered for the bytes that come next; *room 0: nothing yet. */
+static dtrain_status dtrain__mpi_heed(dtrain__mpi_lane *lane, int peer, uint64_t *room)
 {
     dtrain__mpi_stream *stream = &lane->streams[peer];
-    dtrain__mpi_flight *straight = &stream->straight, *slot = &stream->slot[stream->turn];
-    size_t sending = straight->bytes, offered = sizeof stream->offer;
-    unsigned char *memory;
-    int ended = dtrain__mpi_ended(straight);
-    *moved = 0;
-    if (ended < 0)
-        return DTRAIN_ERR_IO;
-    if (sending > 0 && straight->memory != data)
-        return dtrain__mpi_given_up(peer, straight, "sends");
-    if (sending > 0) {
-        *moved = ended ? sending : 0;
-        stream->sent += *moved;
-        return DTRAIN_OK;
+    dtrain__mpi_flight coming;
+    size_t bytes = sizeof stream->offer;
+    memset(&coming, 0, sizeof coming);
+    *room = 0;
+    if (stream->offer[1] == 0 || stream->offer[0] != stream->sent) {
+        dtrain_status status =
+            dtrain__mpi_take(lane, peer, lane->tag + 1, (unsigned char *)stream->offer, &bytes, &coming);
+        if (status != DTRAIN_OK)
+            return status;
+        while (coming.bytes > 0) /* it is 16 bytes, and has come */
+            if (dtrain__mpi_ended(&coming) < 0)
+                return DTRAIN_ERR_IO;
     }
-    if (!lane->staged && bytes >= DTRAIN__MPI_LONG) {
-        dtrain__mpi_flight offer = {slot->request, NULL, 0};
-        if (stream->offer[1] == 0 || stream->offer[0] != stream->sent) {
-            dtrain_status status =
-                dtrain__mpi_take(lane, peer, lane->tag + 1, (unsigned char *)stream->offer, &offered, &offer);
-            if (status != DTRAIN_OK)
-                return status;
-            while (offer.bytes > 0) /* it is 16 bytes, and has come */
-                if (dtrain__mpi_ended(&offer) < 0)
-                    return DTRAIN_ERR_IO;
-        }
-        if (stream->offer[1] == 0 || stream->offer[0] != stream->sent)
-            return DTRAIN_OK;
-        if (stream->offer[1] >= DTRAIN__MPI_LONG) {
-            size_t most = stream->offer[1] < DTRAIN__MPI_MOST ? (size_t)stream->offer[1] : DTRAIN__MPI_MOST;
-            memcpy(&memory, &data, sizeof memory);
-            return dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes < most ? bytes : most, straight);
-        }
-    }
+    if (stream->offer[0] == stream->sent)
+        *room = stream->offer[1];
+    return DTRAIN_OK;
+}
+
+/* Sends through a slot, if one is free. */
+static dtrain_status dtrain__mpi_push_copy(dtrain__mpi_lane *lane, int peer, const unsigned char *data, size_t bytes,
+                                           size_t *moved)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight *slot = &stream->slot[stream->turn];
     if (stream->slots == NULL)
         stream->slots = (unsigned char *)dtrain__alloc(&lane->heap, DTRAIN__MPI_SLOTS * DTRAIN__MPI_SLOT);
     if (stream->slots == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory to send to rank %d", peer);
-    ended = dtrain__mpi_ended(slot);
+    int ended = dtrain__mpi_ended(slot);
     if (ended <= 0)
         return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+    unsigned char *memory = stream->slots + (size_t)stream->turn * DTRAIN__MPI_SLOT;
     bytes = bytes < DTRAIN__MPI_SLOT ? bytes : DTRAIN__MPI_SLOT;
-    memory = stream->slots + (size_t)stream->turn * DTRAIN__MPI_SLOT;
     memcpy(memory, data, bytes);
     dtrain_status status = dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes, slot);
     *moved = status == DTRAIN_OK ? bytes : 0;
     stream->sent += *moved;
     stream->turn = (stream->turn + 1) % DTRAIN__MPI_SLOTS;
     return status;
+}
+
+/* Sends what can be sent now. */
+static dtrain_status dtrain__mpi_push(dtrain__mpi_lane *lane, int peer, const unsigned char *data, size_t bytes,
+                                      size_t *moved)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight *straight = &stream->straight;
+    size_t sending = straight->bytes;
+    uint64_t room;
+    unsigned char *memory;
+    *moved = 0;
+    if (sending > 0 && straight->memory != data)
+        return dtrain__mpi_given_up(peer, straight, "sends");
+    if (sending > 0) {
+        int ended = dtrain__mpi_ended(straight);
+        *moved = ended > 0 ? sending : 0;
+        stream->sent += *moved;
+        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+    }
+    if (lane->staged || bytes < DTRAIN__MPI_LONG)
+        return dtrain__mpi_push_copy(lane, peer, data, bytes, moved);
+    dtrain_status status = dtrain__mpi_heed(lane, peer, &room);
+    if (status != DTRAIN_OK || room == 0)
+        return status;
+    if (room < DTRAIN__MPI_LONG)
+        return dtrain__mpi_push_copy(lane, peer, data, bytes, moved);
+    room = room < DTRAIN__MPI_MOST ? room : DTRAIN__MPI_MOST;
+    memcpy(&memory, &data, sizeof memory);
+    return dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes < room ? bytes : (size_t)room, straight);
 }
 
 /* Tells the peer that this rank waits for bytes, once for each place in the stream. */
@@ -27629,43 +27658,43 @@ static dtrain_status dtrain__mpi_offer(dtrain__mpi_lane *lane, int peer, size_t 
                            &stream->offering);
 }
 
-/* Receives what has come. waits: the caller will look again. */
-static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned char *data, size_t bytes, int waits,
+/* Takes bytes from the stage. */
+static size_t dtrain__mpi_unstage(dtrain__mpi_stream *stream, unsigned char *data, size_t bytes)
+{
+    size_t left = stream->stage_filled - stream->stage_at, n = left < bytes ? left : bytes;
+    memcpy(data, stream->stage + stream->stage_at, n);
+    stream->stage_at += n;
+    return n;
+}
+
+/* Receives what has come. If nothing has, it offers the memory. */
+static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned char *data, size_t bytes,
                                       size_t *moved)
 {
     dtrain__mpi_stream *stream = &lane->streams[peer];
     dtrain__mpi_flight *arriving = &stream->arriving;
     size_t coming = arriving->bytes;
-    dtrain_status status = DTRAIN_OK;
     *moved = 0;
     if (coming == 0 && stream->stage_at == stream->stage_filled) {
         coming = bytes;
-        status = dtrain__mpi_take(lane, peer, lane->tag, data, &coming, arriving);
-        if (status == DTRAIN_OK && coming == 0 && waits && !lane->staged)
-            status = dtrain__mpi_offer(lane, peer, bytes);
+        dtrain_status status = dtrain__mpi_take(lane, peer, lane->tag, data, &coming, arriving);
+        if (status == DTRAIN_OK && coming == 0 && !lane->staged)
+            return dtrain__mpi_offer(lane, peer, bytes);
         if (status != DTRAIN_OK || coming == 0)
             return status;
     }
     if (coming > 0) {
         int ended = dtrain__mpi_ended(arriving), staged = arriving->memory == stream->stage;
-        if (ended < 0)
-            return DTRAIN_ERR_IO;
         if (!staged && arriving->memory != data)
             return dtrain__mpi_given_up(peer, arriving, "receives");
-        if (!ended)
-            return DTRAIN_OK;
-        if (!staged) {
-            *moved = coming;
-            stream->received += coming;
-            return DTRAIN_OK;
-        }
+        if (ended <= 0)
+            return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
         stream->stage_at = 0;
-        stream->stage_filled = coming;
+        stream->stage_filled = staged ? coming : 0;
+        *moved = staged ? 0 : coming;
     }
-    size_t left = stream->stage_filled - stream->stage_at;
-    *moved = left < bytes ? left : bytes;
-    memcpy(data, stream->stage + stream->stage_at, *moved);
-    stream->stage_at += *moved;
+    if (*moved == 0)
+        *moved = dtrain__mpi_unstage(stream, data, bytes);
     stream->received += *moved;
     return DTRAIN_OK;
 }
@@ -27679,8 +27708,7 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
         dtrain_status status = DTRAIN_OK;
         pthread_mutex_lock(&dtrain__mpi_mutex);
         if (in != NULL)
-            status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, deadline_ns > 0,
-                                      &received);
+            status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, &received);
         if (status == DTRAIN_OK && out != NULL)
             status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
         pthread_mutex_unlock(&dtrain__mpi_mutex);
@@ -27788,14 +27816,44 @@ static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ra
     return DTRAIN_OK;
 }
 
-/* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
-static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given)
-{
+/* A copy of a communicator on its way; it stays if the call that makes it is given up. */
+typedef struct dtrain__mpi_copy {
     dtrain__mpi_comm comm;
-    int rank = 0, size = 0, flag = 0, *most = NULL, code = dtrain__mpi.call.Comm_dup(given, &comm);
+    dtrain__mpi_flight flight;
+} dtrain__mpi_copy;
+
+/* Waits until all ranks have come to make the copy. Returns 0 with an error. */
+static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms)
+{
+    int64_t until = timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + timeout_ms * 1000000;
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    int code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request), ended = code == 0 ? 0 : -1;
     if (code != 0)
-        return dtrain__mpi_error("Comm_dup", code);
-    code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
+        dtrain__mpi_error("Comm_idup", code);
+    copy->flight.bytes = 1;
+    while (ended == 0 && dtrain__os_now_ns() < until) {
+        struct timespec rest = {0, 50000};
+        ended = dtrain__mpi_ended(&copy->flight);
+        pthread_mutex_unlock(&dtrain__mpi_mutex); /* others may have to move for a rank to come here */
+        if (ended == 0)
+            nanosleep(&rest, NULL);
+        pthread_mutex_lock(&dtrain__mpi_mutex);
+    }
+    dtrain__mpi.failed |= ended == 0;
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    if (ended == 0)
+        dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                     "MPI: not all ranks of the communicator have come to make the group within %lld ms",
+                     (long long)timeout_ms);
+    return ended > 0;
+}
+
+/* Makes the table of this rank over a copy of a communicator. */
+static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm)
+{
+    int rank = 0, size = 0, flag = 0, *most = NULL;
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    int code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
     if (code == 0)
         code = dtrain__mpi.call.Comm_rank(comm, &rank);
     if (code == 0)
@@ -27803,7 +27861,10 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
     if (code == 0)
         code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
     if (code != 0)
-        return dtrain__mpi_error("Comm_dup", code);
+        dtrain__mpi_error("Comm_get_attr", code);
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    if (code != 0)
+        return DTRAIN_ERR_IO;
     dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
     if (lane == NULL)
         return DTRAIN_ERR_MEMORY;
@@ -27811,6 +27872,20 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
     return DTRAIN_OK;
+}
+
+/* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
+static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int64_t timeout_ms)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain__mpi_copy *copy = (dtrain__mpi_copy *)dtrain__alloc(&heap, sizeof *copy);
+    if (copy == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a copy of the communicator");
+    if (!dtrain__mpi_copied(copy, given, timeout_ms != 0 ? timeout_ms : 60000))
+        return dtrain__thread_error.status; /* MPI may still write to the copy */
+    dtrain_status status = dtrain__mpi_describe(table, copy->comm);
+    dtrain__free(&heap, copy);
+    return status;
 }
 
 #endif
@@ -27849,11 +27924,9 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
     dtrain_transport table;
     const char *from;
     int launched = dtrain__from_mpi_launched(&from);
-    pthread_mutex_lock(&dtrain__mpi_mutex);
     dtrain_status status = dtrain__mpi_ready(1, desc->progress == DTRAIN_PROGRESS_POLL);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD);
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, desc->timeout_ms);
     if (status != DTRAIN_OK)
         return status;
     if (table.size == 1 && launched > 1) {
@@ -27879,11 +27952,9 @@ DTRAIN_API dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *ha
     dtrain_status status = dtrain__create_check_desc(&desc);
     if (status != DTRAIN_OK)
         return status;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
     status = dtrain__mpi_ready(0, desc->progress == DTRAIN_PROGRESS_POLL);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, given);
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+        status = dtrain__mpi_open(&table, given, desc->timeout_ms);
     return status == DTRAIN_OK ? dtrain__from_mpi_make(comm, &table, desc) : status;
 }
 

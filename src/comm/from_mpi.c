@@ -35,11 +35,9 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
     dtrain_transport table;
     const char *from;
     int launched = dtrain__from_mpi_launched(&from);
-    pthread_mutex_lock(&dtrain__mpi_mutex);
     dtrain_status status = dtrain__mpi_ready(1, desc->progress == DTRAIN_PROGRESS_POLL);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD);
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, desc->timeout_ms);
     if (status != DTRAIN_OK)
         return status;
     if (table.size == 1 && launched > 1) {
@@ -65,11 +63,9 @@ DTRAIN_API dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *ha
     dtrain_status status = dtrain__create_check_desc(&desc);
     if (status != DTRAIN_OK)
         return status;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
     status = dtrain__mpi_ready(0, desc->progress == DTRAIN_PROGRESS_POLL);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, given);
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+        status = dtrain__mpi_open(&table, given, desc->timeout_ms);
     return status == DTRAIN_OK ? dtrain__from_mpi_make(comm, &table, desc) : status;
 }
 

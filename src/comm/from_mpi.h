@@ -14,8 +14,8 @@
  *     $ DTRAIN_TRANSPORT=mpi mpiexec -n 4 ./program
  *     $ DTRAIN_TRANSPORT=mpi srun --ntasks=4 ./program
  *
- * MPI's own calls have no deadline: MPI_Init_thread, MPI_Comm_dup when a group is made, and MPI_Finalize at exit. If a
- * rank dies, most launchers end the whole job. */
+ * Two calls of MPI have no deadline: MPI_Init_thread, and MPI_Finalize at exit. If a rank dies, most launchers end the
+ * whole job. Where survivors go on, a call that needs the dead rank ends at its deadline. */
 #ifndef DTRAIN__FROM_MPI_H
 #define DTRAIN__FROM_MPI_H
 #include "comm.h"
@@ -35,8 +35,9 @@ extern "C" {
  *                                    thread takes MPI_THREAD_MULTIPLE, DTRAIN_PROGRESS_POLL on the main thread takes any
  *            DTRAIN_ERR_INVALID      MPI is not initialised, or the program uses another one
  *            DTRAIN_ERR_IO           MPI has failed; the text is MPI's
+ *            DTRAIN_ERR_TIMEOUT      not all ranks have called it
  *
- * any thread; blocks until all ranks have called it */
+ * any thread; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *handle,
                                                    const dtrain_comm_desc *desc);
 

@@ -59,7 +59,7 @@ typedef struct dtrain__mpi_calls {
     int (*Finalize)(void);
     int (*Comm_rank)(dtrain__mpi_comm comm, int *rank);
     int (*Comm_size)(dtrain__mpi_comm comm, int *size);
-    int (*Comm_dup)(dtrain__mpi_comm comm, dtrain__mpi_comm *copy);
+    int (*Comm_idup)(dtrain__mpi_comm comm, dtrain__mpi_comm *copy, dtrain__mpi_request *request);
     int (*Comm_set_errhandler)(dtrain__mpi_comm comm, dtrain__mpi_errhandler handler);
     int (*Comm_get_attr)(dtrain__mpi_comm comm, int key, void *value, int *flag);
     int (*Isend)(const void *data, int count, dtrain__mpi_datatype type, int to, int tag, dtrain__mpi_comm comm,
@@ -83,7 +83,7 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Finalize) \
     DTRAIN__MPI_TAKE(Comm_rank) \
     DTRAIN__MPI_TAKE(Comm_size) \
-    DTRAIN__MPI_TAKE(Comm_dup) \
+    DTRAIN__MPI_TAKE(Comm_idup) \
     DTRAIN__MPI_TAKE(Comm_set_errhandler) \
     DTRAIN__MPI_TAKE(Comm_get_attr) \
     DTRAIN__MPI_TAKE(Isend) \
@@ -204,8 +204,7 @@ static dtrain_status dtrain__mpi_level(int polls)
                                 "DTRAIN_PROGRESS_POLL");
 }
 
-/* Loads MPI. Initialises it if `initialises`, and if the program has not. The caller holds the lock. */
-static dtrain_status dtrain__mpi_ready(int initialises, int polls)
+static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
 {
     int on = 0, over = 0, level, code;
     dtrain_status status = dtrain__mpi.loaded ? DTRAIN_OK : dtrain__mpi_find();
@@ -228,6 +227,15 @@ static dtrain_status dtrain__mpi_ready(int initialises, int polls)
         atexit(dtrain__mpi_finalize);
     }
     return dtrain__mpi_level(polls);
+}
+
+/* Loads MPI. Initialises it if `initialises`, and if the program has not. */
+static dtrain_status dtrain__mpi_ready(int initialises, int polls)
+{
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain_status status = dtrain__mpi_prepare(initialises, polls);
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    return status;
 }
 
 #endif
