@@ -29,6 +29,12 @@ static dtrain_status dtrain__from_mpi_make(dtrain_comm **comm, dtrain_transport 
     return dtrain__report(&kept);
 }
 
+/* A rank that polls may be silent for as long as it likes, unless the desc says otherwise. */
+static int64_t dtrain__from_mpi_heartbeat(const dtrain_comm_desc *desc)
+{
+    return desc->heartbeat_ms != 0 ? desc->heartbeat_ms : desc->progress == DTRAIN_PROGRESS_POLL ? -1 : 15000;
+}
+
 /* Makes the world of DTRAIN_TRANSPORT=mpi. */
 static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
@@ -37,7 +43,7 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
     int launched = dtrain__from_mpi_launched(&from);
     dtrain_status status = dtrain__mpi_ready(1, desc->progress == DTRAIN_PROGRESS_POLL);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, desc->timeout_ms);
+        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     if (status != DTRAIN_OK)
         return status;
     if (table.size == 1 && launched > 1) {
@@ -65,7 +71,7 @@ DTRAIN_API dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *ha
         return status;
     status = dtrain__mpi_ready(0, desc->progress == DTRAIN_PROGRESS_POLL);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, given, desc->timeout_ms);
+        status = dtrain__mpi_open(&table, given, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     return status == DTRAIN_OK ? dtrain__from_mpi_make(comm, &table, desc) : status;
 }
 

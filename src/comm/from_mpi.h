@@ -15,7 +15,9 @@
  *     $ DTRAIN_TRANSPORT=mpi srun --ntasks=4 ./program
  *
  * Two calls of MPI have no deadline: MPI_Init_thread, and MPI_Finalize at exit. If a rank dies, most launchers end the
- * whole job. Where survivors go on, a call that needs the dead rank ends at its deadline. */
+ * whole job. Open MPI's lets survivors go on with --enable-recovery: they get DTRAIN_ERR_PEER_LOST once the rank has
+ * been silent for desc.heartbeat_ms, and dtrain_comm_shrink makes their group. Ranks that poll have no such limit unless
+ * the desc sets one. */
 #ifndef DTRAIN__FROM_MPI_H
 #define DTRAIN__FROM_MPI_H
 #include "comm.h"

@@ -35,6 +35,7 @@ typedef struct dtrain__mpi_stream {
     uint64_t own[2];               /* this rank's last offer */
     unsigned char *stage;          /* a message that is longer than what was asked for */
     size_t stage_at, stage_filled; /* filled: bytes of it that have come */
+    int64_t heard_ns, told_ns;     /* of the first lane: when a sign of life came last, and when one went */
 } dtrain__mpi_stream;
 
 typedef struct dtrain__mpi_lane {
@@ -44,6 +45,7 @@ typedef struct dtrain__mpi_lane {
     int *ranks; /* each member's in comm; the streams follow */
     dtrain__mpi_stream *streams;
     dtrain_allocator heap;
+    int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
     pid_t process;
 } dtrain__mpi_lane;
 
@@ -389,6 +391,38 @@ static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ra
     return DTRAIN_OK;
 }
 
+/* Says whether a rank still gives signs of life, and gives it one. MPI itself does not tell of deaths. The first lane
+ * makes no offers, so its second tag carries the signs. */
+static int dtrain__mpi_alive(void *self, int peer)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    int64_t now = dtrain__os_now_ns();
+    int lost = 0;
+    if (lane->heartbeat_ns == 0)
+        return -1;
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    for (size_t bytes = 1; bytes > 0 && !lost;) {
+        dtrain__mpi_flight coming;
+        memset(&coming, 0, sizeof coming);
+        bytes = sizeof stream->offer;
+        lost =
+            dtrain__mpi_take(lane, peer, lane->tag + 1, (unsigned char *)stream->offer, &bytes, &coming) != DTRAIN_OK;
+        while (coming.bytes > 0 && !lost) /* one byte, and it has come */
+            lost = dtrain__mpi_ended(&coming) < 0;
+        stream->heard_ns = bytes > 0 || stream->heard_ns == 0 ? now : stream->heard_ns;
+    }
+    if (!lost && now - stream->told_ns > lane->heartbeat_ns / 4 && dtrain__mpi_ended(&stream->offering) > 0) {
+        lost =
+            dtrain__mpi_fly(lane, peer, lane->tag + 1, (unsigned char *)stream->own, 1, &stream->offering) != DTRAIN_OK;
+        stream->told_ns = now;
+    }
+    lost = lost || now - stream->heard_ns > lane->heartbeat_ns;
+    dtrain__mpi.failed |= lost;
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    return !lost;
+}
+
 /* A copy of a communicator on its way; it stays if the call that makes it is given up. */
 typedef struct dtrain__mpi_copy {
     dtrain__mpi_comm comm;
@@ -422,7 +456,7 @@ static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, in
 }
 
 /* Makes the table of this rank over a copy of a communicator. */
-static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm)
+static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int64_t heartbeat_ns)
 {
     int rank = 0, size = 0, flag = 0, *most = NULL;
     pthread_mutex_lock(&dtrain__mpi_mutex);
@@ -442,13 +476,16 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     if (lane == NULL)
         return DTRAIN_ERR_MEMORY;
     lane->groups = (flag ? *most : 32767) / 2 - 1;
+    lane->heartbeat_ns = heartbeat_ns;
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
+    table->alive = dtrain__mpi_alive;
     return DTRAIN_OK;
 }
 
 /* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
-static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int64_t timeout_ms)
+static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int64_t timeout_ms,
+                                      int64_t heartbeat_ms)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
     dtrain__mpi_copy *copy = (dtrain__mpi_copy *)dtrain__alloc(&heap, sizeof *copy);
@@ -456,7 +493,7 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a copy of the communicator");
     if (!dtrain__mpi_copied(copy, given, timeout_ms != 0 ? timeout_ms : 60000))
         return dtrain__thread_error.status; /* MPI may still write to the copy */
-    dtrain_status status = dtrain__mpi_describe(table, copy->comm);
+    dtrain_status status = dtrain__mpi_describe(table, copy->comm, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
     dtrain__free(&heap, copy);
     return status;
 }

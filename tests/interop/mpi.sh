@@ -98,6 +98,11 @@ if command -v mpirun >/dev/null 2>&1 && command -v mpicc >/dev/null 2>&1; then
     check $? "the programs compile with the installation's mpi.h"
     launch="mpirun $root --oversubscribe -n"
     under "the system's MPI" _header
+    if mpirun --version 2>/dev/null | grep -q 'Open MPI'; then
+        timeout 120 $launch 4 --enable-recovery "$here/beside_header" dies >"$logs" 2>&1
+        [ "$(grep -c survived "$logs")" -eq 3 ]
+        check $? "Open MPI with --enable-recovery: survivors of a killed rank go on"
+    fi
 else
     echo "skipped: an MPI with its mpi.h (no mpicc and mpirun, and none can be installed)"
 fi

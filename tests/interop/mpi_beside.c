@@ -1,10 +1,11 @@
 /* A program that uses MPI itself, with dtrain beside it: on a communicator of its own, on threads of its own, and at a
- * lower level of threads. Run by mpi.sh under mpiexec -n 4; prints what is wrong. */
+ * lower level of threads. "dies": rank 2 kills itself, and the others go on. Run by mpi.sh under mpiexec -n 4; prints
+ * what is wrong. */
 #define DTRAIN_API static
-#define DTRAIN_MPI
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include <mpi.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -54,6 +55,23 @@ static void sums(dtrain_comm *world, int rounds)
     free(x);
 }
 
+static void goes_on_without_rank_2(dtrain_comm *world)
+{
+    dtrain_comm *rest = NULL;
+    sums(world, 2);
+    if (dtrain_comm_rank(world) == 2)
+        raise(SIGKILL);
+    float x = 1;
+    expect(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM) == DTRAIN_ERR_PEER_LOST, "a dead rank");
+    expect(strstr(dtrain_last_error(), "rank 2") != NULL, "its number");
+    expect(dtrain_comm_shrink(world, &rest) == DTRAIN_OK && dtrain_comm_size(rest) == 3, "the survivors");
+    sums(rest, 10);
+    if (!wrong)
+        printf("survived\n");
+    fflush(stdout);
+    _exit(wrong); /* MPI_Finalize would wait for rank 2 */
+}
+
 int main(int argc, char **argv)
 {
     int asked = argc > 1 && strcmp(argv[1], "funneled") == 0 ? MPI_THREAD_FUNNELED : MPI_THREAD_MULTIPLE, level, rank;
@@ -72,7 +90,10 @@ int main(int argc, char **argv)
         expect(strstr(dtrain_last_error(), "MPI_THREAD_MULTIPLE") != NULL, "the cure");
         desc.progress = DTRAIN_PROGRESS_POLL;
     }
+    desc.heartbeat_ms = argc > 1 && strcmp(argv[1], "dies") == 0 ? 1500 : 0;
     expect(dtrain_comm_from_mpi(&world, &all, &desc) == DTRAIN_OK, "the world");
+    if (desc.heartbeat_ms > 0)
+        goes_on_without_rank_2(world);
     expect(dtrain_comm_from_mpi(&half, &colour, &desc) == DTRAIN_OK, "half of it");
     expect(dtrain_comm_size(half) == 2 && dtrain_comm_rank(half) == (rank < 2), "its ranks");
     int bad = 0;
