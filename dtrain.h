@@ -27433,8 +27433,9 @@ static dtrain_status dtrain__mpi_ready(int initialises, int polls)
 /* ---- >>mpi ----
  * The transport over messages of MPI. A lane is a stream of bytes to each member of a group, with two tags of its own:
  * one for the bytes, one for offers. A sender copies short runs into a ring of slots. For a long run it waits until the
- * receiver offers memory, and sends from the caller's memory, so that MPI copies straight into the receiver's. With
- * DTRAIN_MPI_STAGED=1, and for frames of the mux, everything goes through slots.
+ * receiver offers memory, and sends from the caller's memory, so that MPI copies straight into the receiver's. If no
+ * offer comes for a while, it copies a slot of the run. With DTRAIN_MPI_STAGED=1, and for frames of the mux, everything
+ * goes through slots.
  *
  * MPI cannot cancel a send. A call may be given up while MPI sends from its memory, or receives into it. MPI may use
  * that memory later. The stream then fails and breaks the group, and the error says so. */
@@ -27445,6 +27446,7 @@ static dtrain_status dtrain__mpi_ready(int initialises, int polls)
 #define DTRAIN__MPI_SLOT ((size_t)68 << 10) /* a frame of the mux fits */
 #define DTRAIN__MPI_LONG ((size_t)16 << 10) /* runs from here on wait for an offer */
 #define DTRAIN__MPI_MOST ((size_t)1 << 30)  /* of a message, as counts are ints */
+#define DTRAIN__MPI_PATIENCE_NS 1000000     /* for an offer */
 #define DTRAIN__MPI_HASTE 2000u             /* looks before a caller rests between two */
 #define DTRAIN__MPI_LAST_NS 1000000000      /* for what is under way when a lane ends */
 
@@ -27462,6 +27464,7 @@ typedef struct dtrain__mpi_stream {
     uint64_t sent, received;       /* bytes of the stream */
     uint64_t offer[2];             /* from the peer: the place in the stream, and the bytes that it waits for */
     uint64_t own[2];               /* this rank's last offer */
+    int64_t waits_ns;              /* since when a long run waits for one; 0: none does */
     unsigned char *stage;          /* a message that is longer than what was asked for */
     size_t stage_at, stage_filled; /* filled: bytes of it that have come */
     int64_t heard_ns, told_ns;     /* of the first lane: when a sign of life came last, and when one went */
@@ -27638,10 +27641,17 @@ static dtrain_status dtrain__mpi_push(dtrain__mpi_lane *lane, int peer, const un
     if (lane->staged || bytes < DTRAIN__MPI_LONG)
         return dtrain__mpi_push_copy(lane, peer, data, bytes, moved);
     dtrain_status status = dtrain__mpi_heed(lane, peer, &room);
-    if (status != DTRAIN_OK || room == 0)
+    if (status != DTRAIN_OK)
         return status;
-    if (room < DTRAIN__MPI_LONG)
+    if (room == 0) {
+        int64_t now = dtrain__os_now_ns();
+        stream->waits_ns = stream->waits_ns == 0 ? now : stream->waits_ns;
+        if (now - stream->waits_ns < DTRAIN__MPI_PATIENCE_NS)
+            return DTRAIN_OK;
+        stream->waits_ns = 0;
         return dtrain__mpi_push_copy(lane, peer, data, bytes, moved);
+    }
+    stream->waits_ns = 0;
     room = room < DTRAIN__MPI_MOST ? room : DTRAIN__MPI_MOST;
     memcpy(&memory, &data, sizeof memory);
     return dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes < room ? bytes : (size_t)room, straight);
@@ -27671,7 +27681,7 @@ static size_t dtrain__mpi_unstage(dtrain__mpi_stream *stream, unsigned char *dat
     return n;
 }
 
-/* Receives what has come. If nothing has, it offers the memory. */
+/* Receives what has come. If nothing has, it offers long memory. */
 static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned char *data, size_t bytes,
                                       size_t *moved)
 {
@@ -27682,7 +27692,7 @@ static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned
     if (coming == 0 && stream->stage_at == stream->stage_filled) {
         coming = bytes;
         dtrain_status status = dtrain__mpi_take(lane, peer, lane->tag, data, &coming, arriving);
-        if (status == DTRAIN_OK && coming == 0 && !lane->staged)
+        if (status == DTRAIN_OK && coming == 0 && !lane->staged && bytes >= DTRAIN__MPI_LONG)
             return dtrain__mpi_offer(lane, peer, bytes);
         if (status != DTRAIN_OK || coming == 0)
             return status;
