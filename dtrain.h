@@ -27960,7 +27960,9 @@ static int dtrain__from_mpi_launched(const char **name)
 
 static dtrain_status dtrain__from_mpi_make(dtrain_comm **comm, dtrain_transport *table, const dtrain_comm_desc *desc)
 {
-    dtrain_status status = dtrain_comm_from_transport(comm, table, desc);
+    dtrain_comm_desc trusting = *desc;
+    trusting.checksum = desc->checksum != 0 ? desc->checksum : -1; /* MPI's own transports look after that */
+    dtrain_status status = dtrain_comm_from_transport(comm, table, &trusting);
     if (status == DTRAIN_OK)
         return status;
     dtrain__error kept = dtrain__thread_error;
