@@ -269,10 +269,10 @@ static void dtrain__socket_set_port(dtrain__hub *hub, int port)
  * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
-    int listens = 0, fd;
+    int listens = 0, fd, named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
     socklen_t bytes = sizeof listens;
     if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
-        dtrain__net_end(inherited, 0, &hub->listening) != 0 ||
+        dtrain__net_end(inherited, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
         dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__net_manners(inherited) != 0)
         return 0;
     fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);

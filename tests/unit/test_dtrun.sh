@@ -445,4 +445,12 @@ chmod 600 "$dir/zero"
 try "a token with a byte of 0" refused "a byte of 0" -n 1 --token-file "$dir/zero" true
 try "--threads 0" refused "--threads 0: a whole number from 1 to 65536" -n 1 --threads 0 true
 
+[ -x build/train_gpt ] || make build/train_gpt >/dev/null
+for wire in tcp unix shm; do
+    for without in "" abstract; do
+        DTRAIN_WITHOUT=$without DTRAIN_TRANSPORT=$wire run -n 2 build/train_gpt --steps 1 --quiet --csv "$dir/csv" --svg "$dir/svg"
+        check $status "two ranks meet over $wire${without:+ without names of unix sockets}"
+    done
+done
+
 checked
