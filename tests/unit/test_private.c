@@ -347,7 +347,7 @@ TEST(a_name_that_another_user_holds_stops_no_group)
             s.desc.token = "a token of this test's";
         snprintf(name, sizeof name, "@%s/%s", own_directory, strchr(s.root, ':') + 1);
         if (way / 2) /* with a token a port on loopback is TCP */
-            snprintf(s.root, sizeof s.root, "unix:%s", name);
+            snprintf(s.root, sizeof s.root, "unix:%.110s", name);
         CHECK_EQ(dtrain__net_unix_address(&address, name), DTRAIN_OK);
         CHECK_EQ(pipe(ready), 0);
         fflush(stdout);
