@@ -2539,11 +2539,14 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
  *   DTRAIN_MPI_LIBRARY   the library's path; else libmpi_abi.so.1, libmpi_abi.so.0, libmpi_abi.so, libmpi_abi.dylib.
  *                        It has the standard ABI of MPI 5.0: MPICH 5, Intel MPI 2021.18 and later
  *   DTRAIN_MPI_HEADER    a macro for older ones: compile with mpicc and -DDTRAIN_MPI_HEADER="<mpi.h>"
- *   DTRAIN_MPI_STAGED=1  copies all bytes through buffers of dtrain. Otherwise MPI sends long runs from the caller's
- *                        memory, and may still use it after a deadline has broken the group; the text says so
+ *   DTRAIN_MPI_STAGED=1  copies all bytes through buffers of dtrain. Otherwise MPI moves long runs from and to the
+ *                        caller's memory. Keep the buffers of a call that has met its deadline until the process ends
  *
  *     $ DTRAIN_TRANSPORT=mpi mpiexec -n 4 ./program
  *     $ DTRAIN_TRANSPORT=mpi srun --ntasks=4 ./program
+ *
+ * Making a world waits for all its ranks, also in dtrain_comm_create_async. Each world keeps a communicator of MPI until
+ * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that.
  *
  * Two calls of MPI have no deadline: MPI_Init_thread, and MPI_Finalize at exit. If a rank dies, most launchers end the
  * whole job. Open MPI's lets survivors go on with --enable-recovery: they get DTRAIN_ERR_PEER_LOST once the rank has
@@ -27287,6 +27290,7 @@ typedef struct dtrain__mpi_calls {
 static struct dtrain__mpi {
     dtrain__mpi_calls call;
     int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
+    int worlds;            /* first lanes that are open */
     pid_t owner;           /* the process in which dtrain has initialised it; 0: the program has */
     char library[256 + 1]; /* what was loaded */
 } dtrain__mpi;
@@ -27361,14 +27365,15 @@ static dtrain_status dtrain__mpi_error(const char *call, int code)
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI_%s: %.300s", call, text);
 }
 
-/* Ranks that end early wait here for the others, as MPI asks. After a failure that could last for ever. */
+/* Ranks that end early wait here for the others, as MPI asks. After a failure that could last for ever. A program that
+ * ends with an open world has failed: its launcher is to see that, and its service thread is still in MPI. */
 static void dtrain__mpi_finalize(void)
 {
     int over = 1;
     if (dtrain__mpi.owner != dtrain__os_pid()) /* a forked child */
         return;
     pthread_mutex_lock(&dtrain__mpi_mutex);
-    if (!dtrain__mpi.failed && dtrain__mpi.call.Finalized(&over) == 0 && !over)
+    if (!dtrain__mpi.failed && dtrain__mpi.worlds == 0 && dtrain__mpi.call.Finalized(&over) == 0 && !over)
         dtrain__mpi.call.Finalize();
     pthread_mutex_unlock(&dtrain__mpi_mutex);
 }
@@ -27438,7 +27443,7 @@ static dtrain_status dtrain__mpi_ready(int initialises, int polls)
  * goes through slots.
  *
  * MPI cannot cancel a send. A call may be given up while MPI sends from its memory, or receives into it. MPI may use
- * that memory later. The stream then fails and breaks the group, and the error says so. */
+ * that memory later. A later call on the stream fails and says so. */
 #ifndef DTRAIN__MPI
 #define DTRAIN__MPI
 
@@ -27550,6 +27555,9 @@ static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag,
         return DTRAIN_OK;
     if (dtrain__mpi.call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: a message of rank %d has %d bytes", peer, count);
+    if ((size_t)count > room && tag != lane->tag)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: an offer of rank %d has %d bytes, expected at most %zu",
+                            peer, count, room);
     if ((size_t)count > room) {
         memory = (unsigned char *)dtrain__memory_room(&lane->heap, stream->stage, (size_t)count);
         if (memory == NULL)
@@ -27733,7 +27741,7 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
         if (status != DTRAIN_OK || (in != NULL && in->moved == in->bytes) || (out != NULL && out->moved == out->bytes))
             return status;
         turn = sent > 0 || received > 0 ? 0 : turn;
-        if (turn > 0 && (deadline_ns == 0 || (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)))
+        if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns) /* also of a transfer that moves: a frame waits */
             return DTRAIN_ERR_TIMEOUT;
         if (turn > DTRAIN__MPI_HASTE) {
             struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
@@ -27771,6 +27779,9 @@ static void dtrain__mpi_lane_destroy(void *self)
     int left = 1;
     if (lane->process != dtrain__os_pid())
         return; /* MPI is its parent's */
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__mpi.worlds -= lane->groups > 0;
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
     while (left) {
         left = 0;
         pthread_mutex_lock(&dtrain__mpi_mutex);
@@ -27916,6 +27927,9 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
         return DTRAIN_ERR_MEMORY;
     lane->groups = (flag ? *most : 32767) / 2 - 1;
     lane->heartbeat_ns = heartbeat_ns;
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__mpi.worlds++;
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;

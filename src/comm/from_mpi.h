@@ -8,11 +8,14 @@
  *   DTRAIN_MPI_LIBRARY   the library's path; else libmpi_abi.so.1, libmpi_abi.so.0, libmpi_abi.so, libmpi_abi.dylib.
  *                        It has the standard ABI of MPI 5.0: MPICH 5, Intel MPI 2021.18 and later
  *   DTRAIN_MPI_HEADER    a macro for older ones: compile with mpicc and -DDTRAIN_MPI_HEADER="<mpi.h>"
- *   DTRAIN_MPI_STAGED=1  copies all bytes through buffers of dtrain. Otherwise MPI sends long runs from the caller's
- *                        memory, and may still use it after a deadline has broken the group; the text says so
+ *   DTRAIN_MPI_STAGED=1  copies all bytes through buffers of dtrain. Otherwise MPI moves long runs from and to the
+ *                        caller's memory. Keep the buffers of a call that has met its deadline until the process ends
  *
  *     $ DTRAIN_TRANSPORT=mpi mpiexec -n 4 ./program
  *     $ DTRAIN_TRANSPORT=mpi srun --ntasks=4 ./program
+ *
+ * Making a world waits for all its ranks, also in dtrain_comm_create_async. Each world keeps a communicator of MPI until
+ * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that.
  *
  * Two calls of MPI have no deadline: MPI_Init_thread, and MPI_Finalize at exit. If a rank dies, most launchers end the
  * whole job. Open MPI's lets survivors go on with --enable-recovery: they get DTRAIN_ERR_PEER_LOST once the rank has

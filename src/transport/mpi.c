@@ -6,7 +6,7 @@
  * goes through slots.
  *
  * MPI cannot cancel a send. A call may be given up while MPI sends from its memory, or receives into it. MPI may use
- * that memory later. The stream then fails and breaks the group, and the error says so. */
+ * that memory later. A later call on the stream fails and says so. */
 #ifndef DTRAIN__MPI
 #define DTRAIN__MPI
 #include "mpi_api.c"
@@ -121,6 +121,9 @@ static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag,
         return DTRAIN_OK;
     if (dtrain__mpi.call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: a message of rank %d has %d bytes", peer, count);
+    if ((size_t)count > room && tag != lane->tag)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: an offer of rank %d has %d bytes, expected at most %zu",
+                            peer, count, room);
     if ((size_t)count > room) {
         memory = (unsigned char *)dtrain__memory_room(&lane->heap, stream->stage, (size_t)count);
         if (memory == NULL)
@@ -304,7 +307,7 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
         if (status != DTRAIN_OK || (in != NULL && in->moved == in->bytes) || (out != NULL && out->moved == out->bytes))
             return status;
         turn = sent > 0 || received > 0 ? 0 : turn;
-        if (turn > 0 && (deadline_ns == 0 || (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)))
+        if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns) /* also of a transfer that moves: a frame waits */
             return DTRAIN_ERR_TIMEOUT;
         if (turn > DTRAIN__MPI_HASTE) {
             struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
@@ -342,6 +345,9 @@ static void dtrain__mpi_lane_destroy(void *self)
     int left = 1;
     if (lane->process != dtrain__os_pid())
         return; /* MPI is its parent's */
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__mpi.worlds -= lane->groups > 0;
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
     while (left) {
         left = 0;
         pthread_mutex_lock(&dtrain__mpi_mutex);
@@ -487,6 +493,9 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
         return DTRAIN_ERR_MEMORY;
     lane->groups = (flag ? *most : 32767) / 2 - 1;
     lane->heartbeat_ns = heartbeat_ns;
+    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__mpi.worlds++;
+    pthread_mutex_unlock(&dtrain__mpi_mutex);
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;

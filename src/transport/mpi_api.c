@@ -97,6 +97,7 @@ typedef struct dtrain__mpi_calls {
 static struct dtrain__mpi {
     dtrain__mpi_calls call;
     int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
+    int worlds;            /* first lanes that are open */
     pid_t owner;           /* the process in which dtrain has initialised it; 0: the program has */
     char library[256 + 1]; /* what was loaded */
 } dtrain__mpi;
@@ -171,14 +172,15 @@ static dtrain_status dtrain__mpi_error(const char *call, int code)
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI_%s: %.300s", call, text);
 }
 
-/* Ranks that end early wait here for the others, as MPI asks. After a failure that could last for ever. */
+/* Ranks that end early wait here for the others, as MPI asks. After a failure that could last for ever. A program that
+ * ends with an open world has failed: its launcher is to see that, and its service thread is still in MPI. */
 static void dtrain__mpi_finalize(void)
 {
     int over = 1;
     if (dtrain__mpi.owner != dtrain__os_pid()) /* a forked child */
         return;
     pthread_mutex_lock(&dtrain__mpi_mutex);
-    if (!dtrain__mpi.failed && dtrain__mpi.call.Finalized(&over) == 0 && !over)
+    if (!dtrain__mpi.failed && dtrain__mpi.worlds == 0 && dtrain__mpi.call.Finalized(&over) == 0 && !over)
         dtrain__mpi.call.Finalize();
     pthread_mutex_unlock(&dtrain__mpi_mutex);
 }
