@@ -44,6 +44,13 @@ under() { # name suffix
         timeout 300 $launch 4 "$here/beside$suffix" $level >"$logs" 2>&1
         check $? "$name: a program that uses MPI itself, at level $level"
     done
+    # launchers end a job when its first rank has gone without MPI_Finalize: at least that rank has said its word
+    timeout 60 $launch 4 "$here/beside$suffix" late >"$logs" 2>&1
+    [ $? -ne 124 ] && grep -q refused "$logs" && ! grep -q FAIL "$logs"
+    check $? "$name: a rank that does not come to make a group is a timeout"
+    timeout 60 $launch 4 "$here/beside$suffix" leaves >"$logs" 2>&1
+    [ $? -ne 124 ] && grep -q left "$logs" && ! grep -qi 'FAIL\|after.*finalize' "$logs"
+    check $? "$name: a program that exits with a world open ends"
 }
 
 # A world of one process that must be refused with a text.

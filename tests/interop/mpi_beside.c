@@ -1,6 +1,9 @@
 /* A program that uses MPI itself, with dtrain beside it: on a communicator of its own, on threads of its own, and at a
- * lower level of threads. "dies": rank 2 kills itself, and the others go on. Run by mpi.sh under mpiexec -n 4; prints
- * what is wrong. */
+ * lower level of threads. Run by mpi.sh under mpiexec -n 4; prints what is wrong. Other ways to end:
+ *
+ *   dies     rank 2 kills itself, and the others go on
+ *   late     rank 2 does not come to make the group
+ *   leaves   all ranks exit with a world open that has initialised MPI */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -55,6 +58,39 @@ static void sums(dtrain_comm *world, int rounds)
     free(x);
 }
 
+/* The three that have come end with the reason. */
+static void misses_rank_2(int rank)
+{
+    dtrain_comm *world = NULL;
+    dtrain_comm_desc desc;
+    MPI_Comm all = MPI_COMM_WORLD;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 1000;
+    if (rank != 2) {
+        expect(dtrain_comm_from_mpi(&world, &all, &desc) == DTRAIN_ERR_TIMEOUT, "a rank that does not come");
+        expect(strstr(dtrain_last_error(), "within 1000 ms") != NULL && world == NULL, "how long it was awaited");
+        if (!wrong)
+            printf("refused\n");
+        fflush(stdout);
+    } else {
+        sleep(3); /* until the others have met their deadline */
+    }
+    _exit(wrong);
+}
+
+static void leaves_a_world_open(void)
+{
+    dtrain_comm *world = NULL;
+    setenv("DTRAIN_TRANSPORT", "mpi", 1);
+    expect(dtrain_comm_create(&world, NULL) == DTRAIN_OK, "a world that initialises MPI");
+    sums(world, 5);
+    expect(dtrain_barrier(world) == DTRAIN_OK, "the last call");
+    if (!wrong)
+        printf("left\n");
+    fflush(stdout);
+    exit(0);
+}
+
 static void goes_on_without_rank_2(dtrain_comm *world)
 {
     dtrain_comm *rest = NULL;
@@ -81,8 +117,12 @@ int main(int argc, char **argv)
     memset(&desc, 0, sizeof desc);
     expect(dtrain_comm_from_mpi(&world, &(MPI_Comm){MPI_COMM_WORLD}, NULL) == DTRAIN_ERR_INVALID,
            "MPI that is not initialised");
+    if (argc > 1 && strcmp(argv[1], "leaves") == 0)
+        leaves_a_world_open();
     MPI_Init_thread(&argc, &argv, asked, &level);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    if (argc > 1 && strcmp(argv[1], "late") == 0)
+        misses_rank_2(rank);
     MPI_Comm_split(MPI_COMM_WORLD, rank % 2, -rank, &colour);
     MPI_Comm all = MPI_COMM_WORLD;
     if (level < MPI_THREAD_MULTIPLE) {
