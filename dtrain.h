@@ -6156,16 +6156,13 @@ static void dtrain__os_populate(void *pages, size_t bytes)
 #endif
 }
 
-/* Moves whole pages of a reserved range, with their contents, to the place of others. The others' contents are lost,
- * and the pages that are left read as zeros. All pages of a range must have come from one mapping or move. Returns 0,
- * or an errno and moves nothing. */
-static int dtrain__os_move(void *from, void *to, size_t bytes)
+/* Calls mremap with a fixed target. Returns 0 or an errno. */
+static int dtrain__os_remap(void *from, size_t old_bytes, void *to, size_t bytes, int flags)
 {
 #if defined(__linux__) && defined(__NR_mremap)
-    const int flags = 7; /* MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: the last since Linux 5.7 */
     if (dtrain__without("mremap"))
         return ENOSYS;
-    if (syscall(__NR_mremap, from, bytes, bytes, flags, to) != -1)
+    if (syscall(__NR_mremap, from, old_bytes, bytes, flags, to) != -1)
         return 0;
     int error = errno;
     /* The failed call may have unmapped the target. 0x100000, MAP_FIXED_NOREPLACE, maps it again only if it has. Linux
@@ -6176,10 +6173,26 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
     return error;
 #else
     (void)from;
+    (void)old_bytes;
     (void)to;
     (void)bytes;
+    (void)flags;
     return ENOSYS;
 #endif
+}
+
+/* Moves whole pages of a reserved range, with their contents, to the place of others. The others' contents are lost,
+ * and the pages that are left read as zeros. All pages of a range must have come from one mapping or move. Returns 0,
+ * or an errno and moves nothing. */
+static int dtrain__os_move(void *from, void *to, size_t bytes)
+{
+    return dtrain__os_remap(from, bytes, to, bytes, 7); /* MREMAP_MAYMOVE, FIXED, DONTUNMAP: since Linux 5.7 */
+}
+
+/* Maps shared pages at a second place, over what was there. Returns 0 or an errno. */
+static int dtrain__os_alias(void *pages, void *to, size_t bytes)
+{
+    return dtrain__os_remap(pages, 0, to, bytes, 3);
 }
 
 /* Returns whether the system can move pages, and discard them at both places. An emulator of a processor may move pages
@@ -21199,10 +21212,10 @@ typedef struct dtrain__op {
     uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it has none */
     unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's buffers serve */
     int phase;
-    int warned;              /* the log has said whom this operation awaits */
-    int awaited;             /* the peer it awaits, or -1 */
-    int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
-    int posted;              /* all ranks have posted it, and it continues by messages */
+    int warned;                /* the log has said whom this operation awaits */
+    int awaited;               /* the peer it awaits, or -1 */
+    int touched;               /* peers may be inside this rank's buffers, or bytes have moved */
+    int posted;                /* all ranks have posted it, and it continues by messages */
     size_t rounds, put, taken; /* through bounce buffers: all, and how many this rank has put and taken */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
@@ -21258,8 +21271,8 @@ struct dtrain_comm {
     struct dtrain__window *window; /* the last one that a buffer was found in */
     uint64_t window_epoch;         /* these are its own while nothing has changed since */
     uint64_t window_id;
-    uintptr_t window_begin; /* of this rank's part */
-    size_t window_bytes;
+    uintptr_t window_begin; /* of this rank's part, or of pages of it that are mapped again at `place` */
+    size_t window_bytes, window_place;
     int forming;    /* the group is not complete yet */
     int checks;     /* messages carry a checksum of their data */
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
@@ -24057,6 +24070,12 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__WINDOW_KEY_BYTES 16 /* at the end of the memory, then a word for each rank: it has freed its part */
 
+/* Pages of a rank's part that this rank has mapped at other addresses too. */
+typedef struct dtrain__window_alias {
+    uintptr_t begin;
+    size_t bytes, place; /* place: in the part */
+} dtrain__window_alias;
+
 typedef struct dtrain__window {
     struct dtrain__window *next;
     uint64_t id;    /* the same on all its ranks; 0: no peer maps this rank's part */
@@ -24068,9 +24087,11 @@ typedef struct dtrain__window {
     int open;   /* it is made, and other threads may look at it */
     int parted; /* the others no longer map all of this rank's part */
     pid_t process;
-    size_t *begins; /* where each rank's part begins, and the end; one block with the next two */
-    size_t *sizes;  /* the bytes that each rank asked for */
-    int *worlds;    /* each one's rank in the world; -1: it is gone and names nothing more */
+    size_t *begins;                      /* where each rank's part begins, and the end; one block with the next two */
+    size_t *sizes;                       /* the bytes that each rank asked for */
+    int *worlds;                         /* each one's rank in the world; -1: it is gone and names nothing more */
+    const dtrain__window_alias *aliases; /* ascending; the caller's */
+    size_t alias_count;
 } dtrain__window;
 
 /* All windows of this process. A forked child has them too, but none of the other threads. */
@@ -24126,13 +24147,33 @@ static int dtrain__window_holds(uintptr_t begin, size_t most, const void *pointe
     return at >= begin && at - begin <= most && bytes <= most - (size_t)(at - begin);
 }
 
-/* Returns the window whose part of this rank has the bytes; NULL: none. The caller holds the lock. */
-static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, const dtrain_comm *comm)
+/* Finds the pages of this rank's part that have the bytes: in the window, or by an alias. */
+static int dtrain__window_pages(const dtrain__window *window, const void *pointer, size_t bytes,
+                                dtrain__window_alias *found)
+{
+    size_t low = 0, high = window->alias_count;
+    found->begin = dtrain__window_begin(window);
+    found->bytes = window->sizes[window->rank];
+    found->place = 0;
+    while (low < high) { /* to the first alias that begins after the pointer */
+        size_t middle = low + (high - low) / 2;
+        if (window->aliases[middle].begin <= (uintptr_t)pointer)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low > 0 && dtrain__window_holds(window->aliases[low - 1].begin, window->aliases[low - 1].bytes, pointer, bytes))
+        *found = window->aliases[low - 1];
+    return dtrain__window_holds(found->begin, found->bytes, pointer, bytes);
+}
+
+/* Returns the window whose part of this rank has the bytes, and where; NULL: none. The caller holds the lock. */
+static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, const dtrain_comm *comm,
+                                         dtrain__window_alias *found)
 {
     dtrain__window *window = dtrain__windows;
-    while (window != NULL &&
-           (!window->open || (comm != NULL && !dtrain__window_serves(window, comm)) ||
-            !dtrain__window_holds(dtrain__window_begin(window), window->sizes[window->rank], pointer, bytes)))
+    while (window != NULL && (!window->open || (comm != NULL && !dtrain__window_serves(window, comm)) ||
+                              !dtrain__window_pages(window, pointer, bytes, found)))
         window = window->next;
     return window;
 }
@@ -24146,19 +24187,21 @@ static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size
         return 0;
     if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
         dtrain__window_lock(1); /* a thread may free another window */
-        dtrain__window *window = dtrain__window_of(pointer, bytes, comm);
+        dtrain__window_alias found;
+        dtrain__window *window = dtrain__window_of(pointer, bytes, comm, &found);
         comm->window_epoch = window != NULL ? epoch : 0;
         if (window != NULL) {
             comm->window = window;
             comm->window_id = window->id;
-            comm->window_begin = dtrain__window_begin(window);
-            comm->window_bytes = window->sizes[window->rank];
+            comm->window_begin = found.begin;
+            comm->window_bytes = found.bytes;
+            comm->window_place = found.place;
         }
         dtrain__window_lock(0);
         if (window == NULL)
             return 0;
     }
-    *at = (size_t)((uintptr_t)pointer - comm->window_begin);
+    *at = comm->window_place + (size_t)((uintptr_t)pointer - comm->window_begin);
     return comm->window_id;
 }
 
@@ -24182,6 +24225,21 @@ static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int ra
 }
 
 DTRAIN__FAST_END
+
+/* Tells the window of a block of dtrain_comm_alloc where its pages are mapped too. The list is read until the block is
+ * freed. */
+static void dtrain__window_map(const void *block, const dtrain__window_alias *aliases, size_t count)
+{
+    dtrain__window_alias found;
+    dtrain__window_lock(1);
+    dtrain__window *window = dtrain__window_of(block, 0, NULL, &found);
+    if (window != NULL) {
+        window->aliases = aliases;
+        window->alias_count = count;
+        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+    }
+    dtrain__window_lock(0);
+}
 
 /* Unmaps a window. The caller holds the lock. */
 static void dtrain__window_drop(dtrain__window *window)
@@ -24251,17 +24309,18 @@ static void dtrain__window_part_from(const void *pointer, size_t bytes)
 {
     size_t page = dtrain__os_page_bytes(), before = (size_t)(0 - (uintptr_t)pointer) % page;
     dtrain__window_lock(1);
-    dtrain__window *window = bytes > 0 ? dtrain__window_of(pointer, bytes, NULL) : NULL;
+    dtrain__window_alias found;
+    dtrain__window *window = bytes > 0 ? dtrain__window_of(pointer, bytes, NULL, &found) : NULL;
     if (window != NULL && window->id != 0) {
-        size_t at = (size_t)((uintptr_t)pointer - (uintptr_t)window->memory) + before;
+        unsigned char *pages = (unsigned char *)(uintptr_t)pointer + before;
         __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
         window->parted = 1;
         bytes = bytes > before ? (bytes - before) / page * page : 0;
-        if (bytes > 0 && dtrain__os_privately(window->memory + at, bytes) != 0)
+        if (bytes > 0 && dtrain__os_privately(pages, bytes) != 0)
             dtrain__log(DTRAIN_LOG_ERROR,
                         "a rank that was stopped may still write to memory of dtrain_comm_alloc at %p: the system "
                         "refuses to take it away",
-                        (void *)(window->memory + at));
+                        (void *)pages);
     }
     dtrain__window_lock(0);
 }
@@ -29201,6 +29260,7 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
         __atomic_store_n(&dtrain__council_closing, closing, __ATOMIC_SEQ_CST);
         window->used = 1;
         window->freed = window->parted = 0;
+        window->alias_count = 0;
         window->id = 0;
         window->world = group->seat->council->serial;
         window->count = group->size;
@@ -29391,6 +29451,7 @@ DTRAIN_API void dtrain_comm_free(void *pointer)
     if (window != NULL) {
         int forked = window->process != dtrain__os_pid(); /* only its parent is one of the ranks */
         window->freed = 1;
+        window->alias_count = 0;
         if (window->id != 0 && !forked)
             __atomic_store_n(&dtrain__window_ends(window)[window->rank], 1u, __ATOMIC_SEQ_CST);
         if (forked)
@@ -39243,14 +39304,15 @@ struct dtrain_fsdp {
     dtrain__pages pages[2]; /* of parameters, of gradients */
     unsigned char *tables;  /* the block of the tables below with an entry a unit, cut, parameter, shard or rank */
     dtrain__fsdp_unit *units;
-    unsigned char *reserved;             /* a parameter's: 1: its data, 2: its gradient lies in pages */
-    float *lr_factors, *decays;          /* a parameter's */
-    size_t *counts;                      /* a cut's: every rank's part */
-    size_t *packed_counts;               /* a unit's: every rank's part of its small ranges, then of those trained */
-    float *stages;                       /* where small ranges are packed, on a device whole units. Its block also has
-                                          * masters and the first level */
-    int windowed;                        /* the block is of dtrain_comm_alloc */
-    int staged[2];                       /* the units whose parameters are there; -1: none */
+    unsigned char *reserved;       /* a parameter's: 1: its data, 2: its gradient lies in pages */
+    float *lr_factors, *decays;    /* a parameter's */
+    size_t *counts;                /* a cut's: every rank's part */
+    size_t *packed_counts;         /* a unit's: every rank's part of its small ranges, then of those trained */
+    float *stages;                 /* where small ranges are packed, on a device whole units. Its block also has
+                                    * masters and the first level */
+    unsigned char *window;         /* that block is of dtrain_comm_alloc, and begins with pages of slices; or NULL */
+    dtrain__window_alias *aliases; /* where those pages are mapped too */
+    int staged[2];                 /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* a cut's */
     dtrain_work **copying;               /* a unit's */
     size_t *code_counts;                 /* of quantised ranges: see >>fsdp-quantise; the stages follow */
@@ -43382,6 +43444,7 @@ static size_t dtrain__fsdp_plan_tables(dtrain_fsdp *fsdp, const dtrain__layout *
     fsdp->gathering = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
     fsdp->reducing = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
     fsdp->slices = DTRAIN__FSDP_TAKE(dtrain_slice, cuts);
+    fsdp->aliases = DTRAIN__FSDP_TAKE(dtrain__window_alias, cuts);
     fsdp->notes = DTRAIN__FSDP_TAKE(dtrain__fsdp_note, world);
     fsdp->announcements = DTRAIN__FSDP_TAKE(double, 2 * world);
     fsdp->buckets = DTRAIN__FSDP_TAKE(dtrain_bucket, 2 * units);
@@ -43701,6 +43764,36 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     }
 }
 
+/* Returns the bytes of the pages that have slices inside reserved ranges. base: where the ranges begin; there the pages
+ * of the window are mapped too. NULL: counts only. Slices that share a page follow each other in the window. A slice
+ * that the system maps nothing for stays this rank's own. */
+static size_t dtrain__fsdp_slice_pages(const dtrain_fsdp *fsdp, unsigned char *base)
+{
+    size_t page = dtrain__os_page_bytes(), place = 0, end = 0, count = 0;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        size_t begin = fsdp->layout.offsets[cut->param] + (cut->element + cut->own) * sizeof(float);
+        size_t stop = (begin + cut->own_count * sizeof(float) + page - 1) / page * page;
+        begin = begin / page * page > end ? begin / page * page : end;
+        if (!cut->home || fsdp->layout.table[cut->param].data != NULL || stop <= begin)
+            continue;
+        if (base != NULL) {
+            dtrain__window_alias alias = {(uintptr_t)(base + begin), stop - begin, place};
+            if (dtrain__os_alias(fsdp->window + place, base + begin, stop - begin) != 0)
+                break;
+            if (count > 0 && begin == end)
+                fsdp->aliases[count - 1].bytes += stop - begin;
+            else
+                fsdp->aliases[count++] = alias;
+        }
+        place += stop - begin;
+        end = stop;
+    }
+    if (count > 0)
+        dtrain__window_map(fsdp->window, fsdp->aliases, count);
+    return place;
+}
+
 static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
 {
     dtrain__layout *layout = &fsdp->layout;
@@ -43718,6 +43811,8 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
                                       grads ? plan.full_grads : plan.full_weights, grads, &fsdp->memory);
     if (status != DTRAIN_OK)
         return status;
+    if (fsdp->window != NULL)
+        dtrain__fsdp_slice_pages(fsdp, fsdp->pages[0].base);
     for (size_t i = 0; i < layout->table_count; i++) {
         if (fsdp->reserved[i] & 1)
             layout->table[i].data = fsdp->pages[0].base + layout->offsets[i];
@@ -43773,8 +43868,9 @@ static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
     size_t masters = dtrain__layout_line(layout->weights), sums = fsdp->in_place ? layout->small : layout->grads;
     size_t bytes = (stages + masters + sums) * sizeof(float);
     int shares = fsdp->world != NULL && fsdp->device.queue == NULL && plane->sharing != NULL && !plane->in_process;
+    size_t slices = shares ? dtrain__fsdp_slice_pages(fsdp, NULL) : 0;
     void *memory = NULL;
-    dtrain_status status = shares ? dtrain_comm_alloc(fsdp->world, bytes, &memory) : DTRAIN_OK;
+    dtrain_status status = shares ? dtrain_comm_alloc(fsdp->world, slices + bytes, &memory) : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return dtrain__fail(NULL, status, "%s: %s", fsdp->call, dtrain__status_cause(&dtrain__thread_error));
     if (!shares)
@@ -43782,8 +43878,8 @@ static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
     if (memory == NULL)
         return dtrain__fsdp_no_memory(fsdp);
     dtrain__memory_count(&fsdp->memory, shares ? bytes : 0);
-    fsdp->windowed = shares;
-    fsdp->stages = (float *)memory;
+    fsdp->window = shares ? (unsigned char *)memory : NULL;
+    fsdp->stages = (float *)(void *)((unsigned char *)memory + slices);
     fsdp->masters = fsdp->stages + stages;
     fsdp->levels[0] = fsdp->masters + masters;
     return DTRAIN_OK;
@@ -44045,8 +44141,8 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
     dtrain_allocator *memory = &fsdp->memory, last;
     dtrain__free(memory, fsdp->tables);
-    if (fsdp->windowed)
-        dtrain_comm_free(fsdp->stages);
+    if (fsdp->window != NULL)
+        dtrain_comm_free(fsdp->window);
     else
         dtrain__fsdp_release(fsdp, fsdp->stages);
     dtrain__fsdp_release(fsdp, fsdp->state);

@@ -262,16 +262,13 @@ static void dtrain__os_populate(void *pages, size_t bytes)
 #endif
 }
 
-/* Moves whole pages of a reserved range, with their contents, to the place of others. The others' contents are lost,
- * and the pages that are left read as zeros. All pages of a range must have come from one mapping or move. Returns 0,
- * or an errno and moves nothing. */
-static int dtrain__os_move(void *from, void *to, size_t bytes)
+/* Calls mremap with a fixed target. Returns 0 or an errno. */
+static int dtrain__os_remap(void *from, size_t old_bytes, void *to, size_t bytes, int flags)
 {
 #if defined(__linux__) && defined(__NR_mremap)
-    const int flags = 7; /* MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: the last since Linux 5.7 */
     if (dtrain__without("mremap"))
         return ENOSYS;
-    if (syscall(__NR_mremap, from, bytes, bytes, flags, to) != -1)
+    if (syscall(__NR_mremap, from, old_bytes, bytes, flags, to) != -1)
         return 0;
     int error = errno;
     /* The failed call may have unmapped the target. 0x100000, MAP_FIXED_NOREPLACE, maps it again only if it has. Linux
@@ -282,10 +279,26 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
     return error;
 #else
     (void)from;
+    (void)old_bytes;
     (void)to;
     (void)bytes;
+    (void)flags;
     return ENOSYS;
 #endif
+}
+
+/* Moves whole pages of a reserved range, with their contents, to the place of others. The others' contents are lost,
+ * and the pages that are left read as zeros. All pages of a range must have come from one mapping or move. Returns 0,
+ * or an errno and moves nothing. */
+static int dtrain__os_move(void *from, void *to, size_t bytes)
+{
+    return dtrain__os_remap(from, bytes, to, bytes, 7); /* MREMAP_MAYMOVE, FIXED, DONTUNMAP: since Linux 5.7 */
+}
+
+/* Maps shared pages at a second place, over what was there. Returns 0 or an errno. */
+static int dtrain__os_alias(void *pages, void *to, size_t bytes)
+{
+    return dtrain__os_remap(pages, 0, to, bytes, 3);
 }
 
 /* Returns whether the system can move pages, and discard them at both places. An emulator of a processor may move pages

@@ -112,10 +112,10 @@ typedef struct dtrain__op {
     uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it has none */
     unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's buffers serve */
     int phase;
-    int warned;              /* the log has said whom this operation awaits */
-    int awaited;             /* the peer it awaits, or -1 */
-    int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
-    int posted;              /* all ranks have posted it, and it continues by messages */
+    int warned;                /* the log has said whom this operation awaits */
+    int awaited;               /* the peer it awaits, or -1 */
+    int touched;               /* peers may be inside this rank's buffers, or bytes have moved */
+    int posted;                /* all ranks have posted it, and it continues by messages */
     size_t rounds, put, taken; /* through bounce buffers: all, and how many this rank has put and taken */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
@@ -171,8 +171,8 @@ struct dtrain_comm {
     struct dtrain__window *window; /* the last one that a buffer was found in */
     uint64_t window_epoch;         /* these are its own while nothing has changed since */
     uint64_t window_id;
-    uintptr_t window_begin; /* of this rank's part */
-    size_t window_bytes;
+    uintptr_t window_begin; /* of this rank's part, or of pages of it that are mapped again at `place` */
+    size_t window_bytes, window_place;
     int forming;    /* the group is not complete yet */
     int checks;     /* messages carry a checksum of their data */
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */

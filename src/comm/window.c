@@ -12,6 +12,12 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__WINDOW_KEY_BYTES 16 /* at the end of the memory, then a word for each rank: it has freed its part */
 
+/* Pages of a rank's part that this rank has mapped at other addresses too. */
+typedef struct dtrain__window_alias {
+    uintptr_t begin;
+    size_t bytes, place; /* place: in the part */
+} dtrain__window_alias;
+
 typedef struct dtrain__window {
     struct dtrain__window *next;
     uint64_t id;    /* the same on all its ranks; 0: no peer maps this rank's part */
@@ -23,9 +29,11 @@ typedef struct dtrain__window {
     int open;   /* it is made, and other threads may look at it */
     int parted; /* the others no longer map all of this rank's part */
     pid_t process;
-    size_t *begins; /* where each rank's part begins, and the end; one block with the next two */
-    size_t *sizes;  /* the bytes that each rank asked for */
-    int *worlds;    /* each one's rank in the world; -1: it is gone and names nothing more */
+    size_t *begins;                      /* where each rank's part begins, and the end; one block with the next two */
+    size_t *sizes;                       /* the bytes that each rank asked for */
+    int *worlds;                         /* each one's rank in the world; -1: it is gone and names nothing more */
+    const dtrain__window_alias *aliases; /* ascending; the caller's */
+    size_t alias_count;
 } dtrain__window;
 
 /* All windows of this process. A forked child has them too, but none of the other threads. */
@@ -81,13 +89,33 @@ static int dtrain__window_holds(uintptr_t begin, size_t most, const void *pointe
     return at >= begin && at - begin <= most && bytes <= most - (size_t)(at - begin);
 }
 
-/* Returns the window whose part of this rank has the bytes; NULL: none. The caller holds the lock. */
-static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, const dtrain_comm *comm)
+/* Finds the pages of this rank's part that have the bytes: in the window, or by an alias. */
+static int dtrain__window_pages(const dtrain__window *window, const void *pointer, size_t bytes,
+                                dtrain__window_alias *found)
+{
+    size_t low = 0, high = window->alias_count;
+    found->begin = dtrain__window_begin(window);
+    found->bytes = window->sizes[window->rank];
+    found->place = 0;
+    while (low < high) { /* to the first alias that begins after the pointer */
+        size_t middle = low + (high - low) / 2;
+        if (window->aliases[middle].begin <= (uintptr_t)pointer)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low > 0 && dtrain__window_holds(window->aliases[low - 1].begin, window->aliases[low - 1].bytes, pointer, bytes))
+        *found = window->aliases[low - 1];
+    return dtrain__window_holds(found->begin, found->bytes, pointer, bytes);
+}
+
+/* Returns the window whose part of this rank has the bytes, and where; NULL: none. The caller holds the lock. */
+static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, const dtrain_comm *comm,
+                                         dtrain__window_alias *found)
 {
     dtrain__window *window = dtrain__windows;
-    while (window != NULL &&
-           (!window->open || (comm != NULL && !dtrain__window_serves(window, comm)) ||
-            !dtrain__window_holds(dtrain__window_begin(window), window->sizes[window->rank], pointer, bytes)))
+    while (window != NULL && (!window->open || (comm != NULL && !dtrain__window_serves(window, comm)) ||
+                              !dtrain__window_pages(window, pointer, bytes, found)))
         window = window->next;
     return window;
 }
@@ -101,19 +129,21 @@ static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size
         return 0;
     if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
         dtrain__window_lock(1); /* a thread may free another window */
-        dtrain__window *window = dtrain__window_of(pointer, bytes, comm);
+        dtrain__window_alias found;
+        dtrain__window *window = dtrain__window_of(pointer, bytes, comm, &found);
         comm->window_epoch = window != NULL ? epoch : 0;
         if (window != NULL) {
             comm->window = window;
             comm->window_id = window->id;
-            comm->window_begin = dtrain__window_begin(window);
-            comm->window_bytes = window->sizes[window->rank];
+            comm->window_begin = found.begin;
+            comm->window_bytes = found.bytes;
+            comm->window_place = found.place;
         }
         dtrain__window_lock(0);
         if (window == NULL)
             return 0;
     }
-    *at = (size_t)((uintptr_t)pointer - comm->window_begin);
+    *at = comm->window_place + (size_t)((uintptr_t)pointer - comm->window_begin);
     return comm->window_id;
 }
 
@@ -137,6 +167,21 @@ static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int ra
 }
 
 DTRAIN__FAST_END
+
+/* Tells the window of a block of dtrain_comm_alloc where its pages are mapped too. The list is read until the block is
+ * freed. */
+static void dtrain__window_map(const void *block, const dtrain__window_alias *aliases, size_t count)
+{
+    dtrain__window_alias found;
+    dtrain__window_lock(1);
+    dtrain__window *window = dtrain__window_of(block, 0, NULL, &found);
+    if (window != NULL) {
+        window->aliases = aliases;
+        window->alias_count = count;
+        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+    }
+    dtrain__window_lock(0);
+}
 
 /* Unmaps a window. The caller holds the lock. */
 static void dtrain__window_drop(dtrain__window *window)
@@ -206,17 +251,18 @@ static void dtrain__window_part_from(const void *pointer, size_t bytes)
 {
     size_t page = dtrain__os_page_bytes(), before = (size_t)(0 - (uintptr_t)pointer) % page;
     dtrain__window_lock(1);
-    dtrain__window *window = bytes > 0 ? dtrain__window_of(pointer, bytes, NULL) : NULL;
+    dtrain__window_alias found;
+    dtrain__window *window = bytes > 0 ? dtrain__window_of(pointer, bytes, NULL, &found) : NULL;
     if (window != NULL && window->id != 0) {
-        size_t at = (size_t)((uintptr_t)pointer - (uintptr_t)window->memory) + before;
+        unsigned char *pages = (unsigned char *)(uintptr_t)pointer + before;
         __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
         window->parted = 1;
         bytes = bytes > before ? (bytes - before) / page * page : 0;
-        if (bytes > 0 && dtrain__os_privately(window->memory + at, bytes) != 0)
+        if (bytes > 0 && dtrain__os_privately(pages, bytes) != 0)
             dtrain__log(DTRAIN_LOG_ERROR,
                         "a rank that was stopped may still write to memory of dtrain_comm_alloc at %p: the system "
                         "refuses to take it away",
-                        (void *)(window->memory + at));
+                        (void *)pages);
     }
     dtrain__window_lock(0);
 }

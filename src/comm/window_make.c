@@ -32,6 +32,7 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
         __atomic_store_n(&dtrain__council_closing, closing, __ATOMIC_SEQ_CST);
         window->used = 1;
         window->freed = window->parted = 0;
+        window->alias_count = 0;
         window->id = 0;
         window->world = group->seat->council->serial;
         window->count = group->size;
@@ -222,6 +223,7 @@ DTRAIN_API void dtrain_comm_free(void *pointer)
     if (window != NULL) {
         int forked = window->process != dtrain__os_pid(); /* only its parent is one of the ranks */
         window->freed = 1;
+        window->alias_count = 0;
         if (window->id != 0 && !forked)
             __atomic_store_n(&dtrain__window_ends(window)[window->rank], 1u, __ATOMIC_SEQ_CST);
         if (forked)

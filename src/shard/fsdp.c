@@ -111,14 +111,15 @@ struct dtrain_fsdp {
     dtrain__pages pages[2]; /* of parameters, of gradients */
     unsigned char *tables;  /* the block of the tables below with an entry a unit, cut, parameter, shard or rank */
     dtrain__fsdp_unit *units;
-    unsigned char *reserved;             /* a parameter's: 1: its data, 2: its gradient lies in pages */
-    float *lr_factors, *decays;          /* a parameter's */
-    size_t *counts;                      /* a cut's: every rank's part */
-    size_t *packed_counts;               /* a unit's: every rank's part of its small ranges, then of those trained */
-    float *stages;                       /* where small ranges are packed, on a device whole units. Its block also has
-                                          * masters and the first level */
-    int windowed;                        /* the block is of dtrain_comm_alloc */
-    int staged[2];                       /* the units whose parameters are there; -1: none */
+    unsigned char *reserved;       /* a parameter's: 1: its data, 2: its gradient lies in pages */
+    float *lr_factors, *decays;    /* a parameter's */
+    size_t *counts;                /* a cut's: every rank's part */
+    size_t *packed_counts;         /* a unit's: every rank's part of its small ranges, then of those trained */
+    float *stages;                 /* where small ranges are packed, on a device whole units. Its block also has
+                                    * masters and the first level */
+    unsigned char *window;         /* that block is of dtrain_comm_alloc, and begins with pages of slices; or NULL */
+    dtrain__window_alias *aliases; /* where those pages are mapped too */
+    int staged[2];                 /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* a cut's */
     dtrain_work **copying;               /* a unit's */
     size_t *code_counts;                 /* of quantised ranges: see >>fsdp-quantise; the stages follow */

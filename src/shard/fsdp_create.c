@@ -197,6 +197,36 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     }
 }
 
+/* Returns the bytes of the pages that have slices inside reserved ranges. base: where the ranges begin; there the pages
+ * of the window are mapped too. NULL: counts only. Slices that share a page follow each other in the window. A slice
+ * that the system maps nothing for stays this rank's own. */
+static size_t dtrain__fsdp_slice_pages(const dtrain_fsdp *fsdp, unsigned char *base)
+{
+    size_t page = dtrain__os_page_bytes(), place = 0, end = 0, count = 0;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        size_t begin = fsdp->layout.offsets[cut->param] + (cut->element + cut->own) * sizeof(float);
+        size_t stop = (begin + cut->own_count * sizeof(float) + page - 1) / page * page;
+        begin = begin / page * page > end ? begin / page * page : end;
+        if (!cut->home || fsdp->layout.table[cut->param].data != NULL || stop <= begin)
+            continue;
+        if (base != NULL) {
+            dtrain__window_alias alias = {(uintptr_t)(base + begin), stop - begin, place};
+            if (dtrain__os_alias(fsdp->window + place, base + begin, stop - begin) != 0)
+                break;
+            if (count > 0 && begin == end)
+                fsdp->aliases[count - 1].bytes += stop - begin;
+            else
+                fsdp->aliases[count++] = alias;
+        }
+        place += stop - begin;
+        end = stop;
+    }
+    if (count > 0)
+        dtrain__window_map(fsdp->window, fsdp->aliases, count);
+    return place;
+}
+
 static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
 {
     dtrain__layout *layout = &fsdp->layout;
@@ -214,6 +244,8 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
                                       grads ? plan.full_grads : plan.full_weights, grads, &fsdp->memory);
     if (status != DTRAIN_OK)
         return status;
+    if (fsdp->window != NULL)
+        dtrain__fsdp_slice_pages(fsdp, fsdp->pages[0].base);
     for (size_t i = 0; i < layout->table_count; i++) {
         if (fsdp->reserved[i] & 1)
             layout->table[i].data = fsdp->pages[0].base + layout->offsets[i];
@@ -269,8 +301,9 @@ static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
     size_t masters = dtrain__layout_line(layout->weights), sums = fsdp->in_place ? layout->small : layout->grads;
     size_t bytes = (stages + masters + sums) * sizeof(float);
     int shares = fsdp->world != NULL && fsdp->device.queue == NULL && plane->sharing != NULL && !plane->in_process;
+    size_t slices = shares ? dtrain__fsdp_slice_pages(fsdp, NULL) : 0;
     void *memory = NULL;
-    dtrain_status status = shares ? dtrain_comm_alloc(fsdp->world, bytes, &memory) : DTRAIN_OK;
+    dtrain_status status = shares ? dtrain_comm_alloc(fsdp->world, slices + bytes, &memory) : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return dtrain__fail(NULL, status, "%s: %s", fsdp->call, dtrain__status_cause(&dtrain__thread_error));
     if (!shares)
@@ -278,8 +311,8 @@ static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
     if (memory == NULL)
         return dtrain__fsdp_no_memory(fsdp);
     dtrain__memory_count(&fsdp->memory, shares ? bytes : 0);
-    fsdp->windowed = shares;
-    fsdp->stages = (float *)memory;
+    fsdp->window = shares ? (unsigned char *)memory : NULL;
+    fsdp->stages = (float *)(void *)((unsigned char *)memory + slices);
     fsdp->masters = fsdp->stages + stages;
     fsdp->levels[0] = fsdp->masters + masters;
     return DTRAIN_OK;
@@ -541,8 +574,8 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
     dtrain_allocator *memory = &fsdp->memory, last;
     dtrain__free(memory, fsdp->tables);
-    if (fsdp->windowed)
-        dtrain_comm_free(fsdp->stages);
+    if (fsdp->window != NULL)
+        dtrain_comm_free(fsdp->window);
     else
         dtrain__fsdp_release(fsdp, fsdp->stages);
     dtrain__fsdp_release(fsdp, fsdp->state);

@@ -93,6 +93,7 @@ static size_t dtrain__fsdp_plan_tables(dtrain_fsdp *fsdp, const dtrain__layout *
     fsdp->gathering = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
     fsdp->reducing = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
     fsdp->slices = DTRAIN__FSDP_TAKE(dtrain_slice, cuts);
+    fsdp->aliases = DTRAIN__FSDP_TAKE(dtrain__window_alias, cuts);
     fsdp->notes = DTRAIN__FSDP_TAKE(dtrain__fsdp_note, world);
     fsdp->announcements = DTRAIN__FSDP_TAKE(double, 2 * world);
     fsdp->buckets = DTRAIN__FSDP_TAKE(dtrain_bucket, 2 * units);

@@ -195,6 +195,87 @@ TEST(what_is_sent_in_a_step_is_what_the_plan_says)
             }
 }
 
+/* ---- slices in memory that the ranks share ---- */
+
+enum { STACKED = 3, LAYER_FLOATS = 3 * (64 << 10) + 1001 };
+
+static float stack_value(size_t i)
+{
+    return (float)(i % 8191) - 4000.0f;
+}
+
+/* Whether a gathered layer has its first values, less so many steps of gradients of 1. */
+static int layer_is(dtrain_fsdp *fsdp, const float *stack, int layer, int steps)
+{
+    size_t i = 0;
+    const float *x = stack + (size_t)layer * LAYER_FLOATS;
+    CHECK_EQ(dtrain_fsdp_gather(fsdp, layer), DTRAIN_OK);
+    while (i < LAYER_FLOATS && x[i] == stack_value((size_t)layer * LAYER_FLOATS + i) - (float)steps)
+        i++;
+    return i == LAYER_FLOATS;
+}
+
+/* Trains layers whose slices begin and end inside pages. */
+static int trains_shared_slices(dtrain_comm *world, scene *s)
+{
+    dtrain_param table[1] = {{0}};
+    dtrain_fsdp_desc desc = {0};
+    dtrain_fsdp *fsdp = NULL;
+    size_t all = (size_t)STACKED * LAYER_FLOATS;
+    float *first = (float *)malloc(all * sizeof *first);
+    for (size_t i = 0; i < all; i++)
+        first[i] = stack_value(i);
+    table[0].name = "stack";
+    table[0].dtype = DTRAIN_F32;
+    table[0].data = first;
+    table[0].shape[0] = STACKED;
+    table[0].shape[1] = LAYER_FLOATS;
+    table[0].stacked = 1;
+    desc.optimizer.kind = DTRAIN_SGD;
+    CHECK_EQ(dtrain_fsdp_adopt(&fsdp, world, table, 1, &desc), DTRAIN_OK);
+    const float *stack = (const float *)table[0].data;
+    for (int step = 0; step < 3; step++) {
+        for (int layer = 0; layer < STACKED; layer++) {
+            CHECK(layer_is(fsdp, stack, layer, step));
+            CHECK_EQ(dtrain_fsdp_release(fsdp, layer), DTRAIN_OK);
+        }
+        for (int layer = STACKED - 1; layer >= 0; layer--) {
+            CHECK(layer_is(fsdp, stack, layer, step));
+            for (size_t i = 0; i < LAYER_FLOATS; i++)
+                ((float *)table[0].grad)[(size_t)layer * LAYER_FLOATS + i] = 1.0f;
+            CHECK_EQ(dtrain_fsdp_reduce(fsdp, layer), DTRAIN_OK);
+        }
+        CHECK_EQ(dtrain_fsdp_step(fsdp, 1.0f), DTRAIN_OK);
+    }
+    if (world->shared != NULL && !dtrain__without("mremap") && s->user != NULL)
+        CHECK_EQ(fsdp->gathers->rounds, 0); /* none went through bounce buffers */
+    dtrain_fsdp_destroy(fsdp);
+    free(first);
+    return 0;
+}
+
+TEST(slices_inside_full_ranges_are_gathered_in_place)
+{
+    for (int ranks = 2; ranks <= 3; ranks++) {
+        scene s;
+        scene_begin(&s, ranks, 0);
+        s.user = &s;
+        run_ranks(&s, trains_shared_slices);
+    }
+}
+
+TEST(a_system_that_maps_no_page_twice_gathers_them_too)
+{
+    scene s;
+    int without = dtrain__without("mremap");
+    uint32_t before = dtrain__os_without_mask;
+    if (!without)
+        dtrain__os_without_mask |= 1u << dtrain__os_without_find("mremap", 6);
+    scene_begin(&s, 2, 0);
+    run_ranks(&s, trains_shared_slices);
+    dtrain__os_without_mask = before;
+}
+
 /* ---- killed ---- */
 
 typedef struct death {
