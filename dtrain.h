@@ -1607,6 +1607,8 @@ typedef struct dtrain_transfer {
  *   leave      tells the peers that this rank leaves; why may be empty. Called right before destroy
  *   alive      says at once what is known of a peer: 1 it is present, 0 it is gone, -1 unknown
  *   lanes      see below
+ *   host       returns a number that ranks of one host have in common, and 0 where it is not known; always the same.
+ *              Groups of ranks of a host then share memory for their collectives, if the system lets them
  *   destroy    called once, when the last group of the transport is destroyed
  *
  * If alive returns 0, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status too.
@@ -1635,6 +1637,7 @@ typedef struct dtrain_transport {
     void (*leave)(void *self, const char *why);
     int (*alive)(void *self, int peer);
     dtrain_status (*lanes)(void *self, uint64_t group, const int *ranks, int size, struct dtrain_transport *lane);
+    uint64_t (*host)(void *self, int rank);
 } dtrain_transport;
 
 #ifdef __cplusplus
@@ -5704,6 +5707,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/select.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -12922,6 +12926,15 @@ static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
     return serial << 10 | (uint64_t)rank;
 }
 
+/* Returns the same number in all processes of this host. */
+static uint64_t dtrain__plane_host(void)
+{
+    unsigned char id[128], digest[32];
+    dtrain__os_host_id(id);
+    dtrain_sha256(id, sizeof id, digest);
+    return dtrain__get_le(digest, 8);
+}
+
 /* Returns n if exactly the ranks with equal rank / n share a host; 0: there is no such n, or hosts are unknown. */
 static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int size)
 {
@@ -12997,6 +13010,13 @@ typedef struct dtrain__store {
 /* Told the serial of a council that has ended; NULL: nobody asks. */
 typedef void (*dtrain__council_close)(uint64_t serial);
 static dtrain__council_close dtrain__council_closing;
+
+/* Returns a number that no other council of this process has, for one whose ranks share memory. */
+static uint64_t dtrain__council_number(void)
+{
+    static uint64_t councils;
+    return __atomic_add_fetch(&councils, 1, __ATOMIC_SEQ_CST);
+}
 
 typedef struct dtrain__consent dtrain__consent;
 typedef struct dtrain__council dtrain__council;
@@ -14666,1424 +14686,6 @@ static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int siz
 DTRAIN__FAST_END
 #endif
 
-#ifndef DTRAIN_NO_TRANSPORT
-
-/* ---- >>mux ----
- * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. A lane sends
- * frames that carry its name. What comes goes to the memory of the call that waits for it, or is kept for its lane.
- * Control messages travel between frames, each in one piece.
- *
- *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
- *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
- *   dtrain__mux_drive    moves what can be moved until something has, or until a time
- *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
- *
- * Invariants:
- *   - `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that threads of
- *     several groups make progress
- *   - `mutex` is held for a few instructions and taken last
- *   - a frame that has begun to go is finished before anything else goes to that peer, by whoever is next
- *   - a call that waits also receives from every other peer, so ranks that wait for each other in several groups at
- *     once all make progress
- *
- * Peers are ranks of the world. */
-#ifndef DTRAIN__MUX
-#define DTRAIN__MUX
-
-#define DTRAIN__MUX_HEADER 24
-#define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
-#define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
-#define DTRAIN__MUX_SMALL ((size_t)8192)               /* largest payload that moves in one piece with its header */
-#define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer's bytes before a call waits for them */
-#ifndef DTRAIN__MUX_KEPT
-#define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
-#endif
-#define DTRAIN__MUX_SLICE_NS 10000000         /* longest wait for one peer */
-#define DTRAIN__MUX_SHORT_NS 1000000          /* the same if other threads or peers want a turn */
-#define DTRAIN__MUX_CROWDED_NS 50000000       /* after they last wanted one */
-#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)   /* received from a peer before others get their turn */
-#define DTRAIN__MUX_POSTED ((size_t)16 << 20) /* of the council's messages to a peer that does not receive them */
-#define DTRAIN__MUX_AHEAD 1024                /* most lanes still to be made that a peer may send to */
-#define DTRAIN__MUX_PATIENCE_NS 10000000      /* without progress, until up to DTRAIN__MUX_KEPT is kept */
-#define DTRAIN__MUX_FULL_NS 1000000000        /* until a call fails that cannot continue because so much is kept */
-#define DTRAIN__MUX_BYE_NS 1000000000         /* for the last messages of a rank that leaves */
-#define DTRAIN__MUX_ALIVE_NS 50000000         /* between two questions whether a peer is there */
-
-/* LEAVE: a lane ends. BYE: the last lane ends. */
-enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_BYE, DTRAIN__MUX_OTHERS };
-
-typedef struct dtrain__mux dtrain__mux;
-typedef struct dtrain__mux_lane dtrain__mux_lane;
-
-/* A block of what is kept of a peer's bytes for a lane. */
-typedef struct dtrain__mux_block {
-    struct dtrain__mux_block *next;
-    size_t begin, end;
-    unsigned char data[DTRAIN__MUX_FRAME];
-} dtrain__mux_block;
-
-typedef struct dtrain__mux_inbox {
-    struct dtrain__mux_inbox *next;
-    uint64_t lane;
-    dtrain__mux_block *first, *last;
-    size_t bytes;
-    int closed; /* the lane has ended here, not at the peer: what comes is dropped */
-    int ended;  /* the peer's end has said that it leaves: nothing more comes */
-} dtrain__mux_inbox;
-
-/* A control message on its way to a peer, or for a lane that is still to be made. */
-typedef struct dtrain__mux_message {
-    struct dtrain__mux_message *next;
-    uint64_t lane;
-    int peer, kind;
-    size_t begin, bytes; /* bytes sent, and bytes in all, of the frame that follows */
-} dtrain__mux_message;
-
-typedef struct dtrain__mux_peer {
-    unsigned char *stage;        /* the frame being sent: all of it, or what precedes direct; NULL: none was sent yet */
-    size_t frame, at, filled;    /* its bytes; sent; in stage; frame 0: there is none */
-    const unsigned char *direct; /* its payload in the caller's memory, during a turn */
-    dtrain__mux_lane *owner;     /* the lane it belongs to; NULL: that has ended */
-    int to;                      /* this peer's rank in that lane */
-    size_t counted;              /* bytes of it that its lane was told of */
-    dtrain__mux_message *first, *last;
-    size_t posted;                            /* bytes of these; mutex guards it */
-    unsigned char header[DTRAIN__MUX_HEADER]; /* of the incoming frame */
-    size_t got, left;                         /* bytes of its header that have come; bytes of its payload that are still
-                                               * to come */
-    uint64_t lane;
-    int kind;
-    dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all of them */
-    unsigned char *control;             /* the incoming control message; NULL: none has come yet */
-    unsigned char *ahead;               /* bytes that came with a header; NULL: none were ever asked for */
-    size_t ahead_at, ahead_end;
-    size_t control_bytes, kept;
-    int64_t full_ns, asked_ns; /* since when too much is kept; when `alive` was asked */
-    dtrain_status gone;        /* not DTRAIN_OK: nothing moves any more */
-    int bye;                   /* it left of its own will */
-} dtrain__mux_peer;
-
-struct dtrain__mux_lane {
-    dtrain__seat seat; /* first */
-    dtrain__mux *mux;
-    dtrain__mux_inbox **inboxes; /* of each rank */
-    size_t *done;                /* bytes sent to each rank that its calls are still to be told of */
-    int64_t waits_ns;     /* since when calls wait for a peer's goodbye, or for what it sent before; 0: they do not */
-    int64_t stalled_ns;   /* since when its calls make no progress; 0: they do */
-    dtrain_transport own; /* its own streams; send NULL: it has none */
-};
-
-struct dtrain__mux {
-    dtrain__origin origin;
-    dtrain_transport table;
-    dtrain_allocator own, *allocator;
-    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of seats */
-    uint64_t turns;
-    uint32_t waiting;   /* threads that wait for turn */
-    int64_t crowded_ns; /* until then other threads are expected to want turn */
-    dtrain__bell bell;
-    dtrain__mux_message *early; /* for lanes that are still to be made */
-    dtrain__mux_peer *peers;
-    dtrain__mux_block *spare;
-    unsigned char waste[4096];
-    dtrain__council council;       /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_plane */
-    char why[DTRAIN__ERROR_BYTES]; /* why the lane that left last has left */
-    int64_t idle_ns;               /* pause of the service thread between two looks */
-};
-
-static void dtrain__mux_enter(dtrain__mux *mux)
-{
-    if (pthread_mutex_trylock(&mux->turn) != 0) {
-        __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
-        pthread_mutex_lock(&mux->turn);
-        __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
-        mux->crowded_ns = dtrain__os_now_ns() + DTRAIN__MUX_CROWDED_NS;
-    }
-    __atomic_store_n(&mux->turns, mux->turns + 1, __ATOMIC_SEQ_CST);
-}
-
-/* Gives the next turn to a thread that waits: a mutex is not fair. */
-static void dtrain__mux_exit(dtrain__mux *mux)
-{
-    uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&mux->turn);
-    for (int i = 0; i < 200 && __atomic_load_n(&mux->waiting, __ATOMIC_SEQ_CST) > 0 &&
-                    __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST) == turns;
-         i++)
-        sched_yield();
-}
-
-/* ---- control messages out ---- */
-
-static void dtrain__mux_frame(unsigned char *out, uint64_t lane, int kind, const void *payload, size_t bytes)
-{
-    dtrain__put_le(out, lane, 8);
-    dtrain__put_le(out + 8, (uint64_t)kind, 4);
-    dtrain__put_le(out + 12, bytes, 4);
-    uint64_t check = dtrain__xxh64_of(out, 16, 0);
-    dtrain__put_le(out + 16, kind == DTRAIN__MUX_DATA ? check : dtrain__xxh64_of(payload, bytes, check), 8);
-}
-
-/* Wakes whoever drives the mux: there is something to send. */
-static void dtrain__mux_wake(dtrain__mux *mux)
-{
-    dtrain__bell_ring(&mux->bell);
-    if (mux->table.wake != NULL)
-        mux->table.wake(mux->table.self);
-}
-
-static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head,
-                                                 size_t head_bytes, const void *data, size_t bytes)
-{
-    size_t all = DTRAIN__MUX_HEADER + head_bytes + bytes;
-    dtrain__mux_message *post = (dtrain__mux_message *)dtrain__alloc(mux->allocator, sizeof *post + all);
-    unsigned char *payload = (unsigned char *)(post + 1) + DTRAIN__MUX_HEADER;
-    if (post == NULL)
-        return NULL;
-    post->lane = lane;
-    post->peer = peer;
-    post->kind = kind;
-    post->bytes = all;
-    if (head_bytes > 0)
-        memcpy(payload, head, head_bytes);
-    if (bytes > 0)
-        memcpy(payload + head_bytes, data, bytes);
-    dtrain__mux_frame((unsigned char *)(post + 1), lane, kind, payload, head_bytes + bytes);
-    return post;
-}
-
-/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes. It is sent when the mux is driven.
- * Any thread; never blocks. Returns 0 if there is no memory, or the peer does not receive. */
-static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
-                            const void *data, size_t bytes)
-{
-    dtrain__mux_peer *p = &mux->peers[peer];
-    pthread_mutex_lock(&mux->mutex);
-    int full = kind >= DTRAIN__MUX_OTHERS && p->posted > DTRAIN__MUX_POSTED; /* before anything is copied */
-    pthread_mutex_unlock(&mux->mutex);
-    dtrain__mux_message *post =
-        full ? NULL : dtrain__mux_post_new(mux, peer, lane, kind, head, head_bytes, data, bytes);
-    if (post == NULL)
-        return 0;
-    pthread_mutex_lock(&mux->mutex);
-    if (p->last != NULL)
-        p->last->next = post;
-    else
-        p->first = post;
-    p->last = post;
-    p->posted += post->bytes;
-    pthread_mutex_unlock(&mux->mutex);
-    dtrain__mux_wake(mux);
-    return 1;
-}
-
-/* Posts to all other members that are there. Without memory they find out by themselves. */
-static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, const char *text)
-{
-    unsigned char head[8];
-    size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
-    dtrain__put_le(head, number, 8);
-    for (int rank = 0; rank < lane->seat.size; rank++)
-        if (rank != lane->seat.rank && !dtrain__membership_left(lane->seat.members, rank))
-            dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
-}
-
-/* Counts `sent` bytes of a peer's first post, then returns the first post that is left. */
-static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_peer *p, size_t sent)
-{
-    dtrain__mux_message *post;
-    pthread_mutex_lock(&mux->mutex);
-    post = p->first;
-    if (post != NULL && (post->begin += sent) == post->bytes) {
-        p->first = post->next;
-        p->last = p->first != NULL ? p->last : NULL;
-        p->posted -= post->bytes;
-        dtrain__free(mux->allocator, post);
-        post = p->first;
-    }
-    pthread_mutex_unlock(&mux->mutex);
-    return post;
-}
-
-/* ---- who is there ---- */
-
-static dtrain__mux_lane *dtrain__mux_lane_of(const dtrain__mux *mux, uint64_t id)
-{
-    return (dtrain__mux_lane *)(void *)dtrain__council_seat(&mux->council, id);
-}
-
-static void dtrain__mux_end(dtrain__seat *seat, int about, const dtrain__error *cause)
-{
-    (void)about;
-    dtrain__mux_tell((dtrain__mux_lane *)(void *)seat, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
-}
-
-/* The lane's peer is gone. If it did not say so, that ends the lane if it has the peer or is bound to it. */
-static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
-{
-    int rank = dtrain__seat_rank(&lane->seat, peer);
-    if (lane->mux->peers[peer].bye && rank >= 0)
-        dtrain__seat_left(&lane->seat, rank, why, UINT64_MAX);
-    else if (!lane->mux->peers[peer].bye && dtrain__seat_lost(&lane->seat, peer, status, "", why))
-        dtrain__mux_end(&lane->seat, peer, &lane->seat.members->cause);
-}
-
-/* The same for a lane that is made or bound after the peer has gone. */
-static void dtrain__mux_marks(dtrain__seat *seat, int world)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)(void *)seat;
-    dtrain__mux_lost(lane, world, lane->mux->peers[world].gone, "its end of the transport is closed");
-}
-
-/* The transport says that the peer is lost, or that it is of no more use. The caller holds turn. */
-static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
-{
-    dtrain__mux_peer *p = &mux->peers[peer];
-    char why[DTRAIN__ERROR_BYTES];
-    dtrain__error kept = dtrain__thread_error;
-    if (p->gone != DTRAIN_OK)
-        return;
-    p->gone = status;
-    p->frame = 0;
-    if (kept.status == status)
-        snprintf(why, sizeof why, "%s", kept.text);
-    else if (status == DTRAIN_ERR_PEER_LOST)
-        snprintf(why, sizeof why, "its end of the transport is closed");
-    else
-        snprintf(why, sizeof why, "the transport returned %s", dtrain_status_name(status));
-    for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
-        post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
-    for (dtrain__seat *seat = mux->council.seats; seat != NULL; seat = seat->next)
-        dtrain__mux_lost((dtrain__mux_lane *)(void *)seat, peer, status, why);
-    dtrain__council_lost(&mux->council, peer);
-    dtrain__thread_error = kept;
-}
-
-/* ---- what comes ---- */
-
-static dtrain__mux_inbox *dtrain__mux_inbox_find(dtrain__mux *mux, int peer, uint64_t lane)
-{
-    dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
-    while (*at != NULL && (*at)->lane != lane)
-        at = &(*at)->next;
-    if (*at == NULL && (*at = (dtrain__mux_inbox *)dtrain__alloc(mux->allocator, sizeof **at)) != NULL)
-        (*at)->lane = lane;
-    return *at;
-}
-
-static void dtrain__mux_inbox_empty(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox)
-{
-    while (inbox->first != NULL) {
-        dtrain__mux_block *block = inbox->first;
-        inbox->first = block->next;
-        dtrain__free(mux->allocator, block);
-    }
-    inbox->last = NULL;
-    p->kept -= inbox->bytes;
-    p->full_ns = 0;
-    inbox->bytes = 0;
-}
-
-static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox *inbox)
-{
-    dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
-    dtrain__mux_inbox_empty(mux, &mux->peers[peer], inbox);
-    while (*at != inbox)
-        at = &(*at)->next;
-    *at = inbox->next;
-    if (mux->peers[peer].inbox == inbox)
-        mux->peers[peer].inbox = NULL;
-    dtrain__free(mux->allocator, inbox);
-}
-
-static void dtrain__mux_inbox_take(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox, dtrain_transfer *in)
-{
-    while (inbox->first != NULL && in->moved < in->bytes) {
-        dtrain__mux_block *block = inbox->first;
-        size_t n = block->end - block->begin, most = in->bytes - in->moved;
-        n = n < most ? n : most;
-        memcpy(in->data + in->moved, block->data + block->begin, n);
-        in->moved += n;
-        block->begin += n;
-        inbox->bytes -= n;
-        p->kept -= n;
-        p->full_ns = 0;
-        if (block->begin < block->end)
-            return;
-        inbox->first = block->next;
-        inbox->last = inbox->first != NULL ? inbox->last : NULL;
-        if (mux->spare == NULL)
-            mux->spare = block; /* so that a warm loop allocates nothing */
-        else
-            dtrain__free(mux->allocator, block);
-    }
-}
-
-/* Returns a block with room for more of the inbox; NULL: no memory. */
-static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_inbox *inbox)
-{
-    dtrain__mux_block *block = inbox->last;
-    if (block != NULL && block->end < sizeof block->data)
-        return block;
-    block = mux->spare;
-    mux->spare = NULL;
-    if (block == NULL)
-        block = (dtrain__mux_block *)dtrain__resize(mux->allocator, NULL, sizeof *block);
-    if (block == NULL)
-        return NULL;
-    block->next = NULL;
-    block->begin = block->end = 0;
-    if (inbox->last != NULL)
-        inbox->last->next = block;
-    else
-        inbox->first = block;
-    return inbox->last = block;
-}
-
-/* Takes a peer's LEAVE or FAIL for a lane that exists here. */
-static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const unsigned char *data, size_t bytes)
-{
-    int rank = dtrain__seat_rank(&lane->seat, peer);
-    dtrain__error cause;
-    if (rank < 0 || bytes < 8)
-        return;
-    cause.status = dtrain__status_told(dtrain__get_le(data, 8));
-    snprintf(cause.text, sizeof cause.text, "%.*s", (int)(bytes - 8), (const char *)data + 8);
-    dtrain__status_clean(cause.text);
-    if (kind == DTRAIN__MUX_LEAVE) {
-        lane->inboxes[rank]->ended = 1;
-        dtrain__seat_left(&lane->seat, rank, cause.text, dtrain__get_le(data, 8));
-    } else {
-        dtrain__seat_break(&lane->seat, &cause);
-    }
-}
-
-/* Counts the lanes still to be made that a peer has sent to, before it sends to one more. Members make a group
- * together, so no peer is far ahead. Returns 0 for a peer that sends to lanes that never were. */
-static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
-{
-    int ahead = 0;
-    for (const dtrain__mux_message *post = mux->early; post != NULL; post = post->next)
-        ahead += post->peer == peer;
-    for (const dtrain__mux_inbox *inbox = mux->peers[peer].inboxes; inbox != NULL; inbox = inbox->next)
-        ahead += !inbox->closed && dtrain__mux_lane_of(mux, inbox->lane) == NULL;
-    if (ahead < DTRAIN__MUX_AHEAD)
-        return 1;
-    dtrain__mux_gone(
-        mux, peer,
-        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                     "rank %d sends to %d groups that this rank has not made; make the same groups on every rank", peer,
-                     ahead));
-    return 0;
-}
-
-/* A whole control message has come. One for a lane that is still to be made waits for it. */
-static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
-{
-    dtrain__mux_peer *p = &mux->peers[peer];
-    dtrain__mux_lane *lane = dtrain__mux_lane_of(mux, p->lane);
-    dtrain__mux_inbox *inbox = p->inboxes;
-    size_t bytes = p->control_bytes;
-    p->control_bytes = 0;
-    if (dtrain__get_le(p->header + 16, 8) != dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
-        dtrain__mux_gone(mux, peer, dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged"));
-        return;
-    }
-    if (p->kind >= DTRAIN__MUX_OTHERS) {
-        dtrain__reader reader = {p->control, bytes};
-        if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader))
-            dtrain__mux_gone(mux, peer, dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent a malformed control message"));
-        return;
-    }
-    if (p->kind == DTRAIN__MUX_BYE) {
-        p->bye = 1;
-        dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
-        return;
-    }
-    if (p->kind == DTRAIN__MUX_LEAVE)
-        dtrain__council_left(&mux->council, p->lane, peer);
-    while (inbox != NULL && inbox->lane != p->lane)
-        inbox = inbox->next;
-    if (lane != NULL) {
-        dtrain__mux_hear(lane, peer, p->kind, p->control, bytes);
-    } else if (inbox == NULL || !inbox->closed) {
-        if (!dtrain__mux_may_be(mux, peer))
-            return;
-        dtrain__mux_message **at = &mux->early;
-        while (*at != NULL)
-            at = &(*at)->next;
-        *at = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
-    } else if (p->kind == DTRAIN__MUX_LEAVE) {
-        dtrain__mux_inbox_drop(mux, peer, inbox);
-    }
-}
-
-/* A whole header has come. Prepares for what follows. */
-static void dtrain__mux_open(dtrain__mux *mux, int peer)
-{
-    dtrain__mux_peer *p = &mux->peers[peer];
-    uint64_t check = dtrain__get_le(p->header + 16, 8), kind = dtrain__get_le(p->header + 8, 4);
-    p->lane = dtrain__get_le(p->header, 8);
-    p->kind = (int)(kind & 255);
-    p->left = (size_t)dtrain__get_le(p->header + 12, 4);
-    p->got = 0;
-    if (kind > 255 || p->left > (kind == DTRAIN__MUX_DATA ? DTRAIN__MUX_FRAME : DTRAIN__MUX_CONTROL) ||
-        (kind == DTRAIN__MUX_DATA && check != dtrain__xxh64_of(p->header, 16, 0))) {
-        p->left = 0;
-        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                     "what came from rank %d is damaged, or no frame of dtrain: use one dtrain.h on every rank", peer);
-        dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
-        return;
-    }
-    for (p->inbox = p->inboxes; p->inbox != NULL && p->inbox->lane != p->lane;)
-        p->inbox = p->inbox->next;
-    if (kind == DTRAIN__MUX_DATA && p->left > 0 && p->inbox == NULL && dtrain__mux_may_be(mux, peer))
-        p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
-    if (kind != DTRAIN__MUX_DATA && p->left == 0)
-        dtrain__mux_deliver(mux, peer);
-}
-
-/* Finds where a peer's next bytes go; at most `limit` are kept. Returns 0 if they cannot be taken now. */
-static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, dtrain_transfer *in, size_t limit,
-                               dtrain_transfer *raw)
-{
-    dtrain__mux_peer *p = &mux->peers[peer];
-    raw->peer = peer;
-    raw->moved = 0;
-    raw->more = 0;
-    raw->bytes = p->left;
-    if (p->gone != DTRAIN_OK)
-        return 0;
-    if (p->left == 0) {
-        raw->data = p->header + p->got;
-        raw->bytes = DTRAIN__MUX_HEADER - p->got;
-        if (in != NULL && p->got == 0 && p->inbox == lane->inboxes[in->peer] &&
-            in->bytes - in->moved <= DTRAIN__MUX_SMALL) /* the next frame is likely to be for this call alone */
-            raw->more = (int)(in->bytes - in->moved);
-    } else if (p->kind != DTRAIN__MUX_DATA) {
-        if (p->control == NULL)
-            p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
-        raw->data = p->control != NULL ? p->control + p->control_bytes : NULL;
-    } else if (p->inbox == NULL) { /* there was no memory for it before */
-        p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
-        return p->inbox != NULL && dtrain__mux_next_in(lane, mux, peer, in, limit, raw);
-    } else if (p->inbox->closed) {
-        raw->data = mux->waste;
-        raw->bytes = p->left < sizeof mux->waste ? p->left : sizeof mux->waste;
-    } else if (in != NULL && p->inbox == lane->inboxes[in->peer] && p->inbox->bytes == 0) {
-        raw->data = in->data + in->moved;
-        raw->bytes = p->left < in->bytes - in->moved ? p->left : in->bytes - in->moved;
-    } else if (p->kept >= limit) {
-        if (p->full_ns == 0 && limit >= DTRAIN__MUX_KEPT)
-            p->full_ns = dtrain__os_now_ns();
-        return 0;
-    } else {
-        dtrain__mux_block *block = dtrain__mux_inbox_room(mux, p->inbox);
-        raw->data = block != NULL ? block->data + block->end : NULL;
-        if (block != NULL && sizeof block->data - block->end < p->left)
-            raw->bytes = sizeof block->data - block->end;
-    }
-    return raw->data != NULL;
-}
-
-static void dtrain__mux_took_in(dtrain__mux *mux, const dtrain_transfer *raw, dtrain_transfer *in)
-{
-    dtrain__mux_peer *p = &mux->peers[raw->peer];
-    if (raw->moved == 0)
-        return;
-    if (p->left == 0) {
-        p->got += raw->moved;
-        if (p->got == DTRAIN__MUX_HEADER)
-            dtrain__mux_open(mux, raw->peer);
-        return;
-    }
-    p->left -= raw->moved;
-    if (p->kind != DTRAIN__MUX_DATA) {
-        p->control_bytes += raw->moved;
-        if (p->left == 0)
-            dtrain__mux_deliver(mux, raw->peer);
-    } else if (in != NULL && raw->data == in->data + in->moved) {
-        in->moved += raw->moved;
-    } else if (!p->inbox->closed) {
-        p->inbox->last->end += raw->moved;
-        p->inbox->bytes += raw->moved;
-        p->kept += raw->moved;
-    }
-}
-
-/* ---- what goes ---- */
-
-/* Finds the next bytes to a peer: of the frame under way, of a control message, or of a new frame of out. Returns 0 if
- * there are none. */
-static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, const dtrain_transfer *out,
-                                dtrain_transfer *raw)
-{
-    dtrain__mux_peer *p = &mux->peers[peer];
-    dtrain__mux_message *post = NULL;
-    const unsigned char *data;
-    if (p->gone != DTRAIN_OK)
-        return 0;
-    if (p->frame == 0 && (post = dtrain__mux_posted(mux, p, 0)) == NULL && out != NULL && out->moved < out->bytes) {
-        size_t n = out->bytes - out->moved < DTRAIN__MUX_FRAME ? out->bytes - out->moved : DTRAIN__MUX_FRAME;
-        p->direct = out->data + out->moved;
-        p->frame = DTRAIN__MUX_HEADER + n;
-        p->filled = DTRAIN__MUX_HEADER + (n <= DTRAIN__MUX_SMALL ? n : 0);
-        p->at = p->counted = 0;
-        p->owner = lane;
-        p->to = out->peer;
-        dtrain__mux_frame(p->stage, lane->seat.id, DTRAIN__MUX_DATA, NULL, n);
-        memcpy(p->stage + DTRAIN__MUX_HEADER, p->direct, p->filled - DTRAIN__MUX_HEADER);
-    }
-    if (p->frame == 0 && post == NULL)
-        return 0;
-    data = post != NULL        ? (const unsigned char *)(post + 1) + post->begin
-           : p->at < p->filled ? p->stage + p->at
-                               : p->direct + (p->at - DTRAIN__MUX_HEADER);
-    raw->peer = peer;
-    memcpy(&raw->data, &data, sizeof data); /* it is only read */
-    raw->bytes = post != NULL ? post->bytes - post->begin : (p->at < p->filled ? p->filled : p->frame) - p->at;
-    raw->moved = 0;
-    raw->more = post == NULL && p->at < p->filled && p->filled < p->frame;
-    return 1;
-}
-
-static void dtrain__mux_took_out(dtrain__mux *mux, const dtrain_transfer *raw)
-{
-    dtrain__mux_peer *p = &mux->peers[raw->peer];
-    if (p->frame == 0) {
-        dtrain__mux_posted(mux, p, raw->moved);
-        return;
-    }
-    p->at += raw->moved;
-    if (p->at < p->frame)
-        return;
-    if (p->owner != NULL)
-        p->owner->done[p->to] += p->frame - DTRAIN__MUX_HEADER - p->counted;
-    p->frame = 0;
-}
-
-static void dtrain__mux_collect(dtrain__mux_lane *lane, dtrain_transfer *out)
-{
-    size_t *done = &lane->done[out->peer], n = out->bytes - out->moved;
-    n = *done < n ? *done : n;
-    *done -= n;
-    out->moved += n;
-}
-
-/* The caller gets its memory back. A frame of which nothing is sent yet is withdrawn. The rest of one that has begun is
- * copied. Its owner is told of its first byte, so that it knows the frame has begun. It is told of the others when all
- * are sent. */
-static void dtrain__mux_park(dtrain__mux *mux, int peer)
-{
-    dtrain__mux_peer *p = &mux->peers[peer];
-    if (p->frame == 0)
-        return;
-    if (p->at == 0) {
-        p->frame = 0;
-        return;
-    }
-    if (p->filled < p->frame)
-        memcpy(p->stage + p->filled, p->direct + (p->filled - DTRAIN__MUX_HEADER), p->frame - p->filled);
-    p->filled = p->frame;
-    if (p->counted == 0 && p->frame - DTRAIN__MUX_HEADER > 1 && p->owner != NULL) {
-        p->counted = 1;
-        p->owner->done[p->to]++;
-    }
-}
-
-#endif
-
-/* ---- >>mux_lanes ----
- * The lanes of a mux. Their calls take turns at the table, and a call that waits for its own bytes moves those of
- * others as well. The last lane that ends takes the mux with it. */
-#ifndef DTRAIN__MUX_LANES
-#define DTRAIN__MUX_LANES
-
-static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved);
-static void dtrain__mux_convene(dtrain__mux *mux);
-
-/* The table's send or recv has failed. What the peer sent before is received before it counts as gone. */
-static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtrain_transfer *in, dtrain_status status)
-{
-    dtrain__error kept = dtrain__thread_error;
-    int peer = in != NULL ? in->peer : out->peer, moved;
-    if (out != NULL)
-        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
-    if (out != NULL && in != NULL && mux->peers[peer].gone == DTRAIN_OK) { /* the sender is not the one that failed */
-        peer = out->peer;
-        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
-    }
-    dtrain__thread_error = kept;
-    dtrain__mux_gone(mux, peer, status);
-}
-
-/* Returns whether the table reports more bytes than were asked for. Then the peer counts as gone. */
-static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
-{
-    if (raw == NULL || raw->moved <= raw->bytes)
-        return 0;
-    dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                 "the transport reports %zu of %zu bytes moved to or from rank %d; expected no more than asked for",
-                 raw->moved, raw->bytes, raw->peer);
-    raw->moved = 0;
-    dtrain__mux_gone(mux, raw->peer, DTRAIN_ERR_INVALID);
-    return 1;
-}
-
-/* Receives. raw->more bytes are likely to follow a header: they are asked for with it, and kept ahead. */
-static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, int64_t until_ns)
-{
-    const dtrain_transport *table = &mux->table;
-    dtrain__mux_peer *p = &mux->peers[raw->peer];
-    if (p->ahead == NULL && raw->more > 0)
-        p->ahead = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_HEADER + DTRAIN__MUX_SMALL);
-    if (p->ahead_at == p->ahead_end && (p->ahead == NULL || raw->more == 0))
-        return table->recv(table->self, raw->peer, raw->data, raw->bytes, until_ns, &raw->moved);
-    if (p->ahead_at == p->ahead_end) {
-        p->ahead_at = p->ahead_end = 0;
-        dtrain_status status =
-            table->recv(table->self, raw->peer, p->ahead, raw->bytes + (size_t)raw->more, until_ns, &p->ahead_end);
-        raw->moved = p->ahead_end;
-        if (p->ahead_end > raw->bytes + (size_t)raw->more) /* a false report */
-            p->ahead_end = 0;
-        if (p->ahead_end == 0) /* else the failure is found again when these bytes are used up */
-            return status;
-    }
-    raw->moved = p->ahead_end - p->ahead_at < raw->bytes ? p->ahead_end - p->ahead_at : raw->bytes;
-    memcpy(raw->data, p->ahead + p->ahead_at, raw->moved);
-    p->ahead_at += raw->moved;
-    return raw->moved == raw->bytes ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT;
-}
-
-/* Moves both ways until one is complete or either has moved, or until until_ns. Without an exchange it tries to send,
- * and waits for the peer in between, so that two ranks whose streams are full do not wait for each other. */
-static dtrain_status dtrain__mux_both(const dtrain_transport *table, dtrain_transfer *out, dtrain_transfer *in,
-                                      int64_t until_ns)
-{
-    if (table->exchange != NULL)
-        return table->exchange(table->self, out, in, until_ns);
-    for (int64_t span = 20000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
-        size_t sent = 0, received = 0;
-        dtrain_status status =
-            table->send(table->self, out->peer, out->data + out->moved, out->bytes - out->moved, 0, &sent);
-        out->moved += sent;
-        if (status != DTRAIN_ERR_TIMEOUT)
-            return status;
-        int64_t now = dtrain__os_now_ns(), soon = now + span < until_ns ? now + span : until_ns;
-        status = table->recv(table->self, in->peer, in->data + in->moved, in->bytes - in->moved, sent > 0 ? 0 : soon,
-                             &received);
-        in->moved += received;
-        if (status != DTRAIN_ERR_TIMEOUT || sent > 0 || received > 0 || now >= until_ns)
-            return status;
-    }
-}
-
-/* Makes one call of the table, one way or both, until until_ns, and counts what moved. in: a lane's call, whose memory
- * raw_in may point into. Returns whether all of one way has moved. */
-static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
-                            int64_t until_ns)
-{
-    const dtrain_transport *table = &mux->table;
-    dtrain_status status;
-    if (raw_in != NULL && mux->peers[raw_in->peer].ahead_at < mux->peers[raw_in->peer].ahead_end)
-        raw_out = NULL; /* bytes that are here already come first */
-    dtrain__thread_error.status = DTRAIN_OK;
-    if (raw_out != NULL && raw_in != NULL) {
-        raw_in->more = 0;
-        status = dtrain__mux_both(table, raw_out, raw_in, until_ns);
-    } else if (raw_in == NULL)
-        status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
-    else
-        status = dtrain__mux_recv(mux, raw_in, until_ns);
-    int lied = dtrain__mux_lied(mux, raw_out) | dtrain__mux_lied(mux, raw_in);
-    if (raw_out != NULL)
-        dtrain__mux_took_out(mux, raw_out);
-    if (raw_in != NULL)
-        dtrain__mux_took_in(mux, raw_in, in);
-    if (lied)
-        return 0;
-    if (status == DTRAIN_OK) /* which the table may say too early */
-        return (raw_out != NULL && raw_out->moved == raw_out->bytes) ||
-               (raw_in != NULL && raw_in->moved == raw_in->bytes);
-    if (status == DTRAIN_ERR_TIMEOUT) {
-        dtrain__thread_error.status = DTRAIN_OK;
-        return 0;
-    }
-    dtrain__mux_failed(mux, raw_out, raw_in, status);
-    return 0;
-}
-
-/* Receives and keeps what has come from a peer, about `most` bytes at most, as it may send without end. */
-static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved)
-{
-    dtrain_transfer raw;
-    int more = 1;
-    while (more && dtrain__mux_next_in(NULL, mux, peer, NULL, limit, &raw)) {
-        more = dtrain__mux_call(mux, NULL, &raw, NULL, 0) && raw.moved < most;
-        most -= raw.moved < most ? raw.moved : most;
-        *moved |= raw.moved > 0;
-    }
-}
-
-/* Sends what waits for a peer, receives what has come from it, and asks whether it is alive. Returns whether anything
- * moved. */
-static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
-{
-    dtrain__mux_peer *p = &mux->peers[peer];
-    dtrain_transfer raw;
-    int more = 1, moved = 0;
-    while (more && dtrain__mux_next_out(NULL, mux, peer, NULL, &raw)) {
-        more = dtrain__mux_call(mux, &raw, NULL, NULL, 0);
-        moved |= raw.moved > 0;
-    }
-    dtrain__mux_drain(mux, peer, limit, DTRAIN__MUX_DRAIN, &moved);
-    if (mux->table.alive == NULL || p->gone != DTRAIN_OK || moved || p->kept >= limit)
-        return moved;
-    int64_t now = dtrain__os_now_ns();
-    if (now - p->asked_ns < DTRAIN__MUX_ALIVE_NS)
-        return 0;
-    p->asked_ns = now;
-    if (mux->table.alive(mux->table.self, peer) == 0)
-        dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
-    return 0;
-}
-
-/* Tends all peers; the caller holds turn. Returns whether anything moved. */
-static int dtrain__mux_sweep(dtrain__mux *mux, size_t limit)
-{
-    int moved = 0;
-    for (int peer = 0; peer < mux->table.size; peer++)
-        if (peer != mux->table.rank)
-            moved |= dtrain__mux_tend(mux, peer, limit);
-    return moved;
-}
-
-static int dtrain__mux_never(void *mux)
-{
-    (void)mux;
-    return 0;
-}
-
-/* Sleeps until the bell rings, or span_ns: nobody says when bytes come. */
-static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns)
-{
-    int64_t soon = dtrain__os_now_ns() + span_ns;
-    dtrain__bell_wait(&mux->bell, DTRAIN__BELL_YIELDS, soon < until_ns ? soon : until_ns, dtrain__mux_never, NULL);
-}
-
-/* Moves what can be moved, until something has moved or until until_ns. Returns whether something has. */
-static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
-{
-    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
-        dtrain__mux_enter(mux);
-        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
-        dtrain__mux_exit(mux);
-        if (moved || dtrain__os_now_ns() >= until_ns)
-            return moved;
-        dtrain__mux_rest(mux, span, until_ns);
-    }
-}
-
-/* Moves a call's bytes until one way is complete, nothing moves until until_ns, or other threads should get a turn.
- * Returns whether one way is complete. */
-static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
-                            int *moved)
-{
-    dtrain__mux *mux = lane->mux;
-    for (int64_t end_ns = dtrain__os_now_ns() + DTRAIN__MUX_SHORT_NS;;) {
-        dtrain_transfer raw_out, raw_in;
-        size_t before = in != NULL ? in->moved : 0;
-        int sends, receives, more;
-        if (in != NULL)
-            dtrain__mux_inbox_take(mux, &mux->peers[lane->seat.worlds[in->peer]], lane->inboxes[in->peer], in);
-        if (out != NULL)
-            dtrain__mux_collect(lane, out);
-        if (in != NULL)
-            *moved |= in->moved > before;
-        if ((out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
-            return 1;
-        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->seat.worlds[out->peer], out, &raw_out);
-        receives =
-            in != NULL && dtrain__mux_next_in(lane, mux, lane->seat.worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
-        if (!sends && !receives)
-            return 0;
-        more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
-        *moved |= (sends && raw_out.moved > 0) || (receives && raw_in.moved > 0);
-        if (!more || dtrain__os_now_ns() >= end_ns)
-            break;
-    }
-    if (out != NULL)
-        dtrain__mux_collect(lane, out);
-    return (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes);
-}
-
-/* Returns the error of a call that has been stuck because another group's bytes fill what is kept of its peer. */
-static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain_transfer *out,
-                                      const dtrain_transfer *in)
-{
-    const dtrain__mux *mux = lane->mux;
-    const dtrain_transfer *ways[] = {out, in};
-    int64_t now = dtrain__os_now_ns();
-    for (int way = 0; way < 2; way++) {
-        int peer = ways[way] != NULL ? lane->seat.worlds[ways[way]->peer] : mux->table.rank;
-        const dtrain__mux_peer *p = &mux->peers[peer];
-        if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->seat.id)
-            return dtrain__fail(
-                NULL, DTRAIN_ERR_MEMORY,
-                "group %llx waits on rank %d of the world, but rank %d sends to group %llx, which nobody here "
-                "receives; %zu bytes of it are kept, and no more fit: receive from groups in the order in which peers "
-                "send, or give the transport `lanes`",
-                (unsigned long long)lane->seat.id, mux->table.rank, peer, (unsigned long long)p->lane, p->kept);
-    }
-    return DTRAIN_ERR_TIMEOUT;
-}
-
-/* Returns why a call that does not move ends; DTRAIN_ERR_TIMEOUT: it may go on. */
-static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
-                                       int moved)
-{
-    const dtrain__error *cause = dtrain__membership_cause(lane->seat.members);
-    if (cause != NULL && (!moved || cause->status == DTRAIN_ERR_ABORTED))
-        return dtrain__report(cause);
-    if (!moved && in != NULL && dtrain__membership_left(lane->seat.members, in->peer))
-        return dtrain__seat_needs(&lane->seat, in->peer);
-    if (out != NULL && dtrain__membership_left(lane->seat.members, out->peer))
-        return dtrain__seat_needs(&lane->seat, out->peer);
-    return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
-}
-
-/* Allocates room for frames to a peer, before the first one. */
-static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
-{
-    dtrain__mux_peer *p = &mux->peers[peer];
-    size_t bytes = DTRAIN__MUX_HEADER + DTRAIN__MUX_FRAME;
-    if (p->stage == NULL)
-        p->stage = (unsigned char *)dtrain__alloc(mux->allocator, bytes);
-    return p->stage != NULL
-               ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d", bytes, peer);
-}
-
-/* One turn of a call until until_ns. *moved: bytes of the call moved; *others: bytes of other lanes moved. */
-static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t now,
-                                      int64_t until_ns, int *moved, int *others)
-{
-    dtrain__mux *mux = lane->mux;
-    dtrain_status status = DTRAIN_OK;
-    *moved = *others = 0;
-    if (out != NULL && dtrain__membership_left(lane->seat.members, out->peer))
-        return dtrain__seat_needs(&lane->seat, out->peer);
-    if (out != NULL)
-        status = dtrain__mux_stage(mux, lane->seat.worlds[out->peer]);
-    if (status != DTRAIN_OK)
-        return status;
-    int complete = dtrain__mux_turn(lane, out, in, until_ns, moved);
-    if (out != NULL)
-        dtrain__mux_park(mux, lane->seat.worlds[out->peer]);
-    lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
-    if (!complete && !*moved)
-        *others = dtrain__mux_sweep(mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY
-                                                                                          : DTRAIN__MUX_KEPT);
-    if (out != NULL)
-        dtrain__mux_collect(lane, out);
-    if (complete || (out != NULL && out->moved == out->bytes))
-        return DTRAIN_OK;
-    return dtrain__mux_judge(lane, out, in, *moved || *others);
-}
-
-/* One call of a lane's own streams. On an error *lost is the peer whose stream has failed. */
-static dtrain_status dtrain__mux_own_call(const dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
-                                          int64_t until_ns, int *lost)
-{
-    const dtrain_transport *own = &lane->own;
-    dtrain_transfer *one = in != NULL ? in : out;
-    size_t moved = 0;
-    dtrain_status status;
-    *lost = one->peer;
-    dtrain__thread_error.status = DTRAIN_OK;
-    if (out != NULL && in != NULL) {
-        status = dtrain__mux_both(own, out, in, until_ns);
-        if (status == DTRAIN_OK || status == DTRAIN_ERR_TIMEOUT)
-            return status;
-        if (own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, 0, &moved) != status)
-            *lost = out->peer;
-    } else if (in != NULL) {
-        status = own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, until_ns, &moved);
-    } else {
-        status = own->send(own->self, out->peer, out->data + out->moved, out->bytes - out->moved, until_ns, &moved);
-    }
-    one->moved += moved;
-    return status;
-}
-
-/* As dtrain__mux_move, for a lane that has streams of its own. When a peer leaves, its goodbye and the end of its
- * stream come in any order. After the first of them the lane waits a little for the other. */
-static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
-                                          int64_t deadline_ns)
-{
-    dtrain__mux *mux = lane->mux;
-    for (;;) {
-        int64_t now = dtrain__os_now_ns(), until_ns = now + DTRAIN__MUX_SLICE_NS;
-        size_t before = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0);
-        int lost, moved;
-        dtrain_status status =
-            dtrain__mux_own_call(lane, out, in, deadline_ns < until_ns ? deadline_ns : until_ns, &lost);
-        if (status == DTRAIN_OK)
-            return status;
-        moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
-        dtrain__mux_enter(mux);
-        int left = dtrain__membership_left(lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
-        lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
-        int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
-        if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
-            dtrain__mux_lost(lane, lane->seat.worlds[lost], status,
-                             dtrain__thread_error.status == status ? dtrain__thread_error.text
-                                                                   : "its end of the transport is closed");
-        else if (!moved)
-            dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
-        waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
-        status = waits && !dtrain__membership_broken(lane->seat.members) ? DTRAIN_ERR_TIMEOUT
-                                                                         : dtrain__mux_judge(lane, out, in, moved);
-        dtrain__mux_exit(mux);
-        if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
-            return status;
-        if (closed)
-            dtrain__mux_rest(mux, DTRAIN__MUX_SHORT_NS, deadline_ns);
-    }
-}
-
-/* Sends, receives or both for a lane, like the table's exchange. */
-static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux *mux = lane->mux;
-    int moved, others = 0; /* bytes of other lanes moved: look again before waiting */
-    if (lane->own.send != NULL)
-        return dtrain__mux_own_move(lane, out, in, deadline_ns);
-    for (;;) {
-        dtrain__mux_enter(mux);
-        int64_t now = dtrain__os_now_ns();
-        int64_t slice = now < mux->crowded_ns ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_SLICE_NS;
-        int64_t until_ns = deadline_ns <= now || others ? 0 : deadline_ns - now < slice ? deadline_ns : now + slice;
-        dtrain_status status = dtrain__mux_step(lane, out, in, now, until_ns, &moved, &others);
-        mux->crowded_ns = others ? now + DTRAIN__MUX_CROWDED_NS : mux->crowded_ns;
-        dtrain__mux_exit(mux);
-        if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
-            return status;
-    }
-}
-
-/* ---- lanes come and go ---- */
-
-static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
-{
-    dtrain_allocator *allocator = lane->mux->allocator;
-    if (lane->own.destroy != NULL)
-        lane->own.destroy(lane->own.self);
-    dtrain__seat_free(&lane->seat);
-    dtrain__free(allocator, lane->inboxes);
-    dtrain__free(allocator, lane->done);
-    dtrain__free(allocator, lane);
-}
-
-/* Frees a mux without lanes. The caller calls the table's destroy. */
-static void dtrain__mux_free(dtrain__mux *mux)
-{
-    dtrain_allocator *allocator = mux->allocator;
-    for (int peer = 0; mux->peers != NULL && peer < mux->table.size; peer++) {
-        dtrain__mux_peer *p = &mux->peers[peer];
-        while (p->inboxes != NULL)
-            dtrain__mux_inbox_drop(mux, peer, p->inboxes);
-        for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
-            post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
-        dtrain__free(allocator, p->stage);
-        dtrain__free(allocator, p->control);
-        dtrain__free(allocator, p->ahead);
-    }
-    while (mux->early != NULL) {
-        dtrain__mux_message *post = mux->early;
-        mux->early = post->next;
-        dtrain__free(allocator, post);
-    }
-    dtrain__council_free(&mux->council);
-    dtrain__free(allocator, mux->spare);
-    dtrain__free(allocator, mux->peers);
-    pthread_mutex_destroy(&mux->turn);
-    pthread_mutex_destroy(&mux->mutex);
-    pthread_mutex_destroy(&mux->origin.mutex);
-    dtrain__free(allocator, mux);
-}
-
-/* Makes a mux without lanes over a copy of the table. */
-static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transport *table, dtrain_allocator *allocator)
-{
-    dtrain__mux *mux =
-        (dtrain__mux *)dtrain__memory_owner(allocator, sizeof *mux, offsetof(dtrain__mux, own), &allocator);
-    *out = mux;
-    if (mux != NULL) {
-        mux->allocator = allocator;
-        mux->table = *table;
-        pthread_mutex_init(&mux->turn, NULL);
-        pthread_mutex_init(&mux->mutex, NULL);
-        pthread_mutex_init(&mux->origin.mutex, NULL);
-        mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
-        dtrain__mux_convene(mux);
-        if (mux->peers != NULL)
-            return DTRAIN_OK;
-        dtrain__mux_free(mux);
-    }
-    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for a group over its transport", table->rank);
-}
-
-/* Takes what came for the lane before it was made. */
-static void dtrain__mux_adopt(dtrain__mux_lane *lane)
-{
-    dtrain__mux_message **at = &lane->mux->early;
-    while (*at != NULL) {
-        dtrain__mux_message *post = *at;
-        if (post->lane != lane->seat.id) {
-            at = &post->next;
-            continue;
-        }
-        *at = post->next;
-        dtrain__mux_hear(lane, post->peer, post->kind, (const unsigned char *)(post + 1) + DTRAIN__MUX_HEADER,
-                         post->bytes - DTRAIN__MUX_HEADER);
-        dtrain__free(lane->mux->allocator, post);
-    }
-    for (int peer = 0; peer < lane->mux->table.size; peer++)
-        if (lane->mux->peers[peer].gone != DTRAIN_OK)
-            dtrain__mux_marks(&lane->seat, peer);
-}
-
-/* Makes the lane named id. worlds: each member's rank in the world; NULL: the same. */
-static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux, uint64_t id, const int *worlds,
-                                        int size, int rank)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)dtrain__alloc(mux->allocator, sizeof *lane);
-    size_t n = (size_t)size;
-    dtrain_status status = DTRAIN_OK;
-    int good = lane != NULL;
-    *out = lane;
-    if (good) {
-        lane->mux = mux;
-        lane->inboxes = (dtrain__mux_inbox **)dtrain__alloc(mux->allocator, n * sizeof(dtrain__mux_inbox *));
-        lane->done = (size_t *)dtrain__alloc(mux->allocator, n * sizeof(size_t));
-        good = dtrain__seat_open(&lane->seat, &mux->council, id, NULL, worlds, size, rank) && lane->inboxes != NULL &&
-               lane->done != NULL;
-    }
-    dtrain__mux_enter(mux);
-    if (mux->council.seats != NULL)
-        status = dtrain__council_check(&mux->council, id, rank, size);
-    good = good && status == DTRAIN_OK;
-    for (int i = 0; good && i < size; i++) {
-        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->seat.worlds[i], id);
-        good = lane->inboxes[i] != NULL;
-    }
-    if (good) {
-        pthread_mutex_lock(&mux->mutex);
-        lane->seat.next = mux->council.seats;
-        mux->council.seats = &lane->seat;
-        pthread_mutex_unlock(&mux->mutex);
-        dtrain__mux_adopt(lane);
-    }
-    dtrain__mux_exit(mux);
-    if (good)
-        return DTRAIN_OK;
-    if (lane != NULL)
-        dtrain__mux_lane_free(lane);
-    return status != DTRAIN_OK ? status
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                                              "rank %d: no memory for its end of a group of %d ranks", rank, size);
-}
-
-/* Takes the lane from its mux. What still comes for it is dropped, until the peer says that it has left, too. */
-static void dtrain__mux_release(dtrain__mux_lane *lane)
-{
-    dtrain__mux *mux = lane->mux;
-    dtrain__seat_unlink(&lane->seat);
-    for (int rank = 0; rank < lane->seat.size; rank++) {
-        int peer = lane->seat.worlds[rank];
-        dtrain__mux_peer *p = &mux->peers[peer];
-        p->owner = p->owner == lane ? NULL : p->owner;
-        lane->inboxes[rank]->closed = 1;
-        if (peer == mux->table.rank || lane->inboxes[rank]->ended || p->gone != DTRAIN_OK)
-            dtrain__mux_inbox_drop(mux, peer, lane->inboxes[rank]);
-        else
-            dtrain__mux_inbox_empty(mux, p, lane->inboxes[rank]);
-    }
-}
-
-/* The last lane has gone. Tells the peers that its end is no loss, and waits a little for those that have not yet taken
- * what was sent before. The caller holds turn. */
-static void dtrain__mux_bye(dtrain__mux *mux)
-{
-    int64_t until_ns = dtrain__os_now_ns() + DTRAIN__MUX_BYE_NS;
-    for (int peer = 0; peer < mux->table.size; peer++)
-        if (peer != mux->table.rank && mux->peers[peer].gone == DTRAIN_OK)
-            dtrain__mux_post(mux, peer, 0, DTRAIN__MUX_BYE, "", 1, NULL, 0);
-    for (int unsent = 1; unsent && dtrain__os_now_ns() < until_ns;) {
-        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
-        unsent = 0;
-        for (int peer = 0; peer < mux->table.size; peer++)
-            unsent |= mux->peers[peer].gone == DTRAIN_OK &&
-                      (mux->peers[peer].frame > 0 || dtrain__mux_posted(mux, &mux->peers[peer], 0) != NULL);
-        if (unsent && !moved)
-            dtrain__mux_rest(mux, 100000, until_ns);
-    }
-}
-
-/* Ends the lane; the last one also frees the mux and destroys the table. A forked child touches no lock: its parent's
- * threads may have held them. */
-static void dtrain__mux_detach(void *self)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux *mux = lane->mux;
-    dtrain_transport table = mux->table;
-    int forked = lane->seat.forked, last;
-    if (!forked) {
-        dtrain__mux_enter(mux);
-        pthread_mutex_lock(&mux->mutex);
-    }
-    dtrain__mux_release(lane);
-    last = mux->council.seats == NULL;
-    if (!forked) {
-        pthread_mutex_unlock(&mux->mutex);
-        dtrain__council_left(&mux->council, lane->seat.id, mux->table.rank);
-        if (last)
-            dtrain__mux_bye(mux);
-        else
-            dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
-        dtrain__mux_exit(mux);
-    }
-    dtrain__mux_lane_free(lane);
-    if (!last)
-        return;
-    if (!forked) {
-        dtrain__origin_stop(&mux->origin);
-        if (table.leave != NULL)
-            table.leave(table.self, mux->why);
-    }
-    dtrain__mux_free(mux);
-    if (table.destroy != NULL)
-        table.destroy(table.self);
-}
-
-#endif
-
-/* ---- >>mux_plane ----
- * The control plane of ranks that a user's own transport joins. Each group is a lane of a mux. Control messages of the
- * mux say who leaves and what breaks a group, and carry those of the council, which the mux's turn guards. The service
- * thread looks for what comes while no call does. */
-#ifndef DTRAIN__MUX_PLANE
-#define DTRAIN__MUX_PLANE
-
-#define DTRAIN__MUX_IDLE_NS 50000000 /* longest pause of the service thread if no call is under way */
-
-/* ---- the council ---- */
-
-static int dtrain__mux_council_send(void *self, int to, int type, const void *head, size_t head_bytes, const void *data,
-                                    size_t bytes)
-{
-    dtrain__mux *mux = (dtrain__mux *)self;
-    return mux->peers[to].gone == DTRAIN_OK &&
-           dtrain__mux_post(mux, to, 0, DTRAIN__MUX_OTHERS + type, head, head_bytes, data, bytes);
-}
-
-static void dtrain__mux_council_tell(void *self)
-{
-    dtrain__bell_ring(&((dtrain__mux *)self)->bell);
-}
-
-static int dtrain__mux_council_gone(void *self, int rank)
-{
-    const dtrain__mux_peer *p = &((dtrain__mux *)self)->peers[rank];
-    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : DTRAIN__LOST;
-}
-
-static void dtrain__mux_council_lock(void *self, int on)
-{
-    if (on)
-        dtrain__mux_enter((dtrain__mux *)self);
-    else
-        dtrain__mux_exit((dtrain__mux *)self);
-}
-
-/* Moves what can be moved. If nothing can, rests: first a little, then longer. */
-static void dtrain__mux_council_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
-{
-    dtrain__mux *mux = ((dtrain__mux_lane *)(void *)seat)->mux;
-    (void)seen;
-    dtrain__mux_enter(mux);
-    int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
-    dtrain__mux_exit(mux);
-    if (!moved)
-        dtrain__mux_rest(mux, (int64_t)100000 << (turn < 4 ? turn : 4), until_ns);
-}
-
-static void dtrain__mux_convene(dtrain__mux *mux)
-{
-    dtrain__council *council = &mux->council;
-    council->self = mux;
-    council->allocator = mux->allocator;
-    council->origin = &mux->origin;
-    council->rank = mux->table.rank;
-    council->size = mux->table.size;
-    council->send = dtrain__mux_council_send;
-    council->tell = dtrain__mux_council_tell;
-    council->gone = dtrain__mux_council_gone;
-    council->lock = dtrain__mux_council_lock;
-    council->lost = dtrain__mux_marks;
-    council->ended = dtrain__mux_end;
-    council->wait = dtrain__mux_council_wait;
-}
-
-/* ---- the transport ---- */
-
-/* One turn of the service thread. A thread in a call does the same, and more. until_ns: 0 if calls under way have just
- * moved, soon if some wait, late if there are none. */
-static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
-{
-    dtrain__mux *mux = (dtrain__mux *)(void *)origin; /* its first member */
-    int moved = until_ns == 0;                        /* by calls under way */
-    if (pthread_mutex_trylock(&mux->turn) == 0) {
-        moved |= dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
-        pthread_mutex_unlock(&mux->turn);
-    }
-    int64_t now = dtrain__os_now_ns(),
-            most = until_ns - now < DTRAIN__MUX_IDLE_NS ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_IDLE_NS;
-    mux->idle_ns = moved || mux->idle_ns == 0 ? 100000 : 2 * mux->idle_ns;
-    mux->idle_ns = mux->idle_ns < most ? mux->idle_ns : most;
-    if (mux->table.poll != NULL) {
-        int64_t soon = now + mux->idle_ns;
-        mux->table.poll(mux->table.self, moved ? 0 : soon < until_ns ? soon : until_ns);
-    } else if (!moved) {
-        dtrain__mux_rest(mux, mux->idle_ns, until_ns);
-    }
-}
-
-static void dtrain__mux_plane_kick(dtrain__origin *origin)
-{
-    dtrain__mux_wake((dtrain__mux *)(void *)origin);
-}
-
-static void dtrain__mux_plane_poll(void *self, int64_t deadline_ns)
-{
-    dtrain__mux *mux = ((dtrain__mux_lane *)self)->mux;
-    (void)deadline_ns;
-    if (mux->table.poll != NULL)
-        mux->table.poll(mux->table.self, 0);
-    dtrain__mux_drive(mux, 0);
-}
-
-static void dtrain__mux_plane_wake(void *self)
-{
-    dtrain__mux_wake(((dtrain__mux_lane *)self)->mux);
-}
-
-static void dtrain__mux_plane_fail(void *self, dtrain_status why, const char *text)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux *mux = lane->mux;
-    dtrain__error cause;
-    dtrain__membership_because(&cause, why, "%s", text);
-    pthread_mutex_lock(&mux->mutex);
-    int first = dtrain__seat_break(&lane->seat, &cause);
-    pthread_mutex_unlock(&mux->mutex);
-    if (!first)
-        return;
-    dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)why, text);
-    if (lane->seat.id == 0 && mux->table.fail != NULL)
-        mux->table.fail(mux->table.self, why, text);
-}
-
-static void dtrain__mux_plane_leave(void *self, const char *why)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    if (!lane->seat.forked) {
-        dtrain__mux_enter(lane->mux);
-        dtrain__council_leave(&lane->seat);
-        snprintf(lane->mux->why, sizeof lane->mux->why, "%s", why);
-        dtrain__mux_exit(lane->mux);
-        dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->seat.calls, why);
-    }
-}
-
-static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
-{
-    dtrain__seat_give(&lane->seat, end);
-    end->transport.poll = dtrain__mux_plane_poll;
-    end->transport.wake = dtrain__mux_plane_wake;
-    end->transport.fail = dtrain__mux_plane_fail;
-    end->transport.leave = dtrain__mux_plane_leave;
-    end->transport.destroy = dtrain__mux_detach;
-}
-
-/* Asks the table for streams of the lane's own. On an error it has none. */
-static dtrain_status dtrain__mux_plane_lanes(dtrain__mux_lane *lane)
-{
-    const dtrain_transport *table = &lane->mux->table;
-    dtrain_status status = DTRAIN_OK;
-    if (table->lanes != NULL)
-        status = table->lanes(table->self, lane->seat.id, lane->seat.worlds, lane->seat.size, &lane->own);
-    if (status == DTRAIN_OK)
-        return status;
-    if (dtrain__thread_error.status != status)
-        dtrain__fail(NULL, status, "the transport made no lanes for a group of %d ranks: it returned %s",
-                     lane->seat.size, dtrain_status_name(status));
-    memset(&lane->own, 0, sizeof lane->own);
-    return status;
-}
-
-static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
-{
-    dtrain__mux *mux = ((dtrain__mux_lane *)self)->mux;
-    dtrain__mux_lane *lane;
-    dtrain_status status = dtrain__mux_attach(&lane, mux, desc->id, desc->worlds, desc->size, desc->rank);
-    if (status != DTRAIN_OK)
-        return status;
-    status = dtrain__mux_plane_lanes(lane);
-    if (status == DTRAIN_OK) {
-        dtrain__mux_plane_end(end, lane);
-        return status;
-    }
-    dtrain__mux_plane_leave(lane, "");
-    dtrain__mux_detach(lane);
-    return status;
-}
-
-static const dtrain__plane dtrain__mux_plane = {0,    1,   dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL, NULL,
-                                                NULL, NULL};
-
-/* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
-static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
-                                              dtrain_allocator *allocator)
-{
-    dtrain__mux *mux;
-    dtrain__mux_lane *lane;
-    dtrain_status status = dtrain__mux_create(&mux, table, allocator);
-    if (status != DTRAIN_OK)
-        return status;
-    mux->origin.step = dtrain__mux_plane_step;
-    mux->origin.kick = dtrain__mux_plane_kick;
-    mux->council.exchange = dtrain__mux_move;
-    mux->council.plane = &dtrain__mux_plane;
-    status = dtrain__mux_attach(&lane, mux, 0, NULL, table->size, table->rank);
-    if (status != DTRAIN_OK) {
-        dtrain__mux_free(mux);
-        return status;
-    }
-    status = dtrain__mux_plane_lanes(lane);
-    if (status == DTRAIN_OK)
-        dtrain__mux_plane_end(end, lane);
-    else
-        dtrain__mux_detach(lane);
-    return status;
-}
-
-#endif
-
-#endif
-
 #ifndef DTRAIN_NO_SOCKETS
 
 /* ---- >>chacha ----
@@ -17213,6 +15815,22 @@ static void dtrain__net_drain(int fd)
         continue;
 }
 
+/* Sleeps until a pipe is written to, or until_ns, and empties it. */
+static void dtrain__net_rest(int fd, int64_t until_ns)
+{
+    int64_t span = until_ns - dtrain__os_now_ns();
+    struct timespec rest = dtrain__os_timespec(span > 0 ? span : 0);
+    fd_set watched;
+    if (fd >= FD_SETSIZE) {
+        nanosleep(&rest, NULL);
+        return;
+    }
+    FD_ZERO(&watched);
+    FD_SET(fd, &watched);
+    if (pselect(fd + 1, &watched, NULL, NULL, &rest, NULL) > 0) /* poll() counts in milliseconds */
+        dtrain__net_drain(fd);
+}
+
 #endif
 
 /* ---- >>shm ----
@@ -17352,6 +15970,173 @@ static int dtrain__shm_arm(dtrain__shm *shm, int sending)
 }
 
 DTRAIN__FAST_END
+#endif
+
+/* ---- >>arena ----
+ * Memory in which the ranks of a group post their collectives (see >>fused), if all are processes of one host that can
+ * open each other's files. Rank 0 makes it. Every rank offers its doorbell, a pipe: a peer writes to it to wake a rank
+ * that sleeps. The group's first collective carries the offers, and then what each rank found (see >>meet).
+ *
+ * Invariants: a rank writes only its own slot, except that a peer clears `asleep`. Whatever a peer may write there, it
+ * is compared or copied, never followed. A rank that is killed holds no lock that outlives it: its loss breaks the
+ * group, and whoever waits looks for that. */
+#ifndef DTRAIN__ARENA
+#define DTRAIN__ARENA
+
+#define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
+#define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */
+#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
+#define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
+#define DTRAIN__ARENA_KEY_BYTES 16
+
+/* Where the fields of an offer are. */
+enum {
+    DTRAIN__OFFER_PROCESS = 0,
+    DTRAIN__OFFER_DOORBELL = 8, /* a descriptor of that process */
+    DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
+    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's inode */
+    DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
+    DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
+};
+
+typedef struct dtrain__arena {
+    dtrain__shared shared;
+    unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
+    size_t bytes;
+    int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
+    int size, *doorbells;
+    dtrain_allocator *allocator;
+} dtrain__arena;
+
+static void dtrain__arena_close(dtrain__arena *arena)
+{
+    if (arena->fd >= 0)
+        close(arena->fd);
+    arena->fd = -1;
+}
+
+static void dtrain__arena_free(dtrain__arena *arena)
+{
+    if (arena == NULL)
+        return;
+    dtrain__arena_close(arena);
+    for (int rank = 0; arena->doorbells != NULL && rank < arena->size; rank++)
+        if (arena->doorbells[rank] >= 0)
+            close(arena->doorbells[rank]);
+    if (arena->memory != NULL)
+        dtrain__os_unreserve(arena->memory, arena->bytes);
+    dtrain__free(arena->allocator, arena->doorbells);
+    dtrain__free(arena->allocator, arena);
+}
+
+/* Makes an arena without memory to share. Returns NULL if there is none even for that. */
+static dtrain__arena *dtrain__arena_new(const dtrain__seat *seat)
+{
+    size_t size = (size_t)seat->size;
+    dtrain_allocator *allocator = seat->council->allocator;
+    dtrain__arena *arena = (dtrain__arena *)dtrain__alloc(allocator, sizeof *arena);
+    if (arena == NULL)
+        return NULL;
+    arena->fd = -1;
+    arena->size = seat->size;
+    arena->allocator = allocator;
+    size_t bounce = DTRAIN__ARENA_BOUNCE_BYTES / size / 4096 * 4096;
+    if (bounce < DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE)
+        bounce = DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE; /* a line for each receiver, and any inline input */
+    arena->shared.bounce_bytes = bounce;
+    arena->shared.bounce_stride = bounce + DTRAIN__ARENA_SKEW;
+    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * arena->shared.bounce_stride);
+    arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
+    if (arena->doorbells == NULL) {
+        dtrain__arena_free(arena);
+        return NULL;
+    }
+    for (size_t rank = 0; rank < size; rank++)
+        arena->doorbells[rank] = -1;
+    return arena;
+}
+
+/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. Returns 0 if all ranks know that there
+ * will be no arena: none is exchanged then. */
+static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell,
+                               unsigned char offer[DTRAIN__SHARING_BYTES])
+{
+    struct stat pipe;
+    memset(offer, 0, DTRAIN__SHARING_BYTES);
+    if (seat->size < 2 || seat->size > DTRAIN__ARENA_RANKS)
+        return 0;
+    dtrain__arena_free(*out);
+    *out = NULL;
+    if (dtrain__without("shm") || fstat(doorbell, &pipe) != 0 || (*out = dtrain__arena_new(seat)) == NULL)
+        return 1;
+    dtrain__arena *arena = *out;
+    if (seat->rank == 0) {
+        arena->memory = (unsigned char *)dtrain__os_share(arena->bytes, &arena->fd);
+        if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
+            return 1;
+        dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
+        memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
+    }
+    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)getpid(), 8);
+    dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)doorbell, 4);
+    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, (uint64_t)pipe.st_ino, 8);
+    offer[DTRAIN__OFFER_MADE] = 1;
+    return 1;
+}
+
+/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
+static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, unsigned char *records)
+{
+    unsigned char *mine = records + (size_t)seat->rank * DTRAIN__SHARING_BYTES;
+    char why[DTRAIN__SHARING_BYTES] = "";
+    for (int rank = 0; rank < seat->size && why[0] == 0; rank++) {
+        const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
+        long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
+        if (offer[DTRAIN__OFFER_MADE] != 1 || process <= 0 || process > INT_MAX || arena == NULL) {
+            snprintf(why, sizeof why, "rank %d offers none", rank);
+        } else if (rank == 0 && arena->memory == NULL) {
+            arena->memory = (unsigned char *)dtrain__os_share_open(
+                (pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
+            if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
+                snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", seat->rank);
+        }
+        if (rank == seat->rank || why[0] != 0)
+            continue;
+        arena->doorbells[rank] =
+            dtrain__net_pipe_open((pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
+                                  dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
+        if (arena->doorbells[rank] < 0)
+            snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", seat->rank, rank);
+    }
+    memset(mine, 0, DTRAIN__SHARING_BYTES);
+    mine[0] = why[0] == 0;
+    memcpy(mine + 1, why, sizeof why - 1);
+}
+
+/* Takes the verdicts of all ranks. Returns the arena if all have opened it, else frees it and returns NULL. crowded:
+ * there are more ranks than processors. */
+static dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
+                                          const unsigned char *verdicts)
+{
+    dtrain__arena *arena = *out;
+    int good = arena != NULL;
+    for (int rank = 0; rank < seat->size; rank++)
+        good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
+    if (!good) {
+        dtrain__arena_free(arena);
+        *out = NULL;
+        return NULL;
+    }
+    dtrain__arena_close(arena);
+    arena->shared.members = seat->members;
+    arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
+    arena->shared.bounce = (unsigned char *)(arena->shared.slots + seat->size);
+    arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
+    arena->shared.doorbells = arena->doorbells;
+    arena->shared.crowded = crowded;
+    return &arena->shared;
+}
+
 #endif
 
 /* ---- >>admission ----
@@ -18195,7 +16980,6 @@ typedef struct dtrain__peer {
 } dtrain__peer;
 
 typedef struct dtrain__hub dtrain__hub;
-typedef struct dtrain__arena dtrain__arena;
 
 typedef struct dtrain__channel {
     dtrain__seat seat; /* first; written with the hub's mutex held */
@@ -20024,9 +18808,6 @@ static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
     dtrain__stream_cut(stream);
 }
 
-/* Frees the memory that the members share. Defined in arena.c. */
-static void dtrain__arena_free(dtrain__channel *channel);
-
 static void dtrain__channel_free(dtrain__channel *channel)
 {
     dtrain__hub *hub = channel->hub;
@@ -20039,7 +18820,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     }
     dtrain__free(hub->allocator, channel->lanes);
     dtrain__free(hub->allocator, channel->peers);
-    dtrain__arena_free(channel);
+    dtrain__arena_free(channel->arena);
     dtrain__seat_free(&channel->seat);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
@@ -20184,9 +18965,8 @@ static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_n
 
 static void dtrain__hub_convene(dtrain__hub *hub)
 {
-    static uint64_t councils;
     dtrain__council *council = &hub->council;
-    council->serial = __atomic_add_fetch(&councils, 1, __ATOMIC_SEQ_CST);
+    council->serial = dtrain__council_number();
     council->self = hub;
     council->allocator = hub->allocator;
     council->origin = &hub->origin;
@@ -20613,15 +19393,12 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
 static void dtrain__socket_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
-    unsigned char id[128], digest[32];
     char host[64] = "?", program[24];
     gethostname(host, sizeof host - 1);
     dtrain__os_program(program, sizeof program);
     snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", (long)getpid(), program, host);
     snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
-    dtrain__os_host_id(id);
-    dtrain_sha256(id, sizeof id, digest);
-    self->host = dtrain__get_le(digest, 8);
+    self->host = dtrain__plane_host();
     self->joined = 1;
 }
 
@@ -20740,184 +19517,6 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
 DTRAIN__FAST_END
 #endif
 
-/* ---- >>arena ----
- * Memory in which the ranks of a group post their collectives (see >>fused), if all are processes of one host that can
- * open each other's files. Rank 0 makes it. Every rank offers its doorbell, a pipe: a peer writes to it to wake a rank
- * that sleeps. The group's first collective carries the offers, and then what each rank found (see >>meet).
- *
- * Invariants: a rank writes only its own slot, except that a peer clears `asleep`. Whatever a peer may write there, it
- * is compared or copied, never followed. A rank that is killed holds no lock that outlives it: its loss breaks the
- * group, and whoever waits looks for that. */
-#ifndef DTRAIN__ARENA
-#define DTRAIN__ARENA
-
-#define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
-#define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */
-#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
-#define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
-#define DTRAIN__ARENA_KEY_BYTES 16
-
-/* Where the fields of an offer are. */
-enum {
-    DTRAIN__OFFER_PROCESS = 0,
-    DTRAIN__OFFER_DOORBELL = 8, /* a descriptor of that process */
-    DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
-    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's inode */
-    DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
-    DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
-};
-
-struct dtrain__arena {
-    dtrain__shared shared;
-    unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
-    size_t bytes;
-    int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
-    int *doorbells;
-};
-
-static void dtrain__arena_close(dtrain__arena *arena)
-{
-    if (arena->fd >= 0)
-        close(arena->fd);
-    arena->fd = -1;
-}
-
-static void dtrain__arena_free(dtrain__channel *channel)
-{
-    dtrain__arena *arena = channel->arena;
-    channel->arena = NULL;
-    if (arena == NULL)
-        return;
-    dtrain__arena_close(arena);
-    for (int rank = 0; arena->doorbells != NULL && rank < channel->seat.size; rank++)
-        if (arena->doorbells[rank] >= 0)
-            close(arena->doorbells[rank]);
-    if (arena->memory != NULL)
-        dtrain__os_unreserve(arena->memory, arena->bytes);
-    dtrain__free(channel->hub->allocator, arena->doorbells);
-    dtrain__free(channel->hub->allocator, arena);
-}
-
-/* Makes an arena without memory to share. Returns 0 if there is none even for that. */
-static int dtrain__arena_new(dtrain__channel *channel)
-{
-    size_t size = (size_t)channel->seat.size;
-    dtrain_allocator *allocator = channel->hub->allocator;
-    dtrain__arena *arena = channel->arena = (dtrain__arena *)dtrain__alloc(allocator, sizeof *arena);
-    if (arena == NULL)
-        return 0;
-    arena->fd = -1;
-    size_t bounce = DTRAIN__ARENA_BOUNCE_BYTES / size / 4096 * 4096;
-    if (bounce < DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE)
-        bounce = DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE; /* a line for each receiver, and any inline input */
-    arena->shared.bounce_bytes = bounce;
-    arena->shared.bounce_stride = bounce + DTRAIN__ARENA_SKEW;
-    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * arena->shared.bounce_stride);
-    arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
-    for (size_t rank = 0; arena->doorbells != NULL && rank < size; rank++)
-        arena->doorbells[rank] = -1;
-    if (arena->doorbells == NULL)
-        dtrain__arena_free(channel);
-    return channel->arena != NULL;
-}
-
-/* Writes this rank's offer. Returns 0 if all ranks know that there will be no arena: none is exchanged then. */
-static int dtrain__arena_offer(void *self, unsigned char offer[DTRAIN__SHARING_BYTES])
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    dtrain__hub *hub = channel->hub;
-    int size = channel->seat.size, good = !dtrain__without("shm");
-    struct stat pipe;
-    memset(offer, 0, DTRAIN__SHARING_BYTES);
-    for (int rank = 0; rank < size; rank++) {
-        if (hub->members[channel->seat.worlds[rank]].host != hub->members[hub->rank].host)
-            return 0;
-        good = good && dtrain__hub_shares(hub, channel->seat.worlds[rank]);
-    }
-    if (size < 2 || size > DTRAIN__ARENA_RANKS)
-        return 0;
-    dtrain__arena_free(channel);
-    if (!good || fstat(channel->wake[1], &pipe) != 0 || !dtrain__arena_new(channel))
-        return 1;
-    dtrain__arena *arena = channel->arena;
-    if (channel->seat.rank == 0) {
-        arena->memory = (unsigned char *)dtrain__os_share(arena->bytes, &arena->fd);
-        if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
-            return 1;
-        dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
-        memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
-    }
-    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)getpid(), 8);
-    dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)channel->wake[1], 4);
-    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, (uint64_t)pipe.st_ino, 8);
-    offer[DTRAIN__OFFER_MADE] = 1;
-    return 1;
-}
-
-/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
-static void dtrain__arena_open(void *self, unsigned char *records)
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    dtrain__arena *arena = channel->arena;
-    unsigned char *mine = records + (size_t)channel->seat.rank * DTRAIN__SHARING_BYTES;
-    char why[DTRAIN__SHARING_BYTES] = "";
-    for (int rank = 0; rank < channel->seat.size && why[0] == 0; rank++) {
-        const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
-        long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
-        if (offer[DTRAIN__OFFER_MADE] != 1 || process <= 0 || process > INT_MAX || arena == NULL) {
-            snprintf(why, sizeof why, "rank %d offers none", rank);
-        } else if (rank == 0 && arena->memory == NULL) {
-            arena->memory = (unsigned char *)dtrain__os_share_open(
-                (pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
-            if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
-                snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", channel->seat.rank);
-        }
-        if (rank == channel->seat.rank || why[0] != 0)
-            continue;
-        arena->doorbells[rank] =
-            dtrain__net_pipe_open((pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
-                                  dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
-        if (arena->doorbells[rank] < 0)
-            snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", channel->seat.rank, rank);
-    }
-    memset(mine, 0, DTRAIN__SHARING_BYTES);
-    mine[0] = why[0] == 0;
-    memcpy(mine + 1, why, sizeof why - 1);
-}
-
-/* Takes the verdicts of all ranks. Returns the arena if all have opened it, else forgets it and returns NULL. */
-static dtrain__shared *dtrain__arena_keep(void *self, const unsigned char *verdicts)
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    dtrain__arena *arena = channel->arena;
-    int good = arena != NULL;
-    for (int rank = 0; rank < channel->seat.size; rank++)
-        good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
-    if (!good) {
-        dtrain__arena_free(channel);
-        return NULL;
-    }
-    dtrain__arena_close(arena);
-    arena->shared.members = channel->seat.members;
-    arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
-    arena->shared.bounce = (unsigned char *)(arena->shared.slots + channel->seat.size);
-    arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
-    arena->shared.doorbells = arena->doorbells;
-    arena->shared.crowded = channel->hub->crowded;
-    return &arena->shared;
-}
-
-/* The service thread will sleep; the doorbell is to wake it. */
-static void dtrain__arena_doze(void *self)
-{
-    __atomic_store_n(&((dtrain__channel *)self)->dozing, 1, __ATOMIC_SEQ_CST);
-}
-
-static const dtrain__sharing dtrain__arena_sharing = {dtrain__arena_offer, dtrain__arena_open, dtrain__arena_keep,
-                                                      dtrain__arena_doze};
-
-#endif
-
 /* ---- >>socket_plane ----
  * The control plane of ranks in several processes: each group is a channel of the hub (see >>hub). */
 #ifndef DTRAIN__SOCKET_PLANE
@@ -21029,6 +19628,39 @@ static void dtrain__socket_plane_rest(void *self)
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
+static int dtrain__socket_plane_offer(void *self, unsigned char *offer)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    for (int rank = 0; rank < channel->seat.size; rank++)
+        if (hub->members[channel->seat.worlds[rank]].host != hub->members[hub->rank].host)
+            return 0;
+    /* where this rank is not to share, it offers none, and all learn it */
+    int doorbell = dtrain__hub_shares(hub, hub->rank) ? channel->wake[1] : -1;
+    return dtrain__arena_offer(&channel->arena, &channel->seat, doorbell, offer);
+}
+
+static void dtrain__socket_plane_open(void *self, unsigned char *offers)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__arena_open(channel->arena, &channel->seat, offers);
+}
+
+static dtrain__shared *dtrain__socket_plane_keep(void *self, const unsigned char *verdicts)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    return dtrain__arena_keep(&channel->arena, &channel->seat, channel->hub->crowded, verdicts);
+}
+
+/* The service thread will sleep; the doorbell is to wake it. */
+static void dtrain__socket_plane_doze(void *self)
+{
+    __atomic_store_n(&((dtrain__channel *)self)->dozing, 1, __ATOMIC_SEQ_CST);
+}
+
+static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offer, dtrain__socket_plane_open,
+                                                       dtrain__socket_plane_keep, dtrain__socket_plane_doze};
+
 static const dtrain__plane dtrain__socket_plane = {0,
                                                    0,
                                                    dtrain__socket_plane_group,
@@ -21039,7 +19671,7 @@ static const dtrain__plane dtrain__socket_plane = {0,
                                                    dtrain__socket_plane_last,
                                                    dtrain__socket_plane_suspect,
                                                    dtrain__socket_plane_rest,
-                                                   &dtrain__arena_sharing};
+                                                   &dtrain__socket_sharing};
 
 /* Makes this process's end of a new world, which is still to form. */
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
@@ -21082,6 +19714,45 @@ static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain_
     return dtrain__no_sockets();
 }
 
+/* Without pipes between processes they share no memory. */
+typedef struct dtrain__arena {
+    int none;
+} dtrain__arena;
+
+static void dtrain__arena_free(const dtrain__arena *arena)
+{
+    (void)arena;
+}
+
+static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell, unsigned char *offer)
+{
+    (void)out, (void)seat, (void)doorbell, (void)offer;
+    return 0;
+}
+
+static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, unsigned char *records)
+{
+    (void)arena, (void)seat, (void)records;
+}
+
+static struct dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
+                                                 const unsigned char *verdicts)
+{
+    (void)out, (void)seat, (void)crowded, (void)verdicts;
+    return NULL;
+}
+
+static int dtrain__net_pipe(int ends[2])
+{
+    (void)ends;
+    return ENOSYS;
+}
+
+static void dtrain__net_rest(int fd, int64_t until_ns)
+{
+    (void)fd, (void)until_ns;
+}
+
 static int dtrain__net_has(int family)
 {
     (void)family;
@@ -21100,6 +19771,1491 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
     (void)text;
     memcpy(host, "any", 4), memcpy(port, "1", 2);
     return 1;
+}
+
+#endif
+
+#endif
+
+#ifndef DTRAIN_NO_TRANSPORT
+
+/* ---- >>mux ----
+ * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. A lane sends
+ * frames that carry its name. What comes goes to the memory of the call that waits for it, or is kept for its lane.
+ * Control messages travel between frames, each in one piece.
+ *
+ *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
+ *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
+ *   dtrain__mux_drive    moves what can be moved until something has, or until a time
+ *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
+ *
+ * Invariants:
+ *   - `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that threads of
+ *     several groups make progress
+ *   - `mutex` is held for a few instructions and taken last
+ *   - a frame that has begun to go is finished before anything else goes to that peer, by whoever is next
+ *   - a call that waits also receives from every other peer, so ranks that wait for each other in several groups at
+ *     once all make progress
+ *
+ * Peers are ranks of the world. */
+#ifndef DTRAIN__MUX
+#define DTRAIN__MUX
+
+#define DTRAIN__MUX_HEADER 24
+#define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
+#define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
+#define DTRAIN__MUX_SMALL ((size_t)8192)               /* largest payload that moves in one piece with its header */
+#define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer's bytes before a call waits for them */
+#ifndef DTRAIN__MUX_KEPT
+#define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
+#endif
+#define DTRAIN__MUX_SLICE_NS 10000000         /* longest wait for one peer */
+#define DTRAIN__MUX_SHORT_NS 1000000          /* the same if other threads or peers want a turn */
+#define DTRAIN__MUX_CROWDED_NS 50000000       /* after they last wanted one */
+#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)   /* received from a peer before others get their turn */
+#define DTRAIN__MUX_POSTED ((size_t)16 << 20) /* of the council's messages to a peer that does not receive them */
+#define DTRAIN__MUX_AHEAD 1024                /* most lanes still to be made that a peer may send to */
+#define DTRAIN__MUX_PATIENCE_NS 10000000      /* without progress, until up to DTRAIN__MUX_KEPT is kept */
+#define DTRAIN__MUX_FULL_NS 1000000000        /* until a call fails that cannot continue because so much is kept */
+#define DTRAIN__MUX_BYE_NS 1000000000         /* for the last messages of a rank that leaves */
+#define DTRAIN__MUX_ALIVE_NS 50000000         /* between two questions whether a peer is there */
+
+/* LEAVE: a lane ends. BYE: the last lane ends. */
+enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_BYE, DTRAIN__MUX_OTHERS };
+
+typedef struct dtrain__mux dtrain__mux;
+typedef struct dtrain__mux_lane dtrain__mux_lane;
+
+/* A block of what is kept of a peer's bytes for a lane. */
+typedef struct dtrain__mux_block {
+    struct dtrain__mux_block *next;
+    size_t begin, end;
+    unsigned char data[DTRAIN__MUX_FRAME];
+} dtrain__mux_block;
+
+typedef struct dtrain__mux_inbox {
+    struct dtrain__mux_inbox *next;
+    uint64_t lane;
+    dtrain__mux_block *first, *last;
+    size_t bytes;
+    int closed; /* the lane has ended here, not at the peer: what comes is dropped */
+    int ended;  /* the peer's end has said that it leaves: nothing more comes */
+} dtrain__mux_inbox;
+
+/* A control message on its way to a peer, or for a lane that is still to be made. */
+typedef struct dtrain__mux_message {
+    struct dtrain__mux_message *next;
+    uint64_t lane;
+    int peer, kind;
+    size_t begin, bytes; /* bytes sent, and bytes in all, of the frame that follows */
+} dtrain__mux_message;
+
+typedef struct dtrain__mux_peer {
+    unsigned char *stage;        /* the frame being sent: all of it, or what precedes direct; NULL: none was sent yet */
+    size_t frame, at, filled;    /* its bytes; sent; in stage; frame 0: there is none */
+    const unsigned char *direct; /* its payload in the caller's memory, during a turn */
+    dtrain__mux_lane *owner;     /* the lane it belongs to; NULL: that has ended */
+    int to;                      /* this peer's rank in that lane */
+    size_t counted;              /* bytes of it that its lane was told of */
+    dtrain__mux_message *first, *last;
+    size_t posted;                            /* bytes of these; mutex guards it */
+    unsigned char header[DTRAIN__MUX_HEADER]; /* of the incoming frame */
+    size_t got, left;                         /* bytes of its header that have come; bytes of its payload that are still
+                                               * to come */
+    uint64_t lane;
+    int kind;
+    dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all of them */
+    unsigned char *control;             /* the incoming control message; NULL: none has come yet */
+    unsigned char *ahead;               /* bytes that came with a header; NULL: none were ever asked for */
+    size_t ahead_at, ahead_end;
+    size_t control_bytes, kept;
+    int64_t full_ns, asked_ns; /* since when too much is kept; when `alive` was asked */
+    dtrain_status gone;        /* not DTRAIN_OK: nothing moves any more */
+    int bye;                   /* it left of its own will */
+} dtrain__mux_peer;
+
+struct dtrain__mux_lane {
+    dtrain__seat seat; /* first */
+    dtrain__mux *mux;
+    dtrain__mux_inbox **inboxes; /* of each rank */
+    size_t *done;                /* bytes sent to each rank that its calls are still to be told of */
+    int64_t waits_ns;     /* since when calls wait for a peer's goodbye, or for what it sent before; 0: they do not */
+    int64_t stalled_ns;   /* since when its calls make no progress; 0: they do */
+    dtrain_transport own; /* its own streams; send NULL: it has none */
+    dtrain__arena *arena; /* NULL: its ranks share no memory */
+};
+
+struct dtrain__mux {
+    dtrain__origin origin;
+    dtrain_transport table;
+    dtrain_allocator own, *allocator;
+    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of seats */
+    uint64_t turns;
+    uint32_t waiting;   /* threads that wait for turn */
+    int64_t crowded_ns; /* until then other threads are expected to want turn */
+    dtrain__bell bell;
+    int doorbell[2];  /* a pipe that ranks of this host write to, and this rank while its threads rest there */
+    uint32_t resting; /* those threads */
+    dtrain__mux_message *early; /* for lanes that are still to be made */
+    dtrain__mux_peer *peers;
+    dtrain__mux_block *spare;
+    unsigned char waste[4096];
+    dtrain__council council;       /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_plane */
+    char why[DTRAIN__ERROR_BYTES]; /* why the lane that left last has left */
+    int64_t idle_ns;               /* pause of the service thread between two looks */
+};
+
+static void dtrain__mux_enter(dtrain__mux *mux)
+{
+    if (pthread_mutex_trylock(&mux->turn) != 0) {
+        __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        pthread_mutex_lock(&mux->turn);
+        __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        mux->crowded_ns = dtrain__os_now_ns() + DTRAIN__MUX_CROWDED_NS;
+    }
+    __atomic_store_n(&mux->turns, mux->turns + 1, __ATOMIC_SEQ_CST);
+}
+
+/* Gives the next turn to a thread that waits: a mutex is not fair. */
+static void dtrain__mux_exit(dtrain__mux *mux)
+{
+    uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&mux->turn);
+    for (int i = 0; i < 200 && __atomic_load_n(&mux->waiting, __ATOMIC_SEQ_CST) > 0 &&
+                    __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST) == turns;
+         i++)
+        sched_yield();
+}
+
+/* ---- control messages out ---- */
+
+static void dtrain__mux_frame(unsigned char *out, uint64_t lane, int kind, const void *payload, size_t bytes)
+{
+    dtrain__put_le(out, lane, 8);
+    dtrain__put_le(out + 8, (uint64_t)kind, 4);
+    dtrain__put_le(out + 12, bytes, 4);
+    uint64_t check = dtrain__xxh64_of(out, 16, 0);
+    dtrain__put_le(out + 16, kind == DTRAIN__MUX_DATA ? check : dtrain__xxh64_of(payload, bytes, check), 8);
+}
+
+/* Wakes the threads of this rank that rest. */
+static void dtrain__mux_ring(dtrain__mux *mux)
+{
+    dtrain__bell_ring(&mux->bell);
+    if (__atomic_load_n(&mux->resting, __ATOMIC_SEQ_CST) > 0)
+        dtrain__os_poke(mux->doorbell[1]);
+}
+
+/* Wakes whoever drives the mux: there is something to send. */
+static void dtrain__mux_wake(dtrain__mux *mux)
+{
+    dtrain__mux_ring(mux);
+    if (mux->table.wake != NULL)
+        mux->table.wake(mux->table.self);
+}
+
+static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head,
+                                                 size_t head_bytes, const void *data, size_t bytes)
+{
+    size_t all = DTRAIN__MUX_HEADER + head_bytes + bytes;
+    dtrain__mux_message *post = (dtrain__mux_message *)dtrain__alloc(mux->allocator, sizeof *post + all);
+    unsigned char *payload = (unsigned char *)(post + 1) + DTRAIN__MUX_HEADER;
+    if (post == NULL)
+        return NULL;
+    post->lane = lane;
+    post->peer = peer;
+    post->kind = kind;
+    post->bytes = all;
+    if (head_bytes > 0)
+        memcpy(payload, head, head_bytes);
+    if (bytes > 0)
+        memcpy(payload + head_bytes, data, bytes);
+    dtrain__mux_frame((unsigned char *)(post + 1), lane, kind, payload, head_bytes + bytes);
+    return post;
+}
+
+/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes. It is sent when the mux is driven.
+ * Any thread; never blocks. Returns 0 if there is no memory, or the peer does not receive. */
+static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
+                            const void *data, size_t bytes)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    pthread_mutex_lock(&mux->mutex);
+    int full = kind >= DTRAIN__MUX_OTHERS && p->posted > DTRAIN__MUX_POSTED; /* before anything is copied */
+    pthread_mutex_unlock(&mux->mutex);
+    dtrain__mux_message *post =
+        full ? NULL : dtrain__mux_post_new(mux, peer, lane, kind, head, head_bytes, data, bytes);
+    if (post == NULL)
+        return 0;
+    pthread_mutex_lock(&mux->mutex);
+    if (p->last != NULL)
+        p->last->next = post;
+    else
+        p->first = post;
+    p->last = post;
+    p->posted += post->bytes;
+    pthread_mutex_unlock(&mux->mutex);
+    dtrain__mux_wake(mux);
+    return 1;
+}
+
+/* Posts to all other members that are there. Without memory they find out by themselves. */
+static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, const char *text)
+{
+    unsigned char head[8];
+    size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
+    dtrain__put_le(head, number, 8);
+    for (int rank = 0; rank < lane->seat.size; rank++)
+        if (rank != lane->seat.rank && !dtrain__membership_left(lane->seat.members, rank))
+            dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
+}
+
+/* Counts `sent` bytes of a peer's first post, then returns the first post that is left. */
+static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_peer *p, size_t sent)
+{
+    dtrain__mux_message *post;
+    pthread_mutex_lock(&mux->mutex);
+    post = p->first;
+    if (post != NULL && (post->begin += sent) == post->bytes) {
+        p->first = post->next;
+        p->last = p->first != NULL ? p->last : NULL;
+        p->posted -= post->bytes;
+        dtrain__free(mux->allocator, post);
+        post = p->first;
+    }
+    pthread_mutex_unlock(&mux->mutex);
+    return post;
+}
+
+/* ---- who is there ---- */
+
+static dtrain__mux_lane *dtrain__mux_lane_of(const dtrain__mux *mux, uint64_t id)
+{
+    return (dtrain__mux_lane *)(void *)dtrain__council_seat(&mux->council, id);
+}
+
+static void dtrain__mux_end(dtrain__seat *seat, int about, const dtrain__error *cause)
+{
+    (void)about;
+    dtrain__mux_tell((dtrain__mux_lane *)(void *)seat, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
+}
+
+/* The lane's peer is gone. If it did not say so, that ends the lane if it has the peer or is bound to it. */
+static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
+{
+    int rank = dtrain__seat_rank(&lane->seat, peer);
+    if (lane->mux->peers[peer].bye && rank >= 0)
+        dtrain__seat_left(&lane->seat, rank, why, UINT64_MAX);
+    else if (!lane->mux->peers[peer].bye && dtrain__seat_lost(&lane->seat, peer, status, "", why))
+        dtrain__mux_end(&lane->seat, peer, &lane->seat.members->cause);
+}
+
+/* The same for a lane that is made or bound after the peer has gone. */
+static void dtrain__mux_marks(dtrain__seat *seat, int world)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)(void *)seat;
+    dtrain__mux_lost(lane, world, lane->mux->peers[world].gone, "its end of the transport is closed");
+}
+
+/* The transport says that the peer is lost, or that it is of no more use. The caller holds turn. */
+static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    char why[DTRAIN__ERROR_BYTES];
+    dtrain__error kept = dtrain__thread_error;
+    if (p->gone != DTRAIN_OK)
+        return;
+    p->gone = status;
+    p->frame = 0;
+    if (kept.status == status)
+        snprintf(why, sizeof why, "%s", kept.text);
+    else if (status == DTRAIN_ERR_PEER_LOST)
+        snprintf(why, sizeof why, "its end of the transport is closed");
+    else
+        snprintf(why, sizeof why, "the transport returned %s", dtrain_status_name(status));
+    for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
+        post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
+    for (dtrain__seat *seat = mux->council.seats; seat != NULL; seat = seat->next)
+        dtrain__mux_lost((dtrain__mux_lane *)(void *)seat, peer, status, why);
+    dtrain__council_lost(&mux->council, peer);
+    dtrain__thread_error = kept;
+}
+
+/* ---- what comes ---- */
+
+static dtrain__mux_inbox *dtrain__mux_inbox_find(dtrain__mux *mux, int peer, uint64_t lane)
+{
+    dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
+    while (*at != NULL && (*at)->lane != lane)
+        at = &(*at)->next;
+    if (*at == NULL && (*at = (dtrain__mux_inbox *)dtrain__alloc(mux->allocator, sizeof **at)) != NULL)
+        (*at)->lane = lane;
+    return *at;
+}
+
+static void dtrain__mux_inbox_empty(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox)
+{
+    while (inbox->first != NULL) {
+        dtrain__mux_block *block = inbox->first;
+        inbox->first = block->next;
+        dtrain__free(mux->allocator, block);
+    }
+    inbox->last = NULL;
+    p->kept -= inbox->bytes;
+    p->full_ns = 0;
+    inbox->bytes = 0;
+}
+
+static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox *inbox)
+{
+    dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
+    dtrain__mux_inbox_empty(mux, &mux->peers[peer], inbox);
+    while (*at != inbox)
+        at = &(*at)->next;
+    *at = inbox->next;
+    if (mux->peers[peer].inbox == inbox)
+        mux->peers[peer].inbox = NULL;
+    dtrain__free(mux->allocator, inbox);
+}
+
+static void dtrain__mux_inbox_take(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox, dtrain_transfer *in)
+{
+    while (inbox->first != NULL && in->moved < in->bytes) {
+        dtrain__mux_block *block = inbox->first;
+        size_t n = block->end - block->begin, most = in->bytes - in->moved;
+        n = n < most ? n : most;
+        memcpy(in->data + in->moved, block->data + block->begin, n);
+        in->moved += n;
+        block->begin += n;
+        inbox->bytes -= n;
+        p->kept -= n;
+        p->full_ns = 0;
+        if (block->begin < block->end)
+            return;
+        inbox->first = block->next;
+        inbox->last = inbox->first != NULL ? inbox->last : NULL;
+        if (mux->spare == NULL)
+            mux->spare = block; /* so that a warm loop allocates nothing */
+        else
+            dtrain__free(mux->allocator, block);
+    }
+}
+
+/* Returns a block with room for more of the inbox; NULL: no memory. */
+static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_inbox *inbox)
+{
+    dtrain__mux_block *block = inbox->last;
+    if (block != NULL && block->end < sizeof block->data)
+        return block;
+    block = mux->spare;
+    mux->spare = NULL;
+    if (block == NULL)
+        block = (dtrain__mux_block *)dtrain__resize(mux->allocator, NULL, sizeof *block);
+    if (block == NULL)
+        return NULL;
+    block->next = NULL;
+    block->begin = block->end = 0;
+    if (inbox->last != NULL)
+        inbox->last->next = block;
+    else
+        inbox->first = block;
+    return inbox->last = block;
+}
+
+/* Takes a peer's LEAVE or FAIL for a lane that exists here. */
+static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const unsigned char *data, size_t bytes)
+{
+    int rank = dtrain__seat_rank(&lane->seat, peer);
+    dtrain__error cause;
+    if (rank < 0 || bytes < 8)
+        return;
+    cause.status = dtrain__status_told(dtrain__get_le(data, 8));
+    snprintf(cause.text, sizeof cause.text, "%.*s", (int)(bytes - 8), (const char *)data + 8);
+    dtrain__status_clean(cause.text);
+    if (kind == DTRAIN__MUX_LEAVE) {
+        lane->inboxes[rank]->ended = 1;
+        dtrain__seat_left(&lane->seat, rank, cause.text, dtrain__get_le(data, 8));
+    } else {
+        dtrain__seat_break(&lane->seat, &cause);
+    }
+}
+
+/* Counts the lanes still to be made that a peer has sent to, before it sends to one more. Members make a group
+ * together, so no peer is far ahead. Returns 0 for a peer that sends to lanes that never were. */
+static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
+{
+    int ahead = 0;
+    for (const dtrain__mux_message *post = mux->early; post != NULL; post = post->next)
+        ahead += post->peer == peer;
+    for (const dtrain__mux_inbox *inbox = mux->peers[peer].inboxes; inbox != NULL; inbox = inbox->next)
+        ahead += !inbox->closed && dtrain__mux_lane_of(mux, inbox->lane) == NULL;
+    if (ahead < DTRAIN__MUX_AHEAD)
+        return 1;
+    dtrain__mux_gone(
+        mux, peer,
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                     "rank %d sends to %d groups that this rank has not made; make the same groups on every rank", peer,
+                     ahead));
+    return 0;
+}
+
+/* A whole control message has come. One for a lane that is still to be made waits for it. */
+static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain__mux_lane *lane = dtrain__mux_lane_of(mux, p->lane);
+    dtrain__mux_inbox *inbox = p->inboxes;
+    size_t bytes = p->control_bytes;
+    p->control_bytes = 0;
+    if (dtrain__get_le(p->header + 16, 8) != dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
+        dtrain__mux_gone(mux, peer, dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged"));
+        return;
+    }
+    if (p->kind >= DTRAIN__MUX_OTHERS) {
+        dtrain__reader reader = {p->control, bytes};
+        if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader))
+            dtrain__mux_gone(mux, peer, dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent a malformed control message"));
+        return;
+    }
+    if (p->kind == DTRAIN__MUX_BYE) {
+        p->bye = 1;
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
+        return;
+    }
+    if (p->kind == DTRAIN__MUX_LEAVE)
+        dtrain__council_left(&mux->council, p->lane, peer);
+    while (inbox != NULL && inbox->lane != p->lane)
+        inbox = inbox->next;
+    if (lane != NULL) {
+        dtrain__mux_hear(lane, peer, p->kind, p->control, bytes);
+    } else if (inbox == NULL || !inbox->closed) {
+        if (!dtrain__mux_may_be(mux, peer))
+            return;
+        dtrain__mux_message **at = &mux->early;
+        while (*at != NULL)
+            at = &(*at)->next;
+        *at = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
+    } else if (p->kind == DTRAIN__MUX_LEAVE) {
+        dtrain__mux_inbox_drop(mux, peer, inbox);
+    }
+}
+
+/* A whole header has come. Prepares for what follows. */
+static void dtrain__mux_open(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    uint64_t check = dtrain__get_le(p->header + 16, 8), kind = dtrain__get_le(p->header + 8, 4);
+    p->lane = dtrain__get_le(p->header, 8);
+    p->kind = (int)(kind & 255);
+    p->left = (size_t)dtrain__get_le(p->header + 12, 4);
+    p->got = 0;
+    if (kind > 255 || p->left > (kind == DTRAIN__MUX_DATA ? DTRAIN__MUX_FRAME : DTRAIN__MUX_CONTROL) ||
+        (kind == DTRAIN__MUX_DATA && check != dtrain__xxh64_of(p->header, 16, 0))) {
+        p->left = 0;
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                     "what came from rank %d is damaged, or no frame of dtrain: use one dtrain.h on every rank", peer);
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+        return;
+    }
+    for (p->inbox = p->inboxes; p->inbox != NULL && p->inbox->lane != p->lane;)
+        p->inbox = p->inbox->next;
+    if (kind == DTRAIN__MUX_DATA && p->left > 0 && p->inbox == NULL && dtrain__mux_may_be(mux, peer))
+        p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
+    if (kind != DTRAIN__MUX_DATA && p->left == 0)
+        dtrain__mux_deliver(mux, peer);
+}
+
+/* Finds where a peer's next bytes go; at most `limit` are kept. Returns 0 if they cannot be taken now. */
+static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, dtrain_transfer *in, size_t limit,
+                               dtrain_transfer *raw)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    raw->peer = peer;
+    raw->moved = 0;
+    raw->more = 0;
+    raw->bytes = p->left;
+    if (p->gone != DTRAIN_OK)
+        return 0;
+    if (p->left == 0) {
+        raw->data = p->header + p->got;
+        raw->bytes = DTRAIN__MUX_HEADER - p->got;
+        if (in != NULL && p->got == 0 && p->inbox == lane->inboxes[in->peer] &&
+            in->bytes - in->moved <= DTRAIN__MUX_SMALL) /* the next frame is likely to be for this call alone */
+            raw->more = (int)(in->bytes - in->moved);
+    } else if (p->kind != DTRAIN__MUX_DATA) {
+        if (p->control == NULL)
+            p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
+        raw->data = p->control != NULL ? p->control + p->control_bytes : NULL;
+    } else if (p->inbox == NULL) { /* there was no memory for it before */
+        p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
+        return p->inbox != NULL && dtrain__mux_next_in(lane, mux, peer, in, limit, raw);
+    } else if (p->inbox->closed) {
+        raw->data = mux->waste;
+        raw->bytes = p->left < sizeof mux->waste ? p->left : sizeof mux->waste;
+    } else if (in != NULL && p->inbox == lane->inboxes[in->peer] && p->inbox->bytes == 0) {
+        raw->data = in->data + in->moved;
+        raw->bytes = p->left < in->bytes - in->moved ? p->left : in->bytes - in->moved;
+    } else if (p->kept >= limit) {
+        if (p->full_ns == 0 && limit >= DTRAIN__MUX_KEPT)
+            p->full_ns = dtrain__os_now_ns();
+        return 0;
+    } else {
+        dtrain__mux_block *block = dtrain__mux_inbox_room(mux, p->inbox);
+        raw->data = block != NULL ? block->data + block->end : NULL;
+        if (block != NULL && sizeof block->data - block->end < p->left)
+            raw->bytes = sizeof block->data - block->end;
+    }
+    return raw->data != NULL;
+}
+
+static void dtrain__mux_took_in(dtrain__mux *mux, const dtrain_transfer *raw, dtrain_transfer *in)
+{
+    dtrain__mux_peer *p = &mux->peers[raw->peer];
+    if (raw->moved == 0)
+        return;
+    if (p->left == 0) {
+        p->got += raw->moved;
+        if (p->got == DTRAIN__MUX_HEADER)
+            dtrain__mux_open(mux, raw->peer);
+        return;
+    }
+    p->left -= raw->moved;
+    if (p->kind != DTRAIN__MUX_DATA) {
+        p->control_bytes += raw->moved;
+        if (p->left == 0)
+            dtrain__mux_deliver(mux, raw->peer);
+    } else if (in != NULL && raw->data == in->data + in->moved) {
+        in->moved += raw->moved;
+    } else if (!p->inbox->closed) {
+        p->inbox->last->end += raw->moved;
+        p->inbox->bytes += raw->moved;
+        p->kept += raw->moved;
+    }
+}
+
+/* ---- what goes ---- */
+
+/* Finds the next bytes to a peer: of the frame under way, of a control message, or of a new frame of out. Returns 0 if
+ * there are none. */
+static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, const dtrain_transfer *out,
+                                dtrain_transfer *raw)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain__mux_message *post = NULL;
+    const unsigned char *data;
+    if (p->gone != DTRAIN_OK)
+        return 0;
+    if (p->frame == 0 && (post = dtrain__mux_posted(mux, p, 0)) == NULL && out != NULL && out->moved < out->bytes) {
+        size_t n = out->bytes - out->moved < DTRAIN__MUX_FRAME ? out->bytes - out->moved : DTRAIN__MUX_FRAME;
+        p->direct = out->data + out->moved;
+        p->frame = DTRAIN__MUX_HEADER + n;
+        p->filled = DTRAIN__MUX_HEADER + (n <= DTRAIN__MUX_SMALL ? n : 0);
+        p->at = p->counted = 0;
+        p->owner = lane;
+        p->to = out->peer;
+        dtrain__mux_frame(p->stage, lane->seat.id, DTRAIN__MUX_DATA, NULL, n);
+        memcpy(p->stage + DTRAIN__MUX_HEADER, p->direct, p->filled - DTRAIN__MUX_HEADER);
+    }
+    if (p->frame == 0 && post == NULL)
+        return 0;
+    data = post != NULL        ? (const unsigned char *)(post + 1) + post->begin
+           : p->at < p->filled ? p->stage + p->at
+                               : p->direct + (p->at - DTRAIN__MUX_HEADER);
+    raw->peer = peer;
+    memcpy(&raw->data, &data, sizeof data); /* it is only read */
+    raw->bytes = post != NULL ? post->bytes - post->begin : (p->at < p->filled ? p->filled : p->frame) - p->at;
+    raw->moved = 0;
+    raw->more = post == NULL && p->at < p->filled && p->filled < p->frame;
+    return 1;
+}
+
+static void dtrain__mux_took_out(dtrain__mux *mux, const dtrain_transfer *raw)
+{
+    dtrain__mux_peer *p = &mux->peers[raw->peer];
+    if (p->frame == 0) {
+        dtrain__mux_posted(mux, p, raw->moved);
+        return;
+    }
+    p->at += raw->moved;
+    if (p->at < p->frame)
+        return;
+    if (p->owner != NULL)
+        p->owner->done[p->to] += p->frame - DTRAIN__MUX_HEADER - p->counted;
+    p->frame = 0;
+}
+
+static void dtrain__mux_collect(dtrain__mux_lane *lane, dtrain_transfer *out)
+{
+    size_t *done = &lane->done[out->peer], n = out->bytes - out->moved;
+    n = *done < n ? *done : n;
+    *done -= n;
+    out->moved += n;
+}
+
+/* The caller gets its memory back. A frame of which nothing is sent yet is withdrawn. The rest of one that has begun is
+ * copied. Its owner is told of its first byte, so that it knows the frame has begun. It is told of the others when all
+ * are sent. */
+static void dtrain__mux_park(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    if (p->frame == 0)
+        return;
+    if (p->at == 0) {
+        p->frame = 0;
+        return;
+    }
+    if (p->filled < p->frame)
+        memcpy(p->stage + p->filled, p->direct + (p->filled - DTRAIN__MUX_HEADER), p->frame - p->filled);
+    p->filled = p->frame;
+    if (p->counted == 0 && p->frame - DTRAIN__MUX_HEADER > 1 && p->owner != NULL) {
+        p->counted = 1;
+        p->owner->done[p->to]++;
+    }
+}
+
+#endif
+
+/* ---- >>mux_lanes ----
+ * The lanes of a mux. Their calls take turns at the table, and a call that waits for its own bytes moves those of
+ * others as well. The last lane that ends takes the mux with it. */
+#ifndef DTRAIN__MUX_LANES
+#define DTRAIN__MUX_LANES
+
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved);
+static void dtrain__mux_convene(dtrain__mux *mux);
+
+/* The table's send or recv has failed. What the peer sent before is received before it counts as gone. */
+static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtrain_transfer *in, dtrain_status status)
+{
+    dtrain__error kept = dtrain__thread_error;
+    int peer = in != NULL ? in->peer : out->peer, moved;
+    if (out != NULL)
+        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
+    if (out != NULL && in != NULL && mux->peers[peer].gone == DTRAIN_OK) { /* the sender is not the one that failed */
+        peer = out->peer;
+        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
+    }
+    dtrain__thread_error = kept;
+    dtrain__mux_gone(mux, peer, status);
+}
+
+/* Returns whether the table reports more bytes than were asked for. Then the peer counts as gone. */
+static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
+{
+    if (raw == NULL || raw->moved <= raw->bytes)
+        return 0;
+    dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                 "the transport reports %zu of %zu bytes moved to or from rank %d; expected no more than asked for",
+                 raw->moved, raw->bytes, raw->peer);
+    raw->moved = 0;
+    dtrain__mux_gone(mux, raw->peer, DTRAIN_ERR_INVALID);
+    return 1;
+}
+
+/* Receives. raw->more bytes are likely to follow a header: they are asked for with it, and kept ahead. */
+static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, int64_t until_ns)
+{
+    const dtrain_transport *table = &mux->table;
+    dtrain__mux_peer *p = &mux->peers[raw->peer];
+    if (p->ahead == NULL && raw->more > 0)
+        p->ahead = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_HEADER + DTRAIN__MUX_SMALL);
+    if (p->ahead_at == p->ahead_end && (p->ahead == NULL || raw->more == 0))
+        return table->recv(table->self, raw->peer, raw->data, raw->bytes, until_ns, &raw->moved);
+    if (p->ahead_at == p->ahead_end) {
+        p->ahead_at = p->ahead_end = 0;
+        dtrain_status status =
+            table->recv(table->self, raw->peer, p->ahead, raw->bytes + (size_t)raw->more, until_ns, &p->ahead_end);
+        raw->moved = p->ahead_end;
+        if (p->ahead_end > raw->bytes + (size_t)raw->more) /* a false report */
+            p->ahead_end = 0;
+        if (p->ahead_end == 0) /* else the failure is found again when these bytes are used up */
+            return status;
+    }
+    raw->moved = p->ahead_end - p->ahead_at < raw->bytes ? p->ahead_end - p->ahead_at : raw->bytes;
+    memcpy(raw->data, p->ahead + p->ahead_at, raw->moved);
+    p->ahead_at += raw->moved;
+    return raw->moved == raw->bytes ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT;
+}
+
+/* Moves both ways until one is complete or either has moved, or until until_ns. Without an exchange it tries to send,
+ * and waits for the peer in between, so that two ranks whose streams are full do not wait for each other. */
+static dtrain_status dtrain__mux_both(const dtrain_transport *table, dtrain_transfer *out, dtrain_transfer *in,
+                                      int64_t until_ns)
+{
+    if (table->exchange != NULL)
+        return table->exchange(table->self, out, in, until_ns);
+    for (int64_t span = 20000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
+        size_t sent = 0, received = 0;
+        dtrain_status status =
+            table->send(table->self, out->peer, out->data + out->moved, out->bytes - out->moved, 0, &sent);
+        out->moved += sent;
+        if (status != DTRAIN_ERR_TIMEOUT)
+            return status;
+        int64_t now = dtrain__os_now_ns(), soon = now + span < until_ns ? now + span : until_ns;
+        status = table->recv(table->self, in->peer, in->data + in->moved, in->bytes - in->moved, sent > 0 ? 0 : soon,
+                             &received);
+        in->moved += received;
+        if (status != DTRAIN_ERR_TIMEOUT || sent > 0 || received > 0 || now >= until_ns)
+            return status;
+    }
+}
+
+/* Makes one call of the table, one way or both, until until_ns, and counts what moved. in: a lane's call, whose memory
+ * raw_in may point into. Returns whether all of one way has moved. */
+static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
+                            int64_t until_ns)
+{
+    const dtrain_transport *table = &mux->table;
+    dtrain_status status;
+    if (raw_in != NULL && mux->peers[raw_in->peer].ahead_at < mux->peers[raw_in->peer].ahead_end)
+        raw_out = NULL; /* bytes that are here already come first */
+    dtrain__thread_error.status = DTRAIN_OK;
+    if (raw_out != NULL && raw_in != NULL) {
+        raw_in->more = 0;
+        status = dtrain__mux_both(table, raw_out, raw_in, until_ns);
+    } else if (raw_in == NULL)
+        status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
+    else
+        status = dtrain__mux_recv(mux, raw_in, until_ns);
+    int lied = dtrain__mux_lied(mux, raw_out) | dtrain__mux_lied(mux, raw_in);
+    if (raw_out != NULL)
+        dtrain__mux_took_out(mux, raw_out);
+    if (raw_in != NULL)
+        dtrain__mux_took_in(mux, raw_in, in);
+    if (lied)
+        return 0;
+    if (status == DTRAIN_OK) /* which the table may say too early */
+        return (raw_out != NULL && raw_out->moved == raw_out->bytes) ||
+               (raw_in != NULL && raw_in->moved == raw_in->bytes);
+    if (status == DTRAIN_ERR_TIMEOUT) {
+        dtrain__thread_error.status = DTRAIN_OK;
+        return 0;
+    }
+    dtrain__mux_failed(mux, raw_out, raw_in, status);
+    return 0;
+}
+
+/* Receives and keeps what has come from a peer, about `most` bytes at most, as it may send without end. */
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved)
+{
+    dtrain_transfer raw;
+    int more = 1;
+    while (more && dtrain__mux_next_in(NULL, mux, peer, NULL, limit, &raw)) {
+        more = dtrain__mux_call(mux, NULL, &raw, NULL, 0) && raw.moved < most;
+        most -= raw.moved < most ? raw.moved : most;
+        *moved |= raw.moved > 0;
+    }
+}
+
+/* Sends what waits for a peer, receives what has come from it, and asks whether it is alive. Returns whether anything
+ * moved. */
+static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain_transfer raw;
+    int more = 1, moved = 0;
+    while (more && dtrain__mux_next_out(NULL, mux, peer, NULL, &raw)) {
+        more = dtrain__mux_call(mux, &raw, NULL, NULL, 0);
+        moved |= raw.moved > 0;
+    }
+    dtrain__mux_drain(mux, peer, limit, DTRAIN__MUX_DRAIN, &moved);
+    if (mux->table.alive == NULL || p->gone != DTRAIN_OK || moved || p->kept >= limit)
+        return moved;
+    int64_t now = dtrain__os_now_ns();
+    if (now - p->asked_ns < DTRAIN__MUX_ALIVE_NS)
+        return 0;
+    p->asked_ns = now;
+    if (mux->table.alive(mux->table.self, peer) == 0)
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
+    return 0;
+}
+
+/* Tends all peers; the caller holds turn. Returns whether anything moved. */
+static int dtrain__mux_sweep(dtrain__mux *mux, size_t limit)
+{
+    int moved = 0;
+    for (int peer = 0; peer < mux->table.size; peer++)
+        if (peer != mux->table.rank)
+            moved |= dtrain__mux_tend(mux, peer, limit);
+    return moved;
+}
+
+static int dtrain__mux_never(void *mux)
+{
+    (void)mux;
+    return 0;
+}
+
+/* Sleeps until the bell or the doorbell rings, or span_ns: nobody says when bytes come. */
+static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns)
+{
+    int64_t soon = dtrain__os_now_ns() + span_ns;
+    if (mux->doorbell[0] >= 0) {
+        __atomic_add_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
+        dtrain__net_rest(mux->doorbell[0], soon < until_ns ? soon : until_ns);
+        __atomic_sub_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
+        return;
+    }
+    dtrain__bell_wait(&mux->bell, DTRAIN__BELL_YIELDS, soon < until_ns ? soon : until_ns, dtrain__mux_never, NULL);
+}
+
+/* Moves what can be moved, until something has moved or until until_ns. Returns whether something has. */
+static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
+{
+    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
+        dtrain__mux_enter(mux);
+        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
+        dtrain__mux_exit(mux);
+        if (moved || dtrain__os_now_ns() >= until_ns)
+            return moved;
+        dtrain__mux_rest(mux, span, until_ns);
+    }
+}
+
+/* Moves a call's bytes until one way is complete, nothing moves until until_ns, or other threads should get a turn.
+ * Returns whether one way is complete. */
+static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
+                            int *moved)
+{
+    dtrain__mux *mux = lane->mux;
+    for (int64_t end_ns = dtrain__os_now_ns() + DTRAIN__MUX_SHORT_NS;;) {
+        dtrain_transfer raw_out, raw_in;
+        size_t before = in != NULL ? in->moved : 0;
+        int sends, receives, more;
+        if (in != NULL)
+            dtrain__mux_inbox_take(mux, &mux->peers[lane->seat.worlds[in->peer]], lane->inboxes[in->peer], in);
+        if (out != NULL)
+            dtrain__mux_collect(lane, out);
+        if (in != NULL)
+            *moved |= in->moved > before;
+        if ((out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
+            return 1;
+        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->seat.worlds[out->peer], out, &raw_out);
+        receives =
+            in != NULL && dtrain__mux_next_in(lane, mux, lane->seat.worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
+        if (!sends && !receives)
+            return 0;
+        more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
+        *moved |= (sends && raw_out.moved > 0) || (receives && raw_in.moved > 0);
+        if (!more || dtrain__os_now_ns() >= end_ns)
+            break;
+    }
+    if (out != NULL)
+        dtrain__mux_collect(lane, out);
+    return (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes);
+}
+
+/* Returns the error of a call that has been stuck because another group's bytes fill what is kept of its peer. */
+static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain_transfer *out,
+                                      const dtrain_transfer *in)
+{
+    const dtrain__mux *mux = lane->mux;
+    const dtrain_transfer *ways[] = {out, in};
+    int64_t now = dtrain__os_now_ns();
+    for (int way = 0; way < 2; way++) {
+        int peer = ways[way] != NULL ? lane->seat.worlds[ways[way]->peer] : mux->table.rank;
+        const dtrain__mux_peer *p = &mux->peers[peer];
+        if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->seat.id)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_MEMORY,
+                "group %llx waits on rank %d of the world, but rank %d sends to group %llx, which nobody here "
+                "receives; %zu bytes of it are kept, and no more fit: receive from groups in the order in which peers "
+                "send, or give the transport `lanes`",
+                (unsigned long long)lane->seat.id, mux->table.rank, peer, (unsigned long long)p->lane, p->kept);
+    }
+    return DTRAIN_ERR_TIMEOUT;
+}
+
+/* Returns why a call that does not move ends; DTRAIN_ERR_TIMEOUT: it may go on. */
+static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
+                                       int moved)
+{
+    const dtrain__error *cause = dtrain__membership_cause(lane->seat.members);
+    if (cause != NULL && (!moved || cause->status == DTRAIN_ERR_ABORTED))
+        return dtrain__report(cause);
+    if (!moved && in != NULL && dtrain__membership_left(lane->seat.members, in->peer))
+        return dtrain__seat_needs(&lane->seat, in->peer);
+    if (out != NULL && dtrain__membership_left(lane->seat.members, out->peer))
+        return dtrain__seat_needs(&lane->seat, out->peer);
+    return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
+}
+
+/* Allocates room for frames to a peer, before the first one. */
+static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    size_t bytes = DTRAIN__MUX_HEADER + DTRAIN__MUX_FRAME;
+    if (p->stage == NULL)
+        p->stage = (unsigned char *)dtrain__alloc(mux->allocator, bytes);
+    return p->stage != NULL
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d", bytes, peer);
+}
+
+/* One turn of a call until until_ns. *moved: bytes of the call moved; *others: bytes of other lanes moved. */
+static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t now,
+                                      int64_t until_ns, int *moved, int *others)
+{
+    dtrain__mux *mux = lane->mux;
+    dtrain_status status = DTRAIN_OK;
+    *moved = *others = 0;
+    if (out != NULL && dtrain__membership_left(lane->seat.members, out->peer))
+        return dtrain__seat_needs(&lane->seat, out->peer);
+    if (out != NULL)
+        status = dtrain__mux_stage(mux, lane->seat.worlds[out->peer]);
+    if (status != DTRAIN_OK)
+        return status;
+    int complete = dtrain__mux_turn(lane, out, in, until_ns, moved);
+    if (out != NULL)
+        dtrain__mux_park(mux, lane->seat.worlds[out->peer]);
+    lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
+    if (!complete && !*moved)
+        *others = dtrain__mux_sweep(mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY
+                                                                                          : DTRAIN__MUX_KEPT);
+    if (out != NULL)
+        dtrain__mux_collect(lane, out);
+    if (complete || (out != NULL && out->moved == out->bytes))
+        return DTRAIN_OK;
+    return dtrain__mux_judge(lane, out, in, *moved || *others);
+}
+
+/* One call of a lane's own streams. On an error *lost is the peer whose stream has failed. */
+static dtrain_status dtrain__mux_own_call(const dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
+                                          int64_t until_ns, int *lost)
+{
+    const dtrain_transport *own = &lane->own;
+    dtrain_transfer *one = in != NULL ? in : out;
+    size_t moved = 0;
+    dtrain_status status;
+    *lost = one->peer;
+    dtrain__thread_error.status = DTRAIN_OK;
+    if (out != NULL && in != NULL) {
+        status = dtrain__mux_both(own, out, in, until_ns);
+        if (status == DTRAIN_OK || status == DTRAIN_ERR_TIMEOUT)
+            return status;
+        if (own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, 0, &moved) != status)
+            *lost = out->peer;
+    } else if (in != NULL) {
+        status = own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, until_ns, &moved);
+    } else {
+        status = own->send(own->self, out->peer, out->data + out->moved, out->bytes - out->moved, until_ns, &moved);
+    }
+    one->moved += moved;
+    return status;
+}
+
+/* As dtrain__mux_move, for a lane that has streams of its own. When a peer leaves, its goodbye and the end of its
+ * stream come in any order. After the first of them the lane waits a little for the other. */
+static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
+                                          int64_t deadline_ns)
+{
+    dtrain__mux *mux = lane->mux;
+    for (;;) {
+        int64_t now = dtrain__os_now_ns(), until_ns = now + DTRAIN__MUX_SLICE_NS;
+        size_t before = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0);
+        int lost, moved;
+        dtrain_status status =
+            dtrain__mux_own_call(lane, out, in, deadline_ns < until_ns ? deadline_ns : until_ns, &lost);
+        if (status == DTRAIN_OK)
+            return status;
+        moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
+        dtrain__mux_enter(mux);
+        int left = dtrain__membership_left(lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
+        lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
+        int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
+        if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
+            dtrain__mux_lost(lane, lane->seat.worlds[lost], status,
+                             dtrain__thread_error.status == status ? dtrain__thread_error.text
+                                                                   : "its end of the transport is closed");
+        else if (!moved)
+            dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
+        waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
+        status = waits && !dtrain__membership_broken(lane->seat.members) ? DTRAIN_ERR_TIMEOUT
+                                                                         : dtrain__mux_judge(lane, out, in, moved);
+        dtrain__mux_exit(mux);
+        if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
+            return status;
+        if (closed)
+            dtrain__mux_rest(mux, DTRAIN__MUX_SHORT_NS, deadline_ns);
+    }
+}
+
+/* Sends, receives or both for a lane, like the table's exchange. */
+static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux *mux = lane->mux;
+    int moved, others = 0; /* bytes of other lanes moved: look again before waiting */
+    if (lane->own.send != NULL)
+        return dtrain__mux_own_move(lane, out, in, deadline_ns);
+    for (;;) {
+        dtrain__mux_enter(mux);
+        int64_t now = dtrain__os_now_ns();
+        int64_t slice = now < mux->crowded_ns ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_SLICE_NS;
+        int64_t until_ns = deadline_ns <= now || others ? 0 : deadline_ns - now < slice ? deadline_ns : now + slice;
+        dtrain_status status = dtrain__mux_step(lane, out, in, now, until_ns, &moved, &others);
+        mux->crowded_ns = others ? now + DTRAIN__MUX_CROWDED_NS : mux->crowded_ns;
+        dtrain__mux_exit(mux);
+        if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
+            return status;
+    }
+}
+
+/* ---- lanes come and go ---- */
+
+static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
+{
+    dtrain_allocator *allocator = lane->mux->allocator;
+    if (lane->own.destroy != NULL)
+        lane->own.destroy(lane->own.self);
+    dtrain__arena_free(lane->arena);
+    dtrain__seat_free(&lane->seat);
+    dtrain__free(allocator, lane->inboxes);
+    dtrain__free(allocator, lane->done);
+    dtrain__free(allocator, lane);
+}
+
+/* Frees a mux without lanes. The caller calls the table's destroy. */
+static void dtrain__mux_free(dtrain__mux *mux)
+{
+    dtrain_allocator *allocator = mux->allocator;
+    for (int peer = 0; mux->peers != NULL && peer < mux->table.size; peer++) {
+        dtrain__mux_peer *p = &mux->peers[peer];
+        while (p->inboxes != NULL)
+            dtrain__mux_inbox_drop(mux, peer, p->inboxes);
+        for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
+            post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
+        dtrain__free(allocator, p->stage);
+        dtrain__free(allocator, p->control);
+        dtrain__free(allocator, p->ahead);
+    }
+    while (mux->early != NULL) {
+        dtrain__mux_message *post = mux->early;
+        mux->early = post->next;
+        dtrain__free(allocator, post);
+    }
+    dtrain__council_free(&mux->council);
+    for (int i = 0; i < 2; i++)
+        if (mux->doorbell[i] >= 0)
+            close(mux->doorbell[i]);
+    dtrain__free(allocator, mux->spare);
+    dtrain__free(allocator, mux->peers);
+    pthread_mutex_destroy(&mux->turn);
+    pthread_mutex_destroy(&mux->mutex);
+    pthread_mutex_destroy(&mux->origin.mutex);
+    dtrain__free(allocator, mux);
+}
+
+/* Makes a mux without lanes over a copy of the table. */
+static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transport *table, dtrain_allocator *allocator)
+{
+    dtrain__mux *mux =
+        (dtrain__mux *)dtrain__memory_owner(allocator, sizeof *mux, offsetof(dtrain__mux, own), &allocator);
+    *out = mux;
+    if (mux != NULL) {
+        mux->allocator = allocator;
+        mux->table = *table;
+        mux->doorbell[0] = mux->doorbell[1] = -1;
+        if (table->host != NULL && dtrain__net_pipe(mux->doorbell) != 0)
+            mux->doorbell[0] = mux->doorbell[1] = -1; /* then it shares no memory */
+        pthread_mutex_init(&mux->turn, NULL);
+        pthread_mutex_init(&mux->mutex, NULL);
+        pthread_mutex_init(&mux->origin.mutex, NULL);
+        mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
+        dtrain__mux_convene(mux);
+        if (mux->peers != NULL)
+            return DTRAIN_OK;
+        dtrain__mux_free(mux);
+    }
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for a group over its transport", table->rank);
+}
+
+/* Takes what came for the lane before it was made. */
+static void dtrain__mux_adopt(dtrain__mux_lane *lane)
+{
+    dtrain__mux_message **at = &lane->mux->early;
+    while (*at != NULL) {
+        dtrain__mux_message *post = *at;
+        if (post->lane != lane->seat.id) {
+            at = &post->next;
+            continue;
+        }
+        *at = post->next;
+        dtrain__mux_hear(lane, post->peer, post->kind, (const unsigned char *)(post + 1) + DTRAIN__MUX_HEADER,
+                         post->bytes - DTRAIN__MUX_HEADER);
+        dtrain__free(lane->mux->allocator, post);
+    }
+    for (int peer = 0; peer < lane->mux->table.size; peer++)
+        if (lane->mux->peers[peer].gone != DTRAIN_OK)
+            dtrain__mux_marks(&lane->seat, peer);
+}
+
+/* Makes the lane named id. worlds: each member's rank in the world; NULL: the same. */
+static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux, uint64_t id, const int *worlds,
+                                        int size, int rank)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)dtrain__alloc(mux->allocator, sizeof *lane);
+    size_t n = (size_t)size;
+    dtrain_status status = DTRAIN_OK;
+    int good = lane != NULL;
+    *out = lane;
+    if (good) {
+        lane->mux = mux;
+        lane->inboxes = (dtrain__mux_inbox **)dtrain__alloc(mux->allocator, n * sizeof(dtrain__mux_inbox *));
+        lane->done = (size_t *)dtrain__alloc(mux->allocator, n * sizeof(size_t));
+        good = dtrain__seat_open(&lane->seat, &mux->council, id, NULL, worlds, size, rank) && lane->inboxes != NULL &&
+               lane->done != NULL;
+    }
+    dtrain__mux_enter(mux);
+    if (mux->council.seats != NULL)
+        status = dtrain__council_check(&mux->council, id, rank, size);
+    good = good && status == DTRAIN_OK;
+    for (int i = 0; good && i < size; i++) {
+        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->seat.worlds[i], id);
+        good = lane->inboxes[i] != NULL;
+    }
+    if (good) {
+        pthread_mutex_lock(&mux->mutex);
+        lane->seat.next = mux->council.seats;
+        mux->council.seats = &lane->seat;
+        pthread_mutex_unlock(&mux->mutex);
+        dtrain__mux_adopt(lane);
+    }
+    dtrain__mux_exit(mux);
+    if (good)
+        return DTRAIN_OK;
+    if (lane != NULL)
+        dtrain__mux_lane_free(lane);
+    return status != DTRAIN_OK ? status
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                              "rank %d: no memory for its end of a group of %d ranks", rank, size);
+}
+
+/* Takes the lane from its mux. What still comes for it is dropped, until the peer says that it has left, too. */
+static void dtrain__mux_release(dtrain__mux_lane *lane)
+{
+    dtrain__mux *mux = lane->mux;
+    dtrain__seat_unlink(&lane->seat);
+    for (int rank = 0; rank < lane->seat.size; rank++) {
+        int peer = lane->seat.worlds[rank];
+        dtrain__mux_peer *p = &mux->peers[peer];
+        p->owner = p->owner == lane ? NULL : p->owner;
+        lane->inboxes[rank]->closed = 1;
+        if (peer == mux->table.rank || lane->inboxes[rank]->ended || p->gone != DTRAIN_OK)
+            dtrain__mux_inbox_drop(mux, peer, lane->inboxes[rank]);
+        else
+            dtrain__mux_inbox_empty(mux, p, lane->inboxes[rank]);
+    }
+}
+
+/* The last lane has gone. Tells the peers that its end is no loss, and waits a little for those that have not yet taken
+ * what was sent before. The caller holds turn. */
+static void dtrain__mux_bye(dtrain__mux *mux)
+{
+    int64_t until_ns = dtrain__os_now_ns() + DTRAIN__MUX_BYE_NS;
+    for (int peer = 0; peer < mux->table.size; peer++)
+        if (peer != mux->table.rank && mux->peers[peer].gone == DTRAIN_OK)
+            dtrain__mux_post(mux, peer, 0, DTRAIN__MUX_BYE, "", 1, NULL, 0);
+    for (int unsent = 1; unsent && dtrain__os_now_ns() < until_ns;) {
+        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        unsent = 0;
+        for (int peer = 0; peer < mux->table.size; peer++)
+            unsent |= mux->peers[peer].gone == DTRAIN_OK &&
+                      (mux->peers[peer].frame > 0 || dtrain__mux_posted(mux, &mux->peers[peer], 0) != NULL);
+        if (unsent && !moved)
+            dtrain__mux_rest(mux, 100000, until_ns);
+    }
+}
+
+/* Ends the lane; the last one also frees the mux and destroys the table. A forked child touches no lock: its parent's
+ * threads may have held them. */
+static void dtrain__mux_detach(void *self)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux *mux = lane->mux;
+    dtrain_transport table = mux->table;
+    int forked = lane->seat.forked, last;
+    if (!forked) {
+        dtrain__mux_enter(mux);
+        pthread_mutex_lock(&mux->mutex);
+    }
+    dtrain__mux_release(lane);
+    last = mux->council.seats == NULL;
+    if (!forked) {
+        pthread_mutex_unlock(&mux->mutex);
+        dtrain__council_left(&mux->council, lane->seat.id, mux->table.rank);
+        if (last)
+            dtrain__mux_bye(mux);
+        else
+            dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        dtrain__mux_exit(mux);
+    }
+    dtrain__mux_lane_free(lane);
+    if (!last)
+        return;
+    if (!forked) {
+        dtrain__origin_stop(&mux->origin);
+        if (table.leave != NULL)
+            table.leave(table.self, mux->why);
+    }
+    dtrain__mux_free(mux);
+    if (table.destroy != NULL)
+        table.destroy(table.self);
+}
+
+#endif
+
+/* ---- >>mux_plane ----
+ * The control plane of ranks that a user's own transport joins. Each group is a lane of a mux. Control messages of the
+ * mux say who leaves and what breaks a group, and carry those of the council, which the mux's turn guards. The service
+ * thread looks for what comes while no call does. */
+#ifndef DTRAIN__MUX_PLANE
+#define DTRAIN__MUX_PLANE
+
+#define DTRAIN__MUX_IDLE_NS 50000000 /* longest pause of the service thread if no call is under way */
+
+/* ---- the council ---- */
+
+static int dtrain__mux_council_send(void *self, int to, int type, const void *head, size_t head_bytes, const void *data,
+                                    size_t bytes)
+{
+    dtrain__mux *mux = (dtrain__mux *)self;
+    return mux->peers[to].gone == DTRAIN_OK &&
+           dtrain__mux_post(mux, to, 0, DTRAIN__MUX_OTHERS + type, head, head_bytes, data, bytes);
+}
+
+static void dtrain__mux_council_tell(void *self)
+{
+    dtrain__mux_ring((dtrain__mux *)self);
+}
+
+static int dtrain__mux_council_gone(void *self, int rank)
+{
+    const dtrain__mux_peer *p = &((dtrain__mux *)self)->peers[rank];
+    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : DTRAIN__LOST;
+}
+
+static void dtrain__mux_council_lock(void *self, int on)
+{
+    if (on)
+        dtrain__mux_enter((dtrain__mux *)self);
+    else
+        dtrain__mux_exit((dtrain__mux *)self);
+}
+
+/* Moves what can be moved. If nothing can, rests: first a little, then longer. */
+static void dtrain__mux_council_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
+{
+    dtrain__mux *mux = ((dtrain__mux_lane *)(void *)seat)->mux;
+    (void)seen;
+    dtrain__mux_enter(mux);
+    int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
+    dtrain__mux_exit(mux);
+    if (!moved)
+        dtrain__mux_rest(mux, (int64_t)100000 << (turn < 4 ? turn : 4), until_ns);
+}
+
+static void dtrain__mux_convene(dtrain__mux *mux)
+{
+    dtrain__council *council = &mux->council;
+    council->serial = mux->table.host != NULL ? dtrain__council_number() : 0;
+    council->self = mux;
+    council->allocator = mux->allocator;
+    council->origin = &mux->origin;
+    council->rank = mux->table.rank;
+    council->size = mux->table.size;
+    council->send = dtrain__mux_council_send;
+    council->tell = dtrain__mux_council_tell;
+    council->gone = dtrain__mux_council_gone;
+    council->lock = dtrain__mux_council_lock;
+    council->lost = dtrain__mux_marks;
+    council->ended = dtrain__mux_end;
+    council->wait = dtrain__mux_council_wait;
+}
+
+/* ---- the transport ---- */
+
+/* One turn of the service thread. A thread in a call does the same, and more. until_ns: 0 if calls under way have just
+ * moved, soon if some wait, late if there are none. */
+static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
+{
+    dtrain__mux *mux = (dtrain__mux *)(void *)origin; /* its first member */
+    int moved = until_ns == 0;                        /* by calls under way */
+    if (pthread_mutex_trylock(&mux->turn) == 0) {
+        moved |= dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        pthread_mutex_unlock(&mux->turn);
+    }
+    int64_t now = dtrain__os_now_ns(),
+            most = until_ns - now < DTRAIN__MUX_IDLE_NS ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_IDLE_NS;
+    mux->idle_ns = moved || mux->idle_ns == 0 ? 100000 : 2 * mux->idle_ns;
+    mux->idle_ns = mux->idle_ns < most ? mux->idle_ns : most;
+    if (mux->table.poll != NULL) {
+        int64_t soon = now + mux->idle_ns;
+        mux->table.poll(mux->table.self, moved ? 0 : soon < until_ns ? soon : until_ns);
+    } else if (!moved) {
+        dtrain__mux_rest(mux, mux->idle_ns, until_ns);
+    }
+}
+
+static void dtrain__mux_plane_kick(dtrain__origin *origin)
+{
+    dtrain__mux_wake((dtrain__mux *)(void *)origin);
+}
+
+static void dtrain__mux_plane_poll(void *self, int64_t deadline_ns)
+{
+    dtrain__mux *mux = ((dtrain__mux_lane *)self)->mux;
+    (void)deadline_ns;
+    if (mux->table.poll != NULL)
+        mux->table.poll(mux->table.self, 0);
+    dtrain__mux_drive(mux, 0);
+}
+
+static void dtrain__mux_plane_wake(void *self)
+{
+    dtrain__mux_wake(((dtrain__mux_lane *)self)->mux);
+}
+
+static void dtrain__mux_plane_fail(void *self, dtrain_status why, const char *text)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux *mux = lane->mux;
+    dtrain__error cause;
+    dtrain__membership_because(&cause, why, "%s", text);
+    pthread_mutex_lock(&mux->mutex);
+    int first = dtrain__seat_break(&lane->seat, &cause);
+    pthread_mutex_unlock(&mux->mutex);
+    if (!first)
+        return;
+    dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)why, text);
+    if (lane->seat.id == 0 && mux->table.fail != NULL)
+        mux->table.fail(mux->table.self, why, text);
+}
+
+static void dtrain__mux_plane_leave(void *self, const char *why)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    if (!lane->seat.forked) {
+        dtrain__mux_enter(lane->mux);
+        dtrain__council_leave(&lane->seat);
+        snprintf(lane->mux->why, sizeof lane->mux->why, "%s", why);
+        dtrain__mux_exit(lane->mux);
+        dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->seat.calls, why);
+    }
+}
+
+static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
+{
+    dtrain__seat_give(&lane->seat, end);
+    end->transport.poll = dtrain__mux_plane_poll;
+    end->transport.wake = dtrain__mux_plane_wake;
+    end->transport.fail = dtrain__mux_plane_fail;
+    end->transport.leave = dtrain__mux_plane_leave;
+    end->transport.destroy = dtrain__mux_detach;
+}
+
+/* Asks the table for streams of the lane's own. On an error it has none. */
+static dtrain_status dtrain__mux_plane_lanes(dtrain__mux_lane *lane)
+{
+    const dtrain_transport *table = &lane->mux->table;
+    dtrain_status status = DTRAIN_OK;
+    if (table->lanes != NULL)
+        status = table->lanes(table->self, lane->seat.id, lane->seat.worlds, lane->seat.size, &lane->own);
+    if (status == DTRAIN_OK)
+        return status;
+    if (dtrain__thread_error.status != status)
+        dtrain__fail(NULL, status, "the transport made no lanes for a group of %d ranks: it returned %s",
+                     lane->seat.size, dtrain_status_name(status));
+    memset(&lane->own, 0, sizeof lane->own);
+    return status;
+}
+
+static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
+{
+    dtrain__mux *mux = ((dtrain__mux_lane *)self)->mux;
+    dtrain__mux_lane *lane;
+    dtrain_status status = dtrain__mux_attach(&lane, mux, desc->id, desc->worlds, desc->size, desc->rank);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__mux_plane_lanes(lane);
+    if (status == DTRAIN_OK) {
+        dtrain__mux_plane_end(end, lane);
+        return status;
+    }
+    dtrain__mux_plane_leave(lane, "");
+    dtrain__mux_detach(lane);
+    return status;
+}
+
+static uint64_t dtrain__mux_plane_host(void *self, int rank)
+{
+    const dtrain__mux_lane *lane = (const dtrain__mux_lane *)self;
+    const dtrain_transport *table = &lane->mux->table;
+    return table->host != NULL ? table->host(table->self, lane->seat.worlds[rank]) : 0;
+}
+
+static int dtrain__mux_plane_offer(void *self, unsigned char *offer)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    uint64_t host = dtrain__mux_plane_host(self, 0);
+    for (int rank = 0; rank < lane->seat.size; rank++)
+        if (host == 0 || dtrain__mux_plane_host(self, rank) != host)
+            return 0;
+    return dtrain__arena_offer(&lane->arena, &lane->seat, lane->mux->doorbell[1], offer);
+}
+
+static void dtrain__mux_plane_open(void *self, unsigned char *offers)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__arena_open(lane->arena, &lane->seat, offers);
+}
+
+static dtrain__shared *dtrain__mux_plane_keep(void *self, const unsigned char *verdicts)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux *mux = lane->mux;
+    int neighbours = 0;
+    for (int rank = 0; rank < mux->table.size; rank++)
+        neighbours += mux->table.host(mux->table.self, rank) == mux->table.host(mux->table.self, mux->table.rank);
+    return dtrain__arena_keep(&lane->arena, &lane->seat, neighbours > dtrain__os_processors(), verdicts);
+}
+
+/* A thread that rests is always woken by the doorbell. */
+static void dtrain__mux_plane_doze(void *self)
+{
+    (void)self;
+}
+
+static const dtrain__sharing dtrain__mux_sharing = {dtrain__mux_plane_offer, dtrain__mux_plane_open,
+                                                    dtrain__mux_plane_keep, dtrain__mux_plane_doze};
+
+static const dtrain__plane dtrain__mux_plane = {
+    0, 1, dtrain__mux_plane_group, dtrain__mux_plane_host, NULL, NULL, NULL, NULL, NULL, NULL, &dtrain__mux_sharing};
+
+/* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
+static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
+                                              dtrain_allocator *allocator)
+{
+    dtrain__mux *mux;
+    dtrain__mux_lane *lane;
+    dtrain_status status = dtrain__mux_create(&mux, table, allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    mux->origin.step = dtrain__mux_plane_step;
+    mux->origin.kick = dtrain__mux_plane_kick;
+    mux->council.exchange = dtrain__mux_move;
+    mux->council.plane = &dtrain__mux_plane;
+    status = dtrain__mux_attach(&lane, mux, 0, NULL, table->size, table->rank);
+    if (status != DTRAIN_OK) {
+        dtrain__mux_free(mux);
+        return status;
+    }
+    status = dtrain__mux_plane_lanes(lane);
+    if (status == DTRAIN_OK)
+        dtrain__mux_plane_end(end, lane);
+    else
+        dtrain__mux_detach(lane);
+    return status;
 }
 
 #endif
@@ -24187,7 +24343,7 @@ static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size
         return 0;
     if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
         dtrain__window_lock(1); /* a thread may free another window */
-        dtrain__window_alias found;
+        dtrain__window_alias found = {0, 0, 0};
         dtrain__window *window = dtrain__window_of(pointer, bytes, comm, &found);
         comm->window_epoch = window != NULL ? epoch : 0;
         if (window != NULL) {
@@ -27542,6 +27698,7 @@ typedef struct dtrain__mpi_lane {
     dtrain__mpi_stream *streams;
     dtrain_allocator heap;
     int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
+    uint64_t *hosts;      /* of the first lane: each rank's */
     pid_t process;
 } dtrain__mpi_lane;
 
@@ -27870,6 +28027,7 @@ static void dtrain__mpi_lane_destroy(void *self)
         dtrain__free(&lane->heap, lane->streams[peer].stage);
     }
     dtrain_allocator heap = lane->heap;
+    dtrain__free(&heap, lane->hosts);
     dtrain__free(&heap, lane);
 }
 
@@ -27932,6 +28090,36 @@ static int dtrain__mpi_alive(void *self, int peer)
     return !lost;
 }
 
+static uint64_t dtrain__mpi_host(void *self, int rank)
+{
+    return ((dtrain__mpi_lane *)self)->hosts[rank];
+}
+
+/* Sends the number of this rank's host round the ranks, and receives theirs. With DTRAIN_MPI_SHM=0 it is 0, so that
+ * MPI moves all bytes. */
+static dtrain_status dtrain__mpi_learn_hosts(dtrain__mpi_lane *lane, int rank, int64_t deadline_ns)
+{
+    const char *shm = getenv("DTRAIN_MPI_SHM");
+    int n = lane->size;
+    lane->hosts = (uint64_t *)dtrain__alloc(&lane->heap, (size_t)n * sizeof *lane->hosts);
+    if (lane->hosts == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for the hosts of %d ranks", n);
+    lane->hosts[rank] = shm != NULL && strcmp(shm, "0") == 0 ? 0 : dtrain__plane_host();
+    for (int k = 0; k < n - 1; k++) {
+        dtrain_transfer out = {(rank + 1) % n, (unsigned char *)&lane->hosts[(rank + n - k) % n], 8, 0, 0};
+        dtrain_transfer in = {(rank + n - 1) % n, (unsigned char *)&lane->hosts[(rank + n - k - 1) % n], 8, 0, 0};
+        while (out.moved < out.bytes || in.moved < in.bytes) {
+            dtrain_status status = dtrain__mpi_exchange(lane, out.moved < out.bytes ? &out : NULL,
+                                                        in.moved < in.bytes ? &in : NULL, deadline_ns);
+            if (status == DTRAIN_ERR_TIMEOUT)
+                return dtrain__fail(NULL, status, "MPI: rank %d did not say which host it is on", in.peer);
+            if (status != DTRAIN_OK)
+                return status;
+        }
+    }
+    return DTRAIN_OK;
+}
+
 /* A copy of a communicator on its way; it stays if the call that makes it is given up. */
 typedef struct dtrain__mpi_copy {
     dtrain__mpi_comm comm;
@@ -27939,9 +28127,8 @@ typedef struct dtrain__mpi_copy {
 } dtrain__mpi_copy;
 
 /* Waits until all ranks have come to make the copy. Returns 0 with an error. */
-static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms)
+static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
 {
-    int64_t until = timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + timeout_ms * 1000000;
     pthread_mutex_lock(&dtrain__mpi_mutex);
     int code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request), ended = code == 0 ? 0 : -1;
     if (code != 0)
@@ -27965,7 +28152,8 @@ static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, in
 }
 
 /* Makes the table of this rank over a copy of a communicator. */
-static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int64_t heartbeat_ns)
+static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int64_t until_ns,
+                                          int64_t heartbeat_ns)
 {
     int rank = 0, size = 0, flag = 0, *most = NULL;
     pthread_mutex_lock(&dtrain__mpi_mutex);
@@ -27992,7 +28180,11 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;
-    return DTRAIN_OK;
+    table->host = dtrain__mpi_host;
+    dtrain_status status = dtrain__mpi_learn_hosts(lane, rank, until_ns);
+    if (status != DTRAIN_OK)
+        dtrain__mpi_lane_destroy(lane);
+    return status;
 }
 
 /* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
@@ -28003,9 +28195,12 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
     dtrain__mpi_copy *copy = (dtrain__mpi_copy *)dtrain__alloc(&heap, sizeof *copy);
     if (copy == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a copy of the communicator");
-    if (!dtrain__mpi_copied(copy, given, timeout_ms != 0 ? timeout_ms : 60000))
+    timeout_ms = timeout_ms != 0 ? timeout_ms : 60000;
+    int64_t until_ns = timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(timeout_ms);
+    if (!dtrain__mpi_copied(copy, given, timeout_ms, until_ns))
         return dtrain__thread_error.status; /* MPI may still write to the copy */
-    dtrain_status status = dtrain__mpi_describe(table, copy->comm, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
+    dtrain_status status =
+        dtrain__mpi_describe(table, copy->comm, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
     dtrain__free(&heap, copy);
     return status;
 }

@@ -1,6 +1,7 @@
 /* ---- >>from_mpi ----
  * Groups over MPI. Define DTRAIN_MPI to have them. dtrain moves its bytes by messages of MPI, so it runs on every fabric
- * that MPI drives. The collectives are dtrain's own, with the same bits as everywhere.
+ * that MPI drives. The collectives are dtrain's own, with the same bits as everywhere. Groups whose ranks all share a
+ * host do them in shared memory.
  *
  * dtrain_comm_create takes MPI where DTRAIN_TRANSPORT=mpi is set: rank and size are then MPI's. It initialises MPI, and
  * finalises it at exit, unless the program does. The library is loaded at run time:
@@ -8,6 +9,7 @@
  *   DTRAIN_MPI_LIBRARY   the library's path; else libmpi_abi.so.1, libmpi_abi.so.0, libmpi_abi.so, libmpi_abi.dylib.
  *                        It has the standard ABI of MPI 5.0: MPICH 5, Intel MPI 2021.18 and later
  *   DTRAIN_MPI_HEADER    a macro for older ones: compile with mpicc and -DDTRAIN_MPI_HEADER="<mpi.h>"
+ *   DTRAIN_MPI_SHM=0     has MPI move all bytes, also inside a host
  *   DTRAIN_MPI_STAGED=1  copies all bytes through buffers of dtrain. Otherwise MPI moves long runs from and to the
  *                        caller's memory. Keep the buffers of a call that has met its deadline until the process ends
  *

@@ -129,7 +129,7 @@ static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size
         return 0;
     if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
         dtrain__window_lock(1); /* a thread may free another window */
-        dtrain__window_alias found;
+        dtrain__window_alias found = {0, 0, 0};
         dtrain__window *window = dtrain__window_of(pointer, bytes, comm, &found);
         comm->window_epoch = window != NULL ? epoch : 0;
         if (window != NULL) {

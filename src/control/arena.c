@@ -8,7 +8,9 @@
  * group, and whoever waits looks for that. */
 #ifndef DTRAIN__ARENA
 #define DTRAIN__ARENA
-#include "channel.c"
+#include "council.c"
+#include "../transport/net.c"
+#include "../transport/threads.c"
 
 #define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
 #define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */
@@ -26,13 +28,14 @@ enum {
     DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
 };
 
-struct dtrain__arena {
+typedef struct dtrain__arena {
     dtrain__shared shared;
     unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
     size_t bytes;
     int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
-    int *doorbells;
-};
+    int size, *doorbells;
+    dtrain_allocator *allocator;
+} dtrain__arena;
 
 static void dtrain__arena_close(dtrain__arena *arena)
 {
@@ -41,31 +44,31 @@ static void dtrain__arena_close(dtrain__arena *arena)
     arena->fd = -1;
 }
 
-static void dtrain__arena_free(dtrain__channel *channel)
+static void dtrain__arena_free(dtrain__arena *arena)
 {
-    dtrain__arena *arena = channel->arena;
-    channel->arena = NULL;
     if (arena == NULL)
         return;
     dtrain__arena_close(arena);
-    for (int rank = 0; arena->doorbells != NULL && rank < channel->seat.size; rank++)
+    for (int rank = 0; arena->doorbells != NULL && rank < arena->size; rank++)
         if (arena->doorbells[rank] >= 0)
             close(arena->doorbells[rank]);
     if (arena->memory != NULL)
         dtrain__os_unreserve(arena->memory, arena->bytes);
-    dtrain__free(channel->hub->allocator, arena->doorbells);
-    dtrain__free(channel->hub->allocator, arena);
+    dtrain__free(arena->allocator, arena->doorbells);
+    dtrain__free(arena->allocator, arena);
 }
 
-/* Makes an arena without memory to share. Returns 0 if there is none even for that. */
-static int dtrain__arena_new(dtrain__channel *channel)
+/* Makes an arena without memory to share. Returns NULL if there is none even for that. */
+static dtrain__arena *dtrain__arena_new(const dtrain__seat *seat)
 {
-    size_t size = (size_t)channel->seat.size;
-    dtrain_allocator *allocator = channel->hub->allocator;
-    dtrain__arena *arena = channel->arena = (dtrain__arena *)dtrain__alloc(allocator, sizeof *arena);
+    size_t size = (size_t)seat->size;
+    dtrain_allocator *allocator = seat->council->allocator;
+    dtrain__arena *arena = (dtrain__arena *)dtrain__alloc(allocator, sizeof *arena);
     if (arena == NULL)
-        return 0;
+        return NULL;
     arena->fd = -1;
+    arena->size = seat->size;
+    arena->allocator = allocator;
     size_t bounce = DTRAIN__ARENA_BOUNCE_BYTES / size / 4096 * 4096;
     if (bounce < DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE)
         bounce = DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE; /* a line for each receiver, and any inline input */
@@ -73,33 +76,30 @@ static int dtrain__arena_new(dtrain__channel *channel)
     arena->shared.bounce_stride = bounce + DTRAIN__ARENA_SKEW;
     arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * arena->shared.bounce_stride);
     arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
-    for (size_t rank = 0; arena->doorbells != NULL && rank < size; rank++)
+    if (arena->doorbells == NULL) {
+        dtrain__arena_free(arena);
+        return NULL;
+    }
+    for (size_t rank = 0; rank < size; rank++)
         arena->doorbells[rank] = -1;
-    if (arena->doorbells == NULL)
-        dtrain__arena_free(channel);
-    return channel->arena != NULL;
+    return arena;
 }
 
-/* Writes this rank's offer. Returns 0 if all ranks know that there will be no arena: none is exchanged then. */
-static int dtrain__arena_offer(void *self, unsigned char offer[DTRAIN__SHARING_BYTES])
+/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. Returns 0 if all ranks know that there
+ * will be no arena: none is exchanged then. */
+static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell,
+                               unsigned char offer[DTRAIN__SHARING_BYTES])
 {
-    dtrain__channel *channel = (dtrain__channel *)self;
-    dtrain__hub *hub = channel->hub;
-    int size = channel->seat.size, good = !dtrain__without("shm");
     struct stat pipe;
     memset(offer, 0, DTRAIN__SHARING_BYTES);
-    for (int rank = 0; rank < size; rank++) {
-        if (hub->members[channel->seat.worlds[rank]].host != hub->members[hub->rank].host)
-            return 0;
-        good = good && dtrain__hub_shares(hub, channel->seat.worlds[rank]);
-    }
-    if (size < 2 || size > DTRAIN__ARENA_RANKS)
+    if (seat->size < 2 || seat->size > DTRAIN__ARENA_RANKS)
         return 0;
-    dtrain__arena_free(channel);
-    if (!good || fstat(channel->wake[1], &pipe) != 0 || !dtrain__arena_new(channel))
+    dtrain__arena_free(*out);
+    *out = NULL;
+    if (dtrain__without("shm") || fstat(doorbell, &pipe) != 0 || (*out = dtrain__arena_new(seat)) == NULL)
         return 1;
-    dtrain__arena *arena = channel->arena;
-    if (channel->seat.rank == 0) {
+    dtrain__arena *arena = *out;
+    if (seat->rank == 0) {
         arena->memory = (unsigned char *)dtrain__os_share(arena->bytes, &arena->fd);
         if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
             return 1;
@@ -107,20 +107,18 @@ static int dtrain__arena_offer(void *self, unsigned char offer[DTRAIN__SHARING_B
         memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
     }
     dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)getpid(), 8);
-    dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)channel->wake[1], 4);
+    dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)doorbell, 4);
     dtrain__put_le(offer + DTRAIN__OFFER_PIPE, (uint64_t)pipe.st_ino, 8);
     offer[DTRAIN__OFFER_MADE] = 1;
     return 1;
 }
 
 /* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
-static void dtrain__arena_open(void *self, unsigned char *records)
+static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, unsigned char *records)
 {
-    dtrain__channel *channel = (dtrain__channel *)self;
-    dtrain__arena *arena = channel->arena;
-    unsigned char *mine = records + (size_t)channel->seat.rank * DTRAIN__SHARING_BYTES;
+    unsigned char *mine = records + (size_t)seat->rank * DTRAIN__SHARING_BYTES;
     char why[DTRAIN__SHARING_BYTES] = "";
-    for (int rank = 0; rank < channel->seat.size && why[0] == 0; rank++) {
+    for (int rank = 0; rank < seat->size && why[0] == 0; rank++) {
         const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
         long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
         if (offer[DTRAIN__OFFER_MADE] != 1 || process <= 0 || process > INT_MAX || arena == NULL) {
@@ -129,50 +127,43 @@ static void dtrain__arena_open(void *self, unsigned char *records)
             arena->memory = (unsigned char *)dtrain__os_share_open(
                 (pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
             if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
-                snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", channel->seat.rank);
+                snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", seat->rank);
         }
-        if (rank == channel->seat.rank || why[0] != 0)
+        if (rank == seat->rank || why[0] != 0)
             continue;
         arena->doorbells[rank] =
             dtrain__net_pipe_open((pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
                                   dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
         if (arena->doorbells[rank] < 0)
-            snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", channel->seat.rank, rank);
+            snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", seat->rank, rank);
     }
     memset(mine, 0, DTRAIN__SHARING_BYTES);
     mine[0] = why[0] == 0;
     memcpy(mine + 1, why, sizeof why - 1);
 }
 
-/* Takes the verdicts of all ranks. Returns the arena if all have opened it, else forgets it and returns NULL. */
-static dtrain__shared *dtrain__arena_keep(void *self, const unsigned char *verdicts)
+/* Takes the verdicts of all ranks. Returns the arena if all have opened it, else frees it and returns NULL. crowded:
+ * there are more ranks than processors. */
+static dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
+                                          const unsigned char *verdicts)
 {
-    dtrain__channel *channel = (dtrain__channel *)self;
-    dtrain__arena *arena = channel->arena;
+    dtrain__arena *arena = *out;
     int good = arena != NULL;
-    for (int rank = 0; rank < channel->seat.size; rank++)
+    for (int rank = 0; rank < seat->size; rank++)
         good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
     if (!good) {
-        dtrain__arena_free(channel);
+        dtrain__arena_free(arena);
+        *out = NULL;
         return NULL;
     }
     dtrain__arena_close(arena);
-    arena->shared.members = channel->seat.members;
+    arena->shared.members = seat->members;
     arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
-    arena->shared.bounce = (unsigned char *)(arena->shared.slots + channel->seat.size);
+    arena->shared.bounce = (unsigned char *)(arena->shared.slots + seat->size);
     arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
     arena->shared.doorbells = arena->doorbells;
-    arena->shared.crowded = channel->hub->crowded;
+    arena->shared.crowded = crowded;
     return &arena->shared;
 }
-
-/* The service thread will sleep; the doorbell is to wake it. */
-static void dtrain__arena_doze(void *self)
-{
-    __atomic_store_n(&((dtrain__channel *)self)->dozing, 1, __ATOMIC_SEQ_CST);
-}
-
-static const dtrain__sharing dtrain__arena_sharing = {dtrain__arena_offer, dtrain__arena_open, dtrain__arena_keep,
-                                                      dtrain__arena_doze};
 
 #endif

@@ -18,9 +18,6 @@ static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
     dtrain__stream_cut(stream);
 }
 
-/* Frees the memory that the members share. Defined in arena.c. */
-static void dtrain__arena_free(dtrain__channel *channel);
-
 static void dtrain__channel_free(dtrain__channel *channel)
 {
     dtrain__hub *hub = channel->hub;
@@ -33,7 +30,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     }
     dtrain__free(hub->allocator, channel->lanes);
     dtrain__free(hub->allocator, channel->peers);
-    dtrain__arena_free(channel);
+    dtrain__arena_free(channel->arena);
     dtrain__seat_free(&channel->seat);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
@@ -178,9 +175,8 @@ static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_n
 
 static void dtrain__hub_convene(dtrain__hub *hub)
 {
-    static uint64_t councils;
     dtrain__council *council = &hub->council;
-    council->serial = __atomic_add_fetch(&councils, 1, __ATOMIC_SEQ_CST);
+    council->serial = dtrain__council_number();
     council->self = hub;
     council->allocator = hub->allocator;
     council->origin = &hub->origin;

@@ -56,6 +56,13 @@ typedef struct dtrain__store {
 typedef void (*dtrain__council_close)(uint64_t serial);
 static dtrain__council_close dtrain__council_closing;
 
+/* Returns a number that no other council of this process has, for one whose ranks share memory. */
+static uint64_t dtrain__council_number(void)
+{
+    static uint64_t councils;
+    return __atomic_add_fetch(&councils, 1, __ATOMIC_SEQ_CST);
+}
+
 typedef struct dtrain__consent dtrain__consent;
 typedef struct dtrain__council dtrain__council;
 

@@ -12,6 +12,7 @@
 #ifndef DTRAIN__HUB
 #define DTRAIN__HUB
 #include "../base/memory.c"
+#include "arena.c"
 #include "admission.c"
 #include "../transport/stream.c"
 #include "consent.c"
@@ -47,7 +48,6 @@ typedef struct dtrain__peer {
 } dtrain__peer;
 
 typedef struct dtrain__hub dtrain__hub;
-typedef struct dtrain__arena dtrain__arena;
 
 typedef struct dtrain__channel {
     dtrain__seat seat; /* first; written with the hub's mutex held */

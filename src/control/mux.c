@@ -20,6 +20,7 @@
 #ifndef DTRAIN__MUX
 #define DTRAIN__MUX
 #include "../base/xxh64.c"
+#include "arena.c"
 #include "consent.c"
 
 #define DTRAIN__MUX_HEADER 24
@@ -103,6 +104,7 @@ struct dtrain__mux_lane {
     int64_t waits_ns;     /* since when calls wait for a peer's goodbye, or for what it sent before; 0: they do not */
     int64_t stalled_ns;   /* since when its calls make no progress; 0: they do */
     dtrain_transport own; /* its own streams; send NULL: it has none */
+    dtrain__arena *arena; /* NULL: its ranks share no memory */
 };
 
 struct dtrain__mux {
@@ -114,6 +116,8 @@ struct dtrain__mux {
     uint32_t waiting;   /* threads that wait for turn */
     int64_t crowded_ns; /* until then other threads are expected to want turn */
     dtrain__bell bell;
+    int doorbell[2];  /* a pipe that ranks of this host write to, and this rank while its threads rest there */
+    uint32_t resting; /* those threads */
     dtrain__mux_message *early; /* for lanes that are still to be made */
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
@@ -156,10 +160,18 @@ static void dtrain__mux_frame(unsigned char *out, uint64_t lane, int kind, const
     dtrain__put_le(out + 16, kind == DTRAIN__MUX_DATA ? check : dtrain__xxh64_of(payload, bytes, check), 8);
 }
 
+/* Wakes the threads of this rank that rest. */
+static void dtrain__mux_ring(dtrain__mux *mux)
+{
+    dtrain__bell_ring(&mux->bell);
+    if (__atomic_load_n(&mux->resting, __ATOMIC_SEQ_CST) > 0)
+        dtrain__os_poke(mux->doorbell[1]);
+}
+
 /* Wakes whoever drives the mux: there is something to send. */
 static void dtrain__mux_wake(dtrain__mux *mux)
 {
-    dtrain__bell_ring(&mux->bell);
+    dtrain__mux_ring(mux);
     if (mux->table.wake != NULL)
         mux->table.wake(mux->table.self);
 }

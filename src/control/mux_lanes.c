@@ -170,10 +170,16 @@ static int dtrain__mux_never(void *mux)
     return 0;
 }
 
-/* Sleeps until the bell rings, or span_ns: nobody says when bytes come. */
+/* Sleeps until the bell or the doorbell rings, or span_ns: nobody says when bytes come. */
 static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns)
 {
     int64_t soon = dtrain__os_now_ns() + span_ns;
+    if (mux->doorbell[0] >= 0) {
+        __atomic_add_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
+        dtrain__net_rest(mux->doorbell[0], soon < until_ns ? soon : until_ns);
+        __atomic_sub_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
+        return;
+    }
     dtrain__bell_wait(&mux->bell, DTRAIN__BELL_YIELDS, soon < until_ns ? soon : until_ns, dtrain__mux_never, NULL);
 }
 
@@ -386,6 +392,7 @@ static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
     dtrain_allocator *allocator = lane->mux->allocator;
     if (lane->own.destroy != NULL)
         lane->own.destroy(lane->own.self);
+    dtrain__arena_free(lane->arena);
     dtrain__seat_free(&lane->seat);
     dtrain__free(allocator, lane->inboxes);
     dtrain__free(allocator, lane->done);
@@ -412,6 +419,9 @@ static void dtrain__mux_free(dtrain__mux *mux)
         dtrain__free(allocator, post);
     }
     dtrain__council_free(&mux->council);
+    for (int i = 0; i < 2; i++)
+        if (mux->doorbell[i] >= 0)
+            close(mux->doorbell[i]);
     dtrain__free(allocator, mux->spare);
     dtrain__free(allocator, mux->peers);
     pthread_mutex_destroy(&mux->turn);
@@ -429,6 +439,9 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
     if (mux != NULL) {
         mux->allocator = allocator;
         mux->table = *table;
+        mux->doorbell[0] = mux->doorbell[1] = -1;
+        if (table->host != NULL && dtrain__net_pipe(mux->doorbell) != 0)
+            mux->doorbell[0] = mux->doorbell[1] = -1; /* then it shares no memory */
         pthread_mutex_init(&mux->turn, NULL);
         pthread_mutex_init(&mux->mutex, NULL);
         pthread_mutex_init(&mux->origin.mutex, NULL);

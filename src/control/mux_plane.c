@@ -20,7 +20,7 @@ static int dtrain__mux_council_send(void *self, int to, int type, const void *he
 
 static void dtrain__mux_council_tell(void *self)
 {
-    dtrain__bell_ring(&((dtrain__mux *)self)->bell);
+    dtrain__mux_ring((dtrain__mux *)self);
 }
 
 static int dtrain__mux_council_gone(void *self, int rank)
@@ -52,6 +52,7 @@ static void dtrain__mux_council_wait(dtrain__seat *seat, unsigned turn, int64_t 
 static void dtrain__mux_convene(dtrain__mux *mux)
 {
     dtrain__council *council = &mux->council;
+    council->serial = mux->table.host != NULL ? dtrain__council_number() : 0;
     council->self = mux;
     council->allocator = mux->allocator;
     council->origin = &mux->origin;
@@ -180,8 +181,50 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     return status;
 }
 
-static const dtrain__plane dtrain__mux_plane = {0,    1,   dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL, NULL,
-                                                NULL, NULL};
+static uint64_t dtrain__mux_plane_host(void *self, int rank)
+{
+    const dtrain__mux_lane *lane = (const dtrain__mux_lane *)self;
+    const dtrain_transport *table = &lane->mux->table;
+    return table->host != NULL ? table->host(table->self, lane->seat.worlds[rank]) : 0;
+}
+
+static int dtrain__mux_plane_offer(void *self, unsigned char *offer)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    uint64_t host = dtrain__mux_plane_host(self, 0);
+    for (int rank = 0; rank < lane->seat.size; rank++)
+        if (host == 0 || dtrain__mux_plane_host(self, rank) != host)
+            return 0;
+    return dtrain__arena_offer(&lane->arena, &lane->seat, lane->mux->doorbell[1], offer);
+}
+
+static void dtrain__mux_plane_open(void *self, unsigned char *offers)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__arena_open(lane->arena, &lane->seat, offers);
+}
+
+static dtrain__shared *dtrain__mux_plane_keep(void *self, const unsigned char *verdicts)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux *mux = lane->mux;
+    int neighbours = 0;
+    for (int rank = 0; rank < mux->table.size; rank++)
+        neighbours += mux->table.host(mux->table.self, rank) == mux->table.host(mux->table.self, mux->table.rank);
+    return dtrain__arena_keep(&lane->arena, &lane->seat, neighbours > dtrain__os_processors(), verdicts);
+}
+
+/* A thread that rests is always woken by the doorbell. */
+static void dtrain__mux_plane_doze(void *self)
+{
+    (void)self;
+}
+
+static const dtrain__sharing dtrain__mux_sharing = {dtrain__mux_plane_offer, dtrain__mux_plane_open,
+                                                    dtrain__mux_plane_keep, dtrain__mux_plane_doze};
+
+static const dtrain__plane dtrain__mux_plane = {
+    0, 1, dtrain__mux_plane_group, dtrain__mux_plane_host, NULL, NULL, NULL, NULL, NULL, NULL, &dtrain__mux_sharing};
 
 /* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
 static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,

@@ -9,6 +9,7 @@
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
 #include "../base/memory.c"
+#include "../base/sha256.c"
 #include "../base/worker.c"
 #include "../transport/transport.h"
 #include "../comm/groups.h"
@@ -265,6 +266,15 @@ static void dtrain__origin_stop(dtrain__origin *origin)
 static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
 {
     return serial << 10 | (uint64_t)rank;
+}
+
+/* Returns the same number in all processes of this host. */
+static uint64_t dtrain__plane_host(void)
+{
+    unsigned char id[128], digest[32];
+    dtrain__os_host_id(id);
+    dtrain_sha256(id, sizeof id, digest);
+    return dtrain__get_le(digest, 8);
 }
 
 /* Returns n if exactly the ranks with equal rank / n share a host; 0: there is no such n, or hosts are unknown. */

@@ -3,7 +3,6 @@
 #ifndef DTRAIN__SOCKET_PLANE
 #define DTRAIN__SOCKET_PLANE
 #include "../transport/socket.c"
-#include "arena.c"
 
 static void dtrain__socket_plane_end(dtrain__end *end, dtrain__channel *channel)
 {
@@ -111,6 +110,39 @@ static void dtrain__socket_plane_rest(void *self)
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
+static int dtrain__socket_plane_offer(void *self, unsigned char *offer)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    for (int rank = 0; rank < channel->seat.size; rank++)
+        if (hub->members[channel->seat.worlds[rank]].host != hub->members[hub->rank].host)
+            return 0;
+    /* where this rank is not to share, it offers none, and all learn it */
+    int doorbell = dtrain__hub_shares(hub, hub->rank) ? channel->wake[1] : -1;
+    return dtrain__arena_offer(&channel->arena, &channel->seat, doorbell, offer);
+}
+
+static void dtrain__socket_plane_open(void *self, unsigned char *offers)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__arena_open(channel->arena, &channel->seat, offers);
+}
+
+static dtrain__shared *dtrain__socket_plane_keep(void *self, const unsigned char *verdicts)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    return dtrain__arena_keep(&channel->arena, &channel->seat, channel->hub->crowded, verdicts);
+}
+
+/* The service thread will sleep; the doorbell is to wake it. */
+static void dtrain__socket_plane_doze(void *self)
+{
+    __atomic_store_n(&((dtrain__channel *)self)->dozing, 1, __ATOMIC_SEQ_CST);
+}
+
+static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offer, dtrain__socket_plane_open,
+                                                       dtrain__socket_plane_keep, dtrain__socket_plane_doze};
+
 static const dtrain__plane dtrain__socket_plane = {0,
                                                    0,
                                                    dtrain__socket_plane_group,
@@ -121,7 +153,7 @@ static const dtrain__plane dtrain__socket_plane = {0,
                                                    dtrain__socket_plane_last,
                                                    dtrain__socket_plane_suspect,
                                                    dtrain__socket_plane_rest,
-                                                   &dtrain__arena_sharing};
+                                                   &dtrain__socket_sharing};
 
 /* Makes this process's end of a new world, which is still to form. */
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,

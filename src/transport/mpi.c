@@ -11,6 +11,7 @@
 #define DTRAIN__MPI
 #include "mpi_api.c"
 #include "transport.h"
+#include "../control/plane.c"
 #include "../base/memory.c"
 
 #define DTRAIN__MPI_SLOTS 4
@@ -49,6 +50,7 @@ typedef struct dtrain__mpi_lane {
     dtrain__mpi_stream *streams;
     dtrain_allocator heap;
     int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
+    uint64_t *hosts;      /* of the first lane: each rank's */
     pid_t process;
 } dtrain__mpi_lane;
 
@@ -377,6 +379,7 @@ static void dtrain__mpi_lane_destroy(void *self)
         dtrain__free(&lane->heap, lane->streams[peer].stage);
     }
     dtrain_allocator heap = lane->heap;
+    dtrain__free(&heap, lane->hosts);
     dtrain__free(&heap, lane);
 }
 
@@ -439,6 +442,36 @@ static int dtrain__mpi_alive(void *self, int peer)
     return !lost;
 }
 
+static uint64_t dtrain__mpi_host(void *self, int rank)
+{
+    return ((dtrain__mpi_lane *)self)->hosts[rank];
+}
+
+/* Sends the number of this rank's host round the ranks, and receives theirs. With DTRAIN_MPI_SHM=0 it is 0, so that
+ * MPI moves all bytes. */
+static dtrain_status dtrain__mpi_learn_hosts(dtrain__mpi_lane *lane, int rank, int64_t deadline_ns)
+{
+    const char *shm = getenv("DTRAIN_MPI_SHM");
+    int n = lane->size;
+    lane->hosts = (uint64_t *)dtrain__alloc(&lane->heap, (size_t)n * sizeof *lane->hosts);
+    if (lane->hosts == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for the hosts of %d ranks", n);
+    lane->hosts[rank] = shm != NULL && strcmp(shm, "0") == 0 ? 0 : dtrain__plane_host();
+    for (int k = 0; k < n - 1; k++) {
+        dtrain_transfer out = {(rank + 1) % n, (unsigned char *)&lane->hosts[(rank + n - k) % n], 8, 0, 0};
+        dtrain_transfer in = {(rank + n - 1) % n, (unsigned char *)&lane->hosts[(rank + n - k - 1) % n], 8, 0, 0};
+        while (out.moved < out.bytes || in.moved < in.bytes) {
+            dtrain_status status = dtrain__mpi_exchange(lane, out.moved < out.bytes ? &out : NULL,
+                                                        in.moved < in.bytes ? &in : NULL, deadline_ns);
+            if (status == DTRAIN_ERR_TIMEOUT)
+                return dtrain__fail(NULL, status, "MPI: rank %d did not say which host it is on", in.peer);
+            if (status != DTRAIN_OK)
+                return status;
+        }
+    }
+    return DTRAIN_OK;
+}
+
 /* A copy of a communicator on its way; it stays if the call that makes it is given up. */
 typedef struct dtrain__mpi_copy {
     dtrain__mpi_comm comm;
@@ -446,9 +479,8 @@ typedef struct dtrain__mpi_copy {
 } dtrain__mpi_copy;
 
 /* Waits until all ranks have come to make the copy. Returns 0 with an error. */
-static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms)
+static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
 {
-    int64_t until = timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + timeout_ms * 1000000;
     pthread_mutex_lock(&dtrain__mpi_mutex);
     int code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request), ended = code == 0 ? 0 : -1;
     if (code != 0)
@@ -472,7 +504,8 @@ static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, in
 }
 
 /* Makes the table of this rank over a copy of a communicator. */
-static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int64_t heartbeat_ns)
+static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int64_t until_ns,
+                                          int64_t heartbeat_ns)
 {
     int rank = 0, size = 0, flag = 0, *most = NULL;
     pthread_mutex_lock(&dtrain__mpi_mutex);
@@ -499,7 +532,11 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;
-    return DTRAIN_OK;
+    table->host = dtrain__mpi_host;
+    dtrain_status status = dtrain__mpi_learn_hosts(lane, rank, until_ns);
+    if (status != DTRAIN_OK)
+        dtrain__mpi_lane_destroy(lane);
+    return status;
 }
 
 /* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
@@ -510,9 +547,12 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
     dtrain__mpi_copy *copy = (dtrain__mpi_copy *)dtrain__alloc(&heap, sizeof *copy);
     if (copy == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a copy of the communicator");
-    if (!dtrain__mpi_copied(copy, given, timeout_ms != 0 ? timeout_ms : 60000))
+    timeout_ms = timeout_ms != 0 ? timeout_ms : 60000;
+    int64_t until_ns = timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(timeout_ms);
+    if (!dtrain__mpi_copied(copy, given, timeout_ms, until_ns))
         return dtrain__thread_error.status; /* MPI may still write to the copy */
-    dtrain_status status = dtrain__mpi_describe(table, copy->comm, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
+    dtrain_status status =
+        dtrain__mpi_describe(table, copy->comm, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
     dtrain__free(&heap, copy);
     return status;
 }

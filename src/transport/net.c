@@ -640,4 +640,20 @@ static void dtrain__net_drain(int fd)
         continue;
 }
 
+/* Sleeps until a pipe is written to, or until_ns, and empties it. */
+static void dtrain__net_rest(int fd, int64_t until_ns)
+{
+    int64_t span = until_ns - dtrain__os_now_ns();
+    struct timespec rest = dtrain__os_timespec(span > 0 ? span : 0);
+    fd_set watched;
+    if (fd >= FD_SETSIZE) {
+        nanosleep(&rest, NULL);
+        return;
+    }
+    FD_ZERO(&watched);
+    FD_SET(fd, &watched);
+    if (pselect(fd + 1, &watched, NULL, NULL, &rest, NULL) > 0) /* poll() counts in milliseconds */
+        dtrain__net_drain(fd);
+}
+
 #endif

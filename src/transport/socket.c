@@ -410,15 +410,12 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
 static void dtrain__socket_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
-    unsigned char id[128], digest[32];
     char host[64] = "?", program[24];
     gethostname(host, sizeof host - 1);
     dtrain__os_program(program, sizeof program);
     snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", (long)getpid(), program, host);
     snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
-    dtrain__os_host_id(id);
-    dtrain_sha256(id, sizeof id, digest);
-    self->host = dtrain__get_le(digest, 8);
+    self->host = dtrain__plane_host();
     self->joined = 1;
 }
 

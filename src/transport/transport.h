@@ -44,6 +44,8 @@ typedef struct dtrain_transfer {
  *   leave      tells the peers that this rank leaves; why may be empty. Called right before destroy
  *   alive      says at once what is known of a peer: 1 it is present, 0 it is gone, -1 unknown
  *   lanes      see below
+ *   host       returns a number that ranks of one host have in common, and 0 where it is not known; always the same.
+ *              Groups of ranks of a host then share memory for their collectives, if the system lets them
  *   destroy    called once, when the last group of the transport is destroyed
  *
  * If alive returns 0, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status too.
@@ -72,6 +74,7 @@ typedef struct dtrain_transport {
     void (*leave)(void *self, const char *why);
     int (*alive)(void *self, int peer);
     dtrain_status (*lanes)(void *self, uint64_t group, const int *ranks, int size, struct dtrain_transport *lane);
+    uint64_t (*host)(void *self, int rank);
 } dtrain_transport;
 
 #ifdef __cplusplus

@@ -18,8 +18,9 @@
 
 #define MAX_PROCESSES 64
 
-/* How the ranks of a scene meet: over unix sockets, TCP, or a transport of the user's own, without and with `alive`. */
-enum { UNIX = 0, TCP, OWN, OWN_ASKED, WAYS };
+/* How the ranks of a scene meet: over unix sockets, TCP, or a transport of the user's own, without and with `alive`,
+ * and with `host` too. */
+enum { UNIX = 0, TCP, OWN, OWN_ASKED, OWN_HOST, WAYS };
 
 /* A group's end in the hub of its process. */
 #define CHANNEL(world) ((dtrain__channel *)(world)->transport.self)
@@ -111,7 +112,9 @@ __attribute__((unused)) static void scene_begin_by(scene *s, int ranks, int way)
     static pairs *last;
     scene_begin(s, ranks, way == TCP);
     free(last);
-    s->own = last = way >= OWN ? pairs_new(ranks, way == OWN_ASKED) : NULL;
+    s->own = last = way >= OWN ? pairs_new(ranks, way >= OWN_ASKED) : NULL;
+    if (way == OWN_HOST)
+        s->own->hosts = 1;
 }
 
 /* Comes back when all ranks' processes are here. Before one of them breaks: a barrier ends with an error on a rank that

@@ -14,11 +14,11 @@ static int trial_in_a_process(dtrain_comm *world, scene *s)
     return trial_rank(world, s->user) != DTRAIN_OK;
 }
 
-static void run_in_processes(trial t, int tcp, dtrain_progress progress)
+static void run_in_processes(trial t, int way, dtrain_progress progress)
 {
     scene s;
     int before = test_failures;
-    scene_begin(&s, t.ranks, tcp);
+    scene_begin_by(&s, t.ranks, way);
     s.desc.progress = progress;
     reference(&t);
     s.user = &t;
@@ -27,16 +27,16 @@ static void run_in_processes(trial t, int tcp, dtrain_progress progress)
     free(t.expected);
 }
 
-TEST(processes_give_the_same_bits_over_tcp_and_unix_sockets)
+TEST(processes_give_the_same_bits_over_every_transport)
 {
     for (int i = 0; i < 4; i++)
-        for (int tcp = 0; tcp < 2; tcp++) {
+        for (int way = UNIX; way < WAYS; way++) {
             trial t = trial_of(strategies[i], 4, 2, 7);
-            t.unused = tcp ? 1u << 3 : 0;
+            t.unused = way == TCP ? 1u << 3 : 0;
             t.desc.gather_dtype = i == 1 ? DTRAIN_BF16 : DTRAIN_F32;
-            run_in_processes(t, tcp, DTRAIN_PROGRESS_THREAD);
+            run_in_processes(t, way, DTRAIN_PROGRESS_THREAD);
         }
-    run_in_processes(trial_of(DTRAIN_FULL_SHARD, 3, 0, 3), 1, DTRAIN_PROGRESS_THREAD);
+    run_in_processes(trial_of(DTRAIN_FULL_SHARD, 3, 0, 3), TCP, DTRAIN_PROGRESS_THREAD);
 }
 
 TEST(ranks_that_start_no_thread_give_them_too)
@@ -46,7 +46,7 @@ TEST(ranks_that_start_no_thread_give_them_too)
     for (int i = 0; i < 4; i++) {
         trial t = trial_of(strategies[i], 4, 2, 8);
         trial_run(t, &desc);
-        run_in_processes(t, i % 2, DTRAIN_PROGRESS_POLL);
+        run_in_processes(t, i, DTRAIN_PROGRESS_POLL);
     }
 }
 
@@ -258,7 +258,7 @@ TEST(slices_inside_full_ranges_are_gathered_in_place)
 {
     for (int ranks = 2; ranks <= 3; ranks++) {
         scene s;
-        scene_begin(&s, ranks, 0);
+        scene_begin_by(&s, ranks, ranks == 2 ? UNIX : OWN_HOST);
         s.user = &s;
         run_ranks(&s, trains_shared_slices);
     }
