@@ -1787,9 +1787,9 @@ typedef enum dtrain_progress {
  * within one user and one container. It carries what their connection would; the connection stays and shows when a
  * process dies. If all ranks of a group share memory, up to 64 of them, their collectives need no messages, except an
  * all-to-all with counts. They are done in place on memory of dtrain_comm_alloc. Other buffers are copied through 2 MiB
- * that the group shares. Sealed connections share none. DTRAIN_TRANSPORT is always read:
+ * that the group shares. Sealed connections share none. desc.transport, or DTRAIN_TRANSPORT, says what to take:
  *
- *   unset   shared memory where it can be had, else the connection
+ *   NULL    shared memory where it can be had, else the connection
  *   shm     the same, and a warning in the log where it cannot be had
  *   unix    unix sockets, also with a token; all ranks are on the root's host
  *   tcp     TCP, which needs a token or insecure
@@ -1825,6 +1825,7 @@ typedef struct dtrain_comm_desc {
     const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
     const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
+    const char *transport;       /* "tcp", "unix", "shm" or "mpi"; NULL: DTRAIN_TRANSPORT, else the fastest */
     int insecure;                /* 1: allows TCP without a token, which lets in whoever can connect */
     int secure;                  /* 1: seal all connections; -1: none; 0: with a token, those that leave the host */
     int connections;             /* to each peer, used in turn; 0: 1; at most 8 */
@@ -2534,14 +2535,16 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
 
 /* ---- >>from_mpi ----
  * Groups over MPI. Define DTRAIN_MPI to have them. dtrain moves its bytes by messages of MPI, so it runs on every fabric
- * that MPI drives. The collectives are dtrain's own, with the same bits as everywhere.
+ * that MPI drives. The collectives are dtrain's own, with the same bits as everywhere. Groups whose ranks all share a
+ * host do them in shared memory.
  *
- * dtrain_comm_create takes MPI where DTRAIN_TRANSPORT=mpi is set: rank and size are then MPI's. It initialises MPI, and
- * finalises it at exit, unless the program does. The library is loaded at run time:
+ * dtrain_comm_create takes MPI where DTRAIN_TRANSPORT=mpi is set, or desc.transport is "mpi": rank and size are then
+ * MPI's. It initialises MPI, and finalises it at exit, unless the program does. The library is loaded at run time:
  *
  *   DTRAIN_MPI_LIBRARY   the library's path; else libmpi_abi.so.1, libmpi_abi.so.0, libmpi_abi.so, libmpi_abi.dylib.
  *                        It has the standard ABI of MPI 5.0: MPICH 5, Intel MPI 2021.18 and later
  *   DTRAIN_MPI_HEADER    a macro for older ones: compile with mpicc and -DDTRAIN_MPI_HEADER="<mpi.h>"
+ *   DTRAIN_MPI_SHM=0     has MPI move all bytes, also inside a host
  *   DTRAIN_MPI_STAGED=1  copies all bytes through buffers of dtrain. Otherwise MPI moves long runs from and to the
  *                        caller's memory. Keep the buffers of a call that has met its deadline until the process ends
  *
@@ -12839,8 +12842,15 @@ typedef struct dtrain__keys {
     char name[DTRAIN__NAME_BYTES]; /* this process: "pid 4711 (train) on alpha" */
 } dtrain__keys;
 
-/* What moves bytes between processes of one host: DTRAIN_TRANSPORT. ANY: shared memory where it can be had. */
-enum { DTRAIN__TRANSPORT_ANY = 0, DTRAIN__TRANSPORT_TCP, DTRAIN__TRANSPORT_UNIX, DTRAIN__TRANSPORT_SHM };
+/* What moves bytes between processes of one host: desc.transport. ANY: shared memory where it can be had. MPI: those of
+ * all hosts. */
+enum {
+    DTRAIN__TRANSPORT_ANY = 0,
+    DTRAIN__TRANSPORT_TCP,
+    DTRAIN__TRANSPORT_UNIX,
+    DTRAIN__TRANSPORT_SHM,
+    DTRAIN__TRANSPORT_MPI
+};
 
 /* How a world of processes forms. */
 typedef struct dtrain__hub_desc {
@@ -17983,7 +17993,7 @@ static void dtrain__hub_way(const dtrain__hub *hub, int peer, const dtrain__stre
     else if (stream->seal != NULL)
         why = "the connection is sealed";
     else if (!dtrain__hub_shares(hub, peer))
-        why = "DTRAIN_TRANSPORT asks for none";
+        why = "the chosen transport asks for none";
     else if (dtrain__without("shm"))
         why = "DTRAIN_WITHOUT names shm";
     snprintf(text, capacity, "%s, no shared memory: %s", local ? "unix socket" : "TCP", why);
@@ -18011,7 +18021,7 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
     if (hub->transport == DTRAIN__TRANSPORT_SHM && lane->stream.shm.page == NULL) {
         char way[160];
         dtrain__hub_way(hub, handshake->peer, &lane->stream, way, sizeof way);
-        dtrain__hub_note(hub, "DTRAIN_TRANSPORT is shm, but between rank %d and rank %d (%s) there is %s", hub->rank,
+        dtrain__hub_note(hub, "the transport is shm, but between rank %d and rank %d (%s) there is %s", hub->rank,
                          handshake->peer, hub->members[handshake->peer].name, way);
     }
     channel->attend |= lane->stream.again > 0;
@@ -19352,7 +19362,7 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     if (tcp && local)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "comm_create: rank %d: DTRAIN_TRANSPORT is tcp and the root is %.200s; give a host and port", hub->rank,
+            "comm_create: rank %d: the transport is tcp and the root is %.200s; give a host and port", hub->rank,
             hub->root);
     if (local)
         hub->root_count += dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
@@ -19361,7 +19371,7 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     for (int i = 0; i < hub->root_count && !tcp; i++)
         if (dtrain__net_is_local(&hub->root_addresses[i]))
             return dtrain__socket_privately(hub);
-    snprintf(text, sizeof text, tcp ? "DTRAIN_TRANSPORT is tcp" : "%.200s is beyond this host", hub->root);
+    snprintf(text, sizeof text, tcp ? "the transport is tcp" : "%.200s is beyond this host", hub->root);
     return dtrain__socket_closed(hub, text);
 }
 
@@ -23076,21 +23086,21 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
     return DTRAIN_OK;
 }
 
-/* Reads DTRAIN_TRANSPORT. */
-static dtrain_status dtrain__place_transport(int *out)
+/* Reads desc.transport, or DTRAIN_TRANSPORT. */
+static dtrain_status dtrain__place_transport(const dtrain_comm_desc *desc, int *out)
 {
-    static const char *const names[] = {"", "tcp", "unix", "shm"}; /* by DTRAIN__TRANSPORT_ANY ... */
-    const char *asked = dtrain__place_get("DTRAIN_TRANSPORT");
+    static const char *const names[] = {"", "tcp", "unix", "shm", "mpi"}; /* by DTRAIN__TRANSPORT_ANY ... */
+    const char *asked = desc->transport != NULL ? desc->transport : dtrain__place_get("DTRAIN_TRANSPORT");
     *out = DTRAIN__TRANSPORT_ANY;
-    while (asked != NULL && *out <= DTRAIN__TRANSPORT_SHM && strcmp(asked, names[*out]) != 0)
+    while (asked != NULL && *out <= DTRAIN__TRANSPORT_MPI && strcmp(asked, names[*out]) != 0)
         ++*out;
-    if (*out <= DTRAIN__TRANSPORT_SHM)
+    if (*out <= DTRAIN__TRANSPORT_MPI)
         return DTRAIN_OK;
-    return dtrain__fail(
-        NULL, DTRAIN_ERR_INVALID,
-        "comm_create: DTRAIN_TRANSPORT is \"%.40s\"; expected tcp, unix, shm or mpi, or unset it to let each "
-        "pair of ranks take the fastest",
-        asked);
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "comm_create: %s is \"%.40s\"; expected tcp, unix, shm or mpi, or %s to let each pair of ranks "
+                        "take the fastest",
+                        desc->transport != NULL ? "desc.transport" : "DTRAIN_TRANSPORT", asked,
+                        desc->transport != NULL ? "NULL" : "unset it");
 }
 
 /* Reads everything but rank, size and root. */
@@ -23119,7 +23129,7 @@ static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_
         dtrain__place_option(environment && desc->timeout_ms == 0, "DTRAIN_TIMEOUT_MS", -1, INT_MAX,
                              &hub->timeout_ms) != DTRAIN_OK ||
         dtrain__place_option(leads, "DTRAIN_LISTEN_FD", 0, INT_MAX, &listen_fd) != DTRAIN_OK ||
-        dtrain__place_transport(&hub->transport) != DTRAIN_OK)
+        dtrain__place_transport(desc, &hub->transport) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     if (hub->timeout_ms == 0)
         hub->timeout_ms = 60000;
@@ -27123,7 +27133,7 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
 
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
-    const char *transport = dtrain__place_get("DTRAIN_TRANSPORT");
+    int transport = DTRAIN__TRANSPORT_ANY;
     int64_t now = dtrain__os_now_ns();
     dtrain__place place;
     dtrain__end end;
@@ -27131,7 +27141,9 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: comm is NULL; give an address for the group");
     *comm = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
-    if (status == DTRAIN_OK && transport != NULL && strcmp(transport, "mpi") == 0)
+    if (status == DTRAIN_OK)
+        status = dtrain__place_transport(desc, &transport);
+    if (status == DTRAIN_OK && transport == DTRAIN__TRANSPORT_MPI)
         return dtrain__from_mpi_world(comm, desc);
     if (status == DTRAIN_OK)
         status = dtrain__place_read(&place, desc);
@@ -28299,7 +28311,7 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
 {
     (void)comm, (void)desc;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "comm_create: DTRAIN_TRANSPORT is mpi, but this program was built without DTRAIN_MPI: define "
+                        "comm_create: the transport is mpi, but this program was built without DTRAIN_MPI: define "
                         "it before dtrain.h, without DTRAIN_NO_TRANSPORT");
 }
 

@@ -142,9 +142,9 @@ typedef enum dtrain_progress {
  * within one user and one container. It carries what their connection would; the connection stays and shows when a
  * process dies. If all ranks of a group share memory, up to 64 of them, their collectives need no messages, except an
  * all-to-all with counts. They are done in place on memory of dtrain_comm_alloc. Other buffers are copied through 2 MiB
- * that the group shares. Sealed connections share none. DTRAIN_TRANSPORT is always read:
+ * that the group shares. Sealed connections share none. desc.transport, or DTRAIN_TRANSPORT, says what to take:
  *
- *   unset   shared memory where it can be had, else the connection
+ *   NULL    shared memory where it can be had, else the connection
  *   shm     the same, and a warning in the log where it cannot be had
  *   unix    unix sockets, also with a token; all ranks are on the root's host
  *   tcp     TCP, which needs a token or insecure
@@ -180,6 +180,7 @@ typedef struct dtrain_comm_desc {
     const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
     const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
+    const char *transport;       /* "tcp", "unix", "shm" or "mpi"; NULL: DTRAIN_TRANSPORT, else the fastest */
     int insecure;                /* 1: allows TCP without a token, which lets in whoever can connect */
     int secure;                  /* 1: seal all connections; -1: none; 0: with a token, those that leave the host */
     int connections;             /* to each peer, used in turn; 0: 1; at most 8 */

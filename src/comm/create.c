@@ -185,7 +185,7 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
 
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
-    const char *transport = dtrain__place_get("DTRAIN_TRANSPORT");
+    int transport = DTRAIN__TRANSPORT_ANY;
     int64_t now = dtrain__os_now_ns();
     dtrain__place place;
     dtrain__end end;
@@ -193,7 +193,9 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: comm is NULL; give an address for the group");
     *comm = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
-    if (status == DTRAIN_OK && transport != NULL && strcmp(transport, "mpi") == 0)
+    if (status == DTRAIN_OK)
+        status = dtrain__place_transport(desc, &transport);
+    if (status == DTRAIN_OK && transport == DTRAIN__TRANSPORT_MPI)
         return dtrain__from_mpi_world(comm, desc);
     if (status == DTRAIN_OK)
         status = dtrain__place_read(&place, desc);

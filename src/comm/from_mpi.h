@@ -3,8 +3,8 @@
  * that MPI drives. The collectives are dtrain's own, with the same bits as everywhere. Groups whose ranks all share a
  * host do them in shared memory.
  *
- * dtrain_comm_create takes MPI where DTRAIN_TRANSPORT=mpi is set: rank and size are then MPI's. It initialises MPI, and
- * finalises it at exit, unless the program does. The library is loaded at run time:
+ * dtrain_comm_create takes MPI where DTRAIN_TRANSPORT=mpi is set, or desc.transport is "mpi": rank and size are then
+ * MPI's. It initialises MPI, and finalises it at exit, unless the program does. The library is loaded at run time:
  *
  *   DTRAIN_MPI_LIBRARY   the library's path; else libmpi_abi.so.1, libmpi_abi.so.0, libmpi_abi.so, libmpi_abi.dylib.
  *                        It has the standard ABI of MPI 5.0: MPICH 5, Intel MPI 2021.18 and later

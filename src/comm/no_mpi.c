@@ -8,7 +8,7 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
 {
     (void)comm, (void)desc;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "comm_create: DTRAIN_TRANSPORT is mpi, but this program was built without DTRAIN_MPI: define "
+                        "comm_create: the transport is mpi, but this program was built without DTRAIN_MPI: define "
                         "it before dtrain.h, without DTRAIN_NO_TRANSPORT");
 }
 

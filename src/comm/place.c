@@ -347,21 +347,21 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
     return DTRAIN_OK;
 }
 
-/* Reads DTRAIN_TRANSPORT. */
-static dtrain_status dtrain__place_transport(int *out)
+/* Reads desc.transport, or DTRAIN_TRANSPORT. */
+static dtrain_status dtrain__place_transport(const dtrain_comm_desc *desc, int *out)
 {
-    static const char *const names[] = {"", "tcp", "unix", "shm"}; /* by DTRAIN__TRANSPORT_ANY ... */
-    const char *asked = dtrain__place_get("DTRAIN_TRANSPORT");
+    static const char *const names[] = {"", "tcp", "unix", "shm", "mpi"}; /* by DTRAIN__TRANSPORT_ANY ... */
+    const char *asked = desc->transport != NULL ? desc->transport : dtrain__place_get("DTRAIN_TRANSPORT");
     *out = DTRAIN__TRANSPORT_ANY;
-    while (asked != NULL && *out <= DTRAIN__TRANSPORT_SHM && strcmp(asked, names[*out]) != 0)
+    while (asked != NULL && *out <= DTRAIN__TRANSPORT_MPI && strcmp(asked, names[*out]) != 0)
         ++*out;
-    if (*out <= DTRAIN__TRANSPORT_SHM)
+    if (*out <= DTRAIN__TRANSPORT_MPI)
         return DTRAIN_OK;
-    return dtrain__fail(
-        NULL, DTRAIN_ERR_INVALID,
-        "comm_create: DTRAIN_TRANSPORT is \"%.40s\"; expected tcp, unix, shm or mpi, or unset it to let each "
-        "pair of ranks take the fastest",
-        asked);
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "comm_create: %s is \"%.40s\"; expected tcp, unix, shm or mpi, or %s to let each pair of ranks "
+                        "take the fastest",
+                        desc->transport != NULL ? "desc.transport" : "DTRAIN_TRANSPORT", asked,
+                        desc->transport != NULL ? "NULL" : "unset it");
 }
 
 /* Reads everything but rank, size and root. */
@@ -390,7 +390,7 @@ static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_
         dtrain__place_option(environment && desc->timeout_ms == 0, "DTRAIN_TIMEOUT_MS", -1, INT_MAX,
                              &hub->timeout_ms) != DTRAIN_OK ||
         dtrain__place_option(leads, "DTRAIN_LISTEN_FD", 0, INT_MAX, &listen_fd) != DTRAIN_OK ||
-        dtrain__place_transport(&hub->transport) != DTRAIN_OK)
+        dtrain__place_transport(desc, &hub->transport) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     if (hub->timeout_ms == 0)
         hub->timeout_ms = 60000;

@@ -143,7 +143,7 @@ static void dtrain__hub_way(const dtrain__hub *hub, int peer, const dtrain__stre
     else if (stream->seal != NULL)
         why = "the connection is sealed";
     else if (!dtrain__hub_shares(hub, peer))
-        why = "DTRAIN_TRANSPORT asks for none";
+        why = "the chosen transport asks for none";
     else if (dtrain__without("shm"))
         why = "DTRAIN_WITHOUT names shm";
     snprintf(text, capacity, "%s, no shared memory: %s", local ? "unix socket" : "TCP", why);
@@ -171,7 +171,7 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
     if (hub->transport == DTRAIN__TRANSPORT_SHM && lane->stream.shm.page == NULL) {
         char way[160];
         dtrain__hub_way(hub, handshake->peer, &lane->stream, way, sizeof way);
-        dtrain__hub_note(hub, "DTRAIN_TRANSPORT is shm, but between rank %d and rank %d (%s) there is %s", hub->rank,
+        dtrain__hub_note(hub, "the transport is shm, but between rank %d and rank %d (%s) there is %s", hub->rank,
                          handshake->peer, hub->members[handshake->peer].name, way);
     }
     channel->attend |= lane->stream.again > 0;

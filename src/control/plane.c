@@ -181,8 +181,15 @@ typedef struct dtrain__keys {
     char name[DTRAIN__NAME_BYTES]; /* this process: "pid 4711 (train) on alpha" */
 } dtrain__keys;
 
-/* What moves bytes between processes of one host: DTRAIN_TRANSPORT. ANY: shared memory where it can be had. */
-enum { DTRAIN__TRANSPORT_ANY = 0, DTRAIN__TRANSPORT_TCP, DTRAIN__TRANSPORT_UNIX, DTRAIN__TRANSPORT_SHM };
+/* What moves bytes between processes of one host: desc.transport. ANY: shared memory where it can be had. MPI: those of
+ * all hosts. */
+enum {
+    DTRAIN__TRANSPORT_ANY = 0,
+    DTRAIN__TRANSPORT_TCP,
+    DTRAIN__TRANSPORT_UNIX,
+    DTRAIN__TRANSPORT_SHM,
+    DTRAIN__TRANSPORT_MPI
+};
 
 /* How a world of processes forms. */
 typedef struct dtrain__hub_desc {

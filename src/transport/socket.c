@@ -369,7 +369,7 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     if (tcp && local)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "comm_create: rank %d: DTRAIN_TRANSPORT is tcp and the root is %.200s; give a host and port", hub->rank,
+            "comm_create: rank %d: the transport is tcp and the root is %.200s; give a host and port", hub->rank,
             hub->root);
     if (local)
         hub->root_count += dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
@@ -378,7 +378,7 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     for (int i = 0; i < hub->root_count && !tcp; i++)
         if (dtrain__net_is_local(&hub->root_addresses[i]))
             return dtrain__socket_privately(hub);
-    snprintf(text, sizeof text, tcp ? "DTRAIN_TRANSPORT is tcp" : "%.200s is beyond this host", hub->root);
+    snprintf(text, sizeof text, tcp ? "the transport is tcp" : "%.200s is beyond this host", hub->root);
     return dtrain__socket_closed(hub, text);
 }
 

@@ -296,9 +296,9 @@ TEST(ranks_of_a_host_share_memory_unless_told_not_to)
     meet("shm", "", 1, -1, none);
     meet(NULL, "shm", 0, 0, "no shared memory: DTRAIN_WITHOUT names shm");
     meet(NULL, "memfd", 0, 0, none);
-    meet("tcp", "", 1, 0, "TCP, no shared memory: DTRAIN_TRANSPORT asks for none");
+    meet("tcp", "", 1, 0, "TCP, no shared memory: the chosen transport asks for none");
     if (scene_has_unix())
-        meet("unix", "", 1, 0, "unix socket, no shared memory: DTRAIN_TRANSPORT asks for none");
+        meet("unix", "", 1, 0, "unix socket, no shared memory: the chosen transport asks for none");
     meet(NULL, "", 1, 1, "no shared memory: the connection is sealed");
 }
 
@@ -534,7 +534,7 @@ TEST(a_transport_that_is_none_is_refused)
     CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_TRANSPORT is \"infiniband\"; expected tcp, unix, shm or mpi");
     setenv("DTRAIN_TRANSPORT", "tcp", 1);
     CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_DENIED);
-    CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_TRANSPORT is tcp and there is no token");
+    CHECK_CONTAINS(dtrain_last_error(), "the transport is tcp and there is no token");
     desc.root = "unix:/tmp/dtrain-none";
     CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "give a host and port");
@@ -542,6 +542,15 @@ TEST(a_transport_that_is_none_is_refused)
     setenv("DTRAIN_TRANSPORT", "unix", 1);
     CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_DENIED);
     CHECK_CONTAINS(dtrain_last_error(), "is beyond this host");
+    desc.transport = "tcp"; /* comes before the variable */
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_DENIED);
+    CHECK_CONTAINS(dtrain_last_error(), "the transport is tcp and there is no token");
+    desc.transport = "pigeon";
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "desc.transport is \"pigeon\"; expected tcp, unix, shm or mpi");
+    desc.transport = "mpi";
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_UNSUPPORTED);
+    CHECK_CONTAINS(dtrain_last_error(), "built without DTRAIN_MPI");
     unsetenv("DTRAIN_TRANSPORT");
 }
 
