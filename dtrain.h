@@ -19893,6 +19893,7 @@ struct dtrain__mux_lane {
     int64_t stalled_ns;   /* since when its calls make no progress; 0: they do */
     dtrain_transport own; /* its own streams; send NULL: it has none */
     dtrain__arena *arena; /* NULL: its ranks share no memory */
+    uint32_t shares;      /* they do, as all have found */
 };
 
 struct dtrain__mux {
@@ -21227,7 +21228,18 @@ static dtrain__shared *dtrain__mux_plane_keep(void *self, const unsigned char *v
     int neighbours = 0;
     for (int rank = 0; rank < mux->table.size; rank++)
         neighbours += mux->table.host(mux->table.self, rank) == mux->table.host(mux->table.self, mux->table.rank);
-    return dtrain__arena_keep(&lane->arena, &lane->seat, neighbours > dtrain__os_processors(), verdicts);
+    dtrain__shared *shared =
+        dtrain__arena_keep(&lane->arena, &lane->seat, neighbours > dtrain__os_processors(), verdicts);
+    __atomic_store_n(&lane->shares, shared != NULL, __ATOMIC_SEQ_CST);
+    return shared;
+}
+
+static void dtrain__mux_plane_way(void *self, int rank, char *text, size_t capacity)
+{
+    const dtrain__mux_lane *lane = (const dtrain__mux_lane *)self;
+    (void)rank;
+    snprintf(text, capacity, "%s of the transport, %s", lane->own.send != NULL ? "a stream" : "frames",
+             __atomic_load_n(&lane->shares, __ATOMIC_SEQ_CST) ? "collectives in shared memory" : "no shared memory");
 }
 
 /* A thread that rests is always woken by the doorbell. */
@@ -21240,7 +21252,8 @@ static const dtrain__sharing dtrain__mux_sharing = {dtrain__mux_plane_offer, dtr
                                                     dtrain__mux_plane_keep, dtrain__mux_plane_doze};
 
 static const dtrain__plane dtrain__mux_plane = {
-    0, 1, dtrain__mux_plane_group, dtrain__mux_plane_host, NULL, NULL, NULL, NULL, NULL, NULL, &dtrain__mux_sharing};
+    0,    1,    dtrain__mux_plane_group, dtrain__mux_plane_host, NULL, dtrain__mux_plane_way, NULL, NULL,
+    NULL, NULL, &dtrain__mux_sharing};
 
 /* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
 static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,

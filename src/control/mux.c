@@ -105,6 +105,7 @@ struct dtrain__mux_lane {
     int64_t stalled_ns;   /* since when its calls make no progress; 0: they do */
     dtrain_transport own; /* its own streams; send NULL: it has none */
     dtrain__arena *arena; /* NULL: its ranks share no memory */
+    uint32_t shares;      /* they do, as all have found */
 };
 
 struct dtrain__mux {

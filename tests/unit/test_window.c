@@ -34,6 +34,20 @@ static int is(const float *x, size_t count, float value)
     return i == count;
 }
 
+static int shares(const dtrain_comm *group)
+{
+    return group->shared != NULL && !group->plane->in_process;
+}
+
+/* The trace says how ranks of a transport of the user's own reach each other. */
+static int says_way(const dtrain_comm *world)
+{
+    char way[160] = "";
+    world->plane->way(world->transport.self, 0, way, sizeof way);
+    return strcmp(way, shares(world) ? "frames of the transport, collectives in shared memory"
+                                     : "frames of the transport, no shared memory") == 0;
+}
+
 /* Sums x of all ranks, whose values are 1, 2, ... Returns whether that is right. */
 static int sums(dtrain_comm *group, float *x, size_t count)
 {
@@ -49,20 +63,15 @@ static uint64_t bounced(const dtrain_comm *group)
     return group->rounds;
 }
 
-static int shares(const dtrain_comm *group)
-{
-    return group->shared != NULL && !group->plane->in_process;
-}
-
 static int everywhere(dtrain_comm *world, scene *s)
 {
     int rank = dtrain_comm_rank(world), size = dtrain_comm_size(world);
     float *x = get(world, COUNT), *y = get(world, rank == 1 ? COUNT + 5 : COUNT), *own = (float *)malloc(COUNT * 4);
     void *none = NULL;
-    (void)s;
     CHECK(x != y && is(x, COUNT, 0) && is(y, COUNT, 0));
     CHECK_EQ(dtrain_comm_alloc(world, 0, &none), DTRAIN_OK);
     CHECK(none != NULL || !shares(world));
+    CHECK(s == NULL || s->own == NULL || says_way(world));
     uint64_t before = bounced(world);
     CHECK(sums(world, x, COUNT));
     CHECK(sums(world, x + 7, COUNT - 7));
