@@ -3,7 +3,7 @@
 #ifndef DTRAIN__FROM_MPI
 #define DTRAIN__FROM_MPI
 #include "from_mpi.h"
-#include "../transport/mpi.c"
+#include "../transport/mpi_offload.c"
 #include "own_transport.c"
 
 /* The number of ranks that a launcher has started, by its own account; 0: it does not say. */

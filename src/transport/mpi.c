@@ -50,6 +50,9 @@ typedef struct dtrain__mpi_lane {
     dtrain_allocator heap;
     int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
     pid_t process;
+    dtrain__mpi_flight collective; /* see >>mpi-offload */
+    unsigned char *result;         /* of a collective in place, until it has ended */
+    int *extents;                  /* its counts and offsets, as MPI takes them */
 } dtrain__mpi_lane;
 
 /* Makes a lane. ranks NULL: all of comm. */
@@ -359,6 +362,7 @@ static void dtrain__mpi_lane_destroy(void *self)
             left += dtrain__mpi_ended(&stream->arriving) == 0;
             left += dtrain__mpi_ended(&stream->offering) == 0;
         }
+        left += !dtrain__mpi.failed && dtrain__mpi_ended(&lane->collective) == 0;
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
         dtrain__mpi.failed |= stuck;
         left = dtrain__mpi.failed ? -1 : left;
@@ -376,6 +380,8 @@ static void dtrain__mpi_lane_destroy(void *self)
         dtrain__free(&lane->heap, lane->streams[peer].slots);
         dtrain__free(&lane->heap, lane->streams[peer].stage);
     }
+    dtrain__free(&lane->heap, lane->result);
+    dtrain__free(&lane->heap, lane->extents);
     dtrain_allocator heap = lane->heap;
     dtrain__free(&heap, lane);
 }
@@ -392,6 +398,8 @@ static void dtrain__mpi_table(dtrain_transport *table, dtrain__mpi_lane *lane, i
     table->destroy = dtrain__mpi_lane_destroy;
 }
 
+static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns);
+
 /* Gives a group streams of its own, if MPI has tags for it. */
 static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
 {
@@ -404,6 +412,8 @@ static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ra
     if (made == NULL)
         return DTRAIN_ERR_MEMORY;
     dtrain__mpi_table(lane, made, 0);
+    if (group == 0 && !made->staged)
+        lane->offload = dtrain__mpi_offload;
     return DTRAIN_OK;
 }
 
