@@ -58,6 +58,26 @@ static void sums(dtrain_comm *world, int rounds)
     free(x);
 }
 
+/* Groups that are destroyed as soon as their calls have ended here, which may be before they have at the others. */
+static void short_lives(dtrain_comm *world)
+{
+    int rank = dtrain_comm_rank(world);
+    for (int round = 0; round < ROUNDS; round++) {
+        dtrain_comm *groups[3] = {NULL, NULL, NULL};
+        dtrain_work *work = NULL;
+        float x[100] = {0};
+        expect(dtrain_comm_split(world, (rank + round) % 2, 0, &groups[0]) == DTRAIN_OK, "a split");
+        expect(dtrain_comm_split(world, 0, 0, &groups[1]) == DTRAIN_OK, "a copy");
+        expect(dtrain_comm_split(groups[1], rank / 2, 0, &groups[2]) == DTRAIN_OK, "a split of the copy");
+        for (int i = 0; i < 3; i++) {
+            expect(dtrain_all_reduce_async(groups[i], x, x, 100, DTRAIN_F32, DTRAIN_SUM, &work) == DTRAIN_OK, "a call");
+            expect(dtrain_work_wait(work) == DTRAIN_OK, "its end");
+        }
+        for (int i = 0; i < 3; i++)
+            dtrain_comm_destroy(groups[(i + round) % 3]);
+    }
+}
+
 /* The three that have come end with the reason. */
 static void misses_rank_2(int rank)
 {
@@ -148,6 +168,7 @@ int main(int argc, char **argv)
     if (level == MPI_THREAD_MULTIPLE)
         pthread_join(thread, NULL);
     expect(!bad, "the program's own messages");
+    short_lives(world);
     dtrain_comm_destroy(half);
     dtrain_comm_destroy(world);
     MPI_Finalize();
