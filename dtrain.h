@@ -1650,8 +1650,8 @@ typedef struct dtrain_offload {
  * i of the group is rank ranks[i] of this transport, for i < size. The call does not wait for other members. Messages
  * about ranks that leave and calls that fail still use this table. lanes is provisional: it may change.
  *
- * The call of lanes may also set offload, which runs collectives under DTRAIN_ALGORITHM_MPI. The group's members call
- * it in the same order, one collective at a time, once all of them have made the same call. It returns as send does.
+ * The call of lanes may also set offload, without send and recv if the group needs no streams of its own. It runs
+ * collectives under DTRAIN_ALGORITHM_MPI. The group's members call it in the same order, one collective at a time, once all of them have made the same call. It returns as send does.
  * After DTRAIN_ERR_TIMEOUT it is called again to go on with the same collective. If it is not, the group is broken, and
  * the transport may use the collective's memory until the process ends. offload is provisional, too. */
 typedef struct dtrain_transport {

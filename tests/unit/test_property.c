@@ -8,6 +8,7 @@
 #include "dtrain.h"
 #include "test.h"
 #include "processes.h"
+#include "offload_board.h"
 #include <math.h>
 
 const size_t hook_block_bytes = 5 << 10; /* several blocks at small counts */
@@ -538,6 +539,7 @@ static void *rank_of_messages(void *pointer)
         dtrain__threads_end(&end, r->board, r->rank);
         dtrain_transport transport = end.transport;
         transport.fail = NULL;
+        transport.lanes = r->stage->algorithm == DTRAIN_ALGORITHM_MPI ? offload_lanes : NULL;
         status = dtrain_comm_from_transport(&w, &transport, &r->desc);
     } else {
         r->desc.rank = r->rank;
@@ -562,6 +564,7 @@ static void run_stage(const stage *s, int ranks, int calls)
     run *runs = (run *)calloc((size_t)ranks, sizeof *runs);
     pthread_t threads[MOST_RANKS];
     dtrain__threads_group *board = NULL;
+    offload_begin(ranks);
     if (s->how == ON_BARE_MESSAGES)
         CHECK_EQ(dtrain__threads_create(&board, ranks, NULL), DTRAIN_OK);
     for (int rank = 0; rank < ranks; rank++) {
@@ -588,6 +591,7 @@ static void run_stage(const stage *s, int ranks, int calls)
         TEST_FAIL("%s, %d ranks: %s", s->name, ranks, dtrain_last_error());
     for (int rank = 0; s->how != ON_THREADS && rank < ranks; rank++)
         pthread_join(threads[rank], NULL);
+    CHECK_EQ(offload_board.arrived > 0, s->algorithm == DTRAIN_ALGORITHM_MPI && ranks > 1);
     free(runs);
 }
 
@@ -621,6 +625,7 @@ STAGE(nodes_of_four, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_NODES, DTRAIN_ORDER_TREE
 STAGE(nodes_of_three, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_NODES, DTRAIN_ORDER_TREE, 1, 3)
 STAGE(ring, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_RING, DTRAIN_ORDER_TREE, 1, 0)
 STAGE(double_tree, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_DOUBLE_TREE, DTRAIN_ORDER_TREE, 1, 0)
+STAGE(collectives_of_the_transport, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_MPI, DTRAIN_ORDER_ANY, 1, 0)
 STAGE(tree_over_a_board, ON_THREADS, DTRAIN_ALGORITHM_TREE, DTRAIN_ORDER_TREE, 0, 0)
 STAGE(direct_over_a_board, ON_THREADS, DTRAIN_ALGORITHM_DIRECT, DTRAIN_ORDER_TREE, 0, 0)
 
