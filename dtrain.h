@@ -2584,15 +2584,18 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
  * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that.
  *
  * MPI'S COLLECTIVES, for fabrics with offload: DTRAIN_ALGORITHM_MPI, or DTRAIN_ALGORITHM=mpi in the environment, gives
- * these calls on a world to MPI, blocking or not:
+ * these calls to MPI, blocking or not:
  *
  *   broadcast, all_gather, all_to_all   any dtype; with counts, too
  *   all_reduce, reduce_scatter          with desc.order = DTRAIN_ORDER_ANY: float32, float64 and integers of 32 and 64
  *                                       bits; with counts, if the parts have no gaps; MIN and MAX of integers alone
  *
- * All else stays dtrain's: other calls and dtypes, 2^31 elements and more, and everything under DTRAIN_MPI_STAGED=1. So
- * do groups made from a world. To have MPI's collectives in a smaller group, give its MPI communicator to
- * dtrain_comm_from_mpi. An all-reduce is MPI_Ireduce_scatter, then MPI_Iallgatherv, so all ranks have the same bits.
+ * All else stays dtrain's: other calls and dtypes, 2^31 elements and more, and everything under DTRAIN_MPI_STAGED=1. An
+ * all-reduce is MPI_Ireduce_scatter, then MPI_Iallgatherv, so all ranks have the same bits.
+ *
+ * A group that is made from a world has MPI's collectives if MPI's level is MPI_THREAD_MULTIPLE and the world does not
+ * poll. With its first such call a thread makes a communicator, which MPI keeps until the process ends. If dtrain
+ * initialises MPI, it asks for that level where the first world asks for MPI's collectives.
  *
  * Before each such call the ranks meet by small messages. So calls that differ are found before MPI starts, and so is a
  * missing rank. MPI cannot cancel a call that it has started. If one ends with an error, keep its buffers until the
@@ -27405,6 +27408,7 @@ typedef MPI_Request dtrain__mpi_request;
 typedef MPI_Message dtrain__mpi_message;
 typedef MPI_Datatype dtrain__mpi_datatype;
 typedef MPI_Op dtrain__mpi_op;
+typedef MPI_Group dtrain__mpi_group;
 typedef MPI_Errhandler dtrain__mpi_errhandler;
 typedef MPI_Status dtrain__mpi_status;
 #define DTRAIN__MPI_WORLD MPI_COMM_WORLD
@@ -27428,6 +27432,7 @@ typedef struct dtrain__mpi_request_handle *dtrain__mpi_request;
 typedef struct dtrain__mpi_message_handle *dtrain__mpi_message;
 typedef struct dtrain__mpi_datatype_handle *dtrain__mpi_datatype;
 typedef struct dtrain__mpi_op_handle *dtrain__mpi_op;
+typedef struct dtrain__mpi_group_handle *dtrain__mpi_group;
 typedef struct dtrain__mpi_errhandler_handle *dtrain__mpi_errhandler;
 typedef struct dtrain__mpi_status {
     int source, tag, error, reserved[5];
@@ -27471,6 +27476,10 @@ typedef struct dtrain__mpi_calls {
     int (*Get_count)(const dtrain__mpi_status *status, dtrain__mpi_datatype type, int *count);
     int (*Test)(dtrain__mpi_request *request, int *flag, dtrain__mpi_status *status);
     int (*Error_string)(int code, char *text, int *length);
+    int (*Comm_group)(dtrain__mpi_comm comm, dtrain__mpi_group *group);
+    int (*Group_incl)(dtrain__mpi_group group, int size, const int ranks[], dtrain__mpi_group *members);
+    int (*Group_free)(dtrain__mpi_group *group);
+    int (*Comm_create_group)(dtrain__mpi_comm comm, dtrain__mpi_group group, int tag, dtrain__mpi_comm *made);
     int (*Ireduce_scatter)(const void *in, void *out, const int counts[], dtrain__mpi_datatype type, dtrain__mpi_op op,
                            dtrain__mpi_comm comm, dtrain__mpi_request *request);
     int (*Iallgatherv)(const void *in, int count, dtrain__mpi_datatype in_type, void *out, const int counts[],
@@ -27502,6 +27511,10 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Get_count) \
     DTRAIN__MPI_TAKE(Test) \
     DTRAIN__MPI_TAKE(Error_string) \
+    DTRAIN__MPI_TAKE(Comm_group) \
+    DTRAIN__MPI_TAKE(Group_incl) \
+    DTRAIN__MPI_TAKE(Group_free) \
+    DTRAIN__MPI_TAKE(Comm_create_group) \
     DTRAIN__MPI_TAKE(Ireduce_scatter) \
     DTRAIN__MPI_TAKE(Iallgatherv) \
     DTRAIN__MPI_TAKE(Ibcast) \
@@ -27620,7 +27633,7 @@ static dtrain_status dtrain__mpi_level(int polls)
                                 "DTRAIN_PROGRESS_POLL");
 }
 
-static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
+static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offloads)
 {
     int on = 0, over = 0, level, code;
     dtrain_status status = dtrain__mpi.loaded ? DTRAIN_OK : dtrain__mpi_find();
@@ -27636,7 +27649,8 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
                             "DTRAIN_MPI_HEADER",
                             dtrain__mpi.library);
     if (!on) {
-        code = dtrain__mpi.call.Init_thread(NULL, NULL, DTRAIN__MPI_SERIALIZED, &level);
+        level = offloads && !polls ? DTRAIN__MPI_MULTIPLE : DTRAIN__MPI_SERIALIZED;
+        code = dtrain__mpi.call.Init_thread(NULL, NULL, level, &level);
         if (code != 0)
             return dtrain__mpi_error("Init_thread", code);
         dtrain__mpi.owner = dtrain__os_pid();
@@ -27645,11 +27659,11 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
     return dtrain__mpi_level(polls);
 }
 
-/* Loads MPI. Initialises it if `initialises`, and if the program has not. */
-static dtrain_status dtrain__mpi_ready(int initialises, int polls)
+/* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
+static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
 {
     pthread_mutex_lock(&dtrain__mpi_mutex);
-    dtrain_status status = dtrain__mpi_prepare(initialises, polls);
+    dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
     pthread_mutex_unlock(&dtrain__mpi_mutex);
     return status;
 }
@@ -27696,18 +27710,32 @@ typedef struct dtrain__mpi_stream {
     int64_t heard_ns, told_ns;     /* of the first lane: when a sign of life came last, and when one went */
 } dtrain__mpi_stream;
 
+enum { DTRAIN__MPI_GIVEN = 0, DTRAIN__MPI_LACKING, DTRAIN__MPI_MAKING, DTRAIN__MPI_MADE };
+
+/* A group's communicator for collectives. A thread makes it, as MPI has no call for that which does not block. */
+typedef struct dtrain__mpi_maker {
+    int state; /* DTRAIN__MPI_GIVEN: the lane's comm serves */
+    dtrain__os_thread thread;
+    dtrain__mpi_comm comm;
+    dtrain__mpi_group members;
+    int code;
+    uint32_t done;
+} dtrain__mpi_maker;
+
 typedef struct dtrain__mpi_lane {
     dtrain__mpi_comm comm;
     int tag, size, staged;
     int groups; /* of the first lane: groups with a lower number have tags */
+    int makes;  /* of the first lane: groups can have communicators of their own, see >>mpi-offload */
     int *ranks; /* each member's in comm; the streams follow */
     dtrain__mpi_stream *streams;
     dtrain_allocator heap;
     int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
     pid_t process;
-    dtrain__mpi_flight collective; /* see >>mpi-offload */
-    unsigned char *result;         /* of a collective in place, until it has ended */
-    int *extents;                  /* its counts and offsets, as MPI takes them */
+    dtrain__mpi_maker maker; /* see >>mpi-offload */
+    dtrain__mpi_flight collective;
+    unsigned char *result; /* of a collective in place, until it has ended */
+    int *extents;          /* its counts and offsets, as MPI takes them */
 } dtrain__mpi_lane;
 
 /* Makes a lane. ranks NULL: all of comm. */
@@ -27995,6 +28023,8 @@ static dtrain_status dtrain__mpi_recv(void *self, int peer, void *data, size_t b
     return status;
 }
 
+static int dtrain__mpi_made(dtrain__mpi_lane *lane);
+
 /* Ends what is under way. Messages that do not end keep their memory, as MPI may still use it. */
 static void dtrain__mpi_lane_destroy(void *self)
 {
@@ -28018,6 +28048,7 @@ static void dtrain__mpi_lane_destroy(void *self)
             left += dtrain__mpi_ended(&stream->offering) == 0;
         }
         left += !dtrain__mpi.failed && dtrain__mpi_ended(&lane->collective) == 0;
+        left += !dtrain__mpi.failed && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
         dtrain__mpi.failed |= stuck;
         left = dtrain__mpi.failed ? -1 : left;
@@ -28067,7 +28098,8 @@ static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ra
     if (made == NULL)
         return DTRAIN_ERR_MEMORY;
     dtrain__mpi_table(lane, made, 0);
-    if (group == 0 && !made->staged)
+    made->maker.state = group == 0 ? DTRAIN__MPI_GIVEN : DTRAIN__MPI_LACKING;
+    if (!made->staged && (group == 0 || all->makes))
         lane->offload = dtrain__mpi_offload;
     return DTRAIN_OK;
 }
@@ -28137,15 +28169,18 @@ static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, in
 }
 
 /* Makes the table of this rank over a copy of a communicator. */
-static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int64_t heartbeat_ns)
+static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int polls,
+                                          int64_t heartbeat_ns)
 {
-    int rank = 0, size = 0, flag = 0, *most = NULL;
+    int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
     pthread_mutex_lock(&dtrain__mpi_mutex);
     int code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
     if (code == 0)
         code = dtrain__mpi.call.Comm_rank(comm, &rank);
     if (code == 0)
         code = dtrain__mpi.call.Comm_size(comm, &size);
+    if (code == 0)
+        code = dtrain__mpi.call.Query_thread(&level);
     if (code == 0)
         code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
     if (code != 0)
@@ -28157,6 +28192,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     if (lane == NULL)
         return DTRAIN_ERR_MEMORY;
     lane->groups = (flag ? *most : 32767) / 2 - 1;
+    lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
     lane->heartbeat_ns = heartbeat_ns;
     pthread_mutex_lock(&dtrain__mpi_mutex);
     dtrain__mpi.worlds++;
@@ -28168,7 +28204,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
 }
 
 /* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
-static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int64_t timeout_ms,
+static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int polls, int64_t timeout_ms,
                                       int64_t heartbeat_ms)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
@@ -28177,7 +28213,8 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a copy of the communicator");
     if (!dtrain__mpi_copied(copy, given, timeout_ms != 0 ? timeout_ms : 60000))
         return dtrain__thread_error.status; /* MPI may still write to the copy */
-    dtrain_status status = dtrain__mpi_describe(table, copy->comm, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
+    dtrain_status status =
+        dtrain__mpi_describe(table, copy->comm, polls, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
     dtrain__free(&heap, copy);
     return status;
 }
@@ -28187,7 +28224,10 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
 /* ---- >>mpi-offload ----
  * MPI's own collectives, for DTRAIN_ALGORITHM_MPI. Each is a call that does not block, and is asked again and again
  * whether it has ended. MPI cannot cancel it. One that is given up keeps its memory: the caller's, and that of the
- * lane. dtrain's messages have the same communicator, which MPI keeps apart. */
+ * lane.
+ *
+ * On a world they run on the communicator that dtrain's messages have, as MPI keeps the two apart. A group that is made
+ * from it has a communicator of its own from its first such call on. */
 #ifndef DTRAIN__MPI_OFFLOAD
 #define DTRAIN__MPI_OFFLOAD
 
@@ -28265,37 +28305,100 @@ static dtrain_status dtrain__mpi_offload_room(dtrain__mpi_lane *lane, const dtra
     return DTRAIN_OK;
 }
 
-/* Gives a collective to MPI. */
+static void dtrain__mpi_make(void *pointer)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)pointer;
+    dtrain__mpi_maker *maker = &lane->maker;
+    maker->code = dtrain__mpi.call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
+    __atomic_store_n(&maker->done, 1, __ATOMIC_RELEASE);
+}
+
+/* Whether the thread has ended; it holds no lock of dtrain's, as MPI's level is MULTIPLE. */
+static int dtrain__mpi_made(dtrain__mpi_lane *lane)
+{
+    if (!__atomic_load_n(&lane->maker.done, __ATOMIC_ACQUIRE))
+        return 0;
+    dtrain__os_thread_join(&lane->maker.thread);
+    lane->maker.state = DTRAIN__MPI_MADE;
+    return 1;
+}
+
+/* Starts to make the group's communicator. */
+static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
+{
+    const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
+    dtrain__mpi_maker *maker = &lane->maker;
+    dtrain__mpi_group all;
+    int code = mpi->Comm_group(lane->comm, &all);
+    if (code == 0)
+        code = mpi->Group_incl(all, lane->size, lane->ranks, &maker->members);
+    if (code == 0)
+        code = mpi->Group_free(&all);
+    if (code != 0)
+        return dtrain__mpi_error("Group_incl", code);
+    code = dtrain__os_thread_start(&maker->thread, dtrain__mpi_make, lane, (size_t)1 << 20);
+    if (code != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "MPI: the system refused a thread that makes a communicator (%s); choose another "
+                            "algorithm than MPI",
+                            strerror(code));
+    maker->state = DTRAIN__MPI_MAKING;
+    return DTRAIN_OK;
+}
+
+/* Looks for the communicator of the lane's collectives. *ready 0: it is being made. */
+static dtrain_status dtrain__mpi_find_comm(dtrain__mpi_lane *lane, dtrain__mpi_comm *comm, int *ready)
+{
+    dtrain__mpi_maker *maker = &lane->maker;
+    dtrain_status status = maker->state == DTRAIN__MPI_LACKING ? dtrain__mpi_make_begin(lane) : DTRAIN_OK;
+    *comm = maker->state == DTRAIN__MPI_GIVEN ? lane->comm : maker->comm;
+    *ready = maker->state != DTRAIN__MPI_MAKING;
+    if (status != DTRAIN_OK || *ready || !dtrain__mpi_made(lane))
+        return status;
+    dtrain__mpi.call.Group_free(&maker->members);
+    *comm = maker->comm;
+    *ready = 1;
+    if (maker->code == 0)
+        maker->code = dtrain__mpi.call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
+    return maker->code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_create_group", maker->code);
+}
+
+/* Gives a collective to MPI, once there is a communicator for it. */
 static dtrain_status dtrain__mpi_offload_begin(dtrain__mpi_lane *lane, const dtrain_offload *call)
 {
     const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
     dtrain__mpi_flight *flight = &lane->collective;
     int n = lane->size, code, same = call->in == call->out;
     const char *name;
+    dtrain__mpi_comm comm;
+    int ready;
     dtrain__mpi_datatype type = dtrain__mpi_type(call->dtype, call->kind == DTRAIN_OFFLOAD_REDUCE_SCATTER);
-    dtrain_status status = dtrain__mpi_offload_room(lane, call);
+    dtrain_status status = dtrain__mpi_find_comm(lane, &comm, &ready);
+    if (status != DTRAIN_OK || !ready)
+        return status;
+    status = dtrain__mpi_offload_room(lane, call);
     int *parts = lane->extents, *others = parts + 2 * n;
     if (status != DTRAIN_OK)
         return status;
     switch (call->kind) {
     case DTRAIN_OFFLOAD_REDUCE_SCATTER:
         name = "Ireduce_scatter";
-        code = mpi->Ireduce_scatter(call->in, flight->memory, parts, type, dtrain__mpi_op_of(call->op), lane->comm,
+        code = mpi->Ireduce_scatter(call->in, flight->memory, parts, type, dtrain__mpi_op_of(call->op), comm,
                                     &flight->request);
         break;
     case DTRAIN_OFFLOAD_ALL_GATHER:
         name = "Iallgatherv";
-        code = mpi->Iallgatherv(DTRAIN__MPI_IN_PLACE, 0, type, call->out, parts, parts + n, type, lane->comm,
-                                &flight->request);
+        code =
+            mpi->Iallgatherv(DTRAIN__MPI_IN_PLACE, 0, type, call->out, parts, parts + n, type, comm, &flight->request);
         break;
     case DTRAIN_OFFLOAD_BROADCAST:
         name = "Ibcast";
-        code = mpi->Ibcast(call->out, (int)call->count, type, call->root, lane->comm, &flight->request);
+        code = mpi->Ibcast(call->out, (int)call->count, type, call->root, comm, &flight->request);
         break;
     default:
         name = "Ialltoallv";
         code = mpi->Ialltoallv(same ? DTRAIN__MPI_IN_PLACE : call->in, parts, parts + n, type, call->out, others,
-                               others + n, type, lane->comm, &flight->request);
+                               others + n, type, comm, &flight->request);
     }
     if (code != 0)
         return dtrain__mpi_error(name, code);
@@ -28313,7 +28416,7 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
         if (lane->collective.bytes == 0)
             status = dtrain__mpi_offload_begin(lane, call);
         if (status == DTRAIN_OK)
-            ended = dtrain__mpi_ended(&lane->collective);
+            ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
         pthread_mutex_unlock(&dtrain__mpi_mutex);
         if (ended < 0)
             return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;
@@ -28372,15 +28475,22 @@ static int64_t dtrain__from_mpi_heartbeat(const dtrain_comm_desc *desc)
     return desc->heartbeat_ms != 0 ? desc->heartbeat_ms : desc->progress == DTRAIN_PROGRESS_POLL ? -1 : 15000;
 }
 
+/* Whether some calls may go to MPI's collectives. Then groups need MPI_THREAD_MULTIPLE to make communicators. */
+static int dtrain__from_mpi_offloads(const dtrain_comm_desc *desc)
+{
+    const char *asked = getenv("DTRAIN_ALGORITHM");
+    return desc->algorithm == DTRAIN_ALGORITHM_MPI || (asked != NULL && strstr(asked, "mpi") != NULL);
+}
+
 /* Makes the world of DTRAIN_TRANSPORT=mpi. */
 static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
     dtrain_transport table;
     const char *from;
-    int launched = dtrain__from_mpi_launched(&from);
-    dtrain_status status = dtrain__mpi_ready(1, desc->progress == DTRAIN_PROGRESS_POLL);
+    int launched = dtrain__from_mpi_launched(&from), polls = desc->progress == DTRAIN_PROGRESS_POLL;
+    dtrain_status status = dtrain__mpi_ready(1, polls, dtrain__from_mpi_offloads(desc));
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
+        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, polls, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     if (status != DTRAIN_OK)
         return status;
     if (table.size == 1 && launched > 1) {
@@ -28406,9 +28516,10 @@ DTRAIN_API dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *ha
     dtrain_status status = dtrain__create_check_desc(&desc);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__mpi_ready(0, desc->progress == DTRAIN_PROGRESS_POLL);
+    int polls = desc->progress == DTRAIN_PROGRESS_POLL;
+    status = dtrain__mpi_ready(0, polls, 0);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, given, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
+        status = dtrain__mpi_open(&table, given, polls, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     return status == DTRAIN_OK ? dtrain__from_mpi_make(comm, &table, desc) : status;
 }
 

@@ -18,15 +18,18 @@
  * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that.
  *
  * MPI'S COLLECTIVES, for fabrics with offload: DTRAIN_ALGORITHM_MPI, or DTRAIN_ALGORITHM=mpi in the environment, gives
- * these calls on a world to MPI, blocking or not:
+ * these calls to MPI, blocking or not:
  *
  *   broadcast, all_gather, all_to_all   any dtype; with counts, too
  *   all_reduce, reduce_scatter          with desc.order = DTRAIN_ORDER_ANY: float32, float64 and integers of 32 and 64
  *                                       bits; with counts, if the parts have no gaps; MIN and MAX of integers alone
  *
- * All else stays dtrain's: other calls and dtypes, 2^31 elements and more, and everything under DTRAIN_MPI_STAGED=1. So
- * do groups made from a world. To have MPI's collectives in a smaller group, give its MPI communicator to
- * dtrain_comm_from_mpi. An all-reduce is MPI_Ireduce_scatter, then MPI_Iallgatherv, so all ranks have the same bits.
+ * All else stays dtrain's: other calls and dtypes, 2^31 elements and more, and everything under DTRAIN_MPI_STAGED=1. An
+ * all-reduce is MPI_Ireduce_scatter, then MPI_Iallgatherv, so all ranks have the same bits.
+ *
+ * A group that is made from a world has MPI's collectives if MPI's level is MPI_THREAD_MULTIPLE and the world does not
+ * poll. With its first such call a thread makes a communicator, which MPI keeps until the process ends. If dtrain
+ * initialises MPI, it asks for that level where the first world asks for MPI's collectives.
  *
  * Before each such call the ranks meet by small messages. So calls that differ are found before MPI starts, and so is a
  * missing rank. MPI cannot cancel a call that it has started. If one ends with an error, keep its buffers until the

@@ -1,7 +1,10 @@
 /* ---- >>mpi-offload ----
  * MPI's own collectives, for DTRAIN_ALGORITHM_MPI. Each is a call that does not block, and is asked again and again
  * whether it has ended. MPI cannot cancel it. One that is given up keeps its memory: the caller's, and that of the
- * lane. dtrain's messages have the same communicator, which MPI keeps apart. */
+ * lane.
+ *
+ * On a world they run on the communicator that dtrain's messages have, as MPI keeps the two apart. A group that is made
+ * from it has a communicator of its own from its first such call on. */
 #ifndef DTRAIN__MPI_OFFLOAD
 #define DTRAIN__MPI_OFFLOAD
 #include "mpi.c"
@@ -80,37 +83,100 @@ static dtrain_status dtrain__mpi_offload_room(dtrain__mpi_lane *lane, const dtra
     return DTRAIN_OK;
 }
 
-/* Gives a collective to MPI. */
+static void dtrain__mpi_make(void *pointer)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)pointer;
+    dtrain__mpi_maker *maker = &lane->maker;
+    maker->code = dtrain__mpi.call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
+    __atomic_store_n(&maker->done, 1, __ATOMIC_RELEASE);
+}
+
+/* Whether the thread has ended; it holds no lock of dtrain's, as MPI's level is MULTIPLE. */
+static int dtrain__mpi_made(dtrain__mpi_lane *lane)
+{
+    if (!__atomic_load_n(&lane->maker.done, __ATOMIC_ACQUIRE))
+        return 0;
+    dtrain__os_thread_join(&lane->maker.thread);
+    lane->maker.state = DTRAIN__MPI_MADE;
+    return 1;
+}
+
+/* Starts to make the group's communicator. */
+static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
+{
+    const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
+    dtrain__mpi_maker *maker = &lane->maker;
+    dtrain__mpi_group all;
+    int code = mpi->Comm_group(lane->comm, &all);
+    if (code == 0)
+        code = mpi->Group_incl(all, lane->size, lane->ranks, &maker->members);
+    if (code == 0)
+        code = mpi->Group_free(&all);
+    if (code != 0)
+        return dtrain__mpi_error("Group_incl", code);
+    code = dtrain__os_thread_start(&maker->thread, dtrain__mpi_make, lane, (size_t)1 << 20);
+    if (code != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "MPI: the system refused a thread that makes a communicator (%s); choose another "
+                            "algorithm than MPI",
+                            strerror(code));
+    maker->state = DTRAIN__MPI_MAKING;
+    return DTRAIN_OK;
+}
+
+/* Looks for the communicator of the lane's collectives. *ready 0: it is being made. */
+static dtrain_status dtrain__mpi_find_comm(dtrain__mpi_lane *lane, dtrain__mpi_comm *comm, int *ready)
+{
+    dtrain__mpi_maker *maker = &lane->maker;
+    dtrain_status status = maker->state == DTRAIN__MPI_LACKING ? dtrain__mpi_make_begin(lane) : DTRAIN_OK;
+    *comm = maker->state == DTRAIN__MPI_GIVEN ? lane->comm : maker->comm;
+    *ready = maker->state != DTRAIN__MPI_MAKING;
+    if (status != DTRAIN_OK || *ready || !dtrain__mpi_made(lane))
+        return status;
+    dtrain__mpi.call.Group_free(&maker->members);
+    *comm = maker->comm;
+    *ready = 1;
+    if (maker->code == 0)
+        maker->code = dtrain__mpi.call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
+    return maker->code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_create_group", maker->code);
+}
+
+/* Gives a collective to MPI, once there is a communicator for it. */
 static dtrain_status dtrain__mpi_offload_begin(dtrain__mpi_lane *lane, const dtrain_offload *call)
 {
     const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
     dtrain__mpi_flight *flight = &lane->collective;
     int n = lane->size, code, same = call->in == call->out;
     const char *name;
+    dtrain__mpi_comm comm;
+    int ready;
     dtrain__mpi_datatype type = dtrain__mpi_type(call->dtype, call->kind == DTRAIN_OFFLOAD_REDUCE_SCATTER);
-    dtrain_status status = dtrain__mpi_offload_room(lane, call);
+    dtrain_status status = dtrain__mpi_find_comm(lane, &comm, &ready);
+    if (status != DTRAIN_OK || !ready)
+        return status;
+    status = dtrain__mpi_offload_room(lane, call);
     int *parts = lane->extents, *others = parts + 2 * n;
     if (status != DTRAIN_OK)
         return status;
     switch (call->kind) {
     case DTRAIN_OFFLOAD_REDUCE_SCATTER:
         name = "Ireduce_scatter";
-        code = mpi->Ireduce_scatter(call->in, flight->memory, parts, type, dtrain__mpi_op_of(call->op), lane->comm,
+        code = mpi->Ireduce_scatter(call->in, flight->memory, parts, type, dtrain__mpi_op_of(call->op), comm,
                                     &flight->request);
         break;
     case DTRAIN_OFFLOAD_ALL_GATHER:
         name = "Iallgatherv";
-        code = mpi->Iallgatherv(DTRAIN__MPI_IN_PLACE, 0, type, call->out, parts, parts + n, type, lane->comm,
-                                &flight->request);
+        code =
+            mpi->Iallgatherv(DTRAIN__MPI_IN_PLACE, 0, type, call->out, parts, parts + n, type, comm, &flight->request);
         break;
     case DTRAIN_OFFLOAD_BROADCAST:
         name = "Ibcast";
-        code = mpi->Ibcast(call->out, (int)call->count, type, call->root, lane->comm, &flight->request);
+        code = mpi->Ibcast(call->out, (int)call->count, type, call->root, comm, &flight->request);
         break;
     default:
         name = "Ialltoallv";
         code = mpi->Ialltoallv(same ? DTRAIN__MPI_IN_PLACE : call->in, parts, parts + n, type, call->out, others,
-                               others + n, type, lane->comm, &flight->request);
+                               others + n, type, comm, &flight->request);
     }
     if (code != 0)
         return dtrain__mpi_error(name, code);
@@ -128,7 +194,7 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
         if (lane->collective.bytes == 0)
             status = dtrain__mpi_offload_begin(lane, call);
         if (status == DTRAIN_OK)
-            ended = dtrain__mpi_ended(&lane->collective);
+            ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
         pthread_mutex_unlock(&dtrain__mpi_mutex);
         if (ended < 0)
             return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;

@@ -91,6 +91,8 @@ under() { # name suffix
     for ranks in 1 2 3 4; do
         DTRAIN_TRANSPORT=mpi timeout 300 $launch $ranks "$here/property$suffix" ranks_of_mpi >"$logs" 2>&1
         check $? "$name: random calls on $ranks ranks have the reference's results"
+        DTRAIN_TRANSPORT=mpi timeout 300 $launch $ranks "$here/property$suffix" collectives_of_mpi >"$logs" 2>&1
+        check $? "$name: so they have by MPI's collectives, on $ranks ranks and on halves of them"
     done
     DTRAIN_MPI_STAGED=1 DTRAIN_TRANSPORT=mpi timeout 300 $launch 3 "$here/property$suffix" ranks_of_mpi >"$logs" 2>&1
     check $? "$name: so they have where all bytes are staged"

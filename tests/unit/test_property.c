@@ -662,62 +662,78 @@ static int ran_on_mpi(dtrain_comm *w)
            strcmp(dtrain__op_algorithm_name(record.call.algorithm), "mpi") == 0;
 }
 
-/* MPI adds in any order: a sum that depends on it has the same bits on all ranks. Calls that MPI lacks are dtrain's. */
-static void calls_of_mpi(dtrain_comm *w)
+/* MPI adds in any order: a sum that depends on it has the same bits on all ranks. Calls that MPI lacks are dtrain's,
+ * and all of them where it has no communicator. */
+static void calls_of_mpi(dtrain_comm *w, int has_none)
 {
     enum { COUNT = 5003 };
     static float x[COUNT], y[COUNT];
-    int rank = dtrain_comm_rank(w), alone = dtrain_comm_size(w) == 1;
+    int rank = dtrain_comm_rank(w), ours = dtrain_comm_size(w) == 1 || has_none;
     for (int i = 0; i < COUNT; i++)
         x[i] = ldexpf((float)(draw(seed_of_run + (uint64_t)rank, (uint64_t)i) >> 40), (int)(i + 7 * rank) % 40);
     CHECK_EQ(dtrain_all_reduce(w, x, y, COUNT, DTRAIN_F32, DTRAIN_MEAN), DTRAIN_OK);
-    CHECK(ran_on_mpi(w) != alone);
+    CHECK(ran_on_mpi(w) != ours);
     CHECK_EQ(dtrain_comm_check_equal(w, y, COUNT, DTRAIN_F32), DTRAIN_OK);
-    CHECK(ran_on_mpi(w) != alone);
+    CHECK(ran_on_mpi(w) != ours);
     CHECK_EQ(dtrain_all_reduce(w, x, x, COUNT, DTRAIN_F32, DTRAIN_MEAN), DTRAIN_OK);
     CHECK_EQ(memcmp(x, y, sizeof x), 0);
     CHECK_EQ(dtrain_broadcast(w, x, COUNT, DTRAIN_BF16, 0), DTRAIN_OK);
-    CHECK(ran_on_mpi(w) != alone);
+    CHECK(ran_on_mpi(w) != ours);
     CHECK_EQ(dtrain_all_reduce(w, x, x, COUNT, DTRAIN_BF16, DTRAIN_SUM), DTRAIN_OK);
     CHECK(!ran_on_mpi(w));
     CHECK_EQ(dtrain_all_reduce(w, x, x, COUNT, DTRAIN_F32, DTRAIN_MIN), DTRAIN_OK);
     CHECK(!ran_on_mpi(w));
     CHECK_EQ(dtrain_all_reduce(w, x, x, COUNT, DTRAIN_I32, DTRAIN_MIN), DTRAIN_OK);
-    CHECK(ran_on_mpi(w) != alone);
+    CHECK(ran_on_mpi(w) != ours);
 }
 
-/* Under mpiexec, with DTRAIN_TRANSPORT=mpi: tests/interop/mpi.sh does that. */
-TEST(ranks_of_mpi)
+/* Random calls on a world of MPI's and on halves of it, with a service thread and without. */
+static void calls_over_mpi(dtrain_algorithm algorithm)
 {
-    static const dtrain_algorithm algorithms[] = {DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_TREE, DTRAIN_ALGORITHM_DIRECT,
-                                                  DTRAIN_ALGORITHM_HALVING_DOUBLING, DTRAIN_ALGORITHM_MPI};
     const char *transport = getenv("DTRAIN_TRANSPORT");
+    int theirs = algorithm == DTRAIN_ALGORITHM_MPI, staged = getenv("DTRAIN_MPI_STAGED") != NULL;
     if (transport == NULL || strcmp(transport, "mpi") != 0) {
         printf("skipped: DTRAIN_TRANSPORT is not mpi\n");
         return;
     }
-    for (int i = 0; i < 10; i++) {
-        int theirs = algorithms[i / 2] == DTRAIN_ALGORITHM_MPI;
-        stage one = {"mpi", ON_TCP, algorithms[i / 2], theirs ? DTRAIN_ORDER_ANY : DTRAIN_ORDER_TREE, theirs, 0, 0};
+    for (int polls = 0; polls < 2; polls++) {
+        stage one = {"mpi", ON_TCP, algorithm, theirs ? DTRAIN_ORDER_ANY : DTRAIN_ORDER_TREE, theirs, 0, 0};
         run r = {&one, 100, 0, 0, NULL, "", {0}};
         dtrain_comm *world = NULL, *half = NULL;
         r.desc.algorithm = one.algorithm;
         r.desc.order = one.order;
-        r.desc.progress = i % 2 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        r.desc.progress = polls ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
         if (dtrain_comm_create(&world, &r.desc) != DTRAIN_OK) {
             TEST_FAIL("%s", dtrain_last_error());
             return;
         }
         CHECK_EQ(calls_of_a_rank(world, &r), DTRAIN_OK);
-        if (theirs && getenv("DTRAIN_MPI_STAGED") == NULL)
-            calls_of_mpi(world);
         int rank = dtrain_comm_rank(world);
         CHECK_EQ(dtrain_comm_split(world, rank % 2, -rank, &half), DTRAIN_OK);
         CHECK_EQ(calls_of_a_rank(half, &r), DTRAIN_OK);
+        if (theirs) {
+            calls_of_mpi(world, staged);
+            calls_of_mpi(half, staged || polls);
+        }
         dtrain_comm_destroy(half);
         CHECK_EQ(calls_of_a_rank(world, &r), DTRAIN_OK);
         dtrain_comm_destroy(world);
     }
+}
+
+/* Under mpiexec, with DTRAIN_TRANSPORT=mpi: tests/interop/mpi.sh does that. */
+TEST(ranks_of_mpi)
+{
+    calls_over_mpi(DTRAIN_ALGORITHM_AUTO);
+    calls_over_mpi(DTRAIN_ALGORITHM_TREE);
+    calls_over_mpi(DTRAIN_ALGORITHM_DIRECT);
+    calls_over_mpi(DTRAIN_ALGORITHM_HALVING_DOUBLING);
+}
+
+/* In a process of its own, as MPI is initialised for it. */
+TEST(collectives_of_mpi)
+{
+    calls_over_mpi(DTRAIN_ALGORITHM_MPI);
 }
 
 TEST(worlds_of_64_and_200_on_small_stacks)
