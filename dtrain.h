@@ -177,9 +177,11 @@
  *     DTRAIN_LISTEN_FD        rank 0: number of a listening socket that the launcher has opened at DTRAIN_ROOT
  *
  *     DTRAIN_MPI_LIBRARY      path of a library with the standard ABI of MPI
+ *     DTRAIN_MPI_SHM          0: MPI moves all bytes, also inside a host
  *     DTRAIN_MPI_STAGED       1: MPI never uses the caller's memory
  *     DTRAIN_NODE_RANKS       ranks on each host
- *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms
+ *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms; `mpi`:
+ *                             MPI's own collectives, see >>from_mpi
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
  *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
@@ -1582,6 +1584,32 @@ typedef struct dtrain_transfer {
     int more;     /* sending: more bytes to the same peer follow at once, so a transport may wait for them */
 } dtrain_transfer;
 
+/* A rank's part of a vector, in elements. */
+typedef struct dtrain_extent {
+    size_t begin, count;
+} dtrain_extent;
+
+typedef enum dtrain_offload_kind {
+    DTRAIN_OFFLOAD_REDUCE_SCATTER = 1601, /* parts without gaps; out gets this rank's, and may be its place in in */
+    DTRAIN_OFFLOAD_ALL_GATHER,            /* out holds this rank's part; in is not read */
+    DTRAIN_OFFLOAD_BROADCAST,             /* of `count` elements of out; in is not read */
+    DTRAIN_OFFLOAD_ALL_TO_ALL             /* from parts of in to others of out; in may be out, with equal parts */
+} dtrain_offload_kind;
+
+/* A collective for a transport to run. Reductions are of DTRAIN_F32 and DTRAIN_F64 without DTRAIN_MIN, DTRAIN_MAX and
+ * DTRAIN_MEAN, and of integers of 32 and 64 bits. */
+typedef struct dtrain_offload {
+    dtrain_offload_kind kind;
+    dtrain_dtype dtype;
+    dtrain_op op; /* of a reduce-scatter */
+    int rank;     /* of the caller in the group */
+    int root;     /* of a broadcast */
+    size_t count; /* of a broadcast */
+    const void *in;
+    void *out;
+    const dtrain_extent *parts, *others; /* one for each rank; they stay until the collective has ended */
+} dtrain_offload;
+
 /* One rank's end of a transport. send and recv are required; every other function may be NULL.
  *
  * send and recv move up to `bytes` bytes of the stream to or from `peer`. Every return sets *moved to how many moved:
@@ -1609,6 +1637,7 @@ typedef struct dtrain_transfer {
  *   lanes      see below
  *   host       returns a number that ranks of one host have in common, and 0 where it is not known; always the same.
  *              Groups of ranks of a host then share memory for their collectives, if the system lets them
+ *   offload    see below
  *   destroy    called once, when the last group of the transport is destroyed
  *
  * If alive returns 0, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status too.
@@ -1619,10 +1648,17 @@ typedef struct dtrain_transfer {
  * peer sends more than that to a group from which nobody here receives, the waiting call ends with DTRAIN_ERR_MEMORY.
  * So receive from groups in the order in which peers send.
  *
- * With lanes, a group has streams of its own, without frames, copies or kept bytes. The world is group 0. The call fills the table `lane`:
- * self, send, recv and, if you like, exchange and destroy. `group` names the group and is the same on all members. Rank
- * i of the group is rank ranks[i] of this transport, for i < size. The call does not wait for other members. Messages
- * about ranks that leave and calls that fail still use this table. lanes is provisional: it may change. */
+ * With lanes, a group has streams of its own, without frames, copies or kept bytes. The world is group 0. The call
+ * fills the table `lane`: self, send, recv and, if you like, exchange and destroy. `group` names the group and is the
+ * same on all members. Rank i of the group is rank ranks[i] of this transport, for i < size. The call does not wait for
+ * other members. Messages about ranks that leave and calls that fail still use this table. lanes is provisional: it may
+ * change.
+ *
+ * The call of lanes may also set offload, without send and recv if the group needs no streams of its own. It runs
+ * collectives under DTRAIN_ALGORITHM_MPI. The group's members call it in the same order, one collective at a time, once
+ * all of them have made the same call. It returns as send does. After DTRAIN_ERR_TIMEOUT it is called again to go on
+ * with the same collective. If it is not, the group is broken, and the transport may use the collective's memory until
+ * the process ends. offload is provisional, too. */
 typedef struct dtrain_transport {
     void *self; /* passed to every function */
     int rank;
@@ -1638,6 +1674,7 @@ typedef struct dtrain_transport {
     int (*alive)(void *self, int peer);
     dtrain_status (*lanes)(void *self, uint64_t group, const int *ranks, int size, struct dtrain_transport *lane);
     uint64_t (*host)(void *self, int rank);
+    dtrain_status (*offload)(void *self, const dtrain_offload *call, int64_t deadline_ns);
 } dtrain_transport;
 
 #ifdef __cplusplus
@@ -1710,7 +1747,7 @@ typedef enum dtrain_order {
 /* How a collective moves its data. If a collective has no such form for this number of ranks, the library chooses one.
  *
  * RING and DOUBLE_TREE add in an order of their own. NODES does so if the number of ranks in a node is no power of two.
- * The others add in the tree order.
+ * MPI adds in any order, and so it has reductions under DTRAIN_ORDER_ANY alone. The others add in the tree order.
  *
  * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; RING: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2),
  * 2009; BRUCK: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; DOUBLE_TREE: Sanders, Speck, Traeff,
@@ -1725,7 +1762,8 @@ typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_DIRECT,             /* every pair of ranks exchanges once */
     DTRAIN_ALGORITHM_BRUCK,              /* every rank gets all inputs in few steps and folds them itself */
     DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside each node, then between the nodes' first ranks */
-    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces alternate between two trees */
+    DTRAIN_ALGORITHM_DOUBLE_TREE,        /* all_reduce: pieces alternate between two trees */
+    DTRAIN_ALGORITHM_MPI                 /* a group over MPI: MPI's own collectives, see >>from_mpi */
 } dtrain_algorithm;
 
 /* Who drives async work, and the connections between processes. */
@@ -2535,8 +2573,8 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
 
 /* ---- >>from_mpi ----
  * Groups over MPI. Define DTRAIN_MPI to have them. dtrain moves its bytes by messages of MPI, so it runs on every fabric
- * that MPI drives. The collectives are dtrain's own, with the same bits as everywhere. Groups whose ranks all share a
- * host do them in shared memory.
+ * that MPI drives. Unless you ask for MPI's, the collectives are dtrain's own, with the same bits as everywhere. Groups
+ * whose ranks all share a host do them in shared memory.
  *
  * dtrain_comm_create takes MPI where DTRAIN_TRANSPORT=mpi is set, or desc.transport is "mpi": rank and size are then
  * MPI's. It initialises MPI, and finalises it at exit, unless the program does. The library is loaded at run time:
@@ -2553,6 +2591,24 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
  *
  * Making a world waits for all its ranks, also in dtrain_comm_create_async. Each world keeps a communicator of MPI until
  * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that.
+ *
+ * MPI'S COLLECTIVES, for fabrics with offload: DTRAIN_ALGORITHM_MPI, or DTRAIN_ALGORITHM=mpi in the environment, gives
+ * these calls to MPI, blocking or not:
+ *
+ *   broadcast, all_gather, all_to_all   any dtype; with counts, too
+ *   all_reduce, reduce_scatter          with desc.order = DTRAIN_ORDER_ANY: float32, float64 and integers of 32 and 64
+ *                                       bits; with counts, if the parts have no gaps; MIN and MAX of integers alone
+ *
+ * All else stays dtrain's: other calls and dtypes, 2^31 elements and more, and everything under DTRAIN_MPI_STAGED=1. An
+ * all-reduce is MPI_Ireduce_scatter, then MPI_Iallgatherv, so all ranks have the same bits.
+ *
+ * A group that is made from a world has MPI's collectives if MPI's level is MPI_THREAD_MULTIPLE and the world does not
+ * poll. With its first such call a thread makes a communicator, which MPI keeps until the process ends. If dtrain
+ * initialises MPI, it asks for that level where the first world asks for MPI's collectives.
+ *
+ * Before each such call the ranks meet by small messages. So calls that differ are found before MPI starts, and so is a
+ * missing rank. MPI cannot cancel a call that it has started. If one ends with an error, keep its buffers until the
+ * process ends.
  *
  * Two calls of MPI have no deadline: MPI_Init_thread, and MPI_Finalize at exit. If a rank dies, most launchers end the
  * whole job. Open MPI's lets survivors go on with --enable-recovery: they get DTRAIN_ERR_PEER_LOST once the rank has
@@ -20771,6 +20827,8 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
             return status;
         moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
         dtrain__mux_enter(mux);
+        if (status == DTRAIN_ERR_TIMEOUT && !moved) /* before it is looked who has left */
+            dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         int left = dtrain__membership_left(lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
         lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
         int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
@@ -20778,7 +20836,7 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
             dtrain__mux_lost(lane, lane->seat.worlds[lost], status,
                              dtrain__thread_error.status == status ? dtrain__thread_error.text
                                                                    : "its end of the transport is closed");
-        else if (!moved)
+        else if (status != DTRAIN_ERR_TIMEOUT && !moved)
             dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
         status = waits && !dtrain__membership_broken(lane->seat.members) ? DTRAIN_ERR_TIMEOUT
@@ -20808,6 +20866,26 @@ static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_t
         mux->crowded_ns = others ? now + DTRAIN__MUX_CROWDED_NS : mux->crowded_ns;
         dtrain__mux_exit(mux);
         if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
+            return status;
+    }
+}
+
+/* Runs a collective by the lane's own means, and serves the other lanes meanwhile. */
+static dtrain_status dtrain__mux_offload(void *self, const dtrain_offload *call, int64_t deadline_ns)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    for (;;) {
+        int64_t now = dtrain__os_now_ns(), until_ns = now + DTRAIN__MUX_SLICE_NS;
+        dtrain_status status = lane->own.offload(lane->own.self, call, deadline_ns < until_ns ? deadline_ns : until_ns);
+        if (status != DTRAIN_ERR_TIMEOUT)
+            return status;
+        dtrain__mux_enter(lane->mux);
+        dtrain__mux_sweep(lane->mux, DTRAIN__MUX_KEPT);
+        dtrain__mux_exit(lane->mux);
+        const dtrain__error *cause = dtrain__membership_cause(lane->seat.members);
+        if (cause != NULL)
+            return dtrain__report(cause);
+        if (deadline_ns <= now)
             return status;
     }
 }
@@ -21163,6 +21241,7 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.fail = dtrain__mux_plane_fail;
     end->transport.leave = dtrain__mux_plane_leave;
     end->transport.destroy = dtrain__mux_detach;
+    end->transport.offload = lane->own.offload != NULL ? dtrain__mux_offload : NULL;
 }
 
 /* Asks the table for streams of the lane's own. On an error it has none. */
@@ -21344,11 +21423,6 @@ typedef struct dtrain__message_header {
     uint64_t check;      /* of everything above */
 } dtrain__message_header;
 
-/* A rank's part of a vector, in elements. */
-typedef struct dtrain__extent {
-    size_t begin, count;
-} dtrain__extent;
-
 /* What has moved in one direction between this rank and a peer. */
 typedef struct dtrain__direction {
     uint64_t number; /* of the last message */
@@ -21475,7 +21549,7 @@ struct dtrain_comm {
     void **outs;
     unsigned char **buffers;        /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
     uint64_t group;                 /* its name among the groups of these ranks; 0: the first */
-    dtrain__extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
+    dtrain_extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
@@ -21710,7 +21784,8 @@ static const char *dtrain__op_name(uint64_t op)
 static const char *dtrain__op_algorithm_name(uint64_t algorithm)
 {
     static const char *const names[] = {
-        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck", "nodes", "double_tree"};
+        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck",
+        "nodes", "double_tree",        "mpi"};
     algorithm %= DTRAIN__WAY_ANY;
     size_t index = (size_t)(algorithm - DTRAIN_ALGORITHM_FUSED);
     return algorithm == DTRAIN_ALGORITHM_AUTO       ? "auto"
@@ -21955,11 +22030,11 @@ static size_t dtrain__op_shard(const dtrain_comm *comm, const dtrain__op *op, in
 
 /* Fills in every rank's part: as given, else its shard. */
 static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
-                               const size_t *offsets, dtrain__extent *parts)
+                               const size_t *offsets, dtrain_extent *parts)
 {
     size_t next = 0;
     for (int rank = 0; rank < comm->size; rank++) {
-        dtrain__extent *part = &parts[rank];
+        dtrain_extent *part = &parts[rank];
         if (counts == NULL) {
             part->count = dtrain__op_shard(comm, op, rank, &part->begin);
         } else {
@@ -21975,7 +22050,8 @@ static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
     size_t mine;
     int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE;
     if (op->kind > DTRAIN__ALL_TO_ALL || op->kind == DTRAIN__BROADCAST ||
-        (whole && op->algorithm != DTRAIN_ALGORITHM_RING && op->algorithm != DTRAIN_ALGORITHM_DIRECT))
+        (whole && op->algorithm != DTRAIN_ALGORITHM_RING && op->algorithm != DTRAIN_ALGORITHM_DIRECT &&
+         op->algorithm != DTRAIN_ALGORITHM_MPI))
         return; /* it has no parts */
     dtrain__op_extents(comm, op, op->counts, op->offsets, comm->parts);
     if (op->kind != DTRAIN__ALL_TO_ALL)
@@ -23324,12 +23400,12 @@ static void dtrain__step_recv(dtrain__step *step, int from, unsigned char *data,
 }
 
 /* The same for a part of a vector that begins at base. */
-static void dtrain__step_send_part(dtrain__step *step, int to, const void *base, dtrain__extent part, size_t width)
+static void dtrain__step_send_part(dtrain__step *step, int to, const void *base, dtrain_extent part, size_t width)
 {
     dtrain__step_send(step, to, (const unsigned char *)base + part.begin * width, part.count * width);
 }
 
-static void dtrain__step_recv_part(dtrain__step *step, int from, void *base, dtrain__extent part, size_t width)
+static void dtrain__step_recv_part(dtrain__step *step, int from, void *base, dtrain_extent part, size_t width)
 {
     dtrain__step_recv(step, from, (unsigned char *)base + part.begin * width, part.count * width);
 }
@@ -23590,9 +23666,9 @@ static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
 
 /* The part that the index-th rank of a block keeps after `halvings` halvings of n elements. Cuts lie on cache lines of
  * the output, whatever the dtype of partial sums. */
-static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
+static dtrain_extent dtrain__halving_part(int index, int halvings, size_t n)
 {
-    dtrain__extent part = {0, n};
+    dtrain_extent part = {0, n};
     for (int level = 0; level < halvings; level++) {
         size_t half = (part.begin + (part.count + 1) / 2 + 63) / 64 * 64 - part.begin;
         half = half < part.count ? half : part.count;
@@ -23663,7 +23739,7 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     return 1;
 }
 
-static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__extent part,
+static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain_extent part,
                                  size_t width)
 {
     dtrain__step_fold(step, from, at->recv, at->held + part.begin * width, part.count, width);
@@ -23675,7 +23751,7 @@ static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving 
 {
     const dtrain__blocks *b = &at->blocks;
     size_t wide = dtrain__step_width(op), width = dtrain__op_width(op);
-    dtrain__extent mine = dtrain__halving_part(b->index, b->levels, at->n);
+    dtrain_extent mine = dtrain__halving_part(b->index, b->levels, at->n);
     int next = b->next_size > 0 ? b->first + b->size + b->index % b->next_size : -1;
     int turn = at->step < at->down ? at->step - at->up : at->step - at->down;
     int index = b->index + turn * b->size, previous = b->first - b->previous_size + index;
@@ -23699,7 +23775,7 @@ static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
     if (at.step == 0)
         dtrain__step_widen(op, at.begin, at.n, at.held);
     if (at.step == at.up && at.blocks.previous_size == 0) {
-        dtrain__extent mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
+        dtrain_extent mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
         dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__step_width(op),
                             at.out + mine.begin * dtrain__op_width(op), mine.count);
     }
@@ -23769,8 +23845,8 @@ static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int 
     unsigned char *held = reduces ? dtrain__step_held(comm, op) : (unsigned char *)op->out;
     if (k >= (op->kind == DTRAIN__ALL_REDUCE ? 2 : 1) * (n - 1))
         return 0;
-    dtrain__extent out = comm->parts[(comm->rank - shift - turn + 2 * n) % n];
-    dtrain__extent in = comm->parts[(comm->rank - shift - turn - 1 + 2 * n) % n];
+    dtrain_extent out = comm->parts[(comm->rank - shift - turn + 2 * n) % n];
+    dtrain_extent in = comm->parts[(comm->rank - shift - turn - 1 + 2 * n) % n];
     int left = (comm->rank + n - 1) % n;
     dtrain__step_send_part(step, (comm->rank + 1) % n, held, out, width);
     if (gathers)
@@ -23790,23 +23866,29 @@ static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op,
     int index = (comm->rank - op->root + comm->size) % comm->size;
     step->send_first = 1;
     if (at < pieces && index > 0) {
-        dtrain__extent in = {at * most, op->count - at * most < most ? op->count - at * most : most};
+        dtrain_extent in = {at * most, op->count - at * most < most ? op->count - at * most : most};
         dtrain__step_recv_part(step, (comm->rank + comm->size - 1) % comm->size, op->out, in, width);
         step->tag_in = at;
     }
     if (at > 0 && at <= pieces && index < comm->size - 1) {
-        dtrain__extent out = {before * most, op->count - before * most < most ? op->count - before * most : most};
+        dtrain_extent out = {before * most, op->count - before * most < most ? op->count - before * most : most};
         dtrain__step_send_part(step, (comm->rank + 1) % comm->size, op->out, out, width);
         step->tag_out = before;
     }
     return at <= pieces;
 }
 
+/* Whether the ranks only meet, without data. */
+static int dtrain__bruck_meets(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__BARRIER || op->algorithm == DTRAIN_ALGORITHM_MPI;
+}
+
 /* The elements before slot number `slot`. */
 static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
 {
     size_t begin = 0;
-    if (op->kind == DTRAIN__BARRIER)
+    if (dtrain__bruck_meets(op))
         return 0;
     if (op->kind == DTRAIN__ALL_REDUCE)
         return (size_t)slot * op->count;
@@ -23849,7 +23931,7 @@ static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int
     int n = comm->size, levels = dtrain__step_levels(n), distance = 1 << k;
     size_t width = dtrain__op_width(op);
     if (k >= levels) {
-        step->prepare = op->kind == DTRAIN__BARRIER ? NULL : dtrain__bruck_end;
+        step->prepare = dtrain__bruck_meets(op) ? NULL : dtrain__bruck_end;
         return k == levels;
     }
     int slots = distance < n - distance ? distance : n - distance;
@@ -23858,7 +23940,7 @@ static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int
                       dtrain__bruck_slot(comm, op, slots) * width);
     dtrain__step_recv(step, (comm->rank + distance) % n, comm->scratch + begin * width, (end - begin) * width);
     step->send_first = comm->rank / distance % 2 == 0;
-    step->prepare = k == 0 && op->kind != DTRAIN__BARRIER ? dtrain__bruck_begin : NULL;
+    step->prepare = k == 0 && !dtrain__bruck_meets(op) ? dtrain__bruck_begin : NULL;
     return 1;
 }
 
@@ -23888,7 +23970,7 @@ static size_t dtrain__direct_count(const dtrain_comm *comm, const dtrain__direct
     return count <= begin ? 0 : count - begin < at->most ? count - begin : at->most;
 }
 
-static size_t dtrain__direct_longest(const dtrain_comm *comm, const dtrain__extent *parts)
+static size_t dtrain__direct_longest(const dtrain_comm *comm, const dtrain_extent *parts)
 {
     size_t longest = 0;
     for (int rank = 0; rank < comm->size; rank++)
@@ -24002,7 +24084,7 @@ static int dtrain__direct_pairs(const dtrain_comm *comm, const dtrain__op *op, i
     int in_place = all_to_all && op->in == op->out;
     int peer = k < rounds ? dtrain__direct_peer(comm, k) : comm->rank;
     size_t width = dtrain__op_width(op);
-    dtrain__extent in = all_to_all ? comm->others[peer] : comm->parts[peer], staged = {0, in.count};
+    dtrain_extent in = all_to_all ? comm->others[peer] : comm->parts[peer], staged = {0, in.count};
     if (in_place && k > 0)
         step->prepare = dtrain__direct_place;
     if (k >= rounds || peer == comm->rank)
@@ -24024,7 +24106,7 @@ static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, in
     step->tag_out = step->tag_in = 0;
     if (root && k == comm->rank)
         return 1;
-    dtrain__extent part = {root ? comm->parts[rank].begin : 0, comm->parts[rank].count};
+    dtrain_extent part = {root ? comm->parts[rank].begin : 0, comm->parts[rank].count};
     if (gather != root)
         dtrain__step_send_part(step, root ? rank : op->root, op->in, part, width);
     else
@@ -24032,6 +24114,115 @@ static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, in
     return 1;
 }
 
+#endif
+
+/* ---- >>offload ----
+ * Collectives that the transport runs by its own means, if DTRAIN_ALGORITHM_MPI asks for it. The ranks first meet:
+ * their messages carry the call as always, and no data. So calls that differ are found, and a missing rank is a
+ * timeout, before the transport gets a buffer. Then each rank hands the call over and waits.
+ *
+ * An all-reduce is a reduce-scatter and an all-gather. One rank reduces an element for all, so all get the same bits.
+ */
+#ifndef DTRAIN__OFFLOAD
+#define DTRAIN__OFFLOAD
+DTRAIN__FAST_BEGIN
+
+#define DTRAIN__OFFLOAD_MOST ((size_t)INT_MAX) /* elements of a vector, as MPI counts them */
+
+enum { DTRAIN__OFFLOAD_BEGUN = 2 }; /* phases from here on: the transport runs part phase - DTRAIN__OFFLOAD_BEGUN */
+
+/* Whether the transport has this reduction. MPI leaves open what becomes of a NaN in a minimum, and of an integer that
+ * overflows: Open MPI 4.1 saturates those of 8 bits. */
+static int dtrain__offload_reduces(const dtrain__op *op)
+{
+    int is_float = op->dtype == DTRAIN_F32 || op->dtype == DTRAIN_F64;
+    return dtrain_dtype_bits(op->dtype) >= 32 && !op->partial &&
+           !(is_float && (op->op == DTRAIN_MIN || op->op == DTRAIN_MAX));
+}
+
+/* Whether the call can be handed over. All ranks answer alike: it depends on nothing but what they compare. Only in an
+ * uneven all-to-all every rank has sizes of its own, and the transport judges them. */
+static int dtrain__offload_fits(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t next = 0, count = op->count;
+    if (op->kind == DTRAIN__ALL_TO_ALL)
+        return op->counts != NULL || count / (size_t)comm->size < DTRAIN__OFFLOAD_MOST / (size_t)comm->size;
+    if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER && op->kind != DTRAIN__ALL_GATHER &&
+        op->kind != DTRAIN__BROADCAST)
+        return 0;
+    if (dtrain__op_reduces(op) && (comm->desc.order != DTRAIN_ORDER_ANY || !dtrain__offload_reduces(op)))
+        return 0;
+    for (int rank = 0; op->counts != NULL && op->offsets != NULL && rank < comm->size; rank++) {
+        size_t end = op->offsets[rank] + op->counts[rank];
+        if (dtrain__op_reduces(op) && op->offsets[rank] != next)
+            return 0;
+        next += op->counts[rank];
+        count = end > count ? end : count;
+    }
+    return count <= DTRAIN__OFFLOAD_MOST;
+}
+
+/* Whether the transport has the call's buffers. */
+static int dtrain__offload_begun(const dtrain__op *op)
+{
+    return op->algorithm == DTRAIN_ALGORITHM_MPI && op->phase >= DTRAIN__OFFLOAD_BEGUN;
+}
+
+/* Where this rank's part of a reduction's result is. */
+static unsigned char *dtrain__offload_own(const dtrain_comm *comm, const dtrain__op *op)
+{
+    size_t begin = op->kind == DTRAIN__ALL_REDUCE ? comm->parts[comm->rank].begin : 0;
+    return (unsigned char *)op->out + begin * dtrain__op_width(op);
+}
+
+/* Fills in part k of an operation; returns 0 if there is no such part. */
+static int dtrain__offload_part(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain_offload *part)
+{
+    int sums = dtrain__op_reduces(op) && k == 0;
+    memset(part, 0, sizeof *part);
+    part->kind = sums                             ? DTRAIN_OFFLOAD_REDUCE_SCATTER
+                 : op->kind == DTRAIN__BROADCAST  ? DTRAIN_OFFLOAD_BROADCAST
+                 : op->kind == DTRAIN__ALL_TO_ALL ? DTRAIN_OFFLOAD_ALL_TO_ALL
+                                                  : DTRAIN_OFFLOAD_ALL_GATHER;
+    part->dtype = op->dtype;
+    part->op = op->op == DTRAIN_MEAN ? DTRAIN_SUM : op->op;
+    part->rank = comm->rank;
+    part->root = op->root;
+    part->count = op->count;
+    part->in = op->in;
+    part->out = sums ? dtrain__offload_own(comm, op) : op->out;
+    part->parts = comm->parts;
+    part->others = comm->others;
+    return k <= (op->kind == DTRAIN__ALL_REDUCE);
+}
+
+/* Hands the operation over once all ranks have met, and waits for it. Returns as dtrain_transport.offload. */
+static dtrain_status dtrain__offload_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
+{
+    dtrain_offload part;
+    op->phase = op->phase < DTRAIN__OFFLOAD_BEGUN ? DTRAIN__OFFLOAD_BEGUN : op->phase;
+    op->awaited = -1;
+    while (dtrain__offload_part(comm, op, op->phase - DTRAIN__OFFLOAD_BEGUN, &part)) {
+        dtrain_status status = comm->transport.offload(comm->transport.self, &part, wait_ns);
+        if (status != DTRAIN_OK)
+            return status;
+        if (part.kind == DTRAIN_OFFLOAD_REDUCE_SCATTER)
+            dtrain__fold_finish(op->dtype, op->op, comm->size, part.out, part.out, comm->parts[comm->rank].count);
+        op->phase++;
+    }
+    return DTRAIN_OK;
+}
+
+/* The deadline has passed while the transport runs the call. */
+static void dtrain__offload_expire(const dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT,
+                 "%s: rank %d waited %.3f s for the transport, which has run it since all ranks were there; it may "
+                 "still use the buffers: keep them until the process ends; the group is broken",
+                 dtrain__op_text(comm, op).text, comm->rank, (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9);
+}
+
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>plan ----
@@ -24049,7 +24240,8 @@ DTRAIN__FAST_BEGIN
 static int dtrain__plan_whole(const dtrain__op *op)
 {
     return dtrain__op_reduces(op) && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING &&
-           op->algorithm != DTRAIN_ALGORITHM_DIRECT && op->algorithm != DTRAIN_ALGORITHM_BRUCK;
+           op->algorithm != DTRAIN_ALGORITHM_DIRECT && op->algorithm != DTRAIN_ALGORITHM_BRUCK &&
+           op->algorithm != DTRAIN_ALGORITHM_MPI;
 }
 
 static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op)
@@ -24090,6 +24282,7 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
     case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_plan(comm, op, k, step);
     case DTRAIN_ALGORITHM_NODES: return dtrain__tree_nodes(comm, op, k, step);
     case DTRAIN_ALGORITHM_DOUBLE_TREE: return dtrain__tree_two(comm, op, k, step);
+    case DTRAIN_ALGORITHM_MPI: /* meets, then hands the call over */
     case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_plan(comm, op, k, step);
     case DTRAIN_ALGORITHM_RING:
         return op->kind == DTRAIN__BROADCAST ? dtrain__ring_broadcast(comm, op, k, step)
@@ -24156,6 +24349,8 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     int fused = comm->shared != NULL && !op->posted;
     if (fused && dtrain__plan_fuses(comm, op))
         return DTRAIN_ALGORITHM_FUSED;
+    if (asked == DTRAIN_ALGORITHM_MPI && dtrain__offload_fits(comm, op))
+        return asked;
     if (op->counts != NULL && dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
     if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && !doubles)
@@ -24194,10 +24389,10 @@ static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int la
 /* Finds an algorithm by its name; returns 0 if there is none. */
 static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
 {
-    int found = bytes == 4 && memcmp(name, "auto", 4) == 0
-                    ? DTRAIN_ALGORITHM_AUTO
-                    : dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_DOUBLE_TREE,
-                                        name, bytes);
+    int found =
+        bytes == 4 && memcmp(name, "auto", 4) == 0
+            ? DTRAIN_ALGORITHM_AUTO
+            : dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_MPI, name, bytes);
     if (found >= 0)
         *algorithm = (dtrain_algorithm)found;
     return found >= 0;
@@ -24216,7 +24411,7 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
         if (first < 0 || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
             return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                                 "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
-                                "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
+                                "tree, ring, halving_doubling, direct, bruck, nodes, double_tree, mpi) nor "
                                 "COLLECTIVE=ALGORITHM as in all_reduce=ring,broadcast=tree",
                                 (int)(bytes < 60 ? bytes : 60), text);
         for (int kind = first; kind <= last; kind++)
@@ -25003,10 +25198,10 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
 }
 
 /* The elements in `rank`'s input that are for this rank. */
-static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
+static dtrain_extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
     const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
-    dtrain__extent given = comm->parts[comm->rank];
+    dtrain_extent given = comm->parts[comm->rank];
     if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__GATHER)
         given.begin = 0;
     if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
@@ -25244,7 +25439,7 @@ static void dtrain__fused_collect(const dtrain_comm *comm, const dtrain__op *op,
 {
     size_t width = dtrain__op_width(op), before = 0;
     for (int rank = 0; rank < comm->size; rank++) {
-        const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
+        const dtrain_extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
         size_t low = from > before ? from : before, end = before + part->count;
         end = end < from + n ? end : from + n;
         if (low < end) {
@@ -25545,13 +25740,15 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
  *
  *   - its deadline has passed: it can be called again
  *   - it needs a rank that has left: other ranks may not need it, and the transport knows of all worse cases
- *   - it is a message, and the group was broken before: others may still be received */
+ *   - it is a message, and the group was broken before: others may still be received
+ *
+ * Nor does a collective spare the group that the transport still runs. */
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     int broken = dtrain__group_cause(comm) != NULL;
     int left = op->error.status == DTRAIN_ERR_PEER_LOST && !broken;
     int spares = op->error.status == DTRAIN_ERR_TIMEOUT || left || (dtrain__op_is_one_way(op) && broken);
-    if (!spares || (left ? !dtrain__message_mends(comm, op) : op->touched)) {
+    if (!spares || dtrain__offload_begun(op) || (left ? !dtrain__message_mends(comm, op) : op->touched)) {
         comm->broken = op->error;
         if (comm->transport.fail != NULL)
             comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
@@ -26018,6 +26215,8 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     }
     dtrain__thread_error.status = DTRAIN_OK;
     status = dtrain__message_exchange(comm, op, wait_ns);
+    if (status == DTRAIN_OK && op->algorithm == DTRAIN_ALGORITHM_MPI)
+        status = dtrain__offload_advance(comm, op, wait_ns);
     /* a TIMEOUT with a text is the cause that broke the group, not the end of a wait */
     int late = dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
@@ -26214,7 +26413,10 @@ static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
         return dtrain__meet_expire(comm, op);
     if (dtrain__op_is_fused(op))
         return dtrain__fused_expire(comm, op);
-    dtrain__recorder_expire(comm, op);
+    if (dtrain__offload_begun(op))
+        dtrain__offload_expire(comm, op);
+    else
+        dtrain__recorder_expire(comm, op);
     return dtrain__message_fail(comm, op);
 }
 
@@ -27007,7 +27209,11 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     comm->node_ranks = ranks < comm->size ? (int)ranks : comm->size;
-    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
+    dtrain_status status = dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
+    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
+        if (comm->asked[kind] == DTRAIN_ALGORITHM_MPI && (comm->transport.offload == NULL || comm->size == 1))
+            comm->asked[kind] = DTRAIN_ALGORITHM_AUTO;
+    return status;
 }
 
 /* Makes one rank's end. On an error the transport stays the caller's. */
@@ -27046,7 +27252,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     if (comm->directions == NULL || comm->blocked == NULL || !dtrain__recorder_create(comm)) {
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
     } else {
-        comm->parts = (dtrain__extent *)(void *)(comm->directions + 2 * size);
+        comm->parts = (dtrain_extent *)(void *)(comm->directions + 2 * size);
         comm->others = comm->parts + size;
         comm->ins = (const void **)(void *)(comm->others + size);
         comm->outs = (void **)(void *)(comm->ins + size);
@@ -27069,8 +27275,7 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     const dtrain_comm_desc *desc = *given != NULL ? *given : &defaults;
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     *given = desc;
-    if (algorithm != DTRAIN_ALGORITHM_AUTO &&
-        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
+    if (algorithm != DTRAIN_ALGORITHM_AUTO && (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_MPI))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant", algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
@@ -27445,12 +27650,17 @@ typedef MPI_Comm dtrain__mpi_comm;
 typedef MPI_Request dtrain__mpi_request;
 typedef MPI_Message dtrain__mpi_message;
 typedef MPI_Datatype dtrain__mpi_datatype;
+typedef MPI_Op dtrain__mpi_op;
+typedef MPI_Group dtrain__mpi_group;
 typedef MPI_Errhandler dtrain__mpi_errhandler;
 typedef MPI_Status dtrain__mpi_status;
 #define DTRAIN__MPI_WORLD MPI_COMM_WORLD
 #define DTRAIN__MPI_BYTE MPI_BYTE
 #define DTRAIN__MPI_RETURN MPI_ERRORS_RETURN
 #define DTRAIN__MPI_NO_STATUS MPI_STATUS_IGNORE
+#define DTRAIN__MPI_IN_PLACE MPI_IN_PLACE
+#define DTRAIN__MPI_TYPE(name, abi) MPI_##name
+#define DTRAIN__MPI_OP(name, abi) MPI_##name
 enum {
     DTRAIN__MPI_SINGLE = MPI_THREAD_SINGLE,
     DTRAIN__MPI_FUNNELED = MPI_THREAD_FUNNELED,
@@ -27464,6 +27674,8 @@ typedef struct dtrain__mpi_comm_handle *dtrain__mpi_comm;
 typedef struct dtrain__mpi_request_handle *dtrain__mpi_request;
 typedef struct dtrain__mpi_message_handle *dtrain__mpi_message;
 typedef struct dtrain__mpi_datatype_handle *dtrain__mpi_datatype;
+typedef struct dtrain__mpi_op_handle *dtrain__mpi_op;
+typedef struct dtrain__mpi_group_handle *dtrain__mpi_group;
 typedef struct dtrain__mpi_errhandler_handle *dtrain__mpi_errhandler;
 typedef struct dtrain__mpi_status {
     int source, tag, error, reserved[5];
@@ -27472,6 +27684,9 @@ typedef struct dtrain__mpi_status {
 #define DTRAIN__MPI_BYTE ((dtrain__mpi_datatype)(uintptr_t)0x247)
 #define DTRAIN__MPI_RETURN ((dtrain__mpi_errhandler)(uintptr_t)0x143)
 #define DTRAIN__MPI_NO_STATUS ((dtrain__mpi_status *)0)
+#define DTRAIN__MPI_IN_PLACE ((void *)(uintptr_t)1)
+#define DTRAIN__MPI_TYPE(name, abi) ((dtrain__mpi_datatype)(uintptr_t)(abi))
+#define DTRAIN__MPI_OP(name, abi) ((dtrain__mpi_op)(uintptr_t)(abi))
 enum {
     DTRAIN__MPI_SINGLE = 0,
     DTRAIN__MPI_FUNNELED = 1024,
@@ -27504,6 +27719,20 @@ typedef struct dtrain__mpi_calls {
     int (*Get_count)(const dtrain__mpi_status *status, dtrain__mpi_datatype type, int *count);
     int (*Test)(dtrain__mpi_request *request, int *flag, dtrain__mpi_status *status);
     int (*Error_string)(int code, char *text, int *length);
+    int (*Comm_group)(dtrain__mpi_comm comm, dtrain__mpi_group *group);
+    int (*Group_incl)(dtrain__mpi_group group, int size, const int ranks[], dtrain__mpi_group *members);
+    int (*Group_free)(dtrain__mpi_group *group);
+    int (*Comm_create_group)(dtrain__mpi_comm comm, dtrain__mpi_group group, int tag, dtrain__mpi_comm *made);
+    int (*Ireduce_scatter)(const void *in, void *out, const int counts[], dtrain__mpi_datatype type, dtrain__mpi_op op,
+                           dtrain__mpi_comm comm, dtrain__mpi_request *request);
+    int (*Iallgatherv)(const void *in, int count, dtrain__mpi_datatype in_type, void *out, const int counts[],
+                       const int offsets[], dtrain__mpi_datatype type, dtrain__mpi_comm comm,
+                       dtrain__mpi_request *request);
+    int (*Ibcast)(void *buffer, int count, dtrain__mpi_datatype type, int root, dtrain__mpi_comm comm,
+                  dtrain__mpi_request *request);
+    int (*Ialltoallv)(const void *in, const int in_counts[], const int in_offsets[], dtrain__mpi_datatype in_type,
+                      void *out, const int counts[], const int offsets[], dtrain__mpi_datatype type,
+                      dtrain__mpi_comm comm, dtrain__mpi_request *request);
 } dtrain__mpi_calls;
 
 /* The members, for the two ways to fill them in. */
@@ -27524,7 +27753,15 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Imrecv) \
     DTRAIN__MPI_TAKE(Get_count) \
     DTRAIN__MPI_TAKE(Test) \
-    DTRAIN__MPI_TAKE(Error_string)
+    DTRAIN__MPI_TAKE(Error_string) \
+    DTRAIN__MPI_TAKE(Comm_group) \
+    DTRAIN__MPI_TAKE(Group_incl) \
+    DTRAIN__MPI_TAKE(Group_free) \
+    DTRAIN__MPI_TAKE(Comm_create_group) \
+    DTRAIN__MPI_TAKE(Ireduce_scatter) \
+    DTRAIN__MPI_TAKE(Iallgatherv) \
+    DTRAIN__MPI_TAKE(Ibcast) \
+    DTRAIN__MPI_TAKE(Ialltoallv)
 
 /* MPI belongs to the process, and so does this. */
 static struct dtrain__mpi {
@@ -27639,7 +27876,7 @@ static dtrain_status dtrain__mpi_level(int polls)
                                 "DTRAIN_PROGRESS_POLL");
 }
 
-static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
+static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offloads)
 {
     int on = 0, over = 0, level, code;
     dtrain_status status = dtrain__mpi.loaded ? DTRAIN_OK : dtrain__mpi_find();
@@ -27655,7 +27892,8 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
                             "DTRAIN_MPI_HEADER",
                             dtrain__mpi.library);
     if (!on) {
-        code = dtrain__mpi.call.Init_thread(NULL, NULL, DTRAIN__MPI_SERIALIZED, &level);
+        level = offloads && !polls ? DTRAIN__MPI_MULTIPLE : DTRAIN__MPI_SERIALIZED;
+        code = dtrain__mpi.call.Init_thread(NULL, NULL, level, &level);
         if (code != 0)
             return dtrain__mpi_error("Init_thread", code);
         dtrain__mpi.owner = dtrain__os_pid();
@@ -27664,11 +27902,11 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
     return dtrain__mpi_level(polls);
 }
 
-/* Loads MPI. Initialises it if `initialises`, and if the program has not. */
-static dtrain_status dtrain__mpi_ready(int initialises, int polls)
+/* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
+static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
 {
     pthread_mutex_lock(&dtrain__mpi_mutex);
-    dtrain_status status = dtrain__mpi_prepare(initialises, polls);
+    dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
     pthread_mutex_unlock(&dtrain__mpi_mutex);
     return status;
 }
@@ -27715,16 +27953,33 @@ typedef struct dtrain__mpi_stream {
     int64_t heard_ns, told_ns;     /* of the first lane: when a sign of life came last, and when one went */
 } dtrain__mpi_stream;
 
+enum { DTRAIN__MPI_GIVEN = 0, DTRAIN__MPI_LACKING, DTRAIN__MPI_MAKING, DTRAIN__MPI_MADE };
+
+/* A group's communicator for collectives. A thread makes it, as MPI has no call for that which does not block. */
+typedef struct dtrain__mpi_maker {
+    int state; /* DTRAIN__MPI_GIVEN: the lane's comm serves */
+    dtrain__os_thread thread;
+    dtrain__mpi_comm comm;
+    dtrain__mpi_group members;
+    int code;
+    uint32_t done;
+} dtrain__mpi_maker;
+
 typedef struct dtrain__mpi_lane {
     dtrain__mpi_comm comm;
     int tag, size, staged;
     int groups; /* of the first lane: groups with a lower number have tags */
+    int makes;  /* of the first lane: groups can have communicators of their own, see >>mpi-offload */
     int *ranks; /* each member's in comm; the streams follow */
     dtrain__mpi_stream *streams;
     dtrain_allocator heap;
     int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
     uint64_t *hosts;      /* of the first lane: each rank's */
     pid_t process;
+    dtrain__mpi_maker maker; /* see >>mpi-offload */
+    dtrain__mpi_flight collective;
+    unsigned char *result; /* of a collective in place, until it has ended */
+    int *extents;          /* its counts and offsets, as MPI takes them */
 } dtrain__mpi_lane;
 
 /* Makes a lane. ranks NULL: all of comm. */
@@ -28012,6 +28267,8 @@ static dtrain_status dtrain__mpi_recv(void *self, int peer, void *data, size_t b
     return status;
 }
 
+static int dtrain__mpi_made(dtrain__mpi_lane *lane);
+
 /* Ends what is under way. Messages that do not end keep their memory, as MPI may still use it. */
 static void dtrain__mpi_lane_destroy(void *self)
 {
@@ -28034,6 +28291,8 @@ static void dtrain__mpi_lane_destroy(void *self)
             left += dtrain__mpi_ended(&stream->arriving) == 0;
             left += dtrain__mpi_ended(&stream->offering) == 0;
         }
+        left += !dtrain__mpi.failed && dtrain__mpi_ended(&lane->collective) == 0;
+        left += !dtrain__mpi.failed && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
         dtrain__mpi.failed |= stuck;
         left = dtrain__mpi.failed ? -1 : left;
@@ -28051,6 +28310,8 @@ static void dtrain__mpi_lane_destroy(void *self)
         dtrain__free(&lane->heap, lane->streams[peer].slots);
         dtrain__free(&lane->heap, lane->streams[peer].stage);
     }
+    dtrain__free(&lane->heap, lane->result);
+    dtrain__free(&lane->heap, lane->extents);
     dtrain_allocator heap = lane->heap;
     dtrain__free(&heap, lane->hosts);
     dtrain__free(&heap, lane);
@@ -28068,6 +28329,8 @@ static void dtrain__mpi_table(dtrain_transport *table, dtrain__mpi_lane *lane, i
     table->destroy = dtrain__mpi_lane_destroy;
 }
 
+static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns);
+
 /* Gives a group streams of its own, if MPI has tags for it. */
 static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
 {
@@ -28080,6 +28343,9 @@ static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ra
     if (made == NULL)
         return DTRAIN_ERR_MEMORY;
     dtrain__mpi_table(lane, made, 0);
+    made->maker.state = group == 0 ? DTRAIN__MPI_GIVEN : DTRAIN__MPI_LACKING;
+    if (!made->staged && (group == 0 || all->makes))
+        lane->offload = dtrain__mpi_offload;
     return DTRAIN_OK;
 }
 
@@ -28177,16 +28443,18 @@ static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, in
 }
 
 /* Makes the table of this rank over a copy of a communicator. */
-static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int64_t until_ns,
+static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int polls, int64_t until_ns,
                                           int64_t heartbeat_ns)
 {
-    int rank = 0, size = 0, flag = 0, *most = NULL;
+    int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
     pthread_mutex_lock(&dtrain__mpi_mutex);
     int code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
     if (code == 0)
         code = dtrain__mpi.call.Comm_rank(comm, &rank);
     if (code == 0)
         code = dtrain__mpi.call.Comm_size(comm, &size);
+    if (code == 0)
+        code = dtrain__mpi.call.Query_thread(&level);
     if (code == 0)
         code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
     if (code != 0)
@@ -28198,6 +28466,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     if (lane == NULL)
         return DTRAIN_ERR_MEMORY;
     lane->groups = (flag ? *most : 32767) / 2 - 1;
+    lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
     lane->heartbeat_ns = heartbeat_ns;
     pthread_mutex_lock(&dtrain__mpi_mutex);
     dtrain__mpi.worlds++;
@@ -28213,7 +28482,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
 }
 
 /* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
-static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int64_t timeout_ms,
+static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int polls, int64_t timeout_ms,
                                       int64_t heartbeat_ms)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
@@ -28225,9 +28494,226 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
     if (!dtrain__mpi_copied(copy, given, timeout_ms, until_ns))
         return dtrain__thread_error.status; /* MPI may still write to the copy */
     dtrain_status status =
-        dtrain__mpi_describe(table, copy->comm, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
+        dtrain__mpi_describe(table, copy->comm, polls, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
     dtrain__free(&heap, copy);
     return status;
+}
+
+#endif
+
+/* ---- >>mpi-offload ----
+ * MPI's own collectives, for DTRAIN_ALGORITHM_MPI. Each is a call that does not block, and is asked again and again
+ * whether it has ended. MPI cannot cancel it. One that is given up keeps its memory: the caller's, and that of the
+ * lane.
+ *
+ * On a world they run on the communicator that dtrain's messages have, as MPI keeps the two apart. A group that is made
+ * from it has a communicator of its own from its first such call on. */
+#ifndef DTRAIN__MPI_OFFLOAD
+#define DTRAIN__MPI_OFFLOAD
+
+/* The type in which MPI moves elements; with `folds` it also adds and compares them. */
+static dtrain__mpi_datatype dtrain__mpi_type(dtrain_dtype dtype, int folds)
+{
+    unsigned bits = dtrain_dtype_bits(dtype);
+    if (folds && dtype == DTRAIN_F32)
+        return DTRAIN__MPI_TYPE(FLOAT, 0x210);
+    if (folds && dtype == DTRAIN_F64)
+        return DTRAIN__MPI_TYPE(DOUBLE, 0x214);
+    if (folds && dtype == DTRAIN_I32)
+        return DTRAIN__MPI_TYPE(INT32_T, 0x250);
+    if (folds && dtype == DTRAIN_I64)
+        return DTRAIN__MPI_TYPE(INT64_T, 0x258);
+    return bits == 8    ? DTRAIN__MPI_TYPE(UINT8_T, 0x241)
+           : bits == 16 ? DTRAIN__MPI_TYPE(UINT16_T, 0x249)
+           : bits == 32 ? DTRAIN__MPI_TYPE(UINT32_T, 0x251)
+                        : DTRAIN__MPI_TYPE(UINT64_T, 0x259);
+}
+
+static dtrain__mpi_op dtrain__mpi_op_of(dtrain_op op)
+{
+    switch (op) {
+    case DTRAIN_PROD: return DTRAIN__MPI_OP(PROD, 0x24);
+    case DTRAIN_MIN: return DTRAIN__MPI_OP(MIN, 0x22);
+    case DTRAIN_MAX: return DTRAIN__MPI_OP(MAX, 0x23);
+    case DTRAIN_AND: return DTRAIN__MPI_OP(BAND, 0x28);
+    case DTRAIN_OR: return DTRAIN__MPI_OP(BOR, 0x29);
+    case DTRAIN_XOR: return DTRAIN__MPI_OP(BXOR, 0x2a);
+    default: return DTRAIN__MPI_OP(SUM, 0x21);
+    }
+}
+
+/* Writes parts as `size` counts, then `size` offsets. Returns 0 if one is too large for MPI. */
+static int dtrain__mpi_extents(const dtrain_extent *parts, int size, int *out)
+{
+    for (int rank = 0; rank < size; rank++) {
+        if (parts[rank].count > INT_MAX || parts[rank].begin > INT_MAX - parts[rank].count)
+            return 0;
+        out[rank] = (int)parts[rank].count;
+        out[size + rank] = (int)parts[rank].begin;
+    }
+    return 1;
+}
+
+/* Makes room for what MPI reads and writes until the collective has ended. */
+static dtrain_status dtrain__mpi_offload_room(dtrain__mpi_lane *lane, const dtrain_offload *call)
+{
+    size_t n = (size_t)lane->size, width = dtrain_dtype_bits(call->dtype) / 8;
+    uintptr_t in = (uintptr_t)call->in, out = (uintptr_t)call->out;
+    const dtrain_extent *last = &call->parts[n - 1];
+    void *room;
+    if (lane->extents == NULL)
+        lane->extents = (int *)dtrain__alloc(&lane->heap, 4 * n * sizeof(int));
+    if (lane->extents == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a collective of %d ranks", lane->size);
+    lane->collective.memory = (unsigned char *)call->out;
+    if (call->kind == DTRAIN_OFFLOAD_BROADCAST)
+        return DTRAIN_OK;
+    if (!dtrain__mpi_extents(call->parts, lane->size, lane->extents) ||
+        (call->kind == DTRAIN_OFFLOAD_ALL_TO_ALL &&
+         !dtrain__mpi_extents(call->others, lane->size, lane->extents + 2 * n)))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "MPI: an all-to-all of more than %d elements on a rank; set DTRAIN_ALGORITHM to "
+                            "mpi,all_to_all=direct",
+                            INT_MAX);
+    if (call->kind != DTRAIN_OFFLOAD_REDUCE_SCATTER || out - in >= (last->begin + last->count) * width)
+        return DTRAIN_OK;
+    room = dtrain__memory_room(&lane->heap, lane->result, call->parts[call->rank].count * width + 1);
+    if (room == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a result of %zu bytes",
+                            call->parts[call->rank].count * width);
+    lane->collective.memory = lane->result = (unsigned char *)room;
+    return DTRAIN_OK;
+}
+
+static void dtrain__mpi_make(void *pointer)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)pointer;
+    dtrain__mpi_maker *maker = &lane->maker;
+    maker->code = dtrain__mpi.call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
+    __atomic_store_n(&maker->done, 1, __ATOMIC_RELEASE);
+}
+
+/* Whether the thread has ended; it holds no lock of dtrain's, as MPI's level is MULTIPLE. */
+static int dtrain__mpi_made(dtrain__mpi_lane *lane)
+{
+    if (!__atomic_load_n(&lane->maker.done, __ATOMIC_ACQUIRE))
+        return 0;
+    dtrain__os_thread_join(&lane->maker.thread);
+    lane->maker.state = DTRAIN__MPI_MADE;
+    return 1;
+}
+
+/* Starts to make the group's communicator. */
+static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
+{
+    const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
+    dtrain__mpi_maker *maker = &lane->maker;
+    dtrain__mpi_group all;
+    int code = mpi->Comm_group(lane->comm, &all);
+    if (code == 0)
+        code = mpi->Group_incl(all, lane->size, lane->ranks, &maker->members);
+    if (code == 0)
+        code = mpi->Group_free(&all);
+    if (code != 0)
+        return dtrain__mpi_error("Group_incl", code);
+    code = dtrain__os_thread_start(&maker->thread, dtrain__mpi_make, lane, (size_t)1 << 20);
+    if (code != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "MPI: the system refused a thread that makes a communicator (%s); choose another "
+                            "algorithm than MPI",
+                            strerror(code));
+    maker->state = DTRAIN__MPI_MAKING;
+    return DTRAIN_OK;
+}
+
+/* Looks for the communicator of the lane's collectives. *ready 0: it is being made. */
+static dtrain_status dtrain__mpi_find_comm(dtrain__mpi_lane *lane, dtrain__mpi_comm *comm, int *ready)
+{
+    dtrain__mpi_maker *maker = &lane->maker;
+    dtrain_status status = maker->state == DTRAIN__MPI_LACKING ? dtrain__mpi_make_begin(lane) : DTRAIN_OK;
+    *comm = maker->state == DTRAIN__MPI_GIVEN ? lane->comm : maker->comm;
+    *ready = maker->state != DTRAIN__MPI_MAKING;
+    if (status != DTRAIN_OK || *ready || !dtrain__mpi_made(lane))
+        return status;
+    dtrain__mpi.call.Group_free(&maker->members);
+    *comm = maker->comm;
+    *ready = 1;
+    if (maker->code == 0)
+        maker->code = dtrain__mpi.call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
+    return maker->code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_create_group", maker->code);
+}
+
+/* Gives a collective to MPI, once there is a communicator for it. */
+static dtrain_status dtrain__mpi_offload_begin(dtrain__mpi_lane *lane, const dtrain_offload *call)
+{
+    const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
+    dtrain__mpi_flight *flight = &lane->collective;
+    int n = lane->size, code, same = call->in == call->out;
+    const char *name;
+    dtrain__mpi_comm comm;
+    int ready;
+    dtrain__mpi_datatype type = dtrain__mpi_type(call->dtype, call->kind == DTRAIN_OFFLOAD_REDUCE_SCATTER);
+    dtrain_status status = dtrain__mpi_find_comm(lane, &comm, &ready);
+    if (status != DTRAIN_OK || !ready)
+        return status;
+    status = dtrain__mpi_offload_room(lane, call);
+    int *parts = lane->extents, *others = parts + 2 * n;
+    if (status != DTRAIN_OK)
+        return status;
+    switch (call->kind) {
+    case DTRAIN_OFFLOAD_REDUCE_SCATTER:
+        name = "Ireduce_scatter";
+        code = mpi->Ireduce_scatter(call->in, flight->memory, parts, type, dtrain__mpi_op_of(call->op), comm,
+                                    &flight->request);
+        break;
+    case DTRAIN_OFFLOAD_ALL_GATHER:
+        name = "Iallgatherv";
+        code =
+            mpi->Iallgatherv(DTRAIN__MPI_IN_PLACE, 0, type, call->out, parts, parts + n, type, comm, &flight->request);
+        break;
+    case DTRAIN_OFFLOAD_BROADCAST:
+        name = "Ibcast";
+        code = mpi->Ibcast(call->out, (int)call->count, type, call->root, comm, &flight->request);
+        break;
+    default:
+        name = "Ialltoallv";
+        code = mpi->Ialltoallv(same ? DTRAIN__MPI_IN_PLACE : call->in, parts, parts + n, type, call->out, others,
+                               others + n, type, comm, &flight->request);
+    }
+    if (code != 0)
+        return dtrain__mpi_error(name, code);
+    flight->bytes = 1;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    for (unsigned turn = 0;; turn++) {
+        dtrain_status status = DTRAIN_OK;
+        int ended = -1;
+        pthread_mutex_lock(&dtrain__mpi_mutex);
+        if (lane->collective.bytes == 0)
+            status = dtrain__mpi_offload_begin(lane, call);
+        if (status == DTRAIN_OK)
+            ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
+        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        if (ended < 0)
+            return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;
+        if (ended > 0)
+            break;
+        if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)
+            return DTRAIN_ERR_TIMEOUT;
+        if (turn > DTRAIN__MPI_HASTE) {
+            struct timespec rest = {0, 20000};
+            nanosleep(&rest, NULL);
+        } else if (turn > 50) {
+            sched_yield();
+        }
+    }
+    if (lane->collective.memory == lane->result && lane->result != NULL)
+        memcpy(call->out, lane->result, call->parts[call->rank].count * (dtrain_dtype_bits(call->dtype) / 8));
+    return DTRAIN_OK;
 }
 
 #endif
@@ -28269,15 +28755,22 @@ static int64_t dtrain__from_mpi_heartbeat(const dtrain_comm_desc *desc)
     return desc->heartbeat_ms != 0 ? desc->heartbeat_ms : desc->progress == DTRAIN_PROGRESS_POLL ? -1 : 15000;
 }
 
+/* Whether some calls may go to MPI's collectives. Then groups need MPI_THREAD_MULTIPLE to make communicators. */
+static int dtrain__from_mpi_offloads(const dtrain_comm_desc *desc)
+{
+    const char *asked = getenv("DTRAIN_ALGORITHM");
+    return desc->algorithm == DTRAIN_ALGORITHM_MPI || (asked != NULL && strstr(asked, "mpi") != NULL);
+}
+
 /* Makes the world of DTRAIN_TRANSPORT=mpi. */
 static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
     dtrain_transport table;
     const char *from;
-    int launched = dtrain__from_mpi_launched(&from);
-    dtrain_status status = dtrain__mpi_ready(1, desc->progress == DTRAIN_PROGRESS_POLL);
+    int launched = dtrain__from_mpi_launched(&from), polls = desc->progress == DTRAIN_PROGRESS_POLL;
+    dtrain_status status = dtrain__mpi_ready(1, polls, dtrain__from_mpi_offloads(desc));
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
+        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, polls, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     if (status != DTRAIN_OK)
         return status;
     if (table.size == 1 && launched > 1) {
@@ -28303,9 +28796,10 @@ DTRAIN_API dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *ha
     dtrain_status status = dtrain__create_check_desc(&desc);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__mpi_ready(0, desc->progress == DTRAIN_PROGRESS_POLL);
+    int polls = desc->progress == DTRAIN_PROGRESS_POLL;
+    status = dtrain__mpi_ready(0, polls, 0);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, given, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
+        status = dtrain__mpi_open(&table, given, polls, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     return status == DTRAIN_OK ? dtrain__from_mpi_make(comm, &table, desc) : status;
 }
 
@@ -30190,7 +30684,7 @@ struct dtrain_device_group {
     int no_devices;                   /* no rank has a device: calls are the CPU's */
     dtrain__device_note mine, *notes; /* notes: of all ranks */
     dtrain__device_buffers *buffers;  /* of all ranks, in the call under way */
-    dtrain__extent *shards;           /* of all ranks, in the call under way */
+    dtrain_extent *shards;            /* of all ranks, in the call under way */
     size_t *counts;                   /* elements of each rank's part of a chunk */
     const void **ins;
     void **outs;
@@ -30198,7 +30692,7 @@ struct dtrain_device_group {
     unsigned char *pinned;             /* the slots, of chunk_bytes each, or of the largest chunk if that is 0 */
     dtrain_device_event **slot_events; /* one a slot: passed when the copies to and from it are done */
     dtrain__hosts *hosts;              /* HOSTS: the groups that do its calls; else NULL */
-    const dtrain__extent *pieces;      /* in a group of HOSTS: the parts of the vector that make up this rank's shard */
+    const dtrain_extent *pieces;       /* in a group of HOSTS: the parts of the vector that make up this rank's shard */
     int piece_count;                   /* 0: the shard is one piece */
     int mean_of;                       /* in a group of HOSTS: divides results by this many ranks; 0: does not */
     dtrain__flags_state *flags;        /* FLAGS, like all that follow; else NULL */
@@ -30214,7 +30708,7 @@ struct dtrain_device_group {
 static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
-    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain__extent) +
+    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain_extent) +
                   sizeof(size_t) + 2 * sizeof(void *);
     size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
     unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
@@ -30227,7 +30721,7 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
     group->comm = comm;
     group->notes = (dtrain__device_note *)(void *)(block + header);
     group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
-    group->shards = (dtrain__extent *)(void *)(group->buffers + size);
+    group->shards = (dtrain_extent *)(void *)(group->buffers + size);
     group->counts = (size_t *)(void *)(group->shards + size);
     group->ins = (const void **)(void *)(group->counts + size);
     group->outs = (void **)(void *)(group->ins + size);
@@ -31431,7 +31925,7 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
 static dtrain_status dtrain__events_shard(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
-    const dtrain__extent *pieces = group->piece_count > 0 ? group->pieces : &group->shards[comm->rank];
+    const dtrain_extent *pieces = group->piece_count > 0 ? group->pieces : &group->shards[comm->rank];
     int count = group->piece_count > 0 ? group->piece_count : 1, folds = dtrain__op_reduces(op);
     size_t width = dtrain_dtype_bits(op->dtype) / 8, done = 0;
     dtrain_status status = DTRAIN_OK;
@@ -31969,7 +32463,7 @@ struct dtrain__hosts {
     dtrain_device_group *inside, *between;
     int each, count, place;          /* each: ranks of a host; count: hosts; place: this rank's among its host's */
     dtrain__processes_buffers *told; /* from every rank, before a call begins */
-    dtrain__extent *pieces;          /* at most one for each host */
+    dtrain_extent *pieces;           /* at most one for each host */
     void *scratch;                   /* device memory: this host's sums in a reduce-scatter */
     size_t scratch_bytes;
 };
@@ -32036,7 +32530,7 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     int each = dtrain__hosts_each(group), count = comm->size / each;
     size_t header = (sizeof(dtrain__hosts) + 63) / 64 * 64;
     size_t bytes =
-        header + (size_t)comm->size * sizeof(dtrain__processes_buffers) + (size_t)count * sizeof(dtrain__extent);
+        header + (size_t)comm->size * sizeof(dtrain__processes_buffers) + (size_t)count * sizeof(dtrain_extent);
     unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
     if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
@@ -32045,7 +32539,7 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     group->hosts->count = count;
     group->hosts->place = comm->rank % each;
     group->hosts->told = (dtrain__processes_buffers *)(void *)(block + header);
-    group->hosts->pieces = (dtrain__extent *)(void *)(group->hosts->told + comm->size);
+    group->hosts->pieces = (dtrain_extent *)(void *)(group->hosts->told + comm->size);
     return DTRAIN_OK;
 }
 
@@ -32182,7 +32676,7 @@ static dtrain_status dtrain__hosts_meet(dtrain_device_group *group, const dtrain
 static unsigned char *dtrain__hosts_share(dtrain_device_group *group, const dtrain__op *whole)
 {
     size_t width = dtrain_dtype_bits(whole->dtype) / 8;
-    dtrain__extent *piece = &group->hosts->pieces[0];
+    dtrain_extent *piece = &group->hosts->pieces[0];
     piece->count = dtrain__events_share(group->hosts->near_ranks, whole->count, width, &piece->begin);
     piece->begin = piece->count > 0 ? piece->begin : 0;
     return (unsigned char *)whole->out + piece->begin * width;
@@ -32244,7 +32738,7 @@ static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, co
     for (size_t at = 0; at < longest && status == DTRAIN_OK; at += room) {
         size_t sum = 0, own = group->shards[group->comm->rank].count > at ? at * width : 0;
         for (int host = 0; host < hosts->count; host++) {
-            dtrain__extent shard = group->shards[host * hosts->each + hosts->place];
+            dtrain_extent shard = group->shards[host * hosts->each + hosts->place];
             size_t n = shard.count > at ? shard.count - at : 0;
             n = n < room ? n : room;
             hosts->pieces[host].begin = n > 0 ? shard.begin + at : 0;

@@ -177,9 +177,11 @@
  *     DTRAIN_LISTEN_FD        rank 0: number of a listening socket that the launcher has opened at DTRAIN_ROOT
  *
  *     DTRAIN_MPI_LIBRARY      path of a library with the standard ABI of MPI
+ *     DTRAIN_MPI_SHM          0: MPI moves all bytes, also inside a host
  *     DTRAIN_MPI_STAGED       1: MPI never uses the caller's memory
  *     DTRAIN_NODE_RANKS       ranks on each host
- *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms
+ *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms; `mpi`:
+ *                             MPI's own collectives, see >>from_mpi
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
  *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set

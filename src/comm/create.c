@@ -46,7 +46,11 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     comm->node_ranks = ranks < comm->size ? (int)ranks : comm->size;
-    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
+    dtrain_status status = dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
+    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
+        if (comm->asked[kind] == DTRAIN_ALGORITHM_MPI && (comm->transport.offload == NULL || comm->size == 1))
+            comm->asked[kind] = DTRAIN_ALGORITHM_AUTO;
+    return status;
 }
 
 /* Makes one rank's end. On an error the transport stays the caller's. */
@@ -85,7 +89,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     if (comm->directions == NULL || comm->blocked == NULL || !dtrain__recorder_create(comm)) {
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
     } else {
-        comm->parts = (dtrain__extent *)(void *)(comm->directions + 2 * size);
+        comm->parts = (dtrain_extent *)(void *)(comm->directions + 2 * size);
         comm->others = comm->parts + size;
         comm->ins = (const void **)(void *)(comm->others + size);
         comm->outs = (void **)(void *)(comm->ins + size);
@@ -108,8 +112,7 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     const dtrain_comm_desc *desc = *given != NULL ? *given : &defaults;
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     *given = desc;
-    if (algorithm != DTRAIN_ALGORITHM_AUTO &&
-        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
+    if (algorithm != DTRAIN_ALGORITHM_AUTO && (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_MPI))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant", algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)

@@ -267,10 +267,10 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
 }
 
 /* The elements in `rank`'s input that are for this rank. */
-static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
+static dtrain_extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
     const dtrain__post *post = dtrain__fused_post_of(comm, op, rank);
-    dtrain__extent given = comm->parts[comm->rank];
+    dtrain_extent given = comm->parts[comm->rank];
     if (op->kind == DTRAIN__ALL_GATHER || op->kind == DTRAIN__GATHER)
         given.begin = 0;
     if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
@@ -508,7 +508,7 @@ static void dtrain__fused_collect(const dtrain_comm *comm, const dtrain__op *op,
 {
     size_t width = dtrain__op_width(op), before = 0;
     for (int rank = 0; rank < comm->size; rank++) {
-        const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
+        const dtrain_extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
         size_t low = from > before ? from : before, end = before + part->count;
         end = end < from + n ? end : from + n;
         if (low < end) {

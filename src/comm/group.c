@@ -65,11 +65,6 @@ typedef struct dtrain__message_header {
     uint64_t check;      /* of everything above */
 } dtrain__message_header;
 
-/* A rank's part of a vector, in elements. */
-typedef struct dtrain__extent {
-    size_t begin, count;
-} dtrain__extent;
-
 /* What has moved in one direction between this rank and a peer. */
 typedef struct dtrain__direction {
     uint64_t number; /* of the last message */
@@ -196,7 +191,7 @@ struct dtrain_comm {
     void **outs;
     unsigned char **buffers;        /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
     uint64_t group;                 /* its name among the groups of these ranks; 0: the first */
-    dtrain__extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
+    dtrain_extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;

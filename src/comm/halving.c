@@ -35,9 +35,9 @@ static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
 
 /* The part that the index-th rank of a block keeps after `halvings` halvings of n elements. Cuts lie on cache lines of
  * the output, whatever the dtype of partial sums. */
-static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
+static dtrain_extent dtrain__halving_part(int index, int halvings, size_t n)
 {
-    dtrain__extent part = {0, n};
+    dtrain_extent part = {0, n};
     for (int level = 0; level < halvings; level++) {
         size_t half = (part.begin + (part.count + 1) / 2 + 63) / 64 * 64 - part.begin;
         half = half < part.count ? half : part.count;
@@ -108,7 +108,7 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     return 1;
 }
 
-static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__extent part,
+static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain_extent part,
                                  size_t width)
 {
     dtrain__step_fold(step, from, at->recv, at->held + part.begin * width, part.count, width);
@@ -120,7 +120,7 @@ static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving 
 {
     const dtrain__blocks *b = &at->blocks;
     size_t wide = dtrain__step_width(op), width = dtrain__op_width(op);
-    dtrain__extent mine = dtrain__halving_part(b->index, b->levels, at->n);
+    dtrain_extent mine = dtrain__halving_part(b->index, b->levels, at->n);
     int next = b->next_size > 0 ? b->first + b->size + b->index % b->next_size : -1;
     int turn = at->step < at->down ? at->step - at->up : at->step - at->down;
     int index = b->index + turn * b->size, previous = b->first - b->previous_size + index;
@@ -144,7 +144,7 @@ static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
     if (at.step == 0)
         dtrain__step_widen(op, at.begin, at.n, at.held);
     if (at.step == at.up && at.blocks.previous_size == 0) {
-        dtrain__extent mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
+        dtrain_extent mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
         dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__step_width(op),
                             at.out + mine.begin * dtrain__op_width(op), mine.count);
     }

@@ -82,7 +82,8 @@ static const char *dtrain__op_name(uint64_t op)
 static const char *dtrain__op_algorithm_name(uint64_t algorithm)
 {
     static const char *const names[] = {
-        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck", "nodes", "double_tree"};
+        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck",
+        "nodes", "double_tree",        "mpi"};
     algorithm %= DTRAIN__WAY_ANY;
     size_t index = (size_t)(algorithm - DTRAIN_ALGORITHM_FUSED);
     return algorithm == DTRAIN_ALGORITHM_AUTO       ? "auto"
@@ -327,11 +328,11 @@ static size_t dtrain__op_shard(const dtrain_comm *comm, const dtrain__op *op, in
 
 /* Fills in every rank's part: as given, else its shard. */
 static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
-                               const size_t *offsets, dtrain__extent *parts)
+                               const size_t *offsets, dtrain_extent *parts)
 {
     size_t next = 0;
     for (int rank = 0; rank < comm->size; rank++) {
-        dtrain__extent *part = &parts[rank];
+        dtrain_extent *part = &parts[rank];
         if (counts == NULL) {
             part->count = dtrain__op_shard(comm, op, rank, &part->begin);
         } else {
@@ -347,7 +348,8 @@ static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
     size_t mine;
     int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE;
     if (op->kind > DTRAIN__ALL_TO_ALL || op->kind == DTRAIN__BROADCAST ||
-        (whole && op->algorithm != DTRAIN_ALGORITHM_RING && op->algorithm != DTRAIN_ALGORITHM_DIRECT))
+        (whole && op->algorithm != DTRAIN_ALGORITHM_RING && op->algorithm != DTRAIN_ALGORITHM_DIRECT &&
+         op->algorithm != DTRAIN_ALGORITHM_MPI))
         return; /* it has no parts */
     dtrain__op_extents(comm, op, op->counts, op->offsets, comm->parts);
     if (op->kind != DTRAIN__ALL_TO_ALL)

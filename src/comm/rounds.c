@@ -27,8 +27,8 @@ static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int 
     unsigned char *held = reduces ? dtrain__step_held(comm, op) : (unsigned char *)op->out;
     if (k >= (op->kind == DTRAIN__ALL_REDUCE ? 2 : 1) * (n - 1))
         return 0;
-    dtrain__extent out = comm->parts[(comm->rank - shift - turn + 2 * n) % n];
-    dtrain__extent in = comm->parts[(comm->rank - shift - turn - 1 + 2 * n) % n];
+    dtrain_extent out = comm->parts[(comm->rank - shift - turn + 2 * n) % n];
+    dtrain_extent in = comm->parts[(comm->rank - shift - turn - 1 + 2 * n) % n];
     int left = (comm->rank + n - 1) % n;
     dtrain__step_send_part(step, (comm->rank + 1) % n, held, out, width);
     if (gathers)
@@ -48,23 +48,29 @@ static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op,
     int index = (comm->rank - op->root + comm->size) % comm->size;
     step->send_first = 1;
     if (at < pieces && index > 0) {
-        dtrain__extent in = {at * most, op->count - at * most < most ? op->count - at * most : most};
+        dtrain_extent in = {at * most, op->count - at * most < most ? op->count - at * most : most};
         dtrain__step_recv_part(step, (comm->rank + comm->size - 1) % comm->size, op->out, in, width);
         step->tag_in = at;
     }
     if (at > 0 && at <= pieces && index < comm->size - 1) {
-        dtrain__extent out = {before * most, op->count - before * most < most ? op->count - before * most : most};
+        dtrain_extent out = {before * most, op->count - before * most < most ? op->count - before * most : most};
         dtrain__step_send_part(step, (comm->rank + 1) % comm->size, op->out, out, width);
         step->tag_out = before;
     }
     return at <= pieces;
 }
 
+/* Whether the ranks only meet, without data. */
+static int dtrain__bruck_meets(const dtrain__op *op)
+{
+    return op->kind == DTRAIN__BARRIER || op->algorithm == DTRAIN_ALGORITHM_MPI;
+}
+
 /* The elements before slot number `slot`. */
 static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
 {
     size_t begin = 0;
-    if (op->kind == DTRAIN__BARRIER)
+    if (dtrain__bruck_meets(op))
         return 0;
     if (op->kind == DTRAIN__ALL_REDUCE)
         return (size_t)slot * op->count;
@@ -107,7 +113,7 @@ static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int
     int n = comm->size, levels = dtrain__step_levels(n), distance = 1 << k;
     size_t width = dtrain__op_width(op);
     if (k >= levels) {
-        step->prepare = op->kind == DTRAIN__BARRIER ? NULL : dtrain__bruck_end;
+        step->prepare = dtrain__bruck_meets(op) ? NULL : dtrain__bruck_end;
         return k == levels;
     }
     int slots = distance < n - distance ? distance : n - distance;
@@ -116,7 +122,7 @@ static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int
                       dtrain__bruck_slot(comm, op, slots) * width);
     dtrain__step_recv(step, (comm->rank + distance) % n, comm->scratch + begin * width, (end - begin) * width);
     step->send_first = comm->rank / distance % 2 == 0;
-    step->prepare = k == 0 && op->kind != DTRAIN__BARRIER ? dtrain__bruck_begin : NULL;
+    step->prepare = k == 0 && !dtrain__bruck_meets(op) ? dtrain__bruck_begin : NULL;
     return 1;
 }
 
@@ -146,7 +152,7 @@ static size_t dtrain__direct_count(const dtrain_comm *comm, const dtrain__direct
     return count <= begin ? 0 : count - begin < at->most ? count - begin : at->most;
 }
 
-static size_t dtrain__direct_longest(const dtrain_comm *comm, const dtrain__extent *parts)
+static size_t dtrain__direct_longest(const dtrain_comm *comm, const dtrain_extent *parts)
 {
     size_t longest = 0;
     for (int rank = 0; rank < comm->size; rank++)
@@ -260,7 +266,7 @@ static int dtrain__direct_pairs(const dtrain_comm *comm, const dtrain__op *op, i
     int in_place = all_to_all && op->in == op->out;
     int peer = k < rounds ? dtrain__direct_peer(comm, k) : comm->rank;
     size_t width = dtrain__op_width(op);
-    dtrain__extent in = all_to_all ? comm->others[peer] : comm->parts[peer], staged = {0, in.count};
+    dtrain_extent in = all_to_all ? comm->others[peer] : comm->parts[peer], staged = {0, in.count};
     if (in_place && k > 0)
         step->prepare = dtrain__direct_place;
     if (k >= rounds || peer == comm->rank)
@@ -282,7 +288,7 @@ static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, in
     step->tag_out = step->tag_in = 0;
     if (root && k == comm->rank)
         return 1;
-    dtrain__extent part = {root ? comm->parts[rank].begin : 0, comm->parts[rank].count};
+    dtrain_extent part = {root ? comm->parts[rank].begin : 0, comm->parts[rank].count};
     if (gather != root)
         dtrain__step_send_part(step, root ? rank : op->root, op->in, part, width);
     else

@@ -112,12 +112,12 @@ static void dtrain__step_recv(dtrain__step *step, int from, unsigned char *data,
 }
 
 /* The same for a part of a vector that begins at base. */
-static void dtrain__step_send_part(dtrain__step *step, int to, const void *base, dtrain__extent part, size_t width)
+static void dtrain__step_send_part(dtrain__step *step, int to, const void *base, dtrain_extent part, size_t width)
 {
     dtrain__step_send(step, to, (const unsigned char *)base + part.begin * width, part.count * width);
 }
 
-static void dtrain__step_recv_part(dtrain__step *step, int from, void *base, dtrain__extent part, size_t width)
+static void dtrain__step_recv_part(dtrain__step *step, int from, void *base, dtrain_extent part, size_t width)
 {
     dtrain__step_recv(step, from, (unsigned char *)base + part.begin * width, part.count * width);
 }

@@ -344,6 +344,8 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
             return status;
         moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
         dtrain__mux_enter(mux);
+        if (status == DTRAIN_ERR_TIMEOUT && !moved) /* before it is looked who has left */
+            dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         int left = dtrain__membership_left(lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
         lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
         int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
@@ -351,7 +353,7 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
             dtrain__mux_lost(lane, lane->seat.worlds[lost], status,
                              dtrain__thread_error.status == status ? dtrain__thread_error.text
                                                                    : "its end of the transport is closed");
-        else if (!moved)
+        else if (status != DTRAIN_ERR_TIMEOUT && !moved)
             dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
         status = waits && !dtrain__membership_broken(lane->seat.members) ? DTRAIN_ERR_TIMEOUT
@@ -381,6 +383,26 @@ static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_t
         mux->crowded_ns = others ? now + DTRAIN__MUX_CROWDED_NS : mux->crowded_ns;
         dtrain__mux_exit(mux);
         if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
+            return status;
+    }
+}
+
+/* Runs a collective by the lane's own means, and serves the other lanes meanwhile. */
+static dtrain_status dtrain__mux_offload(void *self, const dtrain_offload *call, int64_t deadline_ns)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    for (;;) {
+        int64_t now = dtrain__os_now_ns(), until_ns = now + DTRAIN__MUX_SLICE_NS;
+        dtrain_status status = lane->own.offload(lane->own.self, call, deadline_ns < until_ns ? deadline_ns : until_ns);
+        if (status != DTRAIN_ERR_TIMEOUT)
+            return status;
+        dtrain__mux_enter(lane->mux);
+        dtrain__mux_sweep(lane->mux, DTRAIN__MUX_KEPT);
+        dtrain__mux_exit(lane->mux);
+        const dtrain__error *cause = dtrain__membership_cause(lane->seat.members);
+        if (cause != NULL)
+            return dtrain__report(cause);
+        if (deadline_ns <= now)
             return status;
     }
 }

@@ -56,7 +56,7 @@ struct dtrain_device_group {
     int no_devices;                   /* no rank has a device: calls are the CPU's */
     dtrain__device_note mine, *notes; /* notes: of all ranks */
     dtrain__device_buffers *buffers;  /* of all ranks, in the call under way */
-    dtrain__extent *shards;           /* of all ranks, in the call under way */
+    dtrain_extent *shards;            /* of all ranks, in the call under way */
     size_t *counts;                   /* elements of each rank's part of a chunk */
     const void **ins;
     void **outs;
@@ -64,7 +64,7 @@ struct dtrain_device_group {
     unsigned char *pinned;             /* the slots, of chunk_bytes each, or of the largest chunk if that is 0 */
     dtrain_device_event **slot_events; /* one a slot: passed when the copies to and from it are done */
     dtrain__hosts *hosts;              /* HOSTS: the groups that do its calls; else NULL */
-    const dtrain__extent *pieces;      /* in a group of HOSTS: the parts of the vector that make up this rank's shard */
+    const dtrain_extent *pieces;       /* in a group of HOSTS: the parts of the vector that make up this rank's shard */
     int piece_count;                   /* 0: the shard is one piece */
     int mean_of;                       /* in a group of HOSTS: divides results by this many ranks; 0: does not */
     dtrain__flags_state *flags;        /* FLAGS, like all that follow; else NULL */
@@ -80,7 +80,7 @@ struct dtrain_device_group {
 static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
 {
     size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
-    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain__extent) +
+    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain_extent) +
                   sizeof(size_t) + 2 * sizeof(void *);
     size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
     unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
@@ -93,7 +93,7 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
     group->comm = comm;
     group->notes = (dtrain__device_note *)(void *)(block + header);
     group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
-    group->shards = (dtrain__extent *)(void *)(group->buffers + size);
+    group->shards = (dtrain_extent *)(void *)(group->buffers + size);
     group->counts = (size_t *)(void *)(group->shards + size);
     group->ins = (const void **)(void *)(group->counts + size);
     group->outs = (void **)(void *)(group->ins + size);

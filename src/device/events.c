@@ -180,7 +180,7 @@ static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrai
 static dtrain_status dtrain__events_shard(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
-    const dtrain__extent *pieces = group->piece_count > 0 ? group->pieces : &group->shards[comm->rank];
+    const dtrain_extent *pieces = group->piece_count > 0 ? group->pieces : &group->shards[comm->rank];
     int count = group->piece_count > 0 ? group->piece_count : 1, folds = dtrain__op_reduces(op);
     size_t width = dtrain_dtype_bits(op->dtype) / 8, done = 0;
     dtrain_status status = DTRAIN_OK;

@@ -20,7 +20,7 @@ struct dtrain__hosts {
     dtrain_device_group *inside, *between;
     int each, count, place;          /* each: ranks of a host; count: hosts; place: this rank's among its host's */
     dtrain__processes_buffers *told; /* from every rank, before a call begins */
-    dtrain__extent *pieces;          /* at most one for each host */
+    dtrain_extent *pieces;           /* at most one for each host */
     void *scratch;                   /* device memory: this host's sums in a reduce-scatter */
     size_t scratch_bytes;
 };
@@ -87,7 +87,7 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     int each = dtrain__hosts_each(group), count = comm->size / each;
     size_t header = (sizeof(dtrain__hosts) + 63) / 64 * 64;
     size_t bytes =
-        header + (size_t)comm->size * sizeof(dtrain__processes_buffers) + (size_t)count * sizeof(dtrain__extent);
+        header + (size_t)comm->size * sizeof(dtrain__processes_buffers) + (size_t)count * sizeof(dtrain_extent);
     unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
     if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
@@ -96,7 +96,7 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     group->hosts->count = count;
     group->hosts->place = comm->rank % each;
     group->hosts->told = (dtrain__processes_buffers *)(void *)(block + header);
-    group->hosts->pieces = (dtrain__extent *)(void *)(group->hosts->told + comm->size);
+    group->hosts->pieces = (dtrain_extent *)(void *)(group->hosts->told + comm->size);
     return DTRAIN_OK;
 }
 
@@ -233,7 +233,7 @@ static dtrain_status dtrain__hosts_meet(dtrain_device_group *group, const dtrain
 static unsigned char *dtrain__hosts_share(dtrain_device_group *group, const dtrain__op *whole)
 {
     size_t width = dtrain_dtype_bits(whole->dtype) / 8;
-    dtrain__extent *piece = &group->hosts->pieces[0];
+    dtrain_extent *piece = &group->hosts->pieces[0];
     piece->count = dtrain__events_share(group->hosts->near_ranks, whole->count, width, &piece->begin);
     piece->begin = piece->count > 0 ? piece->begin : 0;
     return (unsigned char *)whole->out + piece->begin * width;
@@ -295,7 +295,7 @@ static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, co
     for (size_t at = 0; at < longest && status == DTRAIN_OK; at += room) {
         size_t sum = 0, own = group->shards[group->comm->rank].count > at ? at * width : 0;
         for (int host = 0; host < hosts->count; host++) {
-            dtrain__extent shard = group->shards[host * hosts->each + hosts->place];
+            dtrain_extent shard = group->shards[host * hosts->each + hosts->place];
             size_t n = shard.count > at ? shard.count - at : 0;
             n = n < room ? n : room;
             hosts->pieces[host].begin = n > 0 ? shard.begin + at : 0;

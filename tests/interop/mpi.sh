@@ -5,7 +5,7 @@
 #   [MPI=all] sh tests/interop/mpi.sh
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/check.sh
-unset DTRAIN_TRANSPORT DTRAIN_MPI_LIBRARY DTRAIN_MPI_STAGED
+unset DTRAIN_TRANSPORT DTRAIN_MPI_LIBRARY DTRAIN_MPI_STAGED DTRAIN_MPI_SHM DTRAIN_ALGORITHM TEST_TRANSPORT TEST_SEALED
 here=$PWD/build/mpi
 mkdir -p "$here"
 logs=$here/log
@@ -13,8 +13,71 @@ exact="-O2 -ffp-contract=off -I. -Itests/support -DDTRAIN_MPI"
 build() { # suffix compiler flags...
     suffix=$1
     shift
+    compiler=$1
+    flags="$exact${2:+ \"$2\"}"
     "$@" $exact tests/unit/test_property.c -o "$here/property$suffix" -lpthread -lm -ldl >"$logs" 2>&1 &&
-        "$@" $exact -fno-math-errno examples/train_gpt.c -o "$here/train_gpt$suffix" -lpthread -lm -ldl >>"$logs" 2>&1
+        "$@" $exact -fno-math-errno examples/train_gpt.c -o "$here/train_gpt$suffix" -lpthread -lm -ldl >>"$logs" 2>&1 &&
+        MAKEFLAGS='' make test_dir="build/mpi/tests$suffix" CC="$compiler" test_flags="$flags" LIBS="-lpthread -lm -ldl" \
+            $(scenes | sed "s|\([^ ]*\).*|build/mpi/tests$suffix/test_\1|" | sort -u) >>"$logs" 2>&1
+}
+
+# Tests of processes that run on ranks of MPI as well: their program, the number of ranks, and the tests. They need no
+# killed rank, and no memory that a parent shares with its children. Of checkpoints, 6 and 8 ranks save what others load.
+scenes() {
+    cat <<'END'
+mesh 4 dimensions_that_cannot_be_are_named names_and_worlds_that_do_not_join_are_told_to_all
+mesh 8 one_call_measures_a_model_in_parts_and_all_drop_a_step_together
+groups 2 a_large_message_that_waits_in_one_group_holds_up_no_other what_was_begun_in_one_group_goes_on_while_its_rank_waits_in_another what_another_thread_begins_while_one_waits_goes_on_too waits_of_no_time_come_to_an_end_as_well
+groups 4 threads_of_one_rank_use_different_groups_at_once what_breaks_one_group_leaves_the_others groups_of_one_world_share_its_store
+groups 5 a_group_of_listed_ranks_follows_its_list
+groups 6 groups_form_by_color_and_key_and_out_of_each_other
+fsdp_process 4 processes_give_the_same_bits_over_every_transport ranks_that_start_no_thread_give_them_too
+fsdp_uneven 3 processes_with_fewer_add_nothing
+local_sgd 3 rounds_are_nesterovs_steps_on_the_mean_difference_on_threads_and_processes
+pipeline 2 every_schedule_on_processes_gives_the_bits_of_one_rank
+pipeline 4 every_schedule_on_processes_gives_the_bits_of_one_rank
+checkpoint_layouts 6 processes_save_under_one_layout_and_load_under_another
+checkpoint_layouts 8 processes_save_under_one_layout_and_load_under_another
+checkpoint_layouts 3 processes_save_under_one_layout_and_load_under_another
+leave 4 a_rank_that_has_left_is_missed_by_calls_that_need_it_and_no_others
+lost 2 a_mismatch_quotes_both_calls_on_both_ranks a_rank_that_only_sent_has_the_mismatch_when_it_next_receives
+lost 3 a_rank_that_leaves_is_named
+lost 4 leaving_right_after_the_last_call_disturbs_nobody
+lost 4 settings_that_change_the_steps_are_compared_and_named
+survive 2 whole_groups_agree_and_shrink_to_themselves a_vote_without_memory_is_an_error_and_no_answer
+survive 3 another_call_after_a_deadline_takes_the_first_ones_vote_back no_memory_for_the_state_on_one_rank_is_an_error_on_all_and_harms_nothing
+survive 4 whole_groups_agree_and_shrink_to_themselves resync_copies_the_furthest_state_of_the_lowest_rank_that_has_it
+shrink_poll 4 who_leaves_while_it_is_pending_is_not_waited_for a_deadline_runs_from_the_first_call
+END
+}
+
+# Runs these scenes. Each rank says which of them it has run.
+play() { # suffix what
+    shared=$(mktemp -d) || exit 1
+    while read -r program ranks tests; do
+        head -c 4096 /dev/zero >"$shared/board"
+        # shellcheck disable=SC2086
+        TEST_TRANSPORT=mpi TEST_MPI_RANKS=$ranks TEST_MPI_DIRECTORY=$shared timeout 300 $launch $ranks \
+            "build/mpi/tests$1/test_$program" $tests >"$logs" 2>&1 </dev/null && [ "$(grep -c "ran $ranks ranks of MPI" "$logs")" -ge $ranks ]
+        check $? "$name: $program on $ranks ranks$2"
+    done
+    rm -rf "$shared"
+}
+
+# Stops train_gpt on 4 ranks, and goes on with 2 and on threads.
+resume() { # suffix
+    shared=$(mktemp -d) || exit 1
+    small="--layers 2 --width 32 --heads 2 --context 32 --batch 2 --micro 8 --steps 8 --quiet --text examples/gpt.h"
+    small="$small --csv $here/csv --svg $here/svg"
+    DTRAIN_TRANSPORT=mpi timeout 300 $launch 4 "$here/train_gpt$1" $small --strategy full --save "$shared/run" --every 2 --until 4 >"$logs" 2>&1
+    cp -r "$shared/run" "$shared/copy"
+    "$here/train_gpt$1" $small --ranks 1 2>>"$logs" | grep -o 'weights_sha256=[0-9a-f]*' >"$here/straight"
+    DTRAIN_TRANSPORT=mpi timeout 300 $launch 2 "$here/train_gpt$1" $small --strategy grad --save "$shared/run" --resume 2>>"$logs" |
+        grep -o 'weights_sha256=[0-9a-f]*' >"$here/ranks"
+    "$here/train_gpt$1" $small --ranks 2 --save "$shared/copy" --resume 2>>"$logs" | grep -o 'weights_sha256=[0-9a-f]*' >"$here/threads"
+    [ -s "$here/straight" ] && cmp -s "$here/straight" "$here/ranks" && cmp -s "$here/straight" "$here/threads"
+    check $? "$name: train_gpt stopped on 4 ranks goes on with 2, and on threads, with the same bits"
+    rm -rf "$shared"
 }
 
 # Runs everything under one MPI. The launcher is $launch, as in "mpiexec -n".
@@ -28,8 +91,12 @@ under() { # name suffix
     for ranks in 1 2 3 4; do
         DTRAIN_TRANSPORT=mpi timeout 300 $launch $ranks "$here/property$suffix" ranks_of_mpi >"$logs" 2>&1
         check $? "$name: random calls on $ranks ranks have the reference's results"
+        DTRAIN_MPI_SHM=0 DTRAIN_TRANSPORT=mpi timeout 300 $launch $ranks "$here/property$suffix" ranks_of_mpi >"$logs" 2>&1
+        check $? "$name: so they have where MPI moves all bytes"
+        DTRAIN_TRANSPORT=mpi timeout 300 $launch $ranks "$here/property$suffix" collectives_of_mpi >"$logs" 2>&1
+        check $? "$name: so they have by MPI's collectives, on $ranks ranks and on halves of them"
     done
-    DTRAIN_MPI_STAGED=1 DTRAIN_TRANSPORT=mpi timeout 300 $launch 3 "$here/property$suffix" ranks_of_mpi >"$logs" 2>&1
+    DTRAIN_MPI_SHM=0 DTRAIN_MPI_STAGED=1 DTRAIN_TRANSPORT=mpi timeout 300 $launch 3 "$here/property$suffix" ranks_of_mpi >"$logs" 2>&1
     check $? "$name: so they have where all bytes are staged"
     for flags in "" "--strategy full" "--strategy hybrid" "--mesh dp=2,pp=2" "--mesh dp=2,tp=2"; do
         # shellcheck disable=SC2086
@@ -40,6 +107,17 @@ under() { # name suffix
         [ -s "$here/ranks" ] && cmp -s "$here/threads" "$here/ranks"
         check $? "$name: train_gpt${flags:+ $flags} has the weights of threads"
     done
+    resume "$suffix"
+    scenes >"$here/scenes"
+    play "$suffix" "" <"$here/scenes"
+    grep -v settings_that "$here/scenes" >"$here/chosen"
+    DTRAIN_ALGORITHM=mpi
+    DTRAIN_MPI_SHM=0
+    export DTRAIN_ALGORITHM DTRAIN_MPI_SHM
+    play "$suffix" ", with MPI's collectives" <"$here/chosen"
+    unset DTRAIN_ALGORITHM DTRAIN_MPI_SHM
+    timeout 300 $launch 4 "$here/beside$suffix" offload >"$logs" 2>&1
+    check $? "$name: MPI runs the collectives that DTRAIN_ALGORITHM_MPI gives it, and their errors are dtrain's"
     for level in multiple funneled; do
         timeout 300 $launch 4 "$here/beside$suffix" $level >"$logs" 2>&1
         check $? "$name: a program that uses MPI itself, at level $level"

@@ -21,6 +21,8 @@ static void on_threads(int ranks, rank_body body, scene *s)
 {
     play p = {body, s};
     dtrain_comm_desc desc;
+    if (getenv("TEST_MPI_RANKS") != NULL) /* then processes meet, not these threads */
+        return;
     memset(&desc, 0, sizeof desc);
     desc.timeout_ms = 20000;
     CHECK_EQ(dtrain_run_threads(ranks, play_rank, &p, &desc), DTRAIN_OK);
