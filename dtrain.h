@@ -28217,6 +28217,17 @@ static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned
     return DTRAIN_OK;
 }
 
+/* Between two looks that found nothing. */
+static void dtrain__mpi_rest(unsigned turn)
+{
+    if (turn > DTRAIN__MPI_HASTE) {
+        struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
+        nanosleep(&rest, NULL);
+    } else if (turn > 50) {
+        sched_yield();
+    }
+}
+
 /* Moves both ways until one is complete, or until the deadline. out or in may be NULL. */
 static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
@@ -28239,12 +28250,7 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
         turn = sent > 0 || received > 0 ? 0 : turn;
         if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns) /* also of a transfer that moves: a frame waits */
             return DTRAIN_ERR_TIMEOUT;
-        if (turn > DTRAIN__MPI_HASTE) {
-            struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
-            nanosleep(&rest, NULL);
-        } else if (turn > 50) {
-            sched_yield();
-        }
+        dtrain__mpi_rest(turn);
     }
 }
 
@@ -28704,12 +28710,7 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
             break;
         if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)
             return DTRAIN_ERR_TIMEOUT;
-        if (turn > DTRAIN__MPI_HASTE) {
-            struct timespec rest = {0, 20000};
-            nanosleep(&rest, NULL);
-        } else if (turn > 50) {
-            sched_yield();
-        }
+        dtrain__mpi_rest(turn < 2 * DTRAIN__MPI_HASTE ? turn : DTRAIN__MPI_HASTE + 1); /* MPI moves while it is asked */
     }
     if (lane->collective.memory == lane->result && lane->result != NULL)
         memcpy(call->out, lane->result, call->parts[call->rank].count * (dtrain_dtype_bits(call->dtype) / 8));

@@ -306,6 +306,17 @@ static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned
     return DTRAIN_OK;
 }
 
+/* Between two looks that found nothing. */
+static void dtrain__mpi_rest(unsigned turn)
+{
+    if (turn > DTRAIN__MPI_HASTE) {
+        struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
+        nanosleep(&rest, NULL);
+    } else if (turn > 50) {
+        sched_yield();
+    }
+}
+
 /* Moves both ways until one is complete, or until the deadline. out or in may be NULL. */
 static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
@@ -328,12 +339,7 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
         turn = sent > 0 || received > 0 ? 0 : turn;
         if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns) /* also of a transfer that moves: a frame waits */
             return DTRAIN_ERR_TIMEOUT;
-        if (turn > DTRAIN__MPI_HASTE) {
-            struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
-            nanosleep(&rest, NULL);
-        } else if (turn > 50) {
-            sched_yield();
-        }
+        dtrain__mpi_rest(turn);
     }
 }
 

@@ -202,12 +202,7 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
             break;
         if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)
             return DTRAIN_ERR_TIMEOUT;
-        if (turn > DTRAIN__MPI_HASTE) {
-            struct timespec rest = {0, 20000};
-            nanosleep(&rest, NULL);
-        } else if (turn > 50) {
-            sched_yield();
-        }
+        dtrain__mpi_rest(turn < 2 * DTRAIN__MPI_HASTE ? turn : DTRAIN__MPI_HASTE + 1); /* MPI moves while it is asked */
     }
     if (lane->collective.memory == lane->result && lane->result != NULL)
         memcpy(call->out, lane->result, call->parts[call->rank].count * (dtrain_dtype_bits(call->dtype) / 8));
