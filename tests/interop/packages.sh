@@ -1,6 +1,6 @@
 #!/bin/sh
-# Uses each package of dtrain from an empty project: make install with pkg-config, CMake and Meson, C and C++, and Python's
-# ctypes (tests/interop/ctypes_ddp.py). Installs what is missing where it can, and says what it skips.
+# Uses each package of dtrain from an empty project: make install with pkg-config, CMake and Meson, C and C++, and ctypes
+# of Python (tests/interop/ctypes_ddp.py). Installs what is missing where it can, and says what it skips.
 #   sh tests/interop/packages.sh
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/check.sh
@@ -32,7 +32,8 @@ runs() { # program kind
 
 # ---- what make install brings ----
 
-make -C "$root" install PREFIX="$here/prefix" >"$logs" 2>&1 && make -C "$root" install DESTDIR="$here/a stage" PREFIX=/usr >>"$logs" 2>&1
+make -C "$root" install PREFIX="$here/prefix" >"$logs" 2>&1 &&
+    make -C "$root" install DESTDIR="$here/a stage" PREFIX=/usr >>"$logs" 2>&1
 check $? "make install, and again with DESTDIR"
 lib=$here/prefix/lib
 printf '#define DTRAIN_MPI\n#include <dtrain.h>\n' >all.c
@@ -50,7 +51,8 @@ check $? "the shared library is named libdtrain.so.$series"
 ${CC:-cc} -DDTRAIN_API=dtrain_public -I"$here/prefix/include" -E all.c 2>"$logs" |
     awk '/^# [0-9]+ "/ { ours = $3 ~ /dtrain\.h"$/; next } ours' >declared
 grep -n '^static\|inline\|[a-z] *: *[0-9]' declared >"$logs"
-[ $? -eq 1 ] && [ "$(grep -c 'dtrain_public' declared)" -eq "$(wc -l <public)" ] && [ "$(grep -c '\.\.\.' declared)" -eq 1 ]
+[ $? -eq 1 ] && [ "$(grep -c 'dtrain_public' declared)" -eq "$(wc -l <public)" ] &&
+    [ "$(grep -c '\.\.\.' declared)" -eq 1 ]
 check $? "the header declares flat structs, enums and functions alone"
 
 # ---- pkg-config ----
@@ -82,6 +84,22 @@ if have pkg-config pkgconf; then
     unset PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR
 fi
 
+# ---- Python ----
+
+sed -n '/^ \*     import ctypes/,/^ \*\/$/s/^ \*     //p' "$root/src/guide.h" | cmp - "$root/tests/interop/ctypes_ddp.py" >"$logs" 2>&1 &&
+    [ "$(wc -l <"$root/tests/interop/ctypes_ddp.py")" -le 40 ]
+check $? "the manual shows ctypes_ddp.py, of 40 lines at most"
+grep -qF "find_package(dtrain $series)" "$root/src/manual.h"
+check $? "the manual asks CMake for this version"
+if have python3 python3; then
+    # Gradients of the first step are 2 (1, 2) and 1 (4, 0), their mean is (3, 2): w is (-0.5, 1). Those of the second
+    # are -1.5 (1, 2) and -5 (4, 0), their mean is (-10.75, -1.5).
+    python3 "$root/tests/interop/ctypes_ddp.py" "$lib/libdtrain.so" "$here/run" >trained 2>"$logs"
+    [ $? -eq 0 ] && [ "$(cat trained)" = "step 2: 4.875 1.75
+step 2: 4.875 1.75" ]
+    check $? "ctypes: two ranks train by DDP, save and load a checkpoint"
+fi
+
 # ---- CMake ----
 
 project() { # directory what-makes-the-targets target language
@@ -95,7 +113,8 @@ project() { # directory what-makes-the-targets target language
 by_cmake() { # name directory kind arguments...
     name=$1 dir=$2 kind=$3
     shift 3
-    cmake -S "$dir" -B "$dir/build" -DCMAKE_BUILD_TYPE=Debug "$@" >"$logs" 2>&1 && cmake --build "$dir/build" >>"$logs" 2>&1 &&
+    cmake -S "$dir" -B "$dir/build" -DCMAKE_BUILD_TYPE=Debug "$@" >"$logs" 2>&1 &&
+        cmake --build "$dir/build" >>"$logs" 2>&1 &&
         runs "$dir/build/main" "$kind"
     check $? "CMake: $name"
 }
@@ -155,7 +174,8 @@ by_meson() { # name directory kind arguments...
     name=$1 dir=$2 kind=$3
     shift 3
     cp main.c "$dir"
-    "$meson" setup "$dir/build" "$dir" -Doptimization=0 "$@" >"$logs" 2>&1 && "$meson" compile -C "$dir/build" >>"$logs" 2>&1 &&
+    "$meson" setup "$dir/build" "$dir" -Doptimization=0 "$@" >"$logs" 2>&1 &&
+        "$meson" compile -C "$dir/build" >>"$logs" 2>&1 &&
         runs "$dir/build/main" "$kind"
     check $? "Meson: $name"
 }
