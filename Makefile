@@ -10,6 +10,8 @@
 # make cuda      dtrain_cuda.h for every GPU from sm_80 on, and examples/*.cu, by nvcc (NVCC=...); needs no GPU
 # make test-cuda the tests of dtrain_cuda.h on a GPU; make test runs them emulated. CUDA_LARGE=1: vectors to 2^28 too;
 #                SANITIZER="compute-sanitizer --tool memcheck" (or racecheck, ...): under it
+# make install   both headers, the library, dtrain.pc and a CMake config below $(DESTDIR)$(PREFIX), /usr/local unless set;
+#                LIBDIR=$(PREFIX)/lib64 changes the place of libraries; make uninstall removes them
 # make bench-cuda  its kernels as shares of the rate of a copy, collectives and training of ranks that share it, on a GPU
 CC ?= cc
 CFLAGS ?= -O2
@@ -182,10 +184,30 @@ soak: all $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_d
 fuzz:
 	@sh tests/fuzz/fuzz.sh $(MINUTES)
 
+# One object is in both libraries.
+PREFIX ?= /usr/local
+soname = libdtrain.so.$(basename $(shell tools/package/version))
+
+build/package/dtrain.o: tools/package/dtrain.c dtrain.h
+	@mkdir -p $(@D)
+	$(CC) $(CPPFLAGS) $(CFLAGS) $(EXACT) -fPIC -fvisibility=hidden -I. -c $< -o $@
+
+build/package/libdtrain.a: build/package/dtrain.o
+	rm -f $@ && $(AR) rcs $@ $<
+
+build/package/libdtrain.so: build/package/dtrain.o
+	$(CC) $(CFLAGS) $(LDFLAGS) -shared -Wl,-soname,$(soname) -Wl,-z,defs $< -o $@ $(LIBS) -ldl
+
+install: build/package/libdtrain.a build/package/libdtrain.so dtrain_cuda.h
+	@PREFIX="$(PREFIX)" LIBDIR="$(LIBDIR)" DESTDIR="$(DESTDIR)" tools/package/install
+
+uninstall:
+	@PREFIX="$(PREFIX)" LIBDIR="$(LIBDIR)" DESTDIR="$(DESTDIR)" tools/package/install --remove
+
 check:
 	@tools/amalgamate --check
 
 clean:
 	rm -rf build
 
-.PHONY: all test nvcc cuda test-cuda bench-cuda demo demo-fsdp bench soak fuzz check clean
+.PHONY: all test nvcc cuda test-cuda bench-cuda demo demo-fsdp bench soak fuzz install uninstall check clean

@@ -31,7 +31,8 @@
  *                    or by flags
  *     >>compress-descs   how to say what is sent compressed
  *
- * Below: SNIPPETS, CONVENTIONS, ENVIRONMENT, MACROS; then TRAINING, with more snippets, PORTING NOTES and PARTS.
+ * Below: SNIPPETS, CONVENTIONS, ENVIRONMENT, MACROS, PACKAGES; then TRAINING, with more snippets, PORTING NOTES, PARTS
+ * and OTHER LANGUAGES.
  *
  * SNIPPETS. Each is part of a program that the tests compile and run.
  *
@@ -202,4 +203,20 @@
  *     DTRAIN_MPI              the part for MPI as well, see >>from_mpi; DTRAIN_MPI_HEADER="<mpi.h>" compiles it against
  *                             that file
  *     DTRAIN_NO_SOCKETS, ...  leave parts out, see PARTS
+ *
+ * PACKAGES: install the library, or make it part of your build, instead of copying this file. Then no file of yours
+ * defines DTRAIN_IMPLEMENTATION.
+ *
+ *     make install PREFIX=/usr/local   both headers, the shared and the static library, dtrain.pc, and a config for
+ *                                      CMake. It knows DESTDIR and LIBDIR. make uninstall removes them
+ *     pkg-config                       cc main.c $(pkg-config --cflags --libs dtrain); for the static library add
+ *                                      --static to it, and -static to cc
+ *     CMake                            find_package(dtrain 0.1), FetchContent or add_subdirectory, and
+ *                                      target_link_libraries(main dtrain::dtrain). dtrain_STATIC=ON finds the static
+ *                                      library. dtrain::header is this header alone
+ *     Meson                            dependency('dtrain'), installed or in subprojects/. There
+ *                                      dependency('dtrain-header', fallback: 'dtrain') is this header alone
+ *
+ * The library has all parts. Define DTRAIN_MPI to declare those of >>from_mpi. DTRAIN_VERSION in >>base says which
+ * versions go together.
  */

@@ -98,6 +98,18 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* The version of this header. Packages read it here.
+ *
+ *   patch   programs run with the new library as they are
+ *   minor   sources compile as they are, but compile them again: structs may have new fields
+ *   major   sources may need changes; while major is 0, a new minor may too
+ *
+ * What ranks send to each other and what files hold have versions of their own, which their readers check. */
+#define DTRAIN_VERSION_MAJOR 0
+#define DTRAIN_VERSION_MINOR 1
+#define DTRAIN_VERSION_PATCH 0
+#define DTRAIN_VERSION (10000 * DTRAIN_VERSION_MAJOR + 100 * DTRAIN_VERSION_MINOR + DTRAIN_VERSION_PATCH)
+
 #ifndef DTRAIN_API
 #define DTRAIN_API extern
 #endif
@@ -116,6 +128,12 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Returns the DTRAIN_VERSION that the library was compiled with. A program that loads a shared library at run time
+ * compares dtrain_version() / 100 with the number that its structs were written for.
+ *
+ * any thread */
+DTRAIN_API int dtrain_version(void);
 
 /* The result of every call that can fail. There are few codes, one for each thing that a caller can do about an error.
  * No two enums share a constant except 0, so the library detects swapped arguments. */

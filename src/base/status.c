@@ -224,6 +224,11 @@ DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *form
     return dtrain__fail(NULL, status, "%s", text);
 }
 
+DTRAIN_API int dtrain_version(void)
+{
+    return DTRAIN_VERSION;
+}
+
 DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 {
     static const char *const names[] = {"ERR_INVALID",   "ERR_MEMORY",   "ERR_IO",      "ERR_TIMEOUT",

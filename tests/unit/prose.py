@@ -38,12 +38,13 @@ def comments(text):
 
 
 def paragraphs(lines, first):
-    """(line, text) of each run of prose: blank lines, code and entries of a list end one."""
-    held, start = [], first
+    """(line, text) of each run of prose: blank lines, code and entries of a list end one. Python runs to a blank line."""
+    held, start, python = [], first, False
     for at, line in enumerate(lines):
         text = line.rstrip()
+        python = bool(text.strip()) and (python or text.startswith("     import "))
         entry = ENTRY.match(text)
-        code = CODE.search(text) and (len(text) - len(text.lstrip()) >= 4 or not held)
+        code = python or CODE.search(text) and (len(text) - len(text.lstrip()) >= 4 or not held)
         if not text.strip() or code or entry or re.match(r"^\s*(?:[-*] |\d+\. )|^-{4,}", text):
             if held:
                 yield start, " ".join(held)

@@ -1,0 +1,219 @@
+#!/bin/sh
+# Uses each package of dtrain from an empty project: make install with pkg-config, CMake and Meson, C and C++, and ctypes
+# of Python (tests/interop/ctypes_ddp.py). Installs what is missing where it can, and says what it skips.
+#   sh tests/interop/packages.sh
+cd "$(dirname "$0")/../.." || exit 1
+. tests/support/check.sh
+unset MAKEFLAGS MFLAGS MAKELEVEL CFLAGS LDFLAGS DESTDIR PREFIX LIBDIR PKG_CONFIG_PATH PKG_CONFIG_LIBDIR LD_LIBRARY_PATH
+root=$PWD
+here=$root/build/packages
+logs=$here/log
+version=$(sh tools/package/version)
+series=${version%.*}
+rm -rf "$here"
+mkdir -p "$here/empty"
+cp tests/interop/packages_main.c "$here/empty/main.c"
+cp tests/interop/packages_main.c "$here/empty/main.cc"
+cd "$here/empty" || exit 1
+
+have() { # command package
+    command -v "$1" >/dev/null 2>&1 || (apt-get update && apt-get install -y --no-install-recommends "$2") >"$logs" 2>&1
+    command -v "$1" >/dev/null 2>&1 && return 0
+    echo "skipped: what needs $1 (it is missing and cannot be installed)"
+    return 1
+}
+
+# The program runs, and says the version of the packages. With "shared" it loads the library, else it has it inside.
+runs() { # program kind
+    [ "$("$1" 2>>"$logs")" = "$version" ] || return 1
+    readelf -d "$1" | grep -q "NEEDED.*\[libdtrain.so.$series\]"
+    [ $? -eq "$([ "$2" = shared ] && echo 0 || echo 1)" ]
+}
+
+# ---- what make install brings ----
+
+make -C "$root" install PREFIX="$here/prefix" >"$logs" 2>&1 &&
+    make -C "$root" install DESTDIR="$here/a stage" PREFIX=/usr >>"$logs" 2>&1
+check $? "make install, and again with DESTDIR"
+lib=$here/prefix/lib
+printf '#define DTRAIN_MPI\n#include <dtrain.h>\n' >all.c
+${CC:-cc} -DDTRAIN_API=dtrain_public -I"$here/prefix/include" -E -P all.c 2>"$logs" | tr '\n' ' ' |
+    grep -o 'dtrain_public [^(]*(' | sed 's/.*[ *]\([a-z0-9_]*\)($/\1/' | sort >public
+nm -D --defined-only "$lib/libdtrain.so" | awk '{ print $3 }' | sort >exported
+[ "$(wc -l <public)" -gt 200 ] && diff public exported >"$logs"
+check $? "the shared library exports the $(wc -l <public) public functions and nothing else"
+nm -g --defined-only "$lib/libdtrain.a" | awk 'NF == 3 { print $3 }' | sort | diff public - >"$logs"
+check $? "so does the static one"
+readelf -d "$lib/libdtrain.so" | grep -q "SONAME.*\[libdtrain.so.$series\]" && [ -e "$lib/libdtrain.so.$series" ]
+check $? "the shared library is named libdtrain.so.$series"
+
+# Other languages can say what the header declares: no functions in it, no bit fields, one function with "...".
+${CC:-cc} -DDTRAIN_API=dtrain_public -I"$here/prefix/include" -E all.c 2>"$logs" |
+    awk '/^# [0-9]+ "/ { ours = $3 ~ /dtrain\.h"$/; next } ours' >declared
+grep -n '^static\|inline\|[a-z] *: *[0-9]' declared >"$logs"
+[ $? -eq 1 ] && [ "$(grep -c 'dtrain_public' declared)" -eq "$(wc -l <public)" ] &&
+    [ "$(grep -c '\.\.\.' declared)" -eq 1 ]
+check $? "the header declares flat structs, enums and functions alone"
+
+# ---- pkg-config ----
+
+with_pkg_config() { # name directory-of-dtrain.pc
+    [ "$(PKG_CONFIG_PATH=$2 pkg-config --modversion dtrain)" = "$version" ] &&
+        eval "${CC:-cc} main.c $(PKG_CONFIG_PATH=$2 pkg-config --cflags --libs dtrain) -o main" >"$logs" 2>&1 &&
+        LD_LIBRARY_PATH=${2%/pkgconfig} runs ./main shared
+    check $? "$1: pkg-config, the shared library"
+}
+if have pkg-config pkgconf; then
+    with_pkg_config "make install" "$lib/pkgconfig"
+    export PKG_CONFIG_PATH="$lib/pkgconfig"
+    # shellcheck disable=SC2046
+    ${CC:-cc} -static main.c $(pkg-config --static --cflags --libs dtrain) -o main >"$logs" 2>&1 && runs ./main static
+    check $? "pkg-config, the static library"
+    if have g++ g++; then
+        # shellcheck disable=SC2046
+        g++ -Wall -Wextra -Werror main.cc $(pkg-config --cflags --libs dtrain) -o main >"$logs" 2>&1 &&
+            LD_LIBRARY_PATH=$lib runs ./main shared
+        check $? "pkg-config, C++"
+    fi
+    export PKG_CONFIG_PATH="$here/a stage/usr/lib/pkgconfig" PKG_CONFIG_SYSROOT_DIR="$here/a stage"
+    eval "${CC:-cc} main.c $(pkg-config --cflags --libs dtrain) -o main" >"$logs" 2>&1 &&
+        LD_LIBRARY_PATH="$here/a stage/usr/lib" runs ./main shared
+    check $? "pkg-config, staged below a path with a space"
+    ! grep -rq "a stage" "$here/a stage/usr/lib/pkgconfig" "$here/a stage/usr/lib/cmake"
+    check $? "the files of the stage do not name it"
+    unset PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR
+fi
+
+# ---- Python ----
+
+sed -n '/^ \*     import ctypes/,/^ \*\/$/s/^ \*     //p' "$root/src/guide.h" | cmp - "$root/tests/interop/ctypes_ddp.py" >"$logs" 2>&1 &&
+    [ "$(wc -l <"$root/tests/interop/ctypes_ddp.py")" -le 40 ]
+check $? "the manual shows ctypes_ddp.py, of 40 lines at most"
+grep -qF "find_package(dtrain $series)" "$root/src/manual.h"
+check $? "the manual asks CMake for this version"
+if have python3 python3; then
+    # Gradients of the first step are 2 (1, 2) and 1 (4, 0), their mean is (3, 2): w is (-0.5, 1). Those of the second
+    # are -1.5 (1, 2) and -5 (4, 0), their mean is (-10.75, -1.5).
+    python3 "$root/tests/interop/ctypes_ddp.py" "$lib/libdtrain.so" "$here/run" >trained 2>"$logs"
+    [ $? -eq 0 ] && [ "$(cat trained)" = "step 2: 4.875 1.75
+step 2: 4.875 1.75" ]
+    check $? "ctypes: two ranks train by DDP, save and load a checkpoint"
+fi
+
+# ---- CMake ----
+
+project() { # directory what-makes-the-targets target language
+    mkdir -p "$1"
+    case $4 in CXX) file=main.cc ;; *) file=main.c ;; esac
+    cp "$here/empty/$file" "$1"
+    printf '%s\n' 'cmake_minimum_required(VERSION 3.14)' "project(empty $4)" "$2" "add_executable(main $file)" \
+        "target_link_libraries(main PRIVATE $3)" >"$1/CMakeLists.txt"
+    [ "$3" != dtrain::header ] || echo 'target_compile_definitions(main PRIVATE ALONE)' >>"$1/CMakeLists.txt"
+}
+by_cmake() { # name directory kind arguments...
+    name=$1 dir=$2 kind=$3
+    shift 3
+    cmake -S "$dir" -B "$dir/build" -DCMAKE_BUILD_TYPE=Debug "$@" >"$logs" 2>&1 &&
+        cmake --build "$dir/build" >>"$logs" 2>&1 &&
+        runs "$dir/build/main" "$kind"
+    check $? "CMake: $name"
+}
+found_by_cmake() { # name option-that-says-where
+    project "found $1" "find_package(dtrain $series REQUIRED)" dtrain::dtrain C
+    by_cmake "find_package, dtrain::dtrain of $1" "found $1" shared "$2"
+    project "header $1" "find_package(dtrain REQUIRED)" dtrain::header C
+    by_cmake "find_package, dtrain::header of $1" "header $1" alone "$2"
+}
+refused() { # version
+    project "version $1" "find_package(dtrain $1 REQUIRED)" dtrain::dtrain C
+    ! cmake -S "version $1" -B "version $1/build" "-DCMAKE_PREFIX_PATH=$moved" >"$logs" 2>&1 && grep -q "$version" "$logs"
+    check $? "CMake: find_package refuses version $1"
+}
+moved="$here/moved there"
+mv "$here/prefix" "$moved"
+lib=$moved/lib
+if have cmake cmake; then
+    found_by_cmake "make install, moved" "-DCMAKE_PREFIX_PATH=$moved"
+    project static "set(dtrain_STATIC ON)
+find_package(dtrain REQUIRED)" dtrain::dtrain C
+    by_cmake "find_package, the static library" static static "-DCMAKE_PREFIX_PATH=$moved"
+    project cxx "find_package(dtrain REQUIRED)" dtrain::dtrain CXX
+    by_cmake "find_package, C++ alone" cxx shared "-DCMAKE_PREFIX_PATH=$moved"
+    major=${version%%.*}
+    minor=${series#*.}
+    refused $((major + 1)).0
+    refused "$major.$((minor + 1))"
+    refused "$version.1"
+    fetch="include(FetchContent)
+FetchContent_Declare(dtrain SOURCE_DIR \"$root\")
+FetchContent_MakeAvailable(dtrain)"
+    project fetched "$fetch" dtrain::dtrain C
+    by_cmake "FetchContent, dtrain::dtrain" fetched static
+    project "fetched header" "$fetch" dtrain::header C
+    by_cmake "FetchContent, dtrain::header" "fetched header" alone
+    [ -z "$(find "fetched header" -name '*dtrain.c*' -o -name 'libdtrain*')" ]
+    check $? "CMake: the library is not compiled where only the header is used"
+    project below "add_subdirectory(\"$root\" dtrain)" dtrain::dtrain C
+    by_cmake "add_subdirectory, as a shared library" below shared -DBUILD_SHARED_LIBS=ON
+    cmake -S "$root" -B cmake -DBUILD_SHARED_LIBS=ON -DCMAKE_INSTALL_LIBDIR=lib/some "-DCMAKE_INSTALL_PREFIX=$here/by_cmake" >"$logs" 2>&1 &&
+        cmake --build cmake >>"$logs" 2>&1 && cmake --install cmake >>"$logs" 2>&1
+    check $? "CMake installs"
+    nm -D --defined-only "$here/by_cmake/lib/some/libdtrain.so" | awk '{ print $3 }' | sort | diff public - >"$logs"
+    check $? "CMake: its shared library exports the public functions"
+    found_by_cmake CMake "-Ddtrain_DIR=$here/by_cmake/lib/some/cmake/dtrain"
+    ! command -v pkg-config >/dev/null 2>&1 || with_pkg_config CMake "$here/by_cmake/lib/some/pkgconfig"
+fi
+
+# ---- Meson ----
+
+meson=$(command -v meson)
+if [ -z "$meson" ] && python3 -m venv "$here/venv" >"$logs" 2>&1 && "$here/venv/bin/python" -m pip install -q meson >>"$logs" 2>&1; then
+    meson=$here/venv/bin/meson
+fi
+by_meson() { # name directory kind arguments...
+    name=$1 dir=$2 kind=$3
+    shift 3
+    cp main.c "$dir"
+    "$meson" setup "$dir/build" "$dir" -Doptimization=0 "$@" >"$logs" 2>&1 &&
+        "$meson" compile -C "$dir/build" >>"$logs" 2>&1 &&
+        runs "$dir/build/main" "$kind"
+    check $? "Meson: $name"
+}
+meson_project() { # directory arguments-of-dependency [arguments of the compiler]
+    mkdir -p "$1"
+    printf '%s\n' "project('empty', 'c')" "executable('main', 'main.c', dependencies: dependency($2), c_args: [$3])" >"$1/meson.build"
+}
+inside() { # directory: dtrain is a subproject of the project there
+    mkdir -p "$1/subprojects"
+    ln -s "$root" "$1/subprojects/dtrain"
+}
+if have ninja ninja-build && { [ -n "$meson" ] || { have meson meson && meson=meson; }; }; then
+    for kind in shared static; do
+        meson_project "sub $kind" "'dtrain'"
+        inside "sub $kind"
+        by_meson "a subproject, $kind" "sub $kind" $kind -Ddefault_library=$kind --force-fallback-for=dtrain
+    done
+    meson_project "sub header" "'dtrain-header', fallback: 'dtrain'" "'-DALONE'"
+    inside "sub header"
+    by_meson "a subproject, the header" "sub header" alone
+    "$meson" setup meson "$root" "--prefix=$here/by_meson" --libdir=lib/some >"$logs" 2>&1 &&
+        "$meson" install -C meson >>"$logs" 2>&1
+    check $? "Meson installs"
+    nm -D --defined-only "$here/by_meson/lib/some/libdtrain.so" | awk '{ print $3 }' | sort | diff public - >"$logs"
+    check $? "Meson: its shared library exports the public functions"
+    ! command -v cmake >/dev/null 2>&1 || found_by_cmake Meson "-Ddtrain_DIR=$here/by_meson/lib/some/cmake/dtrain"
+    if command -v pkg-config >/dev/null 2>&1; then
+        with_pkg_config Meson "$here/by_meson/lib/some/pkgconfig"
+        meson_project depends "'dtrain'"
+        export PKG_CONFIG_PATH="$here/by_meson/lib/some/pkgconfig"
+        by_meson "dependency('dtrain') of an installation" depends shared
+        unset PKG_CONFIG_PATH
+    fi
+fi
+
+# ---- the end ----
+
+make -C "$root" uninstall PREFIX="$moved" >"$logs" 2>&1
+[ -z "$(find "$moved" ! -type d)" ]
+check $? "make uninstall leaves no file"
+checked
