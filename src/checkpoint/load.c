@@ -62,7 +62,7 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     dtrain__error before = dtrain__thread_error;
     void *text = NULL;
     size_t bytes = 0, length;
-    struct stat there;
+    dtrain__os_facts there;
     dtrain_status status =
         dtrain__file_read_all(directory, DTRAIN__SAVE_LATEST, 64, ckpt->allocator, &text, &bytes, "checkpoint");
     memset(name, 0, 32);
@@ -107,7 +107,7 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
     }
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.400s\": %s", path,
-                            strerror(error));
+                            dtrain__os_error_text(error));
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "checkpoint: the directory \"%.400s\" holds no checkpoint that is whole: give the directory that holds step-N",

@@ -224,7 +224,7 @@ static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
     for (int peer = 0; peer < comm->size; peer++)
         while (dtrain__fused_inside(comm, peer)) {
             if (until == INT64_MAX || dtrain__os_now_ns() < until) {
-                sched_yield();
+                dtrain__os_yield();
                 continue;
             }
             if (op->phase != DTRAIN__FUSED_POST && op->rounds == 0)
@@ -330,7 +330,7 @@ static int dtrain__fused_lock(dtrain_comm *comm, uint64_t *withdrawn)
         *withdrawn &= ~(uint64_t)1;
         if (!comm->plane->in_process && (dtrain__membership_broken(comm->members) || dtrain__os_now_ns() > until))
             return 0;
-        sched_yield();
+        dtrain__os_yield();
     }
     return 1;
 }
@@ -675,7 +675,7 @@ static void dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t until_n
     uint32_t *asleep = &comm->shared->slots[comm->rank].asleep;
     if (turn < DTRAIN__FUSED_LOOKS) {
         if (comm->shared->crowded && turn % 4 == 3) /* the awaited one may run on another processor */
-            sched_yield();
+            dtrain__os_yield();
         else
             dtrain__os_pause();
         return;

@@ -112,10 +112,10 @@ typedef struct dtrain__op {
     uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it has none */
     unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's buffers serve */
     int phase;
-    int warned;              /* the log has said whom this operation awaits */
-    int awaited;             /* the peer it awaits, or -1 */
-    int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
-    int posted;              /* all ranks have posted it, and it continues by messages */
+    int warned;                /* the log has said whom this operation awaits */
+    int awaited;               /* the peer it awaits, or -1 */
+    int touched;               /* peers may be inside this rank's buffers, or bytes have moved */
+    int posted;                /* all ranks have posted it, and it continues by messages */
     size_t rounds, put, taken; /* through bounce buffers: all, and how many this rank has put and taken */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
@@ -178,7 +178,7 @@ struct dtrain_comm {
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
-    pid_t process;         /* the one that made the group */
+    long process;          /* the one that made the group */
     int alone;             /* a world of one because no launcher has set a rank; 0 once the log says so */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator;
@@ -201,10 +201,10 @@ struct dtrain_comm {
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     dtrain__blocked *blocked;
-    int apart;                   /* a thread of the library waits in it, not the caller */
-    int64_t waited_ns[2];        /* when the operation that was waited for last had its turn, and ended */
-    pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
-    pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
+    int apart;                    /* a thread of the library waits in it, not the caller */
+    int64_t waited_ns[2];         /* when the operation that was waited for last had its turn, and ended */
+    dtrain__os_mutex queue_mutex; /* head, tail, spare; held for a few instructions */
+    dtrain__os_mutex drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
     uint32_t pending;             /* queued and not done */
     unsigned char waste[2][4096]; /* where owed bytes go */
@@ -262,7 +262,7 @@ static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *
         return DTRAIN_OK;
     return dtrain__fail(error, DTRAIN_ERR_INVALID,
                         "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
-                        call, (long)comm->process, (long)dtrain__os_pid());
+                        call, comm->process, dtrain__os_pid());
 }
 
 /* The deadline of a call of the group that begins at now. */

@@ -21,7 +21,7 @@ enum {
     DTRAIN__OFFER_PROCESS = 0,
     DTRAIN__OFFER_DOORBELL = 8, /* a descriptor of that process */
     DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
-    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's inode */
+    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's number */
     DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
     DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
 };
@@ -37,7 +37,7 @@ struct dtrain__arena {
 static void dtrain__arena_close(dtrain__arena *arena)
 {
     if (arena->fd >= 0)
-        close(arena->fd);
+        dtrain__os_share_close(arena->fd);
     arena->fd = -1;
 }
 
@@ -50,7 +50,7 @@ static void dtrain__arena_free(dtrain__channel *channel)
     dtrain__arena_close(arena);
     for (int rank = 0; arena->doorbells != NULL && rank < channel->seat.size; rank++)
         if (arena->doorbells[rank] >= 0)
-            close(arena->doorbells[rank]);
+            dtrain__os_hang_up(arena->doorbells[rank]);
     if (arena->memory != NULL)
         dtrain__os_unreserve(arena->memory, arena->bytes);
     dtrain__free(channel->hub->allocator, arena->doorbells);
@@ -86,7 +86,7 @@ static int dtrain__arena_offer(void *self, unsigned char offer[DTRAIN__SHARING_B
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     int size = channel->seat.size, good = !dtrain__without("shm");
-    struct stat pipe;
+    uint64_t pipe;
     memset(offer, 0, DTRAIN__SHARING_BYTES);
     for (int rank = 0; rank < size; rank++) {
         if (hub->members[channel->seat.worlds[rank]].host != hub->members[hub->rank].host)
@@ -96,7 +96,7 @@ static int dtrain__arena_offer(void *self, unsigned char offer[DTRAIN__SHARING_B
     if (size < 2 || size > DTRAIN__ARENA_RANKS)
         return 0;
     dtrain__arena_free(channel);
-    if (!good || fstat(channel->wake[1], &pipe) != 0 || !dtrain__arena_new(channel))
+    if (!good || !dtrain__os_pipe_number(channel->wake[1], &pipe) || !dtrain__arena_new(channel))
         return 1;
     dtrain__arena *arena = channel->arena;
     if (channel->seat.rank == 0) {
@@ -106,9 +106,9 @@ static int dtrain__arena_offer(void *self, unsigned char offer[DTRAIN__SHARING_B
         dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
         memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
     }
-    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)getpid(), 8);
+    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)dtrain__os_self(), 8);
     dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)channel->wake[1], 4);
-    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, (uint64_t)pipe.st_ino, 8);
+    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, pipe, 8);
     offer[DTRAIN__OFFER_MADE] = 1;
     return 1;
 }
@@ -127,15 +127,15 @@ static void dtrain__arena_open(void *self, unsigned char *records)
             snprintf(why, sizeof why, "rank %d offers none", rank);
         } else if (rank == 0 && arena->memory == NULL) {
             arena->memory = (unsigned char *)dtrain__os_share_open(
-                (pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
+                (long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
             if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
                 snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", channel->seat.rank);
         }
         if (rank == channel->seat.rank || why[0] != 0)
             continue;
         arena->doorbells[rank] =
-            dtrain__net_pipe_open((pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
-                                  dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
+            dtrain__os_pipe_open((long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
+                                 dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
         if (arena->doorbells[rank] < 0)
             snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", channel->seat.rank, rank);
     }

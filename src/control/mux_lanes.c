@@ -414,9 +414,9 @@ static void dtrain__mux_free(dtrain__mux *mux)
     dtrain__council_free(&mux->council);
     dtrain__free(allocator, mux->spare);
     dtrain__free(allocator, mux->peers);
-    pthread_mutex_destroy(&mux->turn);
-    pthread_mutex_destroy(&mux->mutex);
-    pthread_mutex_destroy(&mux->origin.mutex);
+    dtrain__os_mutex_free(&mux->turn);
+    dtrain__os_mutex_free(&mux->mutex);
+    dtrain__os_mutex_free(&mux->origin.mutex);
     dtrain__free(allocator, mux);
 }
 
@@ -429,9 +429,9 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
     if (mux != NULL) {
         mux->allocator = allocator;
         mux->table = *table;
-        pthread_mutex_init(&mux->turn, NULL);
-        pthread_mutex_init(&mux->mutex, NULL);
-        pthread_mutex_init(&mux->origin.mutex, NULL);
+        dtrain__os_mutex_init(&mux->turn);
+        dtrain__os_mutex_init(&mux->mutex);
+        dtrain__os_mutex_init(&mux->origin.mutex);
         mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
         dtrain__mux_convene(mux);
         if (mux->peers != NULL)
@@ -486,10 +486,10 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
         good = lane->inboxes[i] != NULL;
     }
     if (good) {
-        pthread_mutex_lock(&mux->mutex);
+        dtrain__os_lock(&mux->mutex);
         lane->seat.next = mux->council.seats;
         mux->council.seats = &lane->seat;
-        pthread_mutex_unlock(&mux->mutex);
+        dtrain__os_unlock(&mux->mutex);
         dtrain__mux_adopt(lane);
     }
     dtrain__mux_exit(mux);
@@ -548,12 +548,12 @@ static void dtrain__mux_detach(void *self)
     int forked = lane->seat.forked, last;
     if (!forked) {
         dtrain__mux_enter(mux);
-        pthread_mutex_lock(&mux->mutex);
+        dtrain__os_lock(&mux->mutex);
     }
     dtrain__mux_release(lane);
     last = mux->council.seats == NULL;
     if (!forked) {
-        pthread_mutex_unlock(&mux->mutex);
+        dtrain__os_unlock(&mux->mutex);
         dtrain__council_left(&mux->council, lane->seat.id, mux->table.rank);
         if (last)
             dtrain__mux_bye(mux);
