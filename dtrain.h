@@ -464,6 +464,20 @@
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE 1
 #endif
+#ifdef _WIN32 /* of Windows 10 */
+#ifndef _WIN32_WINNT
+#define _WIN32_WINNT 0x0A00
+#endif
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#ifndef __USE_MINGW_ANSI_STDIO
+#define __USE_MINGW_ANSI_STDIO 1
+#endif
+#endif
 #if defined(__APPLE__) && !defined(_DARWIN_C_SOURCE)
 #define _DARWIN_C_SOURCE 1
 #endif
@@ -482,6 +496,15 @@
 #define DTRAIN__NOINLINE __attribute__((noinline))
 #else
 #define DTRAIN__NOINLINE
+#endif
+
+/* Marks a function that takes a format and arguments, as printf does. On Windows gcc would take another printf's. */
+#if defined(__MINGW32__) && !defined(__clang__)
+#define DTRAIN__PRINTF(text, first) __attribute__((format(gnu_printf, text, first)))
+#elif defined(__GNUC__)
+#define DTRAIN__PRINTF(text, first) __attribute__((format(printf, text, first)))
+#else
+#define DTRAIN__PRINTF(text, first)
 #endif
 
 /* Between these two, compilers neither contract nor reorder sums and products. clang's back end has two exceptions:
@@ -604,9 +627,7 @@ DTRAIN_API const char *dtrain_last_error(void);
  *             Bytes that are not printable UTF-8 become '?'
  *
  * any thread */
-#if defined(__GNUC__)
-__attribute__((format(printf, 2, 3)))
-#endif
+DTRAIN__PRINTF(2, 3)
 DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...);
 
 /* Evaluates a call. If it fails, prints its error to stderr and ends the process with status 1.
@@ -5691,14 +5712,31 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #endif
 
 /* >>isa includes the headers of vector instructions. */
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
-#include <ifaddrs.h>
 #include <limits.h>
 #include <locale.h>
 #include <math.h>
+#include <stdarg.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#ifdef _WIN32
+#include <winsock2.h>
+#include <ws2tcpip.h>
+#include <windows.h>
+/* these need the ones above */
+#include <afunix.h>
+#include <io.h>
+#include <iphlpapi.h>
+#include <malloc.h>
+#include <ntsecapi.h>
+#include <process.h>
+#include <tlhelp32.h>
+#else
+#include <dirent.h>
+#include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -5707,19 +5745,16 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
+#endif
 #if defined(DTRAIN_MPI_HEADER) && !defined(DTRAIN_NO_MPI)
 #include DTRAIN_MPI_HEADER
-#elif !defined(DTRAIN_NO_MPI)
+#elif !defined(DTRAIN_NO_MPI) && !defined(_WIN32)
 #include <dlfcn.h>
 #endif
 #ifdef __linux__
@@ -5790,7 +5825,7 @@ DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
     dtrain__status_log_user = user;
 }
 
-__attribute__((format(printf, 2, 3))) static void dtrain__log(dtrain_log_level level, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list arguments;
@@ -5821,7 +5856,7 @@ static void dtrain__status_once(char *text)
 }
 
 /* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
-__attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
+DTRAIN__PRINTF(3, 4) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
                                                                         const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -6221,6 +6256,20 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
 {
     pthread_join(thread->id, NULL);
+}
+
+/* ---- memory ---- */
+
+/* Allocates a block; align is a power of two. Returns NULL without memory. */
+static void *dtrain__os_alloc(size_t bytes, size_t align)
+{
+    void *block = NULL;
+    return posix_memalign(&block, align, bytes) == 0 ? block : NULL;
+}
+
+static void dtrain__os_free(void *block)
+{
+    free(block);
 }
 
 /* Returns the size of a memory page. */
@@ -6952,6 +7001,11 @@ static void dtrain__os_release_signals(dtrain__os_signals *signals, int error)
 #define DTRAIN__OS_POSIX_SOCKETS
 #ifndef _WIN32
 
+/* Starts the system's sockets. */
+static void dtrain__os_sockets(void)
+{
+}
+
 /* Returns the errno of a number of the sockets' own. */
 static int dtrain__os_errno(int error)
 {
@@ -6967,6 +7021,11 @@ static int dtrain__os_socket_error(void)
 static void dtrain__os_hang_up(int fd)
 {
     close(fd);
+}
+
+static void dtrain__os_end_sending(int fd)
+{
+    shutdown(fd, SHUT_WR);
 }
 
 /* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
@@ -7060,6 +7119,13 @@ static int dtrain__os_lock_beside(const char *path)
     for (int tries = 0; fd >= 0 && tries < 1000 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; tries++)
         dtrain__os_sleep(1000000);
     return fd;
+}
+
+/* Lets a listener take the address of connections that have ended. */
+static void dtrain__os_reuse(int fd)
+{
+    int one = 1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
 }
 
 /* Sets a plain congestion control, which costs least on one host, on a socket that is not connected yet. Later is too
@@ -7236,6 +7302,1249 @@ static socklen_t dtrain__os_interface(const char *name, int family, struct socka
 #endif
 #endif
 
+/* ---- >>os windows ----
+ * What >>os asks of Windows 10 or later: threads, clock, memory, processes, and faults. A handle of the system fits in
+ * 32 bits, so descriptors of shared memory and of sockets are handles as int. */
+#ifndef DTRAIN__OS_WINDOWS
+#define DTRAIN__OS_WINDOWS
+#ifdef _WIN32
+
+/* ---- errors ---- */
+
+typedef struct dtrain__os_error {
+    DWORD of_system;
+    int error;
+    const char *text; /* of the errno, where the C library has none; else NULL */
+} dtrain__os_error;
+
+/* Errors of the system and, from 10000 on, of sockets. */
+static const dtrain__os_error dtrain__os_errors[] = {
+    {ERROR_FILE_NOT_FOUND, ENOENT, NULL},
+    {ERROR_PATH_NOT_FOUND, ENOENT, NULL},
+    {ERROR_INVALID_NAME, ENOENT, NULL},
+    {ERROR_BAD_PATHNAME, ENOENT, NULL},
+    {ERROR_BAD_NETPATH, ENOENT, NULL},
+    {ERROR_BAD_NET_NAME, ENOENT, NULL},
+    {ERROR_ACCESS_DENIED, EACCES, NULL},
+    {ERROR_SHARING_VIOLATION, EACCES, NULL},
+    {ERROR_LOCK_VIOLATION, EAGAIN, NULL},
+    {ERROR_IO_PENDING, EAGAIN, NULL},
+    {ERROR_ALREADY_EXISTS, EEXIST, NULL},
+    {ERROR_FILE_EXISTS, EEXIST, NULL},
+    {ERROR_DIR_NOT_EMPTY, ENOTEMPTY, NULL},
+    {ERROR_DIRECTORY, ENOTDIR, NULL},
+    {ERROR_DISK_FULL, ENOSPC, NULL},
+    {ERROR_HANDLE_DISK_FULL, ENOSPC, NULL},
+    {ERROR_NOT_ENOUGH_MEMORY, ENOMEM, NULL},
+    {ERROR_OUTOFMEMORY, ENOMEM, NULL},
+    {ERROR_COMMITMENT_LIMIT, ENOMEM, NULL},
+    {ERROR_NO_SYSTEM_RESOURCES, ENOMEM, NULL},
+    {ERROR_TOO_MANY_OPEN_FILES, EMFILE, NULL},
+    {ERROR_INVALID_HANDLE, EBADF, NULL},
+    {ERROR_INVALID_PARAMETER, EINVAL, NULL},
+    {ERROR_WRITE_PROTECT, EROFS, NULL},
+    {ERROR_BROKEN_PIPE, EPIPE, NULL},
+    {ERROR_NO_DATA, EPIPE, NULL},
+    {ERROR_FILENAME_EXCED_RANGE, ENAMETOOLONG, NULL},
+    {ERROR_NOT_SAME_DEVICE, EXDEV, NULL},
+    {ERROR_NOT_SUPPORTED, ENOTSUP, "The system does not support this"},
+    {ERROR_CANT_ACCESS_FILE, ELOOP, "It is a link"},
+    {WSAEWOULDBLOCK, EWOULDBLOCK, "It would have to wait"},
+    {WSAEINPROGRESS, EINPROGRESS, "The operation has begun"},
+    {WSAECONNREFUSED, ECONNREFUSED, "Connection refused"},
+    {WSAECONNRESET, ECONNRESET, "Connection reset by peer"},
+    {WSAENETRESET, ECONNRESET, NULL},
+    {WSAESHUTDOWN, EPIPE, NULL},
+    {WSAECONNABORTED, ECONNABORTED, "Connection aborted"},
+    {WSAETIMEDOUT, ETIMEDOUT, "Connection timed out"},
+    {WSAEADDRINUSE, EADDRINUSE, "Address already in use"},
+    {WSAEACCES, EADDRINUSE, NULL}, /* another program has the address to itself */
+    {WSAEADDRNOTAVAIL, EADDRNOTAVAIL, "No interface has this address"},
+    {WSAEAFNOSUPPORT, EAFNOSUPPORT, "This kind of address is not supported"},
+    {WSAEPROTONOSUPPORT, EAFNOSUPPORT, NULL},
+    {WSAENETUNREACH, ENETUNREACH, "Network is unreachable"},
+    {WSAENETDOWN, ENETDOWN, "Network is down"},
+    {WSAEHOSTUNREACH, EHOSTUNREACH, "No route to the host"},
+    {WSAENOTCONN, ENOTCONN, "It is not connected"},
+    {WSAENOTSOCK, ENOTSOCK, "It is not a socket"},
+    {WSAEMSGSIZE, EMSGSIZE, "The message is too long"},
+    {WSAENOBUFS, ENOBUFS, "No room for more data"},
+    {WSAEMFILE, EMFILE, NULL},
+    {WSAEINVAL, EINVAL, NULL},
+    {WSAEINTR, EINTR, NULL},
+    {WSAEBADF, EBADF, NULL},
+    {WSAEFAULT, EFAULT, NULL},
+};
+
+/* Returns the errno of an error of the system or of sockets. */
+static int dtrain__os_errno(int error)
+{
+    for (size_t i = 0; i < sizeof dtrain__os_errors / sizeof dtrain__os_errors[0]; i++)
+        if (dtrain__os_errors[i].of_system == (DWORD)error)
+            return dtrain__os_errors[i].error;
+    return error == 0 ? 0 : EIO;
+}
+
+/* Sets errno from the last error. Returns -1. */
+static int dtrain__os_failed(void)
+{
+    errno = dtrain__os_errno((int)GetLastError());
+    return -1;
+}
+
+static const char *dtrain__os_error_text(int error)
+{
+    for (size_t i = 0; i < sizeof dtrain__os_errors / sizeof dtrain__os_errors[0]; i++)
+        if (dtrain__os_errors[i].error == error && dtrain__os_errors[i].text != NULL)
+            return dtrain__os_errors[i].text;
+    return strerror(error);
+}
+
+/* ---- time and processors ---- */
+
+static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
+{
+    LARGE_INTEGER count, rate;
+    QueryPerformanceCounter(&count);
+    QueryPerformanceFrequency(&rate);
+    int64_t seconds = count.QuadPart / rate.QuadPart, rest = count.QuadPart % rate.QuadPart;
+    return seconds * 1000000000 + rest * 1000000000 / rate.QuadPart;
+}
+
+static int64_t dtrain__os_file_time(FILETIME time)
+{
+    return (int64_t)((uint64_t)time.dwHighDateTime << 32 | time.dwLowDateTime) - 116444736000000000; /* 1601 to 1970 */
+}
+
+/* Returns the time of day, in nanoseconds since 1970. */
+static int64_t dtrain__os_wall_ns(void)
+{
+    FILETIME now;
+    GetSystemTimePreciseAsFileTime(&now);
+    return dtrain__os_file_time(now) * 100;
+}
+
+static DWORD dtrain__os_ms(int64_t ns)
+{
+    return ns <= 0 ? 0 : ns > 60000000000 ? 60000 : (DWORD)((ns + 999999) / 1000000);
+}
+
+static void dtrain__os_yield(void)
+{
+    SwitchToThread();
+}
+
+/* Sleeps for about ns. A plain Sleep lasts up to 16 ms longer. */
+static void dtrain__os_sleep(int64_t ns)
+{
+    LARGE_INTEGER due;
+    HANDLE timer = CreateWaitableTimerExW(NULL, NULL, 2, TIMER_ALL_ACCESS); /* HIGH_RESOLUTION, since Windows 10 1803 */
+    due.QuadPart = -(ns + 99) / 100;
+    if (timer != NULL && SetWaitableTimer(timer, &due, 0, NULL, NULL, FALSE))
+        WaitForSingleObject(timer, INFINITE);
+    else
+        Sleep(dtrain__os_ms(ns));
+    if (timer != NULL)
+        CloseHandle(timer);
+}
+
+static int dtrain__os_processors(void)
+{
+    DWORD_PTR own = 0, all = 0;
+    SYSTEM_INFO info;
+    if (GetActiveProcessorGroupCount() == 1 && GetProcessAffinityMask(GetCurrentProcess(), &own, &all) && own != 0)
+        return __builtin_popcountll(own);
+    DWORD count = GetActiveProcessorCount(ALL_PROCESSOR_GROUPS);
+    GetSystemInfo(&info);
+    return (int)(count > 0 ? count : info.dwNumberOfProcessors);
+}
+
+/* ---- processes and threads ---- */
+
+static long dtrain__os_self(void)
+{
+    return (long)GetCurrentProcessId();
+}
+
+/* Returns this process: there is no fork. */
+static long dtrain__os_pid(void)
+{
+    return dtrain__os_self();
+}
+
+static long dtrain__os_parent(void)
+{
+    PROCESSENTRY32W entry;
+    HANDLE list = CreateToolhelp32Snapshot(TH32CS_SNAPPROCESS, 0);
+    long parent = 0;
+    entry.dwSize = sizeof entry;
+    for (BOOL more = Process32FirstW(list, &entry); more && parent == 0; more = Process32NextW(list, &entry))
+        if ((long)entry.th32ProcessID == dtrain__os_self())
+            parent = (long)entry.th32ParentProcessID;
+    if (list != INVALID_HANDLE_VALUE)
+        CloseHandle(list);
+    return parent;
+}
+
+#define DTRAIN__OS_MUTEX SRWLOCK_INIT
+typedef SRWLOCK dtrain__os_mutex;
+
+static void dtrain__os_mutex_init(dtrain__os_mutex *mutex)
+{
+    InitializeSRWLock(mutex);
+}
+
+static void dtrain__os_mutex_free(dtrain__os_mutex *mutex)
+{
+    (void)mutex;
+}
+
+static void dtrain__os_lock(dtrain__os_mutex *mutex)
+{
+    AcquireSRWLockExclusive(mutex);
+}
+
+/* Returns whether the mutex was free and is now held. */
+static int dtrain__os_try_lock(dtrain__os_mutex *mutex)
+{
+    return TryAcquireSRWLockExclusive(mutex) != 0;
+}
+
+static void dtrain__os_unlock(dtrain__os_mutex *mutex)
+{
+    ReleaseSRWLockExclusive(mutex);
+}
+
+/* Where threads sleep that wait for a word: those of several words may share a place, and look again. WaitOnAddress
+ * would do the same, but needs one more library to link with. */
+typedef struct dtrain__os_place {
+    SRWLOCK lock;
+    CONDITION_VARIABLE woken;
+} dtrain__os_place;
+
+enum { DTRAIN__OS_PLACES = 64 };
+static dtrain__os_place dtrain__os_places[DTRAIN__OS_PLACES]; /* all zero is their start */
+
+static dtrain__os_place *dtrain__os_place_of(const uint32_t *word)
+{
+    return &dtrain__os_places[(uintptr_t)word / DTRAIN__CACHE_LINE % DTRAIN__OS_PLACES];
+}
+
+/* Sleeps while *word == value, for at most ns. It may return early. */
+static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
+{
+    dtrain__os_place *place = dtrain__os_place_of(word);
+    AcquireSRWLockExclusive(&place->lock);
+    if (__atomic_load_n(word, __ATOMIC_SEQ_CST) == value)
+        SleepConditionVariableSRW(&place->woken, &place->lock, dtrain__os_ms(ns), 0);
+    ReleaseSRWLockExclusive(&place->lock);
+}
+
+static void dtrain__os_wake_word(uint32_t *word)
+{
+    dtrain__os_place *place = dtrain__os_place_of(word);
+    AcquireSRWLockExclusive(&place->lock); /* else a thread between its look and its sleep would miss this */
+    ReleaseSRWLockExclusive(&place->lock);
+    WakeAllConditionVariable(&place->woken);
+}
+
+typedef struct dtrain__os_thread {
+    HANDLE handle;
+    void (*body)(void *);
+    void *argument;
+} dtrain__os_thread;
+
+static unsigned __stdcall dtrain__os_thread_main(void *pointer)
+{
+    dtrain__os_thread *thread = (dtrain__os_thread *)pointer;
+    thread->body(thread->argument);
+    return 0;
+}
+
+/* Starts body(argument). The struct must stay in place until the join. Returns 0 or an errno. */
+static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument, size_t stack_bytes)
+{
+    thread->body = body;
+    thread->argument = argument;
+    thread->handle = (HANDLE)_beginthreadex(NULL, (unsigned)stack_bytes, dtrain__os_thread_main, thread,
+                                            STACK_SIZE_PARAM_IS_A_RESERVATION, NULL);
+    return thread->handle != NULL ? 0 : errno;
+}
+
+static void dtrain__os_thread_join(dtrain__os_thread *thread)
+{
+    WaitForSingleObject(thread->handle, INFINITE);
+    CloseHandle(thread->handle);
+}
+
+/* Returns when a process began, in the system's count. Two processes with the same id differ in it.
+ *
+ *   known     out: 0 if the system does not say
+ *   returns   if known: 0 means that the process has ended and the system has released all that it held */
+static uint64_t dtrain__os_process_began(long process, int *known)
+{
+    FILETIME began, ended, kernel, user;
+    HANDLE handle = OpenProcess(PROCESS_QUERY_LIMITED_INFORMATION | SYNCHRONIZE, FALSE, (DWORD)process);
+    *known = handle != NULL || GetLastError() == ERROR_INVALID_PARAMETER; /* there is no such process */
+    if (handle == NULL)
+        return 0;
+    int runs = WaitForSingleObject(handle, 0) == WAIT_TIMEOUT;
+    *known = !runs || GetProcessTimes(handle, &began, &ended, &kernel, &user);
+    CloseHandle(handle);
+    return runs && *known ? (uint64_t)began.dwHighDateTime << 32 | began.dwLowDateTime : 0;
+}
+
+/* Returns whether a process of this host runs; 1 if the system does not say. */
+static int dtrain__os_is_running(long process)
+{
+    int known;
+    return dtrain__os_process_began(process, &known) != 0 || !known;
+}
+
+/* ---- memory ---- */
+
+/* Allocates a block; align is a power of two. Returns NULL without memory. */
+static void *dtrain__os_alloc(size_t bytes, size_t align)
+{
+    return _aligned_malloc(bytes, align);
+}
+
+static void dtrain__os_free(void *block)
+{
+    _aligned_free(block);
+}
+
+/* Returns the size of a memory page. */
+static DTRAIN__NOINLINE size_t dtrain__os_page_bytes(void)
+{
+    SYSTEM_INFO info;
+    GetSystemInfo(&info);
+    return info.dwPageSize;
+}
+
+/* Reserves a range of addresses in whole pages. They read as zeros, and a page takes memory when it is first written.
+ * Returns NULL if the system refuses: it promises memory for all pages at once. */
+static void *dtrain__os_reserve(size_t bytes)
+{
+    void *range = VirtualAlloc(NULL, bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+    if (range == NULL)
+        dtrain__os_failed();
+    return range;
+}
+
+/* Gives back what dtrain__os_reserve, dtrain__os_share or dtrain__os_share_open returned. */
+static void dtrain__os_unreserve(void *range, size_t bytes)
+{
+    (void)bytes;
+    if (!UnmapViewOfFile(range))
+        VirtualFree(range, 0, MEM_RELEASE);
+}
+
+/* Returns the memory of whole pages to the system; they read as zeros again. Returns 0 or an errno. */
+static int dtrain__os_discard(void *pages, size_t bytes)
+{
+    if (VirtualFree(pages, bytes, MEM_DECOMMIT) && VirtualAlloc(pages, bytes, MEM_COMMIT, PAGE_READWRITE) != NULL)
+        return 0;
+    return dtrain__os_failed() == 0 ? 0 : errno;
+}
+
+/* Pages come at their first write. */
+static void dtrain__os_populate(void *pages, size_t bytes)
+{
+    (void)pages;
+    (void)bytes;
+}
+
+/* Windows does not move pages. */
+static int dtrain__os_move(void *from, void *to, size_t bytes)
+{
+    (void)from;
+    (void)to;
+    (void)bytes;
+    return ENOSYS;
+}
+
+static int dtrain__os_moves(void)
+{
+    return 0;
+}
+
+/* Returns whether whole pages were neither read nor written since they were discarded: Windows does not say. */
+static int dtrain__os_untouched(const void *pages, size_t bytes)
+{
+    (void)pages;
+    (void)bytes;
+    return 0;
+}
+
+/* Sets the access to whole pages: 0 none, 1 reading, 2 reading and writing. Returns 0 or an errno. */
+static int dtrain__os_protect(void *pages, size_t bytes, int access)
+{
+    const DWORD kinds[] = {PAGE_NOACCESS, PAGE_READONLY, PAGE_READWRITE};
+    DWORD before;
+    if (dtrain__without("mprotect"))
+        return ENOSYS;
+    return VirtualProtect(pages, bytes, kinds[access], &before) ? 0 : dtrain__os_errno((int)GetLastError());
+}
+
+/* Returns the bytes that this process can still get. */
+static uint64_t dtrain__os_memory_left(void)
+{
+    MEMORYSTATUSEX status;
+    status.dwLength = sizeof status;
+    return GlobalMemoryStatusEx(&status) ? status.ullAvailPageFile : UINT64_MAX;
+}
+
+/* Windows does not replace shared pages in place. */
+static int dtrain__os_privately(void *pages, size_t bytes)
+{
+    (void)pages;
+    (void)bytes;
+    return ENOSYS;
+}
+
+static void dtrain__os_share_close(int fd)
+{
+    CloseHandle((HANDLE)(intptr_t)fd);
+}
+
+/* Makes memory that other processes of the host can map; NULL if that is not possible. It has no name. Others copy the
+ * handle while it is open. */
+static void *dtrain__os_share(size_t bytes, int *fd)
+{
+    HANDLE section = CreateFileMappingW(INVALID_HANDLE_VALUE, NULL, PAGE_READWRITE, (DWORD)((uint64_t)bytes >> 32),
+                                        (DWORD)bytes, NULL);
+    void *memory = section != NULL ? MapViewOfFile(section, FILE_MAP_READ | FILE_MAP_WRITE, 0, 0, bytes) : NULL;
+    *fd = -1;
+    if (memory != NULL)
+        *fd = (int)(intptr_t)section;
+    else if (section != NULL)
+        CloseHandle(section);
+    return memory;
+}
+
+/* Maps the memory that a process shares. Returns NULL if its handle now belongs to something else, or to memory that is
+ * smaller. */
+static void *dtrain__os_share_open(long process, int fd, size_t bytes)
+{
+    HANDLE peer = OpenProcess(PROCESS_DUP_HANDLE, FALSE, (DWORD)process), own = NULL;
+    void *memory = NULL;
+    if (peer != NULL && DuplicateHandle(peer, (HANDLE)(intptr_t)fd, GetCurrentProcess(), &own,
+                                        FILE_MAP_READ | FILE_MAP_WRITE, FALSE, 0)) {
+        memory = MapViewOfFile(own, FILE_MAP_READ | FILE_MAP_WRITE, 0, 0, bytes);
+        CloseHandle(own);
+    }
+    if (peer != NULL)
+        CloseHandle(peer);
+    return memory;
+}
+
+/* ---- the host ---- */
+
+/* Fills out with up to 256 bytes that nobody can guess. Returns 0 or an errno. */
+static int dtrain__os_random(void *out, size_t bytes)
+{
+    return RtlGenRandom(out, (ULONG)bytes) ? 0 : EIO;
+}
+
+/* Writes a text of the system as UTF-8. Returns 0 if there is no room. */
+static int dtrain__os_narrow(const wchar_t *wide, char *out, size_t room)
+{
+    return WideCharToMultiByte(CP_UTF8, 0, wide, -1, out, (int)room, NULL, NULL) > 0;
+}
+
+static void dtrain__os_host_name(char *out, size_t room)
+{
+    wchar_t name[256];
+    DWORD count = sizeof name / sizeof name[0];
+    if (GetComputerNameExW(ComputerNameDnsHostname, name, &count) && count < room)
+        dtrain__os_narrow(name, out, room);
+}
+
+/* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
+static void dtrain__os_program(char *out, size_t room)
+{
+    wchar_t path[1024] = L"";
+    char name[1024] = "";
+    GetModuleFileNameW(NULL, path, sizeof path / sizeof path[0] - 1);
+    const wchar_t *slash = wcsrchr(path, L'\\');
+    dtrain__os_narrow(slash != NULL ? slash + 1 : path, name, sizeof name);
+    char *dot = strrchr(name, '.');
+    if (dot != NULL)
+        *dot = 0;
+    snprintf(out, room, name[0] != 0 ? " (%.20s)" : "%s", name);
+}
+
+/* Fills id with bytes that identify this host. All processes of the host get the same. */
+static void dtrain__os_host_id(unsigned char id[128])
+{
+    DWORD bytes = 64;
+    memset(id, 0, 128);
+    dtrain__os_host_name((char *)id, 64);
+    RegGetValueA(HKEY_LOCAL_MACHINE, "SOFTWARE\\Microsoft\\Cryptography", "MachineGuid", RRF_RT_REG_SZ, NULL, id + 64,
+                 &bytes);
+}
+
+/* ---- faults ---- */
+
+static dtrain__os_fault_fn dtrain__os_fault_report;
+static void *dtrain__os_fault_handler;
+
+static LONG CALLBACK dtrain__os_fault_handle(EXCEPTION_POINTERS *what)
+{
+    const EXCEPTION_RECORD *record = what->ExceptionRecord;
+    if (record->ExceptionCode == EXCEPTION_ACCESS_VIOLATION && record->NumberParameters >= 2)
+        dtrain__os_fault_report((uintptr_t)record->ExceptionInformation[1], record->ExceptionInformation[0] == 1);
+    return EXCEPTION_CONTINUE_SEARCH;
+}
+
+/* Reports each fault. Calls may repeat. */
+static void dtrain__os_watch_faults(dtrain__os_fault_fn report)
+{
+    dtrain__os_fault_report = report;
+    if (dtrain__os_fault_handler == NULL)
+        dtrain__os_fault_handler = AddVectoredExceptionHandler(1, dtrain__os_fault_handle);
+}
+
+static void dtrain__os_unwatch_faults(void)
+{
+    if (dtrain__os_fault_handler != NULL)
+        RemoveVectoredExceptionHandler(dtrain__os_fault_handler);
+    dtrain__os_fault_handler = NULL;
+}
+
+#endif
+#endif
+
+/* ---- >>os windows files ----
+ * Files, directories and locks of Windows. Names are UTF-8 outside and UTF-16 in calls of the system. Files are opened
+ * so that others may rename and remove them meanwhile, as POSIX has it. */
+#ifndef DTRAIN__OS_WINDOWS_FILES
+#define DTRAIN__OS_WINDOWS_FILES
+#ifdef _WIN32
+
+#define DTRAIN__OS_HERE (-100) /* stands for the current directory */
+#define DTRAIN__OS_WIDE 4096   /* characters of a path */
+#define DTRAIN__OS_SHARE (FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE)
+
+static HANDLE dtrain__os_handle(int fd)
+{
+    return fd >= 0 ? (HANDLE)_get_osfhandle(fd) : INVALID_HANDLE_VALUE;
+}
+
+/* Writes the whole path of a name in a directory, in the form that may have more than 260 characters. Returns 0 or -1
+ * with errno. */
+static int dtrain__os_path(int directory, const char *name, wchar_t out[DTRAIN__OS_WIDE])
+{
+    wchar_t wide[DTRAIN__OS_WIDE], full[DTRAIN__OS_WIDE];
+    DWORD length = 0;
+    if (MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, name, -1, wide, DTRAIN__OS_WIDE - 8) <= 0) {
+        errno = GetLastError() == ERROR_INSUFFICIENT_BUFFER ? ENAMETOOLONG : ENOENT;
+        return -1;
+    }
+    for (wchar_t *at = wide; *at != 0; at++)
+        *at = *at == L'/' ? L'\\' : *at;
+    if (directory == DTRAIN__OS_HERE) {
+        length = GetFullPathNameW(wide, DTRAIN__OS_WIDE - 8, full, NULL);
+    } else {
+        length = GetFinalPathNameByHandleW(dtrain__os_handle(directory), full, DTRAIN__OS_WIDE - 8, 0);
+        if (length > 0 && length + wcslen(wide) < DTRAIN__OS_WIDE - 8 && wcscmp(wide, L".") != 0) {
+            wcscat(full, full[length - 1] == L'\\' ? L"" : L"\\");
+            wcscat(full, wide);
+        }
+    }
+    if (length == 0)
+        return dtrain__os_failed();
+    if (length >= DTRAIN__OS_WIDE - 8) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    out[0] = 0;
+    if (full[1] == L':')
+        wcscpy(out, L"\\\\?\\");
+    wcscat(out, full);
+    return 0;
+}
+
+static int dtrain__os_is_link(DWORD attributes)
+{
+    return (attributes & FILE_ATTRIBUTE_REPARSE_POINT) != 0;
+}
+
+/* Checks what was opened. Returns 0 or an errno. */
+static int dtrain__os_check(HANDLE file, int flags)
+{
+    BY_HANDLE_FILE_INFORMATION about;
+    if (GetFileType(file) != FILE_TYPE_DISK || !GetFileInformationByHandle(file, &about))
+        return flags & DTRAIN__OS_DIRECTORY ? ENOTDIR : 0;
+    int directory = (about.dwFileAttributes & FILE_ATTRIBUTE_DIRECTORY) != 0;
+    if ((flags & DTRAIN__OS_NO_LINK) && dtrain__os_is_link(about.dwFileAttributes))
+        return ELOOP;
+    if ((flags & DTRAIN__OS_DIRECTORY) && !directory)
+        return ENOTDIR;
+    return directory && (flags & 3) != DTRAIN__OS_READ ? EISDIR : 0;
+}
+
+/* Opens a file, with the flags of DTRAIN__OS_READ and its like. Returns a descriptor, or -1 with errno. */
+static int dtrain__os_open(int directory, const char *name, int flags)
+{
+    const DWORD modes[] = {GENERIC_READ, GENERIC_WRITE, GENERIC_READ | GENERIC_WRITE};
+    DWORD access = modes[flags & 3];
+    DWORD how = flags & DTRAIN__OS_NEW ? CREATE_NEW : flags & DTRAIN__OS_CREATE ? OPEN_ALWAYS : OPEN_EXISTING;
+    DWORD kind = FILE_FLAG_BACKUP_SEMANTICS | (flags & DTRAIN__OS_NO_LINK ? FILE_FLAG_OPEN_REPARSE_POINT : 0);
+    wchar_t path[DTRAIN__OS_WIDE];
+    HANDLE file = INVALID_HANDLE_VALUE;
+    if (dtrain__os_path(directory, name, path) != 0)
+        return -1;
+    if (flags & DTRAIN__OS_DIRECTORY) /* to sync it takes the right to change it */
+        file = CreateFileW(path, access | FILE_ADD_FILE, DTRAIN__OS_SHARE, NULL, how, kind, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        file = CreateFileW(path, access, DTRAIN__OS_SHARE, NULL, how, kind, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        return dtrain__os_failed();
+    int error = dtrain__os_check(file, flags);
+    int fd = error == 0 ? _open_osfhandle((intptr_t)file, _O_BINARY | _O_NOINHERIT) : -1;
+    error = error == 0 && fd < 0 ? EMFILE : error;
+    if (fd >= 0)
+        return fd;
+    CloseHandle(file);
+    errno = error;
+    return -1;
+}
+
+static int dtrain__os_close(int fd)
+{
+    return _close(fd);
+}
+
+/* Opens a stream on a copy of the descriptor, for writing. */
+static FILE *dtrain__os_stream(int fd)
+{
+    int copy = _dup(fd);
+    FILE *file = copy >= 0 ? _fdopen(copy, "wb") : NULL;
+    if (file == NULL && copy >= 0)
+        _close(copy);
+    return file;
+}
+
+static int dtrain__os_tell(HANDLE file, dtrain__os_facts *facts, int follow)
+{
+    BY_HANDLE_FILE_INFORMATION about;
+    memset(facts, 0, sizeof *facts);
+    facts->kind = DTRAIN__OS_IS_OTHER;
+    if (GetFileType(file) != FILE_TYPE_DISK)
+        return file != INVALID_HANDLE_VALUE ? 0 : dtrain__os_failed();
+    if (!GetFileInformationByHandle(file, &about))
+        return dtrain__os_failed();
+    facts->kind = !follow && dtrain__os_is_link(about.dwFileAttributes)      ? DTRAIN__OS_IS_LINK
+                  : (about.dwFileAttributes & FILE_ATTRIBUTE_DIRECTORY) != 0 ? DTRAIN__OS_IS_DIRECTORY
+                                                                             : DTRAIN__OS_IS_FILE;
+    facts->bytes = (uint64_t)about.nFileSizeHigh << 32 | about.nFileSizeLow;
+    facts->changed_s = dtrain__os_file_time(about.ftLastWriteTime) / 10000000;
+    return 0;
+}
+
+static int dtrain__os_look(int fd, dtrain__os_facts *facts)
+{
+    return dtrain__os_tell(dtrain__os_handle(fd), facts, 1);
+}
+
+/* follow 0: gives the facts of a link itself. */
+static int dtrain__os_look_at(int directory, const char *name, dtrain__os_facts *facts, int follow)
+{
+    DWORD kind = FILE_FLAG_BACKUP_SEMANTICS | (follow ? 0 : FILE_FLAG_OPEN_REPARSE_POINT);
+    wchar_t path[DTRAIN__OS_WIDE];
+    if (dtrain__os_path(directory, name, path) != 0)
+        return -1;
+    HANDLE file = CreateFileW(path, FILE_READ_ATTRIBUTES, DTRAIN__OS_SHARE, NULL, OPEN_EXISTING, kind, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        return dtrain__os_failed();
+    int result = dtrain__os_tell(file, facts, follow), error = errno;
+    CloseHandle(file);
+    errno = error;
+    return result;
+}
+
+static ssize_t dtrain__os_read(int fd, void *out, size_t bytes)
+{
+    DWORD moved = 0;
+    if (ReadFile(dtrain__os_handle(fd), out, (DWORD)bytes, &moved, NULL) || GetLastError() == ERROR_HANDLE_EOF ||
+        GetLastError() == ERROR_BROKEN_PIPE)
+        return (ssize_t)moved;
+    return dtrain__os_failed();
+}
+
+/* Windows moves the file's offset: it is put back. */
+static ssize_t dtrain__os_pread(int fd, void *out, size_t bytes, uint64_t offset)
+{
+    HANDLE file = dtrain__os_handle(fd);
+    OVERLAPPED at;
+    LARGE_INTEGER zero, before;
+    DWORD moved = 0;
+    memset(&at, 0, sizeof at);
+    at.Offset = (DWORD)offset;
+    at.OffsetHigh = (DWORD)(offset >> 32);
+    zero.QuadPart = 0;
+    int known = SetFilePointerEx(file, zero, &before, FILE_CURRENT);
+    int good = ReadFile(file, out, (DWORD)bytes, &moved, &at) || GetLastError() == ERROR_HANDLE_EOF;
+    ssize_t result = good ? (ssize_t)moved : dtrain__os_failed();
+    if (known)
+        SetFilePointerEx(file, before, NULL, FILE_BEGIN);
+    return result;
+}
+
+static ssize_t dtrain__os_write(int fd, const void *data, size_t bytes)
+{
+    DWORD moved = 0;
+    return WriteFile(dtrain__os_handle(fd), data, (DWORD)bytes, &moved, NULL) ? (ssize_t)moved : dtrain__os_failed();
+}
+
+/* Syncs to the disk itself. Not every file system syncs directories; they write their entries by themselves. */
+static int dtrain__os_sync(int fd)
+{
+    dtrain__os_facts facts;
+    if (FlushFileBuffers(dtrain__os_handle(fd)) ||
+        (dtrain__os_look(fd, &facts) == 0 && facts.kind == DTRAIN__OS_IS_DIRECTORY))
+        return 0;
+    return dtrain__os_failed();
+}
+
+/* FILE_RENAME_INFO of FileRenameInfoEx, which older headers lack. */
+typedef struct dtrain__os_rename_info {
+    DWORD flags; /* 1: replaces a file; 2: also one that is open, as POSIX does, since Windows 10 1607 */
+    HANDLE directory;
+    DWORD bytes;
+    wchar_t name[DTRAIN__OS_WIDE];
+} dtrain__os_rename_info;
+
+static int dtrain__os_rename_posix(const wchar_t *from, const wchar_t *to)
+{
+    dtrain__os_rename_info info;
+    HANDLE file = CreateFileW(from, DELETE | SYNCHRONIZE, DTRAIN__OS_SHARE, NULL, OPEN_EXISTING,
+                              FILE_FLAG_BACKUP_SEMANTICS | FILE_FLAG_OPEN_REPARSE_POINT, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        return 0;
+    info.flags = 1 | 2;
+    info.directory = NULL;
+    info.bytes = (DWORD)(wcslen(to) * sizeof(wchar_t));
+    wcscpy(info.name, to);
+    int good = SetFileInformationByHandle(file, (FILE_INFO_BY_HANDLE_CLASS)22, &info, sizeof info); /* RenameInfoEx */
+    CloseHandle(file);
+    return good;
+}
+
+/* Replaces what has the name, in one step; an empty directory in two. */
+static int dtrain__os_rename(int from_directory, const char *from, int to_directory, const char *to)
+{
+    wchar_t source[DTRAIN__OS_WIDE], target[DTRAIN__OS_WIDE];
+    if (dtrain__os_path(from_directory, from, source) != 0 || dtrain__os_path(to_directory, to, target) != 0)
+        return -1;
+    DWORD attributes = GetFileAttributesW(target), own = GetFileAttributesW(source);
+    int both = attributes != INVALID_FILE_ATTRIBUTES && own != INVALID_FILE_ATTRIBUTES;
+    if (both && (attributes & own & FILE_ATTRIBUTE_DIRECTORY) != 0 && !RemoveDirectoryW(target))
+        return dtrain__os_failed();
+    if (both && ((attributes ^ own) & FILE_ATTRIBUTE_DIRECTORY) != 0) {
+        errno = own & FILE_ATTRIBUTE_DIRECTORY ? ENOTDIR : EISDIR;
+        return -1;
+    }
+    if (dtrain__os_rename_posix(source, target) ||
+        MoveFileExW(source, target, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH))
+        return 0;
+    return dtrain__os_failed();
+}
+
+static int dtrain__os_unlink(int directory, const char *name, int is_directory)
+{
+    wchar_t path[DTRAIN__OS_WIDE];
+    DWORD flags = 1 | 2 | 16; /* delete, as POSIX does although it is open, also if it may not be written */
+    BOOLEAN plainly = TRUE;
+    if (dtrain__os_path(directory, name, path) != 0)
+        return -1;
+    HANDLE file = CreateFileW(path, DELETE | FILE_READ_ATTRIBUTES, DTRAIN__OS_SHARE, NULL, OPEN_EXISTING,
+                              FILE_FLAG_BACKUP_SEMANTICS | FILE_FLAG_OPEN_REPARSE_POINT, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        return dtrain__os_failed();
+    int error = dtrain__os_check(file, is_directory ? DTRAIN__OS_DIRECTORY : DTRAIN__OS_WRITE);
+    if (error == 0 && !SetFileInformationByHandle(file, (FILE_INFO_BY_HANDLE_CLASS)21, &flags, sizeof flags) &&
+        !SetFileInformationByHandle(file, FileDispositionInfo, &plainly, sizeof plainly))
+        error = dtrain__os_errno((int)GetLastError());
+    CloseHandle(file);
+    errno = error;
+    return error == 0 ? 0 : -1;
+}
+
+static int dtrain__os_mkdir(int directory, const char *name)
+{
+    wchar_t path[DTRAIN__OS_WIDE];
+    if (dtrain__os_path(directory, name, path) != 0)
+        return -1;
+    return CreateDirectoryW(path, NULL) ? 0 : dtrain__os_failed();
+}
+
+typedef struct dtrain__os_list {
+    HANDLE find;
+    int fd, first; /* first: found has the next entry already */
+    WIN32_FIND_DATAW found;
+    char name[3 * MAX_PATH + 1];
+} dtrain__os_list;
+
+/* Lists a directory. Takes ownership of the descriptor unless it returns NULL. */
+static dtrain__os_list *dtrain__os_list_begin(int fd)
+{
+    wchar_t path[DTRAIN__OS_WIDE];
+    dtrain__os_list *list = (dtrain__os_list *)malloc(sizeof *list);
+    if (list == NULL || dtrain__os_path(fd, "*", path) != 0) {
+        free(list);
+        return NULL;
+    }
+    list->fd = fd;
+    list->first = 1;
+    list->find = FindFirstFileW(path, &list->found);
+    if (list->find != INVALID_HANDLE_VALUE)
+        return list;
+    dtrain__os_failed();
+    free(list);
+    return NULL;
+}
+
+/* Returns the next name, or NULL: with errno unchanged after the last. */
+static const char *dtrain__os_list_next(dtrain__os_list *list)
+{
+    if (!list->first && !FindNextFileW(list->find, &list->found)) {
+        if (GetLastError() != ERROR_NO_MORE_FILES)
+            dtrain__os_failed();
+        return NULL;
+    }
+    list->first = 0;
+    return dtrain__os_narrow(list->found.cFileName, list->name, sizeof list->name) ? list->name : "?";
+}
+
+static void dtrain__os_list_end(dtrain__os_list *list)
+{
+    FindClose(list->find);
+    _close(list->fd);
+    free(list);
+}
+
+/* Maps a file for reading. Returns NULL with errno if that is not possible. */
+static void *dtrain__os_map(int fd, size_t bytes)
+{
+    HANDLE section = CreateFileMappingW(dtrain__os_handle(fd), NULL, PAGE_READONLY, 0, 0, NULL);
+    void *memory = section != NULL ? MapViewOfFile(section, FILE_MAP_READ, 0, 0, bytes) : NULL;
+    if (memory == NULL)
+        dtrain__os_failed();
+    if (section != NULL)
+        CloseHandle(section);
+    return memory;
+}
+
+static void dtrain__os_unmap(void *memory, size_t bytes)
+{
+    (void)bytes;
+    UnmapViewOfFile(memory);
+}
+
+/* Writes the path without links, "." and "..", with slashes. Returns 0 if that is not possible. */
+static int dtrain__os_real_path(const char *path, char real[DTRAIN__OS_PATH_BYTES])
+{
+    wchar_t wide[DTRAIN__OS_WIDE];
+    int fd = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_READ);
+    DWORD length = GetFinalPathNameByHandleW(dtrain__os_handle(fd), wide, DTRAIN__OS_WIDE, 0);
+    int good = fd >= 0 && length > 4 && length < DTRAIN__OS_WIDE &&
+               dtrain__os_narrow(wide + 4, real, DTRAIN__OS_PATH_BYTES); /* after "\\?\" */
+    for (char *at = real; good && *at != 0; at++)
+        *at = *at == '\\' ? '/' : *at;
+    if (fd >= 0)
+        _close(fd);
+    return good;
+}
+
+/* ---- locks ----
+ * A lock of the process is made of the system's locks, which belong to an open file: byte DTRAIN__OS_LOCKS + its id is
+ * locked for reading by every file of the process that holds the lock. Whoever takes the lock first locks the byte
+ * before those, the door, and then finds no other process's byte locked. These bytes lie beyond the file's end, since
+ * a locked byte cannot be read. The range's own place does not count: there is one such lock a file. */
+
+#define DTRAIN__OS_LOCKS ((uint64_t)1 << 40)
+
+/* Locks or unlocks bytes. Returns 0 or an errno, EAGAIN if it does not wait and another holds them. */
+static int dtrain__os_lock_bytes(int fd, int lock, DWORD how, uint64_t begin, uint64_t bytes)
+{
+    OVERLAPPED at;
+    memset(&at, 0, sizeof at);
+    at.Offset = (DWORD)begin;
+    at.OffsetHigh = (DWORD)(begin >> 32);
+    DWORD low = (DWORD)bytes, high = (DWORD)(bytes >> 32);
+    int good = lock ? LockFileEx(dtrain__os_handle(fd), how, 0, low, high, &at)
+                    : UnlockFileEx(dtrain__os_handle(fd), 0, low, high, &at);
+    return good ? 0 : dtrain__os_errno((int)GetLastError());
+}
+
+/* Returns EAGAIN if another process holds one of the bytes. */
+static int dtrain__os_lock_try(int fd, uint64_t begin, uint64_t bytes)
+{
+    int error = bytes == 0
+                    ? 0
+                    : dtrain__os_lock_bytes(fd, 1, LOCKFILE_EXCLUSIVE_LOCK | LOCKFILE_FAIL_IMMEDIATELY, begin, bytes);
+    if (error == 0 && bytes > 0)
+        dtrain__os_lock_bytes(fd, 0, 0, begin, bytes);
+    return error;
+}
+
+/* Handles a lock without waiting for its holder. Returns 0, or -1 with errno: EAGAIN if another holds it. */
+static int dtrain__os_lock_range(int fd, dtrain__os_locking what, dtrain__os_range *range)
+{
+    uint64_t self = (uint64_t)dtrain__os_self(), own = DTRAIN__OS_LOCKS + self;
+    if (what >= DTRAIN__OS_LOCK_OPEN) {
+        errno = ENOTSUP;
+        return -1;
+    }
+    int error = dtrain__os_lock_bytes(fd, 1, LOCKFILE_EXCLUSIVE_LOCK, DTRAIN__OS_LOCKS - 1, 1);
+    if (error == 0) {
+        error = dtrain__os_lock_try(fd, DTRAIN__OS_LOCKS, self);
+        if (error == 0)
+            error = dtrain__os_lock_try(fd, own + 1, (uint64_t)1 << 32);
+        if (error == 0 && what == DTRAIN__OS_LOCK) {
+            dtrain__os_lock_bytes(fd, 0, 0, own, 1);
+            error = dtrain__os_lock_bytes(fd, 1, LOCKFILE_FAIL_IMMEDIATELY, own, 1);
+        }
+        dtrain__os_lock_bytes(fd, 0, 0, DTRAIN__OS_LOCKS - 1, 1);
+    }
+    if (what == DTRAIN__OS_LOOK && (error == 0 || error == EAGAIN)) {
+        range->access = error == 0 ? DTRAIN__OS_UNLOCKED : DTRAIN__OS_FOR_WRITING;
+        return 0;
+    }
+    errno = error;
+    return error == 0 ? 0 : -1;
+}
+
+/* ---- signals: a write raises none ---- */
+
+typedef struct dtrain__os_signals {
+    int none;
+} dtrain__os_signals;
+
+static void dtrain__os_hold_signals(dtrain__os_signals *signals)
+{
+    signals->none = 0;
+}
+
+static void dtrain__os_release_signals(dtrain__os_signals *signals, int error)
+{
+    (void)signals;
+    (void)error;
+}
+
+#endif
+#endif
+
+/* ---- >>os windows sockets ----
+ * Sockets of Windows, and what wakes a poll(): a datagram to a socket on loopback, since only sockets can be polled.
+ * Sockets are non-blocking, and child processes do not inherit them. There are no unix sockets. */
+#ifndef DTRAIN__OS_WINDOWS_SOCKETS
+#define DTRAIN__OS_WINDOWS_SOCKETS
+#ifdef _WIN32
+
+/* Starts the system's sockets. May be called again. */
+static void dtrain__os_sockets(void)
+{
+    static uint32_t started;
+    WSADATA about;
+    if (__atomic_load_n(&started, __ATOMIC_ACQUIRE))
+        return;
+    WSAStartup(MAKEWORD(2, 2), &about);
+    __atomic_store_n(&started, 1u, __ATOMIC_RELEASE);
+}
+
+/* Returns why the last call of a socket failed, as an errno. */
+static int dtrain__os_socket_error(void)
+{
+    return dtrain__os_errno(WSAGetLastError());
+}
+
+static void dtrain__os_hang_up(int fd)
+{
+    closesocket((SOCKET)fd);
+}
+
+static void dtrain__os_end_sending(int fd)
+{
+    shutdown((SOCKET)fd, SD_SEND);
+}
+
+/* Makes a socket non-blocking. Returns 0 or an errno. */
+static int dtrain__os_manners(int fd)
+{
+    u_long yes = 1;
+    return ioctlsocket((SOCKET)fd, (long)FIONBIO, &yes) == 0 ? 0 : dtrain__os_socket_error();
+}
+
+/* Takes a new socket. Returns 0 or an errno. */
+static int dtrain__os_socket_take(SOCKET made, int *fd)
+{
+    *fd = -1;
+    if (made == INVALID_SOCKET)
+        return dtrain__os_socket_error();
+    int error = dtrain__os_manners((int)made);
+    if (error == 0)
+        *fd = (int)made;
+    else
+        closesocket(made);
+    return error;
+}
+
+static int dtrain__os_socket_of(int family, int type, int *fd)
+{
+    dtrain__os_sockets();
+    return dtrain__os_socket_take(
+        WSASocketW(family, type, 0, NULL, 0, WSA_FLAG_OVERLAPPED | WSA_FLAG_NO_HANDLE_INHERIT), fd);
+}
+
+/* Makes a stream socket. Returns 0 or an errno. */
+static int dtrain__os_socket(int family, int *fd)
+{
+    return family == AF_UNIX ? EAFNOSUPPORT : dtrain__os_socket_of(family, SOCK_STREAM, fd);
+}
+
+/* Keeps others off the address. SO_REUSEADDR would let them take it; an old connection's address is free without. */
+static void dtrain__os_reuse(int fd)
+{
+    BOOL yes = TRUE;
+    setsockopt((SOCKET)fd, SOL_SOCKET, SO_EXCLUSIVEADDRUSE, (const char *)&yes, sizeof yes);
+}
+
+static void dtrain__os_plain(int fd)
+{
+    (void)fd;
+}
+
+static void dtrain__os_congestion(int fd, int of)
+{
+    (void)fd;
+    (void)of;
+}
+
+/* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
+static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, socklen_t *bytes)
+{
+    SOCKET made = accept((SOCKET)listener, peer, bytes);
+    if (made != INVALID_SOCKET)
+        SetHandleInformation((HANDLE)made, HANDLE_FLAG_INHERIT, 0);
+    int error = dtrain__os_socket_take(made, fd);
+    return error == EWOULDBLOCK || error == EINTR || error == ECONNABORTED || error == ECONNRESET ? EAGAIN : error;
+}
+
+/* Copies a listening socket that was inherited. Returns -1 if the number is not such a socket. */
+static int dtrain__os_inherit(int fd)
+{
+    int listens = 0, own = -1;
+    socklen_t bytes = sizeof listens;
+    WSAPROTOCOL_INFOW about;
+    dtrain__os_sockets();
+    if (getsockopt((SOCKET)fd, SOL_SOCKET, SO_ACCEPTCONN, (char *)&listens, &bytes) == 0 && listens &&
+        WSADuplicateSocketW((SOCKET)fd, GetCurrentProcessId(), &about) == 0)
+        dtrain__os_socket_take(WSASocketW(FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, &about, 0,
+                                          WSA_FLAG_OVERLAPPED | WSA_FLAG_NO_HANDLE_INHERIT),
+                               &own);
+    return own;
+}
+
+/* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
+static ssize_t dtrain__os_send(int fd, const void *data, size_t bytes, int more)
+{
+    int n = send((SOCKET)fd, (const char *)data, bytes < INT_MAX ? (int)bytes : INT_MAX, 0);
+    (void)more;
+    if (n >= 0)
+        return n;
+    errno = dtrain__os_socket_error();
+    return errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS ? 0 : -1;
+}
+
+/* Receives without waiting. Returns as dtrain__os_send does; if the peer has closed in order, -1 with errno 0. */
+static ssize_t dtrain__os_recv(int fd, void *data, size_t bytes)
+{
+    int n = recv((SOCKET)fd, (char *)data, bytes < INT_MAX ? (int)bytes : INT_MAX, 0);
+    if (n > 0)
+        return n;
+    errno = n == 0 ? 0 : dtrain__os_socket_error();
+    return errno == EWOULDBLOCK || errno == EINTR ? 0 : -1;
+}
+
+/* Waits until one of the sockets is ready, at most ms. Returns how many are. */
+static int dtrain__os_poll(struct pollfd *fds, int count, int ms)
+{
+    int ready = count > 0 ? WSAPoll(fds, (ULONG)count, ms) : SOCKET_ERROR;
+    if (ready == SOCKET_ERROR)
+        Sleep(count > 0 && ms > 10 ? 10 : (DWORD)(ms > 0 ? ms : 0));
+    return ready;
+}
+
+/* ---- what wakes a poll ---- */
+
+/* Makes a socket that sends to a port of loopback, without waiting. Returns 0 or an errno. */
+static int dtrain__os_pipe_end(int port, int *fd)
+{
+    struct sockaddr_in to;
+    int error = dtrain__os_socket_of(AF_INET, SOCK_DGRAM, fd);
+    memset(&to, 0, sizeof to);
+    to.sin_family = AF_INET;
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    to.sin_port = htons((uint16_t)port);
+    if (error == 0 && connect((SOCKET)*fd, (struct sockaddr *)&to, sizeof to) != 0) {
+        error = dtrain__os_socket_error();
+        dtrain__os_hang_up(*fd);
+        *fd = -1;
+    }
+    return error;
+}
+
+static int dtrain__os_port(int fd, int peers)
+{
+    struct sockaddr_in at;
+    socklen_t bytes = sizeof at;
+    memset(&at, 0, sizeof at);
+    if ((peers ? getpeername((SOCKET)fd, (struct sockaddr *)&at, &bytes)
+               : getsockname((SOCKET)fd, (struct sockaddr *)&at, &bytes)) != 0)
+        return 0;
+    return ntohs(at.sin_port);
+}
+
+/* Makes what a pipe is elsewhere: a socket to poll, and one that wakes it. A stranger's datagram may wake it too, and
+ * whoever waits looks again. Returns 0 or an errno. */
+static int dtrain__os_pipe(int ends[2])
+{
+    struct sockaddr_in any;
+    memset(&any, 0, sizeof any);
+    any.sin_family = AF_INET;
+    any.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    ends[1] = -1;
+    int error = dtrain__os_socket_of(AF_INET, SOCK_DGRAM, &ends[0]);
+    if (error == 0 && bind((SOCKET)ends[0], (struct sockaddr *)&any, sizeof any) != 0)
+        error = dtrain__os_socket_error();
+    if (error == 0)
+        error = dtrain__os_pipe_end(dtrain__os_port(ends[0], 0), &ends[1]);
+    if (error != 0 && ends[0] >= 0) {
+        dtrain__os_hang_up(ends[0]);
+        ends[0] = -1;
+    }
+    return error;
+}
+
+/* Gives the number by which dtrain__os_pipe_open knows a pipe. Returns 0 if it has none. */
+static int dtrain__os_pipe_number(int fd, uint64_t *number)
+{
+    *number = (uint64_t)dtrain__os_port(fd, 1);
+    return *number != 0;
+}
+
+/* Opens a pipe of another process, to write to it. Returns -1 if that is not possible. */
+static int dtrain__os_pipe_open(long process, int fd, uint64_t number)
+{
+    int own = -1;
+    (void)process;
+    (void)fd;
+    if (number > 0 && number < 65536)
+        dtrain__os_pipe_end((int)number, &own);
+    return own;
+}
+
+/* Wakes whoever polls the pipe. */
+static void dtrain__os_poke(int fd)
+{
+    send((SOCKET)fd, "", 1, 0);
+}
+
+static void dtrain__os_drain(int fd)
+{
+    char byte[4];
+    for (int i = 0; i < 64 && recv((SOCKET)fd, byte, sizeof byte, 0) >= 0; i++)
+        continue;
+}
+
+/* Returns the system's adapters; free them. NULL: there are none. The library is loaded here, so that a program need
+ * not link with it. */
+static IP_ADAPTER_ADDRESSES *dtrain__os_adapters(void)
+{
+    ULONG(WINAPI * get)(ULONG family, ULONG flags, PVOID reserved, IP_ADAPTER_ADDRESSES * list, ULONG * room);
+    ULONG room = 65536;
+    HMODULE library = LoadLibraryW(L"iphlpapi.dll");
+    FARPROC found = library != NULL ? GetProcAddress(library, "GetAdaptersAddresses") : NULL;
+    IP_ADAPTER_ADDRESSES *list = (IP_ADAPTER_ADDRESSES *)malloc(room);
+    memcpy(&get, &found, sizeof get);
+    if (list != NULL && (get == NULL || get(AF_UNSPEC, 0, NULL, list, &room) != NO_ERROR)) {
+        free(list);
+        list = NULL;
+    }
+    if (library != NULL)
+        FreeLibrary(library);
+    return list;
+}
+
+/* Gives the address of the interface `name`, one of `family` if it can. Returns its bytes; 0: there is none. */
+static socklen_t dtrain__os_interface(const char *name, int family, struct sockaddr_storage *out)
+{
+    IP_ADAPTER_ADDRESSES *list = dtrain__os_adapters();
+    socklen_t bytes = 0;
+    char own[256];
+    int best = 0;
+    for (IP_ADAPTER_ADDRESSES *at = list; at != NULL; at = at->Next) {
+        if (!dtrain__os_narrow(at->FriendlyName, own, sizeof own) || strcmp(own, name) != 0)
+            continue;
+        for (IP_ADAPTER_UNICAST_ADDRESS *one = at->FirstUnicastAddress; one != NULL; one = one->Next) {
+            int kind = one->Address.lpSockaddr->sa_family, rank = kind == family ? 2 : 1;
+            if ((kind != AF_INET && kind != AF_INET6) || rank <= best)
+                continue;
+            bytes = one->Address.iSockaddrLength;
+            memset(out, 0, sizeof *out);
+            memcpy(out, one->Address.lpSockaddr, (size_t)bytes);
+            best = rank;
+        }
+    }
+    free(list);
+    return bytes;
+}
+
+/* ---- unix sockets: there are none ---- */
+
+static int dtrain__os_same_user(int fd)
+{
+    (void)fd;
+    return 0;
+}
+
+static void dtrain__os_socket_directory(char *out, size_t capacity)
+{
+    snprintf(out, capacity, "/dtrain");
+}
+
+static int dtrain__os_mkdir_private(const char *path)
+{
+    (void)path;
+    errno = ENOTSUP;
+    return -1;
+}
+
+static int dtrain__os_is_private(const char *path)
+{
+    (void)path;
+    return 0;
+}
+
+static int dtrain__os_is_socket(const char *path)
+{
+    (void)path;
+    return 0;
+}
+
+static int dtrain__os_lock_beside(const char *path)
+{
+    (void)path;
+    return -1;
+}
+
+#endif
+#endif
+
 /* ---- >>os files ----
  * Replacing a file in one step, on any system. */
 #ifndef DTRAIN__OS_FILES
@@ -7364,12 +8673,13 @@ static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_b
 {
     void *block = NULL;
     if (new_bytes > 0) {
-        if (posix_memalign(&block, align < sizeof(void *) ? sizeof(void *) : align, new_bytes) != 0)
+        block = dtrain__os_alloc(new_bytes, align < sizeof(void *) ? sizeof(void *) : align);
+        if (block == NULL)
             return NULL;
         if (pointer != NULL)
             memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
     }
-    free(pointer);
+    dtrain__os_free(pointer);
     return block;
 }
 
@@ -11262,7 +12572,7 @@ static const char *dtrain__safetensors_quote(char out[64], const char *text, siz
 }
 
 /* Reports a broken rule. at: the byte of the file. tensor: NULL if the rule is not about one. */
-__attribute__((format(printf, 5, 6))) static dtrain_status
+DTRAIN__PRINTF(5, 6) static dtrain_status
 dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
                            const dtrain_safetensors_tensor *tensor, const char *format, ...)
 {
@@ -12529,7 +13839,7 @@ struct dtrain_safetensors_model {
     int has_total;
 };
 
-__attribute__((format(printf, 4, 5))) static dtrain_status
+DTRAIN__PRINTF(4, 5) static dtrain_status
 dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule, const dtrain__names_text *name,
                            const char *format, ...)
 {
@@ -13441,7 +14751,7 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 DTRAIN__FAST_END
 
 /* Writes what ends a group. The thread's own last error stays. */
-__attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
+DTRAIN__PRINTF(3, 4) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
                                                                              const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -17282,8 +18592,8 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     int family = address->at.any.sa_family;
     if (address->bytes > 0 && family == AF_UNIX) {
         const char *path = address->at.local.sun_path;
-        size_t bytes = address->bytes - offsetof(struct sockaddr_un, sun_path);
-        int named = address->bytes > offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
+        size_t bytes = (size_t)address->bytes - offsetof(struct sockaddr_un, sun_path);
+        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
         int most = abstract ? (int)bytes - 1 : 200;
         snprintf(out.text, sizeof out.text, "%s%.*s",
                  !named     ? "a unix socket"
@@ -17511,6 +18821,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
+    dtrain__os_sockets();
     error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
@@ -17595,14 +18906,14 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
 static int dtrain__net_listen(dtrain__address *address, int *fd)
 {
     struct sockaddr *any = &address->at.any;
-    int one = 1, error = dtrain__net_socket(any->sa_family, fd);
+    int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
     dtrain__os_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);
     else
-        setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, (const char *)&one, sizeof one);
+        dtrain__os_reuse(*fd);
     error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : dtrain__os_socket_error();
     if (error == 0)
         error = dtrain__net_end(*fd, 0, address);
@@ -18599,7 +19910,7 @@ static void dtrain__stream_end(dtrain__stream *stream)
         dtrain__seal_record(stream->seal, DTRAIN__RECORD_END, NULL, 0);
         dtrain__seal_flush(stream->seal, stream->fd, 0);
     }
-    shutdown(stream->fd, SHUT_WR);
+    dtrain__os_end_sending(stream->fd);
 }
 
 static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *stream)
@@ -18819,7 +20130,7 @@ static void dtrain__channel_awake(dtrain__channel *channel, int service)
 }
 
 /* Queues a warning for the log; the caller holds the mutex. The last of many at once are dropped. */
-__attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
 {
     va_list arguments;
     if (hub->notes.count == (int)(sizeof hub->notes.text / sizeof hub->notes.text[0]))
@@ -19748,7 +21059,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
 }
 
 /* Admits a proved peer, or refuses it with a text. */
-__attribute__((format(printf, 4, 5))) static void
+DTRAIN__PRINTF(4, 5) static void
 dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__VERDICT_TEXT];
@@ -23087,7 +24398,7 @@ static DTRAIN__NOINLINE const char *dtrain__place_get(const char *name)
     return value != NULL && value[0] != 0 ? value : NULL;
 }
 
-__attribute__((format(printf, 2, 3))) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
 {
     size_t used = strlen(place->believed);
     va_list arguments;
@@ -25438,9 +26749,9 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
     int small = dtrain__fused_small(comm, op, named);
-    int far = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
-    int bounces = far && dtrain__bounce_may(comm, op);
-    if (far && !bounces)
+    int remote = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
+    int bounces = remote && dtrain__bounce_may(comm, op);
+    if (remote && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {
@@ -32325,15 +33636,15 @@ static void dtrain__hosts_free(dtrain_device_group *group)
  * Partial sums of 16-bit floats are float32, for which no buffer has room: such calls go STAGED among all ranks. */
 
 /* Breaks all groups after a phase failed; this thread's last error says why. */
-static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int far,
+static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int between,
                                           dtrain_status status)
 {
     dtrain_comm *comm = group->comm;
     const dtrain__hosts *hosts = group->hosts;
-    int first = far ? hosts->place : comm->rank - hosts->place;
+    int first = between ? hosts->place : comm->rank - hosts->place;
     dtrain__fail(&comm->error, status, "%s on rank %d, %s (whose ranks 0, 1 are ranks %d, %d of the group): %s",
                  dtrain__device_text(comm, whole, comm->number).text, comm->rank,
-                 far ? "between hosts" : "inside its host", first, first + (far ? hosts->each : 1),
+                 between ? "between hosts" : "inside its host", first, first + (between ? hosts->each : 1),
                  dtrain__status_cause(&dtrain__thread_error));
     dtrain__error cause = dtrain__thread_error;
     status = dtrain__device_break(group);
@@ -54434,7 +55745,7 @@ static int dtrain__load_is_float(dtrain_dtype dtype)
 }
 
 /* Adds to the report's text, which ends in dots when it is full. */
-__attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
 {
     size_t used = strlen(load->report.text), room = sizeof load->report.text - used;
     va_list arguments;
@@ -54643,8 +55954,8 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
                 continue;
-            size_t near = dtrain__load_nearest(load, tensor, k);
-            dtrain__load_job job = {index->pieces[near].file, near, load->wants[i].piece};
+            size_t nearest = dtrain__load_nearest(load, tensor, k);
+            dtrain__load_job job = {index->pieces[nearest].file, nearest, load->wants[i].piece};
             if (DTRAIN__INDEX_ADD(load->ckpt->allocator, load->jobs, load->job_count, job) != DTRAIN_OK)
                 return DTRAIN_ERR_MEMORY;
         }

@@ -3,6 +3,7 @@
 #ifndef DTRAIN__OS_FILES
 #define DTRAIN__OS_FILES
 #include "os_posix_files.c"
+#include "os_windows_files.c"
 
 /* Makes a path beside `path` that nobody else uses: hidden, with a random number, ending in .tmp. It is at most 22
  * bytes longer than path. Returns 0 if there is no room. */

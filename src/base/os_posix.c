@@ -194,6 +194,20 @@ static void dtrain__os_thread_join(dtrain__os_thread *thread)
     pthread_join(thread->id, NULL);
 }
 
+/* ---- memory ---- */
+
+/* Allocates a block; align is a power of two. Returns NULL without memory. */
+static void *dtrain__os_alloc(size_t bytes, size_t align)
+{
+    void *block = NULL;
+    return posix_memalign(&block, align, bytes) == 0 ? block : NULL;
+}
+
+static void dtrain__os_free(void *block)
+{
+    free(block);
+}
+
 /* Returns the size of a memory page. */
 static DTRAIN__NOINLINE size_t dtrain__os_page_bytes(void)
 {

@@ -5,6 +5,11 @@
 #include "os_posix.c"
 #ifndef _WIN32
 
+/* Starts the system's sockets. */
+static void dtrain__os_sockets(void)
+{
+}
+
 /* Returns the errno of a number of the sockets' own. */
 static int dtrain__os_errno(int error)
 {
@@ -20,6 +25,11 @@ static int dtrain__os_socket_error(void)
 static void dtrain__os_hang_up(int fd)
 {
     close(fd);
+}
+
+static void dtrain__os_end_sending(int fd)
+{
+    shutdown(fd, SHUT_WR);
 }
 
 /* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
@@ -113,6 +123,13 @@ static int dtrain__os_lock_beside(const char *path)
     for (int tries = 0; fd >= 0 && tries < 1000 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; tries++)
         dtrain__os_sleep(1000000);
     return fd;
+}
+
+/* Lets a listener take the address of connections that have ended. */
+static void dtrain__os_reuse(int fd)
+{
+    int one = 1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
 }
 
 /* Sets a plain congestion control, which costs least on one host, on a socket that is not connected yet. Later is too

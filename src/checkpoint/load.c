@@ -245,7 +245,7 @@ static int dtrain__load_is_float(dtrain_dtype dtype)
 }
 
 /* Adds to the report's text, which ends in dots when it is full. */
-__attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
 {
     size_t used = strlen(load->report.text), room = sizeof load->report.text - used;
     va_list arguments;
@@ -454,8 +454,8 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
                 continue;
-            size_t near = dtrain__load_nearest(load, tensor, k);
-            dtrain__load_job job = {index->pieces[near].file, near, load->wants[i].piece};
+            size_t nearest = dtrain__load_nearest(load, tensor, k);
+            dtrain__load_job job = {index->pieces[nearest].file, nearest, load->wants[i].piece};
             if (DTRAIN__INDEX_ADD(load->ckpt->allocator, load->jobs, load->job_count, job) != DTRAIN_OK)
                 return DTRAIN_ERR_MEMORY;
         }

@@ -438,9 +438,9 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
     int small = dtrain__fused_small(comm, op, named);
-    int far = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
-    int bounces = far && dtrain__bounce_may(comm, op);
-    if (far && !bounces)
+    int remote = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
+    int bounces = remote && dtrain__bounce_may(comm, op);
+    if (remote && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {

@@ -25,7 +25,7 @@ static DTRAIN__NOINLINE const char *dtrain__place_get(const char *name)
     return value != NULL && value[0] != 0 ? value : NULL;
 }
 
-__attribute__((format(printf, 2, 3))) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
 {
     size_t used = strlen(place->believed);
     va_list arguments;

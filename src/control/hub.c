@@ -179,7 +179,7 @@ static void dtrain__channel_awake(dtrain__channel *channel, int service)
 }
 
 /* Queues a warning for the log; the caller holds the mutex. The last of many at once are dropped. */
-__attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
 {
     va_list arguments;
     if (hub->notes.count == (int)(sizeof hub->notes.text / sizeof hub->notes.text[0]))

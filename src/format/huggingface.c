@@ -39,7 +39,7 @@ struct dtrain_safetensors_model {
     int has_total;
 };
 
-__attribute__((format(printf, 4, 5))) static dtrain_status
+DTRAIN__PRINTF(4, 5) static dtrain_status
 dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule, const dtrain__names_text *name,
                            const char *format, ...)
 {

@@ -6,6 +6,7 @@
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
 #include "../base/os_posix_sockets.c"
+#include "../base/os_windows_sockets.c"
 #include "../base/os_files.c"
 #include "../base/status.c"
 #include "../control/plane.c"
@@ -34,8 +35,8 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     int family = address->at.any.sa_family;
     if (address->bytes > 0 && family == AF_UNIX) {
         const char *path = address->at.local.sun_path;
-        size_t bytes = address->bytes - offsetof(struct sockaddr_un, sun_path);
-        int named = address->bytes > offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
+        size_t bytes = (size_t)address->bytes - offsetof(struct sockaddr_un, sun_path);
+        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
         int most = abstract ? (int)bytes - 1 : 200;
         snprintf(out.text, sizeof out.text, "%s%.*s",
                  !named     ? "a unix socket"
@@ -263,6 +264,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
+    dtrain__os_sockets();
     error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
@@ -347,14 +349,14 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
 static int dtrain__net_listen(dtrain__address *address, int *fd)
 {
     struct sockaddr *any = &address->at.any;
-    int one = 1, error = dtrain__net_socket(any->sa_family, fd);
+    int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
     dtrain__os_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);
     else
-        setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, (const char *)&one, sizeof one);
+        dtrain__os_reuse(*fd);
     error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : dtrain__os_socket_error();
     if (error == 0)
         error = dtrain__net_end(*fd, 0, address);

@@ -347,7 +347,7 @@ static void dtrain__stream_end(dtrain__stream *stream)
         dtrain__seal_record(stream->seal, DTRAIN__RECORD_END, NULL, 0);
         dtrain__seal_flush(stream->seal, stream->fd, 0);
     }
-    shutdown(stream->fd, SHUT_WR);
+    dtrain__os_end_sending(stream->fd);
 }
 
 static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *stream)
