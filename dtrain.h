@@ -535,6 +535,20 @@
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE 1
 #endif
+#ifdef _WIN32 /* of Windows 10 */
+#ifndef _WIN32_WINNT
+#define _WIN32_WINNT 0x0A00
+#endif
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#ifndef __USE_MINGW_ANSI_STDIO
+#define __USE_MINGW_ANSI_STDIO 1
+#endif
+#endif
 #if defined(__APPLE__) && !defined(_DARWIN_C_SOURCE)
 #define _DARWIN_C_SOURCE 1
 #endif
@@ -553,6 +567,15 @@
 #define DTRAIN__NOINLINE __attribute__((noinline))
 #else
 #define DTRAIN__NOINLINE
+#endif
+
+/* Marks a function that takes a format and arguments, as printf does. On Windows gcc would take another printf's. */
+#if defined(__MINGW32__) && !defined(__clang__)
+#define DTRAIN__PRINTF(text, first) __attribute__((format(gnu_printf, text, first)))
+#elif defined(__GNUC__)
+#define DTRAIN__PRINTF(text, first) __attribute__((format(printf, text, first)))
+#else
+#define DTRAIN__PRINTF(text, first)
 #endif
 
 /* Between these two, compilers neither contract nor reorder sums and products. clang's back end has two exceptions:
@@ -693,9 +716,7 @@ DTRAIN_API const char *dtrain_last_error(void);
  *             Bytes that are not printable UTF-8 become '?'
  *
  * any thread */
-#if defined(__GNUC__)
-__attribute__((format(printf, 2, 3)))
-#endif
+DTRAIN__PRINTF(2, 3)
 DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...);
 
 /* Evaluates a call. If it fails, prints its error to stderr and ends the process with status 1.
@@ -5840,14 +5861,31 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #endif
 
 /* >>isa includes the headers of vector instructions. */
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
-#include <ifaddrs.h>
 #include <limits.h>
 #include <locale.h>
 #include <math.h>
+#include <stdarg.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#ifdef _WIN32
+#include <winsock2.h>
+#include <ws2tcpip.h>
+#include <windows.h>
+/* these need the ones above */
+#include <afunix.h>
+#include <io.h>
+#include <iphlpapi.h>
+#include <malloc.h>
+#include <ntsecapi.h>
+#include <process.h>
+#include <tlhelp32.h>
+#else
+#include <dirent.h>
+#include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -5857,19 +5895,16 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
+#endif
 #if defined(DTRAIN_MPI_HEADER) && !defined(DTRAIN_NO_MPI)
 #include DTRAIN_MPI_HEADER
-#elif !defined(DTRAIN_NO_MPI)
+#elif !defined(DTRAIN_NO_MPI) && !defined(_WIN32)
 #include <dlfcn.h>
 #endif
 #ifdef __linux__
@@ -5940,7 +5975,7 @@ DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
     dtrain__status_log_user = user;
 }
 
-__attribute__((format(printf, 2, 3))) static void dtrain__log(dtrain_log_level level, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list arguments;
@@ -5971,7 +6006,7 @@ static void dtrain__status_once(char *text)
 }
 
 /* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
-__attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
+DTRAIN__PRINTF(3, 4) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
                                                                         const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -6050,14 +6085,14 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 #endif
 
 /* ---- >>os ----
- * The differences between systems: clock, threads, waiting on a word, processors, pages, replaced files.
+ * What differs between systems is in base/ alone. The modules of >>os posix and those of >>os windows define the same
+ * functions, of which one set is compiled. This file has what both share. Errors are those of errno.
  *
  * Some features are not on every machine. The library tries them and has another way without each. The environment
  * variable DTRAIN_WITHOUT names features not to try, so tests can take the other ways on any machine.
  *
- * Waiting is on a 32-bit word: with a futex on Linux, with a timed sleep elsewhere. A wake-up may be spurious, so
- * callers check again. Threads that start here block all signals except those of a fault, so the program's handlers
- * run on the program's own threads. */
+ * Waiting is on a 32-bit word: with a futex on Linux, a condition variable on Windows, a timed sleep elsewhere. A
+ * wake-up may be spurious, so callers check again. */
 #ifndef DTRAIN__OS
 #define DTRAIN__OS
 
@@ -6113,6 +6148,83 @@ DTRAIN_API int dtrain__without(const char *what)
     return (mask >> dtrain__os_without_find(what, strlen(what)) & 1) != 0;
 }
 
+/* Converts a caller's milliseconds to nanoseconds, limited so that adding them to any time cannot overflow. */
+static int64_t dtrain__os_ms_to_ns(int64_t ms)
+{
+    return ms < INT64_MAX / 4 / 1000000 ? ms * 1000000 : INT64_MAX / 4;
+}
+
+static void dtrain__os_pause(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Receives the address of a fault, and whether it was a write: 1, 0, or -1 for unknown. */
+typedef void (*dtrain__os_fault_fn)(uintptr_t address, int writes);
+
+/* ---- files ---- */
+
+#define DTRAIN__OS_PATH_BYTES 4096
+
+/* How to open a file. A pipe without a writer does not block. A forked child's program does not inherit it. */
+enum {
+    DTRAIN__OS_READ = 0,
+    DTRAIN__OS_WRITE = 1,
+    DTRAIN__OS_READ_WRITE = 2,
+    DTRAIN__OS_CREATE = 4,
+    DTRAIN__OS_NEW = 8, /* makes the file; an error if it exists */
+    DTRAIN__OS_DIRECTORY = 16,
+    DTRAIN__OS_NO_LINK = 32 /* an error if the last part of the name is a link */
+};
+
+typedef enum dtrain__os_kind {
+    DTRAIN__OS_IS_FILE = 1,
+    DTRAIN__OS_IS_DIRECTORY,
+    DTRAIN__OS_IS_LINK,
+    DTRAIN__OS_IS_OTHER
+} dtrain__os_kind;
+
+typedef struct dtrain__os_facts {
+    dtrain__os_kind kind;
+    int open_to_others; /* than its owner, for reading or writing; 0 where the system does not say */
+    uint64_t bytes;
+    int64_t changed_s; /* when it changed last, since 1970 */
+} dtrain__os_facts;
+
+/* What to do with a lock of a range of a file. The first two are of the process, whichever descriptor it uses. The last
+ * two are of the open file, where the system has such locks. */
+typedef enum dtrain__os_locking {
+    DTRAIN__OS_LOCK,
+    DTRAIN__OS_LOOK,
+    DTRAIN__OS_LOCK_OPEN,
+    DTRAIN__OS_LOOK_OPEN
+} dtrain__os_locking;
+
+typedef enum dtrain__os_access {
+    DTRAIN__OS_UNLOCKED,
+    DTRAIN__OS_FOR_READING,
+    DTRAIN__OS_FOR_WRITING
+} dtrain__os_access;
+
+typedef struct dtrain__os_range {
+    dtrain__os_access access; /* of a look, also out: the lock that is in the way */
+    int64_t begin, bytes;     /* bytes 0: all that follow */
+    long process;             /* out, of a look */
+} dtrain__os_range;
+
+#endif
+
+/* ---- >>os posix ----
+ * What >>os asks of a POSIX system: threads, clock, memory, processes, and the signals of a fault. Threads that start
+ * here block all signals except those of a fault, so the program's handlers run on the program's own threads. */
+#ifndef DTRAIN__OS_POSIX
+#define DTRAIN__OS_POSIX
+#ifndef _WIN32
+
 /* ---- time and processors ---- */
 
 static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
@@ -6122,10 +6234,12 @@ static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Converts a caller's milliseconds to nanoseconds, limited so that adding them to any time cannot overflow. */
-static int64_t dtrain__os_ms_to_ns(int64_t ms)
+/* Returns the time of day, in nanoseconds since 1970. */
+static int64_t dtrain__os_wall_ns(void)
 {
-    return ms < INT64_MAX / 4 / 1000000 ? ms * 1000000 : INT64_MAX / 4;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 static struct timespec dtrain__os_timespec(int64_t ns)
@@ -6134,6 +6248,18 @@ static struct timespec dtrain__os_timespec(int64_t ns)
     span.tv_sec = (time_t)(ns / 1000000000);
     span.tv_nsec = (long)(ns % 1000000000);
     return span;
+}
+
+/* Sleeps for about ns. A signal may end it early. */
+static void dtrain__os_sleep(int64_t ns)
+{
+    struct timespec span = dtrain__os_timespec(ns);
+    nanosleep(&span, NULL);
+}
+
+static void dtrain__os_yield(void)
+{
+    sched_yield();
 }
 
 static int dtrain__os_processors(void)
@@ -6150,15 +6276,6 @@ static int dtrain__os_processors(void)
 #endif
     long online = sysconf(_SC_NPROCESSORS_ONLN);
     return online > 0 && online < INT_MAX ? (int)online : 1;
-}
-
-static void dtrain__os_pause(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
 }
 
 /* Sleeps while *word == value, for at most ns. It may return early. */
@@ -6183,7 +6300,19 @@ static void dtrain__os_wake_word(uint32_t *word)
 #endif
 }
 
-static pid_t dtrain__os_known_pid;    /* 0: unknown, as after a fork */
+/* ---- processes and threads ---- */
+
+static long dtrain__os_self(void)
+{
+    return (long)getpid();
+}
+
+static long dtrain__os_parent(void)
+{
+    return (long)getppid();
+}
+
+static long dtrain__os_known_pid;     /* 0: unknown, as after a fork */
 static uint32_t dtrain__os_pid_state; /* 0: nobody has asked; 2: a fork makes it unknown */
 
 static void dtrain__os_forget_pid(void)
@@ -6192,13 +6321,13 @@ static void dtrain__os_forget_pid(void)
 }
 
 /* Returns this process, and a forked child itself, without a call of the system where one costs more than 100 ns. */
-static pid_t dtrain__os_pid(void)
+static long dtrain__os_pid(void)
 {
     uint32_t nobody = 0;
-    pid_t pid = __atomic_load_n(&dtrain__os_known_pid, __ATOMIC_RELAXED);
+    long pid = __atomic_load_n(&dtrain__os_known_pid, __ATOMIC_RELAXED);
     if (pid != 0)
         return pid;
-    pid = getpid();
+    pid = dtrain__os_self();
 #ifdef __linux__
     if (__atomic_compare_exchange_n(&dtrain__os_pid_state, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) &&
         pthread_atfork(NULL, NULL, dtrain__os_forget_pid) == 0)
@@ -6212,11 +6341,33 @@ static pid_t dtrain__os_pid(void)
     return pid;
 }
 
-/* Wakes whoever polls the pipe. */
-static void dtrain__os_poke(int fd)
+#define DTRAIN__OS_MUTEX PTHREAD_MUTEX_INITIALIZER
+typedef pthread_mutex_t dtrain__os_mutex;
+
+static void dtrain__os_mutex_init(dtrain__os_mutex *mutex)
 {
-    ssize_t ignored = write(fd, "", 1);
-    (void)ignored; /* a full pipe wakes a poll() too */
+    pthread_mutex_init(mutex, NULL);
+}
+
+static void dtrain__os_mutex_free(dtrain__os_mutex *mutex)
+{
+    pthread_mutex_destroy(mutex);
+}
+
+static void dtrain__os_lock(dtrain__os_mutex *mutex)
+{
+    pthread_mutex_lock(mutex);
+}
+
+/* Returns whether the mutex was free and is now held. */
+static int dtrain__os_try_lock(dtrain__os_mutex *mutex)
+{
+    return pthread_mutex_trylock(mutex) == 0;
+}
+
+static void dtrain__os_unlock(dtrain__os_mutex *mutex)
+{
+    pthread_mutex_unlock(mutex);
 }
 
 typedef struct dtrain__os_thread {
@@ -6260,6 +6411,20 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
 {
     pthread_join(thread->id, NULL);
+}
+
+/* ---- memory ---- */
+
+/* Allocates a block; align is a power of two. Returns NULL without memory. */
+static void *dtrain__os_alloc(size_t bytes, size_t align)
+{
+    void *block = NULL;
+    return posix_memalign(&block, align, bytes) == 0 ? block : NULL;
+}
+
+static void dtrain__os_free(void *block)
+{
+    free(block);
 }
 
 /* Returns the size of a memory page. */
@@ -6403,19 +6568,6 @@ static int dtrain__os_protect(void *pages, size_t bytes, int access)
     return mprotect(pages, bytes, kinds[access]) == 0 ? 0 : errno;
 }
 
-/* Returns whether a fault was a write (1) or a read (0), from the context of its signal handler; -1 if unknown. */
-static int dtrain__os_fault_writes(const void *context)
-{
-#if defined(__linux__) && defined(__x86_64__) && defined(__LP64__)
-    int64_t code; /* the processor's error code, whose bit 1 says so: the 20th saved register, after 40 bytes */
-    memcpy(&code, (const char *)context + 40 + 19 * sizeof code, sizeof code);
-    return (int)(code >> 1 & 1);
-#else
-    (void)context;
-    return -1;
-#endif
-}
-
 /* Fills out with up to 256 bytes that nobody can guess; systems return so many in one call. Returns 0 or an errno. */
 static int dtrain__os_random(void *out, size_t bytes)
 {
@@ -6511,6 +6663,16 @@ static void dtrain__os_program(char *out, size_t room)
     name[strcspn(name, "\n")] = 0;
 #endif
     snprintf(out, room, name[0] != 0 ? " (%.20s)" : "%s", name);
+}
+
+static void dtrain__os_host_name(char *out, size_t room)
+{
+    gethostname(out, room - 1);
+}
+
+static const char *dtrain__os_error_text(int error)
+{
+    return strerror(error);
 }
 
 /* Fills id with bytes that identify this host since its last start. All processes of the host get the same. */
@@ -6632,13 +6794,19 @@ static void *dtrain__os_share(size_t bytes, int *fd)
     return memory != MAP_FAILED ? memory : NULL;
 }
 
+/* Closes the descriptor; the memory stays mapped. */
+static void dtrain__os_share_close(int fd)
+{
+    close(fd);
+}
+
 /* Maps the memory that a process shares. Returns NULL if its descriptor now belongs to something else. */
-static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
+static void *dtrain__os_share_open(long process, int fd, size_t bytes)
 {
     char path[64];
     struct stat what;
     void *memory = MAP_FAILED;
-    snprintf(path, sizeof path, "/proc/%ld/fd/%d", (long)process, fd);
+    snprintf(path, sizeof path, "/proc/%ld/fd/%d", process, fd);
     if (stat(path, &what) != 0 || !S_ISREG(what.st_mode) || what.st_nlink != 0 || what.st_size != (off_t)bytes)
         return NULL;
     int own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
@@ -6654,10 +6822,10 @@ static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
  *
  *   known     out: 0 if the system does not say
  *   returns   if known: 0 means that the process has ended and the system has released all that it held */
-static uint64_t dtrain__os_process_began(pid_t process, int *known)
+static uint64_t dtrain__os_process_began(long process, int *known)
 {
     char path[40], text[512];
-    snprintf(path, sizeof path, "/proc/%ld/stat", (long)process);
+    snprintf(path, sizeof path, "/proc/%ld/stat", process);
     int length = dtrain__os_read_text(path, text, sizeof text);
     /* after the program's name come a letter and numbers: the 17th counts threads, the 19th is the time */
     char *at = strrchr(text, ')');
@@ -6674,7 +6842,1910 @@ static uint64_t dtrain__os_process_began(pid_t process, int *known)
     return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
 }
 
-/* ---- files that are replaced ---- */
+/* ---- faults ----
+ * A handler of SIGSEGV and SIGBUS reports a fault, then calls the handler that was there before, or lets the fault
+ * happen again and end the process. */
+
+static const int dtrain__os_fault_signals[2] = {SIGSEGV, SIGBUS};
+static struct sigaction dtrain__os_fault_before[2];
+static int dtrain__os_fault_installed[2];
+static dtrain__os_fault_fn dtrain__os_fault_report;
+
+/* Returns whether a fault was a write (1) or a read (0), from the context of its signal handler; -1 if unknown. */
+static int dtrain__os_fault_writes(const void *context)
+{
+#if defined(__linux__) && defined(__x86_64__) && defined(__LP64__)
+    int64_t code; /* the processor's error code, whose bit 1 says so: the 20th saved register, after 40 bytes */
+    memcpy(&code, (const char *)context + 40 + 19 * sizeof code, sizeof code);
+    return (int)(code >> 1 & 1);
+#else
+    (void)context;
+    return -1;
+#endif
+}
+
+/* Treats a signal as it would be treated without this handler. */
+static void dtrain__os_fault_pass_on(int number, siginfo_t *info, void *context)
+{
+    const struct sigaction *before = &dtrain__os_fault_before[number == dtrain__os_fault_signals[1]];
+    struct sigaction normal;
+    int sent = info->si_code <= 0; /* by kill(). A fault would happen again */
+    int none = !(before->sa_flags & SA_SIGINFO) && (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN);
+    if (none && sent && before->sa_handler == SIG_IGN)
+        return;
+    if (none || (before->sa_flags & (int)SA_RESETHAND)) {
+        memset(&normal, 0, sizeof normal);
+        normal.sa_handler = SIG_DFL;
+        sigaction(number, &normal, NULL);
+    }
+    if (none && sent)
+        raise(number);
+    else if (!none && (before->sa_flags & SA_SIGINFO))
+        before->sa_sigaction(number, info, context);
+    else if (!none)
+        before->sa_handler(number);
+}
+
+static void dtrain__os_fault_handle(int number, siginfo_t *info, void *context)
+{
+    int kept = errno;
+    if (info->si_code > 0)
+        dtrain__os_fault_report((uintptr_t)info->si_addr, dtrain__os_fault_writes(context));
+    errno = kept;
+    dtrain__os_fault_pass_on(number, info, context);
+}
+
+/* Installs the handler once. If the program has replaced it, the program's handler may call it. A second one would then
+ * call itself through that. */
+static void dtrain__os_fault_install(int index)
+{
+    const int as_before = (int)SA_ONSTACK | (int)SA_RESTART | (int)SA_NODEFER;
+    struct sigaction now, ours;
+    if (dtrain__os_fault_installed[index] || sigaction(dtrain__os_fault_signals[index], NULL, &now) != 0)
+        return;
+    ours = now;
+    ours.sa_sigaction = dtrain__os_fault_handle;
+    ours.sa_flags = (int)SA_SIGINFO | (now.sa_flags & as_before);
+    if (!(now.sa_flags & SA_SIGINFO) && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN))
+        ours.sa_flags = (int)SA_SIGINFO | (int)SA_ONSTACK;
+    dtrain__os_fault_before[index] = now;
+    dtrain__os_fault_installed[index] = sigaction(dtrain__os_fault_signals[index], &ours, NULL) == 0;
+}
+
+static void dtrain__os_fault_uninstall(int index)
+{
+    struct sigaction now;
+    if (!dtrain__os_fault_installed[index] || sigaction(dtrain__os_fault_signals[index], NULL, &now) != 0 ||
+        !(now.sa_flags & SA_SIGINFO) || now.sa_sigaction != dtrain__os_fault_handle)
+        return;
+    dtrain__os_fault_installed[index] =
+        sigaction(dtrain__os_fault_signals[index], &dtrain__os_fault_before[index], NULL) != 0;
+}
+
+/* Reports each fault. Calls may repeat. */
+static void dtrain__os_watch_faults(dtrain__os_fault_fn report)
+{
+    dtrain__os_fault_report = report;
+    for (int i = 0; i < 2; i++)
+        dtrain__os_fault_install(i);
+}
+
+/* Removes the handlers, unless the program has replaced them. */
+static void dtrain__os_unwatch_faults(void)
+{
+    for (int i = 0; i < 2; i++)
+        dtrain__os_fault_uninstall(i);
+}
+
+#endif
+#endif
+
+/* ---- >>os posix files ----
+ * Files, directories and locks of POSIX, by names relative to an open directory. */
+#ifndef DTRAIN__OS_POSIX_FILES
+#define DTRAIN__OS_POSIX_FILES
+#ifndef _WIN32
+
+#define DTRAIN__OS_HERE AT_FDCWD
+typedef DIR dtrain__os_list;
+
+/* Opens a file, with the flags of DTRAIN__OS_READ and its like. Returns a descriptor, or -1 with errno. */
+static int dtrain__os_open(int directory, const char *name, int flags)
+{
+    const int modes[] = {O_RDONLY, O_WRONLY, O_RDWR};
+    int all = modes[flags & 3] | O_CLOEXEC | O_NOCTTY;
+    all |= (flags & DTRAIN__OS_CREATE ? O_CREAT : 0) | (flags & DTRAIN__OS_NEW ? O_CREAT | O_EXCL : 0);
+    all |= (flags & DTRAIN__OS_DIRECTORY ? O_DIRECTORY : O_NONBLOCK) | (flags & DTRAIN__OS_NO_LINK ? O_NOFOLLOW : 0);
+    return openat(directory, name, all, 0666);
+}
+
+/* Closes a descriptor. Even if close fails, the descriptor is closed. On NFS an error means that earlier writes are
+ * lost. */
+static int dtrain__os_close(int fd)
+{
+    return close(fd) == 0 || errno == EINTR ? 0 : -1;
+}
+
+/* Opens a stream on a copy of the descriptor, for writing. */
+static FILE *dtrain__os_stream(int fd)
+{
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    FILE *file = copy >= 0 ? fdopen(copy, "w") : NULL;
+    if (file == NULL && copy >= 0)
+        close(copy);
+    return file;
+}
+
+static void dtrain__os_tell(const struct stat *status, dtrain__os_facts *facts)
+{
+    facts->kind = S_ISREG(status->st_mode)   ? DTRAIN__OS_IS_FILE
+                  : S_ISDIR(status->st_mode) ? DTRAIN__OS_IS_DIRECTORY
+                  : S_ISLNK(status->st_mode) ? DTRAIN__OS_IS_LINK
+                                             : DTRAIN__OS_IS_OTHER;
+    facts->open_to_others = (status->st_mode & 077) != 0;
+    facts->bytes = (uint64_t)status->st_size;
+    facts->changed_s = (int64_t)status->st_mtime;
+}
+
+static int dtrain__os_look(int fd, dtrain__os_facts *facts)
+{
+    struct stat status;
+    if (fstat(fd, &status) != 0)
+        return -1;
+    dtrain__os_tell(&status, facts);
+    return 0;
+}
+
+/* follow 0: gives the facts of a link itself. */
+static int dtrain__os_look_at(int directory, const char *name, dtrain__os_facts *facts, int follow)
+{
+    struct stat status;
+    if (fstatat(directory, name, &status, follow ? 0 : AT_SYMLINK_NOFOLLOW) != 0)
+        return -1;
+    dtrain__os_tell(&status, facts);
+    return 0;
+}
+
+static ssize_t dtrain__os_pread(int fd, void *out, size_t bytes, uint64_t offset)
+{
+    if (offset > (uint64_t)INT64_MAX || (uint64_t)(off_t)offset != offset) {
+        errno = EOVERFLOW;
+        return -1;
+    }
+    return pread(fd, out, bytes, (off_t)offset);
+}
+
+static ssize_t dtrain__os_read(int fd, void *out, size_t bytes)
+{
+    return read(fd, out, bytes);
+}
+
+static ssize_t dtrain__os_write(int fd, const void *data, size_t bytes)
+{
+    return write(fd, data, bytes);
+}
+
+/* Syncs to the disk itself. On macOS fsync alone leaves data in the drive's cache. */
+static int dtrain__os_sync(int fd)
+{
+#ifdef F_FULLFSYNC
+    if (fcntl(fd, F_FULLFSYNC) == 0)
+        return 0;
+#endif
+    return fsync(fd);
+}
+
+/* Replaces what has the name, in one step. */
+static int dtrain__os_rename(int from_directory, const char *from, int to_directory, const char *to)
+{
+    return renameat(from_directory, from, to_directory, to);
+}
+
+static int dtrain__os_unlink(int directory, const char *name, int is_directory)
+{
+    return unlinkat(directory, name, is_directory ? AT_REMOVEDIR : 0);
+}
+
+static int dtrain__os_mkdir(int directory, const char *name)
+{
+    return mkdirat(directory, name, 0777);
+}
+
+/* Lists a directory. Takes ownership of the descriptor unless it returns NULL. */
+static dtrain__os_list *dtrain__os_list_begin(int fd)
+{
+    return fdopendir(fd);
+}
+
+/* Returns the next name, or NULL: with errno unchanged after the last. */
+static const char *dtrain__os_list_next(dtrain__os_list *list)
+{
+    struct dirent *entry = readdir(list);
+    return entry != NULL ? entry->d_name : NULL;
+}
+
+static void dtrain__os_list_end(dtrain__os_list *list)
+{
+    closedir(list);
+}
+
+/* Maps a file for reading. Returns NULL with errno if that is not possible. */
+static void *dtrain__os_map(int fd, size_t bytes)
+{
+    void *memory = mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0);
+    return memory != MAP_FAILED ? memory : NULL;
+}
+
+static void dtrain__os_unmap(void *memory, size_t bytes)
+{
+    munmap(memory, bytes);
+}
+
+/* Writes the path without links, "." and "..". Returns 0 if that is not possible. */
+static int dtrain__os_real_path(const char *path, char real[DTRAIN__OS_PATH_BYTES])
+{
+    char *found = realpath(path, NULL);
+    int good = found != NULL && strlen(found) < DTRAIN__OS_PATH_BYTES;
+    if (good)
+        memcpy(real, found, strlen(found) + 1);
+    free(found);
+    return good;
+}
+
+/* ---- locks ---- */
+
+/* Handles a lock without waiting. Returns 0, or -1 with errno: EAGAIN or EACCES if another holds it. */
+static int dtrain__os_lock_range(int fd, dtrain__os_locking what, dtrain__os_range *range)
+{
+#ifdef __linux__
+    const int commands[] = {F_SETLK, F_GETLK, 37, 36}; /* F_OFD_SETLK and F_OFD_GETLK are in _GNU_SOURCE's headers */
+#else
+    const int commands[] = {F_SETLK, F_GETLK, -1, -1};
+#endif
+    const short types[] = {F_UNLCK, F_RDLCK, F_WRLCK};
+    struct flock lock;
+    if (what >= DTRAIN__OS_LOCK_OPEN && (commands[what] < 0 || sizeof(off_t) != 8)) {
+        errno = ENOTSUP;
+        return -1;
+    }
+    memset(&lock, 0, sizeof lock);
+    lock.l_type = types[range->access];
+    lock.l_whence = SEEK_SET;
+    lock.l_start = (off_t)range->begin;
+    lock.l_len = (off_t)range->bytes;
+    int result = fcntl(fd, commands[what], &lock);
+    if (result != 0)
+        return result;
+    range->access = lock.l_type == F_UNLCK   ? DTRAIN__OS_UNLOCKED
+                    : lock.l_type == F_RDLCK ? DTRAIN__OS_FOR_READING
+                                             : DTRAIN__OS_FOR_WRITING;
+    range->begin = (int64_t)lock.l_start;
+    range->process = (long)lock.l_pid;
+    return 0;
+}
+
+/* Returns whether a process of this host runs; 1 if the system does not say. */
+static int dtrain__os_is_running(long process)
+{
+    return kill((pid_t)process, 0) == 0 || errno != ESRCH;
+}
+
+/* ---- signals ---- */
+
+/* The library raises no signals. But a write to a pipe without a reader raises SIGPIPE in the thread, and one beyond
+ * the file-size limit raises SIGXFSZ. Both are blocked during a write, and removed afterwards if the write raised
+ * them. */
+typedef struct dtrain__os_signals {
+    sigset_t before, held, pending;
+} dtrain__os_signals;
+
+static void dtrain__os_hold_signals(dtrain__os_signals *signals)
+{
+    sigemptyset(&signals->held);
+    sigaddset(&signals->held, SIGPIPE);
+    sigaddset(&signals->held, SIGXFSZ);
+    pthread_sigmask(SIG_BLOCK, &signals->held, &signals->before);
+    sigpending(&signals->pending);
+}
+
+static void dtrain__os_release_signals(dtrain__os_signals *signals, int error)
+{
+    int number = error == EPIPE ? SIGPIPE : error == EFBIG ? SIGXFSZ : 0, taken;
+    sigset_t now, one;
+    if (number != 0 && !sigismember(&signals->pending, number) && sigpending(&now) == 0 && sigismember(&now, number)) {
+        sigemptyset(&one);
+        sigaddset(&one, number);
+        sigwait(&one, &taken);
+    }
+    pthread_sigmask(SIG_SETMASK, &signals->before, NULL);
+}
+
+#endif
+#endif
+
+/* ---- >>os posix sockets ----
+ * Sockets of POSIX, and pipes that wake a poll(). Sockets are non-blocking, close-on-exec, and raise no SIGPIPE. */
+#ifndef DTRAIN__OS_POSIX_SOCKETS
+#define DTRAIN__OS_POSIX_SOCKETS
+#ifndef _WIN32
+
+/* Starts the system's sockets. */
+static void dtrain__os_sockets(void)
+{
+}
+
+/* Returns the errno of a number of the sockets' own. */
+static int dtrain__os_errno(int error)
+{
+    return error;
+}
+
+/* Returns why the last call of a socket failed, as an errno. */
+static int dtrain__os_socket_error(void)
+{
+    return errno;
+}
+
+static void dtrain__os_hang_up(int fd)
+{
+    close(fd);
+}
+
+static void dtrain__os_end_sending(int fd)
+{
+    shutdown(fd, SHUT_WR);
+}
+
+/* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
+static int dtrain__os_manners(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) < 0)
+        return errno;
+#ifdef SO_NOSIGPIPE
+    int one = 1;
+    setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &one, sizeof one);
+#endif
+    return 0;
+}
+
+/* Makes a stream socket. Returns 0 or an errno. */
+static int dtrain__os_socket(int family, int *fd)
+{
+    int error;
+#ifdef SOCK_CLOEXEC
+    *fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+#else
+    *fd = socket(family, SOCK_STREAM, 0);
+#endif
+    if (*fd < 0)
+        return errno;
+    error = dtrain__os_manners(*fd);
+    if (error != 0) {
+        close(*fd);
+        *fd = -1;
+    }
+    return error;
+}
+
+/* Writes the directory for the sockets of one user's processes on this host. */
+static void dtrain__os_socket_directory(char *out, size_t capacity)
+{
+    const char *base = getenv("TMPDIR");
+    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
+}
+
+/* Makes a directory that nobody else may enter, if there is none. Returns 0, or -1 with errno. */
+static int dtrain__os_mkdir_private(const char *path)
+{
+    return mkdir(path, 0700) == 0 || errno == EEXIST ? 0 : -1;
+}
+
+/* Returns whether a path is a directory of this user that nobody else may enter. */
+static int dtrain__os_is_private(const char *path)
+{
+    struct stat what;
+    return lstat(path, &what) == 0 && S_ISDIR(what.st_mode) && what.st_uid == geteuid() && (what.st_mode & 077) == 0;
+}
+
+static int dtrain__os_is_socket(const char *path)
+{
+    struct stat what;
+    return lstat(path, &what) == 0 && S_ISSOCK(what.st_mode);
+}
+
+/* Returns whether the process at the other end of a connected unix socket, which called connect() or listen(), belongs
+ * to this user. */
+static int dtrain__os_same_user(int fd)
+{
+#ifdef SO_PEERCRED
+    struct { /* struct ucred of the system, which the C library hides from standard C */
+        int32_t pid;
+        uint32_t uid, gid;
+    } peer;
+    socklen_t bytes = sizeof peer;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && bytes == sizeof peer &&
+           peer.uid == (uint32_t)geteuid();
+#else
+    uid_t user;
+    gid_t group;
+    return getpeereid(fd, &user, &group) == 0 && user == geteuid();
+#endif
+}
+
+/* Locks the directory of a unix socket. Without it, if two processes find a stale socket, the second could remove the
+ * new one of the first. After a second it goes on without the lock. Returns the descriptor to close, or -1. */
+static int dtrain__os_lock_beside(const char *path)
+{
+    char directory[sizeof(((struct sockaddr_un *)0)->sun_path)];
+    const char *slash = strrchr(path, '/');
+    int bytes = slash != NULL ? (int)(slash - path) + 1 : 1;
+    snprintf(directory, sizeof directory, "%.*s", bytes, slash != NULL ? path : ".");
+    int fd = open(directory, O_RDONLY | O_CLOEXEC);
+    for (int tries = 0; fd >= 0 && tries < 1000 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; tries++)
+        dtrain__os_sleep(1000000);
+    return fd;
+}
+
+/* Lets a listener take the address of connections that have ended. */
+static void dtrain__os_reuse(int fd)
+{
+    int one = 1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+}
+
+/* Sets a plain congestion control, which costs least on one host, on a socket that is not connected yet. Later is too
+ * late: once bbr has had a connection, the system always paces it. */
+static void dtrain__os_plain(int fd)
+{
+#ifdef TCP_CONGESTION
+    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+#else
+    (void)fd;
+#endif
+}
+
+/* Gives a socket the congestion control of another one. */
+static void dtrain__os_congestion(int fd, int of)
+{
+#ifdef TCP_CONGESTION
+    char name[16];
+    socklen_t bytes = sizeof name;
+    if (getsockopt(of, IPPROTO_TCP, TCP_CONGESTION, name, &bytes) == 0)
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, bytes);
+#else
+    (void)fd;
+    (void)of;
+#endif
+}
+
+/* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
+static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, socklen_t *bytes)
+{
+    int error;
+    *fd = -1;
+    errno = ENOSYS;
+#if defined(__linux__) && defined(__NR_accept4) /* the C library hides accept4 from standard C */
+    *fd = (int)syscall(__NR_accept4, listener, peer, bytes, SOCK_CLOEXEC | SOCK_NONBLOCK);
+#endif
+    if (*fd < 0 && errno == ENOSYS)
+        *fd = accept(listener, peer, bytes);
+    if (*fd < 0)
+        return errno == EWOULDBLOCK || errno == EINTR || errno == ECONNABORTED ? EAGAIN : errno;
+    error = dtrain__os_manners(*fd);
+    if (error != 0)
+        close(*fd);
+    return error;
+}
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
+#ifndef MSG_MORE
+#define MSG_MORE 0
+#endif
+
+/* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). more: the
+ * system may hold the bytes back until the next call. */
+static ssize_t dtrain__os_send(int fd, const void *data, size_t bytes, int more)
+{
+    ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL | (more ? MSG_MORE : 0));
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS))
+        return 0;
+    return n;
+}
+
+/* Receives without waiting. Returns as dtrain__os_send does; if the peer has closed in order, -1 with errno 0. */
+static ssize_t dtrain__os_recv(int fd, void *data, size_t bytes)
+{
+    ssize_t n = recv(fd, data, bytes, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+        return 0;
+    if (n == 0) {
+        errno = 0;
+        return -1;
+    }
+    return n;
+}
+
+/* Waits until one of the sockets or pipes is ready, at most ms. Returns how many are. */
+static int dtrain__os_poll(struct pollfd *fds, int count, int ms)
+{
+    return poll(fds, (nfds_t)count, ms);
+}
+
+/* Copies a listening socket that was inherited. Returns -1 if the number is not such a socket. */
+static int dtrain__os_inherit(int fd)
+{
+    int listens = 0;
+    socklen_t bytes = sizeof listens;
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens || dtrain__os_manners(fd) != 0)
+        return -1;
+    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+}
+
+/* Makes a pipe that wakes a poll(). Both ends are non-blocking. Returns 0 or an errno. */
+static int dtrain__os_pipe(int ends[2])
+{
+    int error = ENOSYS;
+#if defined(__linux__) && defined(__NR_pipe2)
+    error = syscall(__NR_pipe2, ends, O_CLOEXEC | O_NONBLOCK) == 0 ? 0 : errno;
+#endif
+    if (error == ENOSYS)
+        error = pipe(ends) == 0 ? 0 : errno;
+    if (error != 0)
+        return error;
+    error = dtrain__os_manners(ends[0]);
+    if (error == 0)
+        error = dtrain__os_manners(ends[1]);
+    return error;
+}
+
+/* Gives the number by which dtrain__os_pipe_open knows a pipe. Returns 0 if it has none. */
+static int dtrain__os_pipe_number(int fd, uint64_t *number)
+{
+    struct stat pipe;
+    if (fstat(fd, &pipe) != 0)
+        return 0;
+    *number = (uint64_t)pipe.st_ino;
+    return 1;
+}
+
+/* Opens a pipe of another process of this user, to write to it. Returns -1 if it is not the pipe with this number. It
+ * is open for reading too, so that no signal comes when the other process has died. */
+static int dtrain__os_pipe_open(long process, int fd, uint64_t number)
+{
+    char path[64];
+    struct stat what;
+    int own = -1;
+    snprintf(path, sizeof path, "/proc/%ld/fd/%d", process, fd);
+    if (stat(path, &what) == 0 && S_ISFIFO(what.st_mode) && (uint64_t)what.st_ino == number)
+        own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (own >= 0 && (fstat(own, &what) != 0 || !S_ISFIFO(what.st_mode) || (uint64_t)what.st_ino != number)) {
+        close(own);
+        own = -1;
+    }
+    return own;
+}
+
+static void dtrain__os_drain(int fd)
+{
+    char bytes[64];
+    while (read(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes)
+        continue;
+}
+
+/* Sleeps until a pipe is written to, or ns have passed, and empties it. */
+static void dtrain__os_rest(int fd, int64_t ns)
+{
+    struct timespec rest = dtrain__os_timespec(ns > 0 ? ns : 0);
+    fd_set watched;
+    if (fd >= FD_SETSIZE) {
+        nanosleep(&rest, NULL);
+        return;
+    }
+    FD_ZERO(&watched);
+    FD_SET(fd, &watched);
+    if (pselect(fd + 1, &watched, NULL, NULL, &rest, NULL) > 0) /* poll() counts in milliseconds */
+        dtrain__os_drain(fd);
+}
+
+/* Wakes whoever polls the pipe. */
+static void dtrain__os_poke(int fd)
+{
+    ssize_t ignored = write(fd, "", 1);
+    (void)ignored; /* a full pipe wakes a poll() too */
+}
+
+/* Gives the address of the interface `name`, one of `family` if it can. Returns its bytes; 0: there is none. */
+static socklen_t dtrain__os_interface(const char *name, int family, struct sockaddr_storage *out)
+{
+    struct ifaddrs *list = NULL;
+    socklen_t bytes = 0;
+    int best = 0;
+    if (getifaddrs(&list) != 0)
+        return 0;
+    for (struct ifaddrs *at = list; at != NULL; at = at->ifa_next) {
+        int kind = at->ifa_addr != NULL && strcmp(at->ifa_name, name) == 0 ? at->ifa_addr->sa_family : 0;
+        int rank = kind == family ? 2 : 1;
+        if ((kind != AF_INET && kind != AF_INET6) || rank <= best)
+            continue;
+        bytes = (socklen_t)(kind == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
+        memset(out, 0, sizeof *out);
+        memcpy(out, at->ifa_addr, bytes);
+        best = rank;
+    }
+    freeifaddrs(list);
+    return bytes;
+}
+
+#endif
+#endif
+
+/* ---- >>os windows ----
+ * What >>os asks of Windows 10 or later: threads, clock, memory, processes, and faults. A handle of the system fits in
+ * 32 bits, so descriptors of shared memory and of sockets are handles as int. */
+#ifndef DTRAIN__OS_WINDOWS
+#define DTRAIN__OS_WINDOWS
+#ifdef _WIN32
+
+/* ---- errors ---- */
+
+typedef struct dtrain__os_error {
+    DWORD of_system;
+    int error;
+    const char *text; /* of the errno, where the C library has none; else NULL */
+} dtrain__os_error;
+
+/* Errors of the system and, from 10000 on, of sockets. */
+static const dtrain__os_error dtrain__os_errors[] = {
+    {ERROR_FILE_NOT_FOUND, ENOENT, NULL},
+    {ERROR_PATH_NOT_FOUND, ENOENT, NULL},
+    {ERROR_INVALID_NAME, ENOENT, NULL},
+    {ERROR_BAD_PATHNAME, ENOENT, NULL},
+    {ERROR_BAD_NETPATH, ENOENT, NULL},
+    {ERROR_BAD_NET_NAME, ENOENT, NULL},
+    {ERROR_ACCESS_DENIED, EACCES, NULL},
+    {ERROR_SHARING_VIOLATION, EACCES, NULL},
+    {ERROR_LOCK_VIOLATION, EAGAIN, NULL},
+    {ERROR_IO_PENDING, EAGAIN, NULL},
+    {ERROR_ALREADY_EXISTS, EEXIST, NULL},
+    {ERROR_FILE_EXISTS, EEXIST, NULL},
+    {ERROR_DIR_NOT_EMPTY, ENOTEMPTY, NULL},
+    {ERROR_DIRECTORY, ENOTDIR, NULL},
+    {ERROR_DISK_FULL, ENOSPC, NULL},
+    {ERROR_HANDLE_DISK_FULL, ENOSPC, NULL},
+    {ERROR_NOT_ENOUGH_MEMORY, ENOMEM, NULL},
+    {ERROR_OUTOFMEMORY, ENOMEM, NULL},
+    {ERROR_COMMITMENT_LIMIT, ENOMEM, NULL},
+    {ERROR_NO_SYSTEM_RESOURCES, ENOMEM, NULL},
+    {ERROR_TOO_MANY_OPEN_FILES, EMFILE, NULL},
+    {ERROR_INVALID_HANDLE, EBADF, NULL},
+    {ERROR_INVALID_PARAMETER, EINVAL, NULL},
+    {ERROR_WRITE_PROTECT, EROFS, NULL},
+    {ERROR_BROKEN_PIPE, EPIPE, NULL},
+    {ERROR_NO_DATA, EPIPE, NULL},
+    {ERROR_FILENAME_EXCED_RANGE, ENAMETOOLONG, NULL},
+    {ERROR_NOT_SAME_DEVICE, EXDEV, NULL},
+    {ERROR_NOT_SUPPORTED, ENOTSUP, "The system does not support this"},
+    {ERROR_CANT_ACCESS_FILE, ELOOP, "It is a link"},
+    {WSAEWOULDBLOCK, EWOULDBLOCK, "It would have to wait"},
+    {WSAEINPROGRESS, EINPROGRESS, "The operation has begun"},
+    {WSAECONNREFUSED, ECONNREFUSED, "Connection refused"},
+    {WSAECONNRESET, ECONNRESET, "Connection reset by peer"},
+    {WSAENETRESET, ECONNRESET, NULL},
+    {WSAESHUTDOWN, EPIPE, NULL},
+    {WSAECONNABORTED, ECONNABORTED, "Connection aborted"},
+    {WSAETIMEDOUT, ETIMEDOUT, "Connection timed out"},
+    {WSAEADDRINUSE, EADDRINUSE, "Address already in use"},
+    {WSAEACCES, EADDRINUSE, NULL}, /* another program has the address to itself */
+    {WSAEADDRNOTAVAIL, EADDRNOTAVAIL, "No interface has this address"},
+    {WSAEAFNOSUPPORT, EAFNOSUPPORT, "This kind of address is not supported"},
+    {WSAEPROTONOSUPPORT, EAFNOSUPPORT, NULL},
+    {WSAENETUNREACH, ENETUNREACH, "Network is unreachable"},
+    {WSAENETDOWN, ENETDOWN, "Network is down"},
+    {WSAEHOSTUNREACH, EHOSTUNREACH, "No route to the host"},
+    {WSAENOTCONN, ENOTCONN, "It is not connected"},
+    {WSAENOTSOCK, ENOTSOCK, "It is not a socket"},
+    {WSAEMSGSIZE, EMSGSIZE, "The message is too long"},
+    {WSAENOBUFS, ENOBUFS, "No room for more data"},
+    {WSAEMFILE, EMFILE, NULL},
+    {WSAEINVAL, EINVAL, NULL},
+    {WSAEINTR, EINTR, NULL},
+    {WSAEBADF, EBADF, NULL},
+    {WSAEFAULT, EFAULT, NULL},
+};
+
+/* Returns the errno of an error of the system or of sockets. */
+static int dtrain__os_errno(int error)
+{
+    for (size_t i = 0; i < sizeof dtrain__os_errors / sizeof dtrain__os_errors[0]; i++)
+        if (dtrain__os_errors[i].of_system == (DWORD)error)
+            return dtrain__os_errors[i].error;
+    return error == 0 ? 0 : EIO;
+}
+
+/* Sets errno from the last error. Returns -1. */
+static int dtrain__os_failed(void)
+{
+    errno = dtrain__os_errno((int)GetLastError());
+    return -1;
+}
+
+static const char *dtrain__os_error_text(int error)
+{
+    for (size_t i = 0; i < sizeof dtrain__os_errors / sizeof dtrain__os_errors[0]; i++)
+        if (dtrain__os_errors[i].error == error && dtrain__os_errors[i].text != NULL)
+            return dtrain__os_errors[i].text;
+    return strerror(error);
+}
+
+/* ---- time and processors ---- */
+
+static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
+{
+    LARGE_INTEGER count, rate;
+    QueryPerformanceCounter(&count);
+    QueryPerformanceFrequency(&rate);
+    int64_t seconds = count.QuadPart / rate.QuadPart, rest = count.QuadPart % rate.QuadPart;
+    return seconds * 1000000000 + rest * 1000000000 / rate.QuadPart;
+}
+
+static int64_t dtrain__os_file_time(FILETIME time)
+{
+    return (int64_t)((uint64_t)time.dwHighDateTime << 32 | time.dwLowDateTime) - 116444736000000000; /* 1601 to 1970 */
+}
+
+/* Returns the time of day, in nanoseconds since 1970. */
+static int64_t dtrain__os_wall_ns(void)
+{
+    FILETIME now;
+    GetSystemTimePreciseAsFileTime(&now);
+    return dtrain__os_file_time(now) * 100;
+}
+
+static DWORD dtrain__os_ms(int64_t ns)
+{
+    return ns <= 0 ? 0 : ns > 60000000000 ? 60000 : (DWORD)((ns + 999999) / 1000000);
+}
+
+static void dtrain__os_yield(void)
+{
+    SwitchToThread();
+}
+
+/* Sleeps for about ns. A plain Sleep lasts up to 16 ms longer. */
+static void dtrain__os_sleep(int64_t ns)
+{
+    LARGE_INTEGER due;
+    HANDLE timer = CreateWaitableTimerExW(NULL, NULL, 2, TIMER_ALL_ACCESS); /* HIGH_RESOLUTION, since Windows 10 1803 */
+    due.QuadPart = -(ns + 99) / 100;
+    if (timer != NULL && SetWaitableTimer(timer, &due, 0, NULL, NULL, FALSE))
+        WaitForSingleObject(timer, INFINITE);
+    else
+        Sleep(dtrain__os_ms(ns));
+    if (timer != NULL)
+        CloseHandle(timer);
+}
+
+static int dtrain__os_processors(void)
+{
+    DWORD_PTR own = 0, all = 0;
+    SYSTEM_INFO info;
+    if (GetActiveProcessorGroupCount() == 1 && GetProcessAffinityMask(GetCurrentProcess(), &own, &all) && own != 0)
+        return __builtin_popcountll(own);
+    DWORD count = GetActiveProcessorCount(ALL_PROCESSOR_GROUPS);
+    GetSystemInfo(&info);
+    return (int)(count > 0 ? count : info.dwNumberOfProcessors);
+}
+
+/* ---- processes and threads ---- */
+
+static long dtrain__os_self(void)
+{
+    return (long)GetCurrentProcessId();
+}
+
+/* Returns this process: there is no fork. */
+static long dtrain__os_pid(void)
+{
+    return dtrain__os_self();
+}
+
+static long dtrain__os_parent(void)
+{
+    PROCESSENTRY32W entry;
+    HANDLE list = CreateToolhelp32Snapshot(TH32CS_SNAPPROCESS, 0);
+    long parent = 0;
+    entry.dwSize = sizeof entry;
+    for (BOOL more = Process32FirstW(list, &entry); more && parent == 0; more = Process32NextW(list, &entry))
+        if ((long)entry.th32ProcessID == dtrain__os_self())
+            parent = (long)entry.th32ParentProcessID;
+    if (list != INVALID_HANDLE_VALUE)
+        CloseHandle(list);
+    return parent;
+}
+
+#define DTRAIN__OS_MUTEX SRWLOCK_INIT
+typedef SRWLOCK dtrain__os_mutex;
+
+static void dtrain__os_mutex_init(dtrain__os_mutex *mutex)
+{
+    InitializeSRWLock(mutex);
+}
+
+static void dtrain__os_mutex_free(dtrain__os_mutex *mutex)
+{
+    (void)mutex;
+}
+
+static void dtrain__os_lock(dtrain__os_mutex *mutex)
+{
+    AcquireSRWLockExclusive(mutex);
+}
+
+/* Returns whether the mutex was free and is now held. */
+static int dtrain__os_try_lock(dtrain__os_mutex *mutex)
+{
+    return TryAcquireSRWLockExclusive(mutex) != 0;
+}
+
+static void dtrain__os_unlock(dtrain__os_mutex *mutex)
+{
+    ReleaseSRWLockExclusive(mutex);
+}
+
+/* Where threads sleep that wait for a word: those of several words may share a place, and look again. WaitOnAddress
+ * would do the same, but needs one more library to link with. */
+typedef struct dtrain__os_place {
+    SRWLOCK lock;
+    CONDITION_VARIABLE woken;
+} dtrain__os_place;
+
+enum { DTRAIN__OS_PLACES = 64 };
+static dtrain__os_place dtrain__os_places[DTRAIN__OS_PLACES]; /* all zero is their start */
+
+static dtrain__os_place *dtrain__os_place_of(const uint32_t *word)
+{
+    return &dtrain__os_places[(uintptr_t)word / DTRAIN__CACHE_LINE % DTRAIN__OS_PLACES];
+}
+
+/* Sleeps while *word == value, for at most ns. It may return early. */
+static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
+{
+    dtrain__os_place *place = dtrain__os_place_of(word);
+    AcquireSRWLockExclusive(&place->lock);
+    if (__atomic_load_n(word, __ATOMIC_SEQ_CST) == value)
+        SleepConditionVariableSRW(&place->woken, &place->lock, dtrain__os_ms(ns), 0);
+    ReleaseSRWLockExclusive(&place->lock);
+}
+
+static void dtrain__os_wake_word(uint32_t *word)
+{
+    dtrain__os_place *place = dtrain__os_place_of(word);
+    AcquireSRWLockExclusive(&place->lock); /* else a thread between its look and its sleep would miss this */
+    ReleaseSRWLockExclusive(&place->lock);
+    WakeAllConditionVariable(&place->woken);
+}
+
+typedef struct dtrain__os_thread {
+    HANDLE handle;
+    void (*body)(void *);
+    void *argument;
+} dtrain__os_thread;
+
+static unsigned __stdcall dtrain__os_thread_main(void *pointer)
+{
+    dtrain__os_thread *thread = (dtrain__os_thread *)pointer;
+    thread->body(thread->argument);
+    return 0;
+}
+
+/* Starts body(argument). The struct must stay in place until the join. Returns 0 or an errno. */
+static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument, size_t stack_bytes)
+{
+    thread->body = body;
+    thread->argument = argument;
+    thread->handle = (HANDLE)_beginthreadex(NULL, (unsigned)stack_bytes, dtrain__os_thread_main, thread,
+                                            STACK_SIZE_PARAM_IS_A_RESERVATION, NULL);
+    return thread->handle != NULL ? 0 : errno;
+}
+
+static void dtrain__os_thread_join(dtrain__os_thread *thread)
+{
+    WaitForSingleObject(thread->handle, INFINITE);
+    CloseHandle(thread->handle);
+}
+
+/* Returns when a process began, in the system's count. Two processes with the same id differ in it.
+ *
+ *   known     out: 0 if the system does not say
+ *   returns   if known: 0 means that the process has ended and the system has released all that it held */
+static uint64_t dtrain__os_process_began(long process, int *known)
+{
+    FILETIME began, ended, kernel, user;
+    HANDLE handle = OpenProcess(PROCESS_QUERY_LIMITED_INFORMATION | SYNCHRONIZE, FALSE, (DWORD)process);
+    *known = handle != NULL || GetLastError() == ERROR_INVALID_PARAMETER; /* there is no such process */
+    if (handle == NULL)
+        return 0;
+    int runs = WaitForSingleObject(handle, 0) == WAIT_TIMEOUT;
+    *known = !runs || GetProcessTimes(handle, &began, &ended, &kernel, &user);
+    CloseHandle(handle);
+    return runs && *known ? (uint64_t)began.dwHighDateTime << 32 | began.dwLowDateTime : 0;
+}
+
+/* Returns whether a process of this host runs; 1 if the system does not say. */
+static int dtrain__os_is_running(long process)
+{
+    int known;
+    return dtrain__os_process_began(process, &known) != 0 || !known;
+}
+
+/* ---- memory ---- */
+
+/* Allocates a block; align is a power of two. Returns NULL without memory. */
+static void *dtrain__os_alloc(size_t bytes, size_t align)
+{
+    return _aligned_malloc(bytes, align);
+}
+
+static void dtrain__os_free(void *block)
+{
+    _aligned_free(block);
+}
+
+/* Returns the size of a memory page. */
+static DTRAIN__NOINLINE size_t dtrain__os_page_bytes(void)
+{
+    SYSTEM_INFO info;
+    GetSystemInfo(&info);
+    return info.dwPageSize;
+}
+
+/* Reserves a range of addresses in whole pages. They read as zeros, and a page takes memory when it is first written.
+ * Returns NULL if the system refuses: it promises memory for all pages at once. */
+static void *dtrain__os_reserve(size_t bytes)
+{
+    void *range = VirtualAlloc(NULL, bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+    if (range == NULL)
+        dtrain__os_failed();
+    return range;
+}
+
+/* Gives back what dtrain__os_reserve, dtrain__os_share or dtrain__os_share_open returned. */
+static void dtrain__os_unreserve(void *range, size_t bytes)
+{
+    (void)bytes;
+    if (!UnmapViewOfFile(range))
+        VirtualFree(range, 0, MEM_RELEASE);
+}
+
+/* Returns the memory of whole pages to the system; they read as zeros again. Returns 0 or an errno. */
+static int dtrain__os_discard(void *pages, size_t bytes)
+{
+    if (VirtualFree(pages, bytes, MEM_DECOMMIT) && VirtualAlloc(pages, bytes, MEM_COMMIT, PAGE_READWRITE) != NULL)
+        return 0;
+    return dtrain__os_failed() == 0 ? 0 : errno;
+}
+
+/* Pages come at their first write. */
+static void dtrain__os_populate(void *pages, size_t bytes)
+{
+    (void)pages;
+    (void)bytes;
+}
+
+/* Windows does not move pages. */
+static int dtrain__os_move(void *from, void *to, size_t bytes)
+{
+    (void)from;
+    (void)to;
+    (void)bytes;
+    return ENOSYS;
+}
+
+static int dtrain__os_alias(void *pages, void *to, size_t bytes)
+{
+    return dtrain__os_move(pages, to, bytes);
+}
+
+static int dtrain__os_moves(void)
+{
+    return 0;
+}
+
+/* Returns whether whole pages were neither read nor written since they were discarded: Windows does not say. */
+static int dtrain__os_untouched(const void *pages, size_t bytes)
+{
+    (void)pages;
+    (void)bytes;
+    return 0;
+}
+
+/* Sets the access to whole pages: 0 none, 1 reading, 2 reading and writing. Returns 0 or an errno. */
+static int dtrain__os_protect(void *pages, size_t bytes, int access)
+{
+    const DWORD kinds[] = {PAGE_NOACCESS, PAGE_READONLY, PAGE_READWRITE};
+    DWORD before;
+    if (dtrain__without("mprotect"))
+        return ENOSYS;
+    return VirtualProtect(pages, bytes, kinds[access], &before) ? 0 : dtrain__os_errno((int)GetLastError());
+}
+
+/* Returns the bytes that this process can still get. */
+static uint64_t dtrain__os_memory_left(void)
+{
+    MEMORYSTATUSEX status;
+    status.dwLength = sizeof status;
+    return GlobalMemoryStatusEx(&status) ? status.ullAvailPageFile : UINT64_MAX;
+}
+
+/* Windows does not replace shared pages in place. */
+static int dtrain__os_privately(void *pages, size_t bytes)
+{
+    (void)pages;
+    (void)bytes;
+    return ENOSYS;
+}
+
+static void dtrain__os_share_close(int fd)
+{
+    CloseHandle((HANDLE)(intptr_t)fd);
+}
+
+/* Makes memory that other processes of the host can map; NULL if that is not possible. It has no name. Others copy the
+ * handle while it is open. */
+static void *dtrain__os_share(size_t bytes, int *fd)
+{
+    HANDLE section = CreateFileMappingW(INVALID_HANDLE_VALUE, NULL, PAGE_READWRITE, (DWORD)((uint64_t)bytes >> 32),
+                                        (DWORD)bytes, NULL);
+    void *memory = section != NULL ? MapViewOfFile(section, FILE_MAP_READ | FILE_MAP_WRITE, 0, 0, bytes) : NULL;
+    *fd = -1;
+    if (memory != NULL)
+        *fd = (int)(intptr_t)section;
+    else if (section != NULL)
+        CloseHandle(section);
+    return memory;
+}
+
+/* Maps the memory that a process shares. Returns NULL if its handle now belongs to something else, or to memory that is
+ * smaller. */
+static void *dtrain__os_share_open(long process, int fd, size_t bytes)
+{
+    HANDLE peer = OpenProcess(PROCESS_DUP_HANDLE, FALSE, (DWORD)process), own = NULL;
+    void *memory = NULL;
+    if (peer != NULL && DuplicateHandle(peer, (HANDLE)(intptr_t)fd, GetCurrentProcess(), &own,
+                                        FILE_MAP_READ | FILE_MAP_WRITE, FALSE, 0)) {
+        memory = MapViewOfFile(own, FILE_MAP_READ | FILE_MAP_WRITE, 0, 0, bytes);
+        CloseHandle(own);
+    }
+    if (peer != NULL)
+        CloseHandle(peer);
+    return memory;
+}
+
+/* ---- the host ---- */
+
+/* Fills out with up to 256 bytes that nobody can guess. Returns 0 or an errno. */
+static int dtrain__os_random(void *out, size_t bytes)
+{
+    return RtlGenRandom(out, (ULONG)bytes) ? 0 : EIO;
+}
+
+/* Writes a text of the system as UTF-8. Returns 0 if there is no room. */
+static int dtrain__os_narrow(const wchar_t *wide, char *out, size_t room)
+{
+    return WideCharToMultiByte(CP_UTF8, 0, wide, -1, out, (int)room, NULL, NULL) > 0;
+}
+
+static void dtrain__os_host_name(char *out, size_t room)
+{
+    wchar_t name[256];
+    DWORD count = sizeof name / sizeof name[0];
+    if (GetComputerNameExW(ComputerNameDnsHostname, name, &count) && count < room)
+        dtrain__os_narrow(name, out, room);
+}
+
+/* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
+static void dtrain__os_program(char *out, size_t room)
+{
+    wchar_t path[1024] = L"";
+    char name[1024] = "";
+    GetModuleFileNameW(NULL, path, sizeof path / sizeof path[0] - 1);
+    const wchar_t *slash = wcsrchr(path, L'\\');
+    dtrain__os_narrow(slash != NULL ? slash + 1 : path, name, sizeof name);
+    char *dot = strrchr(name, '.');
+    if (dot != NULL)
+        *dot = 0;
+    snprintf(out, room, name[0] != 0 ? " (%.20s)" : "%s", name);
+}
+
+/* Fills id with bytes that identify this host. All processes of the host get the same. */
+static void dtrain__os_host_id(unsigned char id[128])
+{
+    DWORD bytes = 64;
+    memset(id, 0, 128);
+    dtrain__os_host_name((char *)id, 64);
+    RegGetValueA(HKEY_LOCAL_MACHINE, "SOFTWARE\\Microsoft\\Cryptography", "MachineGuid", RRF_RT_REG_SZ, NULL, id + 64,
+                 &bytes);
+}
+
+/* ---- faults ---- */
+
+static dtrain__os_fault_fn dtrain__os_fault_report;
+static void *dtrain__os_fault_handler;
+
+static LONG CALLBACK dtrain__os_fault_handle(EXCEPTION_POINTERS *what)
+{
+    const EXCEPTION_RECORD *record = what->ExceptionRecord;
+    if (record->ExceptionCode == EXCEPTION_ACCESS_VIOLATION && record->NumberParameters >= 2)
+        dtrain__os_fault_report((uintptr_t)record->ExceptionInformation[1], record->ExceptionInformation[0] == 1);
+    return EXCEPTION_CONTINUE_SEARCH;
+}
+
+/* Reports each fault. Calls may repeat. */
+static void dtrain__os_watch_faults(dtrain__os_fault_fn report)
+{
+    dtrain__os_fault_report = report;
+    if (dtrain__os_fault_handler == NULL)
+        dtrain__os_fault_handler = AddVectoredExceptionHandler(1, dtrain__os_fault_handle);
+}
+
+static void dtrain__os_unwatch_faults(void)
+{
+    if (dtrain__os_fault_handler != NULL)
+        RemoveVectoredExceptionHandler(dtrain__os_fault_handler);
+    dtrain__os_fault_handler = NULL;
+}
+
+#endif
+#endif
+
+/* ---- >>os windows files ----
+ * Files, directories and locks of Windows. Names are UTF-8 outside and UTF-16 in calls of the system. Files are opened
+ * so that others may rename and remove them meanwhile, as POSIX has it. */
+#ifndef DTRAIN__OS_WINDOWS_FILES
+#define DTRAIN__OS_WINDOWS_FILES
+#ifdef _WIN32
+
+#define DTRAIN__OS_HERE (-100) /* stands for the current directory */
+#define DTRAIN__OS_WIDE 4096   /* characters of a path */
+#define DTRAIN__OS_SHARE (FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE)
+
+static HANDLE dtrain__os_handle(int fd)
+{
+    return fd >= 0 ? (HANDLE)_get_osfhandle(fd) : INVALID_HANDLE_VALUE;
+}
+
+/* Writes the whole path of a name in a directory, in the form that may have more than 260 characters. Returns 0 or -1
+ * with errno. */
+static int dtrain__os_path(int directory, const char *name, wchar_t out[DTRAIN__OS_WIDE])
+{
+    wchar_t wide[DTRAIN__OS_WIDE], full[DTRAIN__OS_WIDE];
+    DWORD length = 0;
+    if (MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, name, -1, wide, DTRAIN__OS_WIDE - 8) <= 0) {
+        errno = GetLastError() == ERROR_INSUFFICIENT_BUFFER ? ENAMETOOLONG : ENOENT;
+        return -1;
+    }
+    for (wchar_t *at = wide; *at != 0; at++)
+        *at = *at == L'/' ? L'\\' : *at;
+    if (directory == DTRAIN__OS_HERE) {
+        length = GetFullPathNameW(wide, DTRAIN__OS_WIDE - 8, full, NULL);
+    } else {
+        length = GetFinalPathNameByHandleW(dtrain__os_handle(directory), full, DTRAIN__OS_WIDE - 8, 0);
+        if (length > 0 && length + wcslen(wide) < DTRAIN__OS_WIDE - 8 && wcscmp(wide, L".") != 0) {
+            wcscat(full, full[length - 1] == L'\\' ? L"" : L"\\");
+            wcscat(full, wide);
+        }
+    }
+    if (length == 0)
+        return dtrain__os_failed();
+    if (length >= DTRAIN__OS_WIDE - 8) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    out[0] = 0;
+    if (full[1] == L':')
+        wcscpy(out, L"\\\\?\\");
+    wcscat(out, full);
+    return 0;
+}
+
+static int dtrain__os_is_link(DWORD attributes)
+{
+    return (attributes & FILE_ATTRIBUTE_REPARSE_POINT) != 0;
+}
+
+/* Checks what was opened. Returns 0 or an errno. */
+static int dtrain__os_check(HANDLE file, int flags)
+{
+    BY_HANDLE_FILE_INFORMATION about;
+    if (GetFileType(file) != FILE_TYPE_DISK || !GetFileInformationByHandle(file, &about))
+        return flags & DTRAIN__OS_DIRECTORY ? ENOTDIR : 0;
+    int directory = (about.dwFileAttributes & FILE_ATTRIBUTE_DIRECTORY) != 0;
+    if ((flags & DTRAIN__OS_NO_LINK) && dtrain__os_is_link(about.dwFileAttributes))
+        return ELOOP;
+    if ((flags & DTRAIN__OS_DIRECTORY) && !directory)
+        return ENOTDIR;
+    return directory && (flags & 3) != DTRAIN__OS_READ ? EISDIR : 0;
+}
+
+/* Opens a file, with the flags of DTRAIN__OS_READ and its like. Returns a descriptor, or -1 with errno. */
+static int dtrain__os_open(int directory, const char *name, int flags)
+{
+    const DWORD modes[] = {GENERIC_READ, GENERIC_WRITE, GENERIC_READ | GENERIC_WRITE};
+    DWORD access = modes[flags & 3];
+    DWORD how = flags & DTRAIN__OS_NEW ? CREATE_NEW : flags & DTRAIN__OS_CREATE ? OPEN_ALWAYS : OPEN_EXISTING;
+    DWORD kind = FILE_FLAG_BACKUP_SEMANTICS | (flags & DTRAIN__OS_NO_LINK ? FILE_FLAG_OPEN_REPARSE_POINT : 0);
+    wchar_t path[DTRAIN__OS_WIDE];
+    HANDLE file = INVALID_HANDLE_VALUE;
+    if (dtrain__os_path(directory, name, path) != 0)
+        return -1;
+    if (flags & DTRAIN__OS_DIRECTORY) /* to sync it takes the right to change it */
+        file = CreateFileW(path, access | FILE_ADD_FILE, DTRAIN__OS_SHARE, NULL, how, kind, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        file = CreateFileW(path, access, DTRAIN__OS_SHARE, NULL, how, kind, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        return dtrain__os_failed();
+    int error = dtrain__os_check(file, flags);
+    int fd = error == 0 ? _open_osfhandle((intptr_t)file, _O_BINARY | _O_NOINHERIT) : -1;
+    error = error == 0 && fd < 0 ? EMFILE : error;
+    if (fd >= 0)
+        return fd;
+    CloseHandle(file);
+    errno = error;
+    return -1;
+}
+
+static int dtrain__os_close(int fd)
+{
+    return _close(fd);
+}
+
+/* Opens a stream on a copy of the descriptor, for writing. */
+static FILE *dtrain__os_stream(int fd)
+{
+    int copy = _dup(fd);
+    FILE *file = copy >= 0 ? _fdopen(copy, "wb") : NULL;
+    if (file == NULL && copy >= 0)
+        _close(copy);
+    return file;
+}
+
+static int dtrain__os_tell(HANDLE file, dtrain__os_facts *facts, int follow)
+{
+    BY_HANDLE_FILE_INFORMATION about;
+    memset(facts, 0, sizeof *facts);
+    facts->kind = DTRAIN__OS_IS_OTHER;
+    if (GetFileType(file) != FILE_TYPE_DISK)
+        return file != INVALID_HANDLE_VALUE ? 0 : dtrain__os_failed();
+    if (!GetFileInformationByHandle(file, &about))
+        return dtrain__os_failed();
+    facts->kind = !follow && dtrain__os_is_link(about.dwFileAttributes)      ? DTRAIN__OS_IS_LINK
+                  : (about.dwFileAttributes & FILE_ATTRIBUTE_DIRECTORY) != 0 ? DTRAIN__OS_IS_DIRECTORY
+                                                                             : DTRAIN__OS_IS_FILE;
+    facts->bytes = (uint64_t)about.nFileSizeHigh << 32 | about.nFileSizeLow;
+    facts->changed_s = dtrain__os_file_time(about.ftLastWriteTime) / 10000000;
+    return 0;
+}
+
+static int dtrain__os_look(int fd, dtrain__os_facts *facts)
+{
+    return dtrain__os_tell(dtrain__os_handle(fd), facts, 1);
+}
+
+/* follow 0: gives the facts of a link itself. */
+static int dtrain__os_look_at(int directory, const char *name, dtrain__os_facts *facts, int follow)
+{
+    DWORD kind = FILE_FLAG_BACKUP_SEMANTICS | (follow ? 0 : FILE_FLAG_OPEN_REPARSE_POINT);
+    wchar_t path[DTRAIN__OS_WIDE];
+    if (dtrain__os_path(directory, name, path) != 0)
+        return -1;
+    HANDLE file = CreateFileW(path, FILE_READ_ATTRIBUTES, DTRAIN__OS_SHARE, NULL, OPEN_EXISTING, kind, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        return dtrain__os_failed();
+    int result = dtrain__os_tell(file, facts, follow), error = errno;
+    CloseHandle(file);
+    errno = error;
+    return result;
+}
+
+static ssize_t dtrain__os_read(int fd, void *out, size_t bytes)
+{
+    DWORD moved = 0;
+    if (ReadFile(dtrain__os_handle(fd), out, (DWORD)bytes, &moved, NULL) || GetLastError() == ERROR_HANDLE_EOF ||
+        GetLastError() == ERROR_BROKEN_PIPE)
+        return (ssize_t)moved;
+    return dtrain__os_failed();
+}
+
+/* Windows moves the file's offset: it is put back. */
+static ssize_t dtrain__os_pread(int fd, void *out, size_t bytes, uint64_t offset)
+{
+    HANDLE file = dtrain__os_handle(fd);
+    OVERLAPPED at;
+    LARGE_INTEGER zero, before;
+    DWORD moved = 0;
+    memset(&at, 0, sizeof at);
+    at.Offset = (DWORD)offset;
+    at.OffsetHigh = (DWORD)(offset >> 32);
+    zero.QuadPart = 0;
+    int known = SetFilePointerEx(file, zero, &before, FILE_CURRENT);
+    int good = ReadFile(file, out, (DWORD)bytes, &moved, &at) || GetLastError() == ERROR_HANDLE_EOF;
+    ssize_t result = good ? (ssize_t)moved : dtrain__os_failed();
+    if (known)
+        SetFilePointerEx(file, before, NULL, FILE_BEGIN);
+    return result;
+}
+
+static ssize_t dtrain__os_write(int fd, const void *data, size_t bytes)
+{
+    DWORD moved = 0;
+    return WriteFile(dtrain__os_handle(fd), data, (DWORD)bytes, &moved, NULL) ? (ssize_t)moved : dtrain__os_failed();
+}
+
+/* Syncs to the disk itself. Not every file system syncs directories; they write their entries by themselves. */
+static int dtrain__os_sync(int fd)
+{
+    dtrain__os_facts facts;
+    if (FlushFileBuffers(dtrain__os_handle(fd)) ||
+        (dtrain__os_look(fd, &facts) == 0 && facts.kind == DTRAIN__OS_IS_DIRECTORY))
+        return 0;
+    return dtrain__os_failed();
+}
+
+/* FILE_RENAME_INFO of FileRenameInfoEx, which older headers lack. */
+typedef struct dtrain__os_rename_info {
+    DWORD flags; /* 1: replaces a file; 2: also one that is open, as POSIX does, since Windows 10 1607 */
+    HANDLE directory;
+    DWORD bytes;
+    wchar_t name[DTRAIN__OS_WIDE];
+} dtrain__os_rename_info;
+
+static int dtrain__os_rename_posix(const wchar_t *from, const wchar_t *to)
+{
+    dtrain__os_rename_info info;
+    HANDLE file = CreateFileW(from, DELETE | SYNCHRONIZE, DTRAIN__OS_SHARE, NULL, OPEN_EXISTING,
+                              FILE_FLAG_BACKUP_SEMANTICS | FILE_FLAG_OPEN_REPARSE_POINT, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        return 0;
+    info.flags = 1 | 2;
+    info.directory = NULL;
+    info.bytes = (DWORD)(wcslen(to) * sizeof(wchar_t));
+    wcscpy(info.name, to);
+    int good = SetFileInformationByHandle(file, (FILE_INFO_BY_HANDLE_CLASS)22, &info, sizeof info); /* RenameInfoEx */
+    CloseHandle(file);
+    return good;
+}
+
+/* Replaces what has the name, in one step; an empty directory in two. */
+static int dtrain__os_rename(int from_directory, const char *from, int to_directory, const char *to)
+{
+    wchar_t source[DTRAIN__OS_WIDE], target[DTRAIN__OS_WIDE];
+    if (dtrain__os_path(from_directory, from, source) != 0 || dtrain__os_path(to_directory, to, target) != 0)
+        return -1;
+    DWORD attributes = GetFileAttributesW(target), own = GetFileAttributesW(source);
+    int both = attributes != INVALID_FILE_ATTRIBUTES && own != INVALID_FILE_ATTRIBUTES;
+    if (both && (attributes & own & FILE_ATTRIBUTE_DIRECTORY) != 0 && !RemoveDirectoryW(target))
+        return dtrain__os_failed();
+    if (both && ((attributes ^ own) & FILE_ATTRIBUTE_DIRECTORY) != 0) {
+        errno = own & FILE_ATTRIBUTE_DIRECTORY ? ENOTDIR : EISDIR;
+        return -1;
+    }
+    if (dtrain__os_rename_posix(source, target) ||
+        MoveFileExW(source, target, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH))
+        return 0;
+    return dtrain__os_failed();
+}
+
+static int dtrain__os_unlink(int directory, const char *name, int is_directory)
+{
+    wchar_t path[DTRAIN__OS_WIDE];
+    DWORD flags = 1 | 2 | 16; /* delete, as POSIX does although it is open, also if it may not be written */
+    BOOLEAN plainly = TRUE;
+    if (dtrain__os_path(directory, name, path) != 0)
+        return -1;
+    HANDLE file = CreateFileW(path, DELETE | FILE_READ_ATTRIBUTES, DTRAIN__OS_SHARE, NULL, OPEN_EXISTING,
+                              FILE_FLAG_BACKUP_SEMANTICS | FILE_FLAG_OPEN_REPARSE_POINT, NULL);
+    if (file == INVALID_HANDLE_VALUE)
+        return dtrain__os_failed();
+    int error = dtrain__os_check(file, is_directory ? DTRAIN__OS_DIRECTORY : DTRAIN__OS_WRITE);
+    if (error == 0 && !SetFileInformationByHandle(file, (FILE_INFO_BY_HANDLE_CLASS)21, &flags, sizeof flags) &&
+        !SetFileInformationByHandle(file, FileDispositionInfo, &plainly, sizeof plainly))
+        error = dtrain__os_errno((int)GetLastError());
+    CloseHandle(file);
+    errno = error;
+    return error == 0 ? 0 : -1;
+}
+
+static int dtrain__os_mkdir(int directory, const char *name)
+{
+    wchar_t path[DTRAIN__OS_WIDE];
+    if (dtrain__os_path(directory, name, path) != 0)
+        return -1;
+    return CreateDirectoryW(path, NULL) ? 0 : dtrain__os_failed();
+}
+
+typedef struct dtrain__os_list {
+    HANDLE find;
+    int fd, first; /* first: found has the next entry already */
+    WIN32_FIND_DATAW found;
+    char name[3 * MAX_PATH + 1];
+} dtrain__os_list;
+
+/* Lists a directory. Takes ownership of the descriptor unless it returns NULL. */
+static dtrain__os_list *dtrain__os_list_begin(int fd)
+{
+    wchar_t path[DTRAIN__OS_WIDE];
+    dtrain__os_list *list = (dtrain__os_list *)malloc(sizeof *list);
+    if (list == NULL || dtrain__os_path(fd, "*", path) != 0) {
+        free(list);
+        return NULL;
+    }
+    list->fd = fd;
+    list->first = 1;
+    list->find = FindFirstFileW(path, &list->found);
+    if (list->find != INVALID_HANDLE_VALUE)
+        return list;
+    dtrain__os_failed();
+    free(list);
+    return NULL;
+}
+
+/* Returns the next name, or NULL: with errno unchanged after the last. */
+static const char *dtrain__os_list_next(dtrain__os_list *list)
+{
+    if (!list->first && !FindNextFileW(list->find, &list->found)) {
+        if (GetLastError() != ERROR_NO_MORE_FILES)
+            dtrain__os_failed();
+        return NULL;
+    }
+    list->first = 0;
+    return dtrain__os_narrow(list->found.cFileName, list->name, sizeof list->name) ? list->name : "?";
+}
+
+static void dtrain__os_list_end(dtrain__os_list *list)
+{
+    FindClose(list->find);
+    _close(list->fd);
+    free(list);
+}
+
+/* Maps a file for reading. Returns NULL with errno if that is not possible. */
+static void *dtrain__os_map(int fd, size_t bytes)
+{
+    HANDLE section = CreateFileMappingW(dtrain__os_handle(fd), NULL, PAGE_READONLY, 0, 0, NULL);
+    void *memory = section != NULL ? MapViewOfFile(section, FILE_MAP_READ, 0, 0, bytes) : NULL;
+    if (memory == NULL)
+        dtrain__os_failed();
+    if (section != NULL)
+        CloseHandle(section);
+    return memory;
+}
+
+static void dtrain__os_unmap(void *memory, size_t bytes)
+{
+    (void)bytes;
+    UnmapViewOfFile(memory);
+}
+
+/* Writes the path without links, "." and "..", with slashes. Returns 0 if that is not possible. */
+static int dtrain__os_real_path(const char *path, char real[DTRAIN__OS_PATH_BYTES])
+{
+    wchar_t wide[DTRAIN__OS_WIDE];
+    int fd = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_READ);
+    DWORD length = GetFinalPathNameByHandleW(dtrain__os_handle(fd), wide, DTRAIN__OS_WIDE, 0);
+    int good = fd >= 0 && length > 4 && length < DTRAIN__OS_WIDE &&
+               dtrain__os_narrow(wide + 4, real, DTRAIN__OS_PATH_BYTES); /* after "\\?\" */
+    for (char *at = real; good && *at != 0; at++)
+        *at = *at == '\\' ? '/' : *at;
+    if (fd >= 0)
+        _close(fd);
+    return good;
+}
+
+/* ---- locks ----
+ * A lock of the process is made of the system's locks, which belong to an open file: byte DTRAIN__OS_LOCKS + its id is
+ * locked for reading by every file of the process that holds the lock. Whoever takes the lock first locks the byte
+ * before those, the door, and then finds no other process's byte locked. These bytes lie beyond the file's end, since
+ * a locked byte cannot be read. The range's own place does not count: there is one such lock a file. */
+
+#define DTRAIN__OS_LOCKS ((uint64_t)1 << 40)
+
+/* Locks or unlocks bytes. Returns 0 or an errno, EAGAIN if it does not wait and another holds them. */
+static int dtrain__os_lock_bytes(int fd, int lock, DWORD how, uint64_t begin, uint64_t bytes)
+{
+    OVERLAPPED at;
+    memset(&at, 0, sizeof at);
+    at.Offset = (DWORD)begin;
+    at.OffsetHigh = (DWORD)(begin >> 32);
+    DWORD low = (DWORD)bytes, high = (DWORD)(bytes >> 32);
+    int good = lock ? LockFileEx(dtrain__os_handle(fd), how, 0, low, high, &at)
+                    : UnlockFileEx(dtrain__os_handle(fd), 0, low, high, &at);
+    return good ? 0 : dtrain__os_errno((int)GetLastError());
+}
+
+/* Returns EAGAIN if another process holds one of the bytes. */
+static int dtrain__os_lock_try(int fd, uint64_t begin, uint64_t bytes)
+{
+    int error = bytes == 0
+                    ? 0
+                    : dtrain__os_lock_bytes(fd, 1, LOCKFILE_EXCLUSIVE_LOCK | LOCKFILE_FAIL_IMMEDIATELY, begin, bytes);
+    if (error == 0 && bytes > 0)
+        dtrain__os_lock_bytes(fd, 0, 0, begin, bytes);
+    return error;
+}
+
+/* Handles a lock without waiting for its holder. Returns 0, or -1 with errno: EAGAIN if another holds it. */
+static int dtrain__os_lock_range(int fd, dtrain__os_locking what, dtrain__os_range *range)
+{
+    uint64_t self = (uint64_t)dtrain__os_self(), own = DTRAIN__OS_LOCKS + self;
+    if (what >= DTRAIN__OS_LOCK_OPEN) {
+        errno = ENOTSUP;
+        return -1;
+    }
+    int error = dtrain__os_lock_bytes(fd, 1, LOCKFILE_EXCLUSIVE_LOCK, DTRAIN__OS_LOCKS - 1, 1);
+    if (error == 0) {
+        error = dtrain__os_lock_try(fd, DTRAIN__OS_LOCKS, self);
+        if (error == 0)
+            error = dtrain__os_lock_try(fd, own + 1, (uint64_t)1 << 32);
+        if (error == 0 && what == DTRAIN__OS_LOCK) {
+            dtrain__os_lock_bytes(fd, 0, 0, own, 1);
+            error = dtrain__os_lock_bytes(fd, 1, LOCKFILE_FAIL_IMMEDIATELY, own, 1);
+        }
+        dtrain__os_lock_bytes(fd, 0, 0, DTRAIN__OS_LOCKS - 1, 1);
+    }
+    if (what == DTRAIN__OS_LOOK && (error == 0 || error == EAGAIN)) {
+        range->access = error == 0 ? DTRAIN__OS_UNLOCKED : DTRAIN__OS_FOR_WRITING;
+        return 0;
+    }
+    errno = error;
+    return error == 0 ? 0 : -1;
+}
+
+/* ---- signals: a write raises none ---- */
+
+typedef struct dtrain__os_signals {
+    int none;
+} dtrain__os_signals;
+
+static void dtrain__os_hold_signals(dtrain__os_signals *signals)
+{
+    signals->none = 0;
+}
+
+static void dtrain__os_release_signals(dtrain__os_signals *signals, int error)
+{
+    (void)signals;
+    (void)error;
+}
+
+#endif
+#endif
+
+/* ---- >>os windows sockets ----
+ * Sockets of Windows, and what wakes a poll(): a datagram to a socket on loopback, since only sockets can be polled.
+ * Sockets are non-blocking, and child processes do not inherit them. There are no unix sockets. */
+#ifndef DTRAIN__OS_WINDOWS_SOCKETS
+#define DTRAIN__OS_WINDOWS_SOCKETS
+#ifdef _WIN32
+
+/* Starts the system's sockets. May be called again. */
+static void dtrain__os_sockets(void)
+{
+    static uint32_t started;
+    WSADATA about;
+    if (__atomic_load_n(&started, __ATOMIC_ACQUIRE))
+        return;
+    WSAStartup(MAKEWORD(2, 2), &about);
+    __atomic_store_n(&started, 1u, __ATOMIC_RELEASE);
+}
+
+/* Returns why the last call of a socket failed, as an errno. */
+static int dtrain__os_socket_error(void)
+{
+    return dtrain__os_errno(WSAGetLastError());
+}
+
+static void dtrain__os_hang_up(int fd)
+{
+    closesocket((SOCKET)fd);
+}
+
+static void dtrain__os_end_sending(int fd)
+{
+    shutdown((SOCKET)fd, SD_SEND);
+}
+
+/* Makes a socket non-blocking. Returns 0 or an errno. */
+static int dtrain__os_manners(int fd)
+{
+    u_long yes = 1;
+    return ioctlsocket((SOCKET)fd, (long)FIONBIO, &yes) == 0 ? 0 : dtrain__os_socket_error();
+}
+
+/* Takes a new socket. Returns 0 or an errno. */
+static int dtrain__os_socket_take(SOCKET made, int *fd)
+{
+    *fd = -1;
+    if (made == INVALID_SOCKET)
+        return dtrain__os_socket_error();
+    int error = dtrain__os_manners((int)made);
+    if (error == 0)
+        *fd = (int)made;
+    else
+        closesocket(made);
+    return error;
+}
+
+static int dtrain__os_socket_of(int family, int type, int *fd)
+{
+    dtrain__os_sockets();
+    return dtrain__os_socket_take(
+        WSASocketW(family, type, 0, NULL, 0, WSA_FLAG_OVERLAPPED | WSA_FLAG_NO_HANDLE_INHERIT), fd);
+}
+
+/* Makes a stream socket. Returns 0 or an errno. */
+static int dtrain__os_socket(int family, int *fd)
+{
+    return family == AF_UNIX ? EAFNOSUPPORT : dtrain__os_socket_of(family, SOCK_STREAM, fd);
+}
+
+/* Keeps others off the address. SO_REUSEADDR would let them take it; an old connection's address is free without. */
+static void dtrain__os_reuse(int fd)
+{
+    BOOL yes = TRUE;
+    setsockopt((SOCKET)fd, SOL_SOCKET, SO_EXCLUSIVEADDRUSE, (const char *)&yes, sizeof yes);
+}
+
+static void dtrain__os_plain(int fd)
+{
+    (void)fd;
+}
+
+static void dtrain__os_congestion(int fd, int of)
+{
+    (void)fd;
+    (void)of;
+}
+
+/* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
+static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, socklen_t *bytes)
+{
+    SOCKET made = accept((SOCKET)listener, peer, bytes);
+    if (made != INVALID_SOCKET)
+        SetHandleInformation((HANDLE)made, HANDLE_FLAG_INHERIT, 0);
+    int error = dtrain__os_socket_take(made, fd);
+    return error == EWOULDBLOCK || error == EINTR || error == ECONNABORTED || error == ECONNRESET ? EAGAIN : error;
+}
+
+/* Copies a listening socket that was inherited. Returns -1 if the number is not such a socket. */
+static int dtrain__os_inherit(int fd)
+{
+    int listens = 0, own = -1;
+    socklen_t bytes = sizeof listens;
+    WSAPROTOCOL_INFOW about;
+    dtrain__os_sockets();
+    if (getsockopt((SOCKET)fd, SOL_SOCKET, SO_ACCEPTCONN, (char *)&listens, &bytes) == 0 && listens &&
+        WSADuplicateSocketW((SOCKET)fd, GetCurrentProcessId(), &about) == 0)
+        dtrain__os_socket_take(WSASocketW(FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, &about, 0,
+                                          WSA_FLAG_OVERLAPPED | WSA_FLAG_NO_HANDLE_INHERIT),
+                               &own);
+    return own;
+}
+
+/* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
+static ssize_t dtrain__os_send(int fd, const void *data, size_t bytes, int more)
+{
+    int n = send((SOCKET)fd, (const char *)data, bytes < INT_MAX ? (int)bytes : INT_MAX, 0);
+    (void)more;
+    if (n >= 0)
+        return n;
+    errno = dtrain__os_socket_error();
+    return errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS ? 0 : -1;
+}
+
+/* Receives without waiting. Returns as dtrain__os_send does; if the peer has closed in order, -1 with errno 0. */
+static ssize_t dtrain__os_recv(int fd, void *data, size_t bytes)
+{
+    int n = recv((SOCKET)fd, (char *)data, bytes < INT_MAX ? (int)bytes : INT_MAX, 0);
+    if (n > 0)
+        return n;
+    errno = n == 0 ? 0 : dtrain__os_socket_error();
+    return errno == EWOULDBLOCK || errno == EINTR ? 0 : -1;
+}
+
+/* Waits until one of the sockets is ready, at most ms. Returns how many are. */
+static int dtrain__os_poll(struct pollfd *fds, int count, int ms)
+{
+    int ready = count > 0 ? WSAPoll(fds, (ULONG)count, ms) : SOCKET_ERROR;
+    if (ready == SOCKET_ERROR)
+        Sleep(count > 0 && ms > 10 ? 10 : (DWORD)(ms > 0 ? ms : 0));
+    return ready;
+}
+
+/* ---- what wakes a poll ---- */
+
+/* Makes a socket that sends to a port of loopback, without waiting. Returns 0 or an errno. */
+static int dtrain__os_pipe_end(int port, int *fd)
+{
+    struct sockaddr_in to;
+    int error = dtrain__os_socket_of(AF_INET, SOCK_DGRAM, fd);
+    memset(&to, 0, sizeof to);
+    to.sin_family = AF_INET;
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    to.sin_port = htons((uint16_t)port);
+    if (error == 0 && connect((SOCKET)*fd, (struct sockaddr *)&to, sizeof to) != 0) {
+        error = dtrain__os_socket_error();
+        dtrain__os_hang_up(*fd);
+        *fd = -1;
+    }
+    return error;
+}
+
+static int dtrain__os_port(int fd, int peers)
+{
+    struct sockaddr_in at;
+    socklen_t bytes = sizeof at;
+    memset(&at, 0, sizeof at);
+    if ((peers ? getpeername((SOCKET)fd, (struct sockaddr *)&at, &bytes)
+               : getsockname((SOCKET)fd, (struct sockaddr *)&at, &bytes)) != 0)
+        return 0;
+    return ntohs(at.sin_port);
+}
+
+/* Makes what a pipe is elsewhere: a socket to poll, and one that wakes it. A stranger's datagram may wake it too, and
+ * whoever waits looks again. Returns 0 or an errno. */
+static int dtrain__os_pipe(int ends[2])
+{
+    struct sockaddr_in any;
+    memset(&any, 0, sizeof any);
+    any.sin_family = AF_INET;
+    any.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    ends[1] = -1;
+    int error = dtrain__os_socket_of(AF_INET, SOCK_DGRAM, &ends[0]);
+    if (error == 0 && bind((SOCKET)ends[0], (struct sockaddr *)&any, sizeof any) != 0)
+        error = dtrain__os_socket_error();
+    if (error == 0)
+        error = dtrain__os_pipe_end(dtrain__os_port(ends[0], 0), &ends[1]);
+    if (error != 0 && ends[0] >= 0) {
+        dtrain__os_hang_up(ends[0]);
+        ends[0] = -1;
+    }
+    return error;
+}
+
+/* Gives the number by which dtrain__os_pipe_open knows a pipe. Returns 0 if it has none. */
+static int dtrain__os_pipe_number(int fd, uint64_t *number)
+{
+    *number = (uint64_t)dtrain__os_port(fd, 1);
+    return *number != 0;
+}
+
+/* Opens a pipe of another process, to write to it. Returns -1 if that is not possible. */
+static int dtrain__os_pipe_open(long process, int fd, uint64_t number)
+{
+    int own = -1;
+    (void)process;
+    (void)fd;
+    if (number > 0 && number < 65536)
+        dtrain__os_pipe_end((int)number, &own);
+    return own;
+}
+
+/* Wakes whoever polls the pipe. */
+static void dtrain__os_poke(int fd)
+{
+    send((SOCKET)fd, "", 1, 0);
+}
+
+static void dtrain__os_drain(int fd)
+{
+    char byte[4];
+    for (int i = 0; i < 64 && recv((SOCKET)fd, byte, sizeof byte, 0) >= 0; i++)
+        continue;
+}
+
+/* Sleeps until a pipe is written to, or ns have passed, and empties it. */
+static void dtrain__os_rest(int fd, int64_t ns)
+{
+    struct pollfd watched = {(SOCKET)fd, POLLIN, 0};
+    int ms = ns > 60000000000 ? 60000 : (int)((ns + 999999) / 1000000);
+    if (dtrain__os_poll(&watched, 1, ms) > 0)
+        dtrain__os_drain(fd);
+}
+
+/* Returns the system's adapters; free them. NULL: there are none. The library is loaded here, so that a program need
+ * not link with it. */
+static IP_ADAPTER_ADDRESSES *dtrain__os_adapters(void)
+{
+    ULONG(WINAPI * get)(ULONG family, ULONG flags, PVOID reserved, IP_ADAPTER_ADDRESSES * list, ULONG * room);
+    ULONG room = 65536;
+    HMODULE library = LoadLibraryW(L"iphlpapi.dll");
+    FARPROC found = library != NULL ? GetProcAddress(library, "GetAdaptersAddresses") : NULL;
+    IP_ADAPTER_ADDRESSES *list = (IP_ADAPTER_ADDRESSES *)malloc(room);
+    memcpy(&get, &found, sizeof get);
+    if (list != NULL && (get == NULL || get(AF_UNSPEC, 0, NULL, list, &room) != NO_ERROR)) {
+        free(list);
+        list = NULL;
+    }
+    if (library != NULL)
+        FreeLibrary(library);
+    return list;
+}
+
+/* Gives the address of the interface `name`, one of `family` if it can. Returns its bytes; 0: there is none. */
+static socklen_t dtrain__os_interface(const char *name, int family, struct sockaddr_storage *out)
+{
+    IP_ADAPTER_ADDRESSES *list = dtrain__os_adapters();
+    socklen_t bytes = 0;
+    char own[256];
+    int best = 0;
+    for (IP_ADAPTER_ADDRESSES *at = list; at != NULL; at = at->Next) {
+        if (!dtrain__os_narrow(at->FriendlyName, own, sizeof own) || strcmp(own, name) != 0)
+            continue;
+        for (IP_ADAPTER_UNICAST_ADDRESS *one = at->FirstUnicastAddress; one != NULL; one = one->Next) {
+            int kind = one->Address.lpSockaddr->sa_family, rank = kind == family ? 2 : 1;
+            if ((kind != AF_INET && kind != AF_INET6) || rank <= best)
+                continue;
+            bytes = one->Address.iSockaddrLength;
+            memset(out, 0, sizeof *out);
+            memcpy(out, one->Address.lpSockaddr, (size_t)bytes);
+            best = rank;
+        }
+    }
+    free(list);
+    return bytes;
+}
+
+/* ---- unix sockets: there are none ---- */
+
+static int dtrain__os_same_user(int fd)
+{
+    (void)fd;
+    return 0;
+}
+
+static void dtrain__os_socket_directory(char *out, size_t capacity)
+{
+    snprintf(out, capacity, "/dtrain");
+}
+
+static int dtrain__os_mkdir_private(const char *path)
+{
+    (void)path;
+    errno = ENOTSUP;
+    return -1;
+}
+
+static int dtrain__os_is_private(const char *path)
+{
+    (void)path;
+    return 0;
+}
+
+static int dtrain__os_is_socket(const char *path)
+{
+    (void)path;
+    return 0;
+}
+
+static int dtrain__os_lock_beside(const char *path)
+{
+    (void)path;
+    return -1;
+}
+
+#endif
+#endif
+
+/* ---- >>os files ----
+ * Replacing a file in one step, on any system. */
+#ifndef DTRAIN__OS_FILES
+#define DTRAIN__OS_FILES
 
 /* Makes a path beside `path` that nobody else uses: hidden, with a random number, ending in .tmp. It is at most 22
  * bytes longer than path. Returns 0 if there is no room. */
@@ -6684,7 +8755,7 @@ static int dtrain__os_name_beside(char *beside, size_t room, const char *path)
     size_t keep = strlen(last);
     uint64_t number = 0;
     if (dtrain__os_random(&number, sizeof number) != 0)
-        number = (uint64_t)dtrain__os_now_ns() * 1000003u + (uint64_t)getpid();
+        number = (uint64_t)dtrain__os_now_ns() * 1000003u + (uint64_t)dtrain__os_self();
     for (keep = keep < 200 ? keep : 200; keep > 0 && ((unsigned char)last[keep] & 0xc0) == 0x80; keep--)
         continue; /* do not cut inside a character: some file systems refuse names that are not UTF-8 */
     int bytes = snprintf(beside, room, "%.*s.%.*s.%016llx.tmp", (int)(last - path), path, (int)keep, last,
@@ -6702,7 +8773,7 @@ static int dtrain__os_open_beside(int directory, const char *path, char *beside,
             errno = ENAMETOOLONG;
             return -1;
         }
-        int fd = openat(directory, beside, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+        int fd = dtrain__os_open(directory, beside, DTRAIN__OS_WRITE | DTRAIN__OS_NEW | DTRAIN__OS_NO_LINK);
         if (fd >= 0 || (errno != EEXIST && errno != EINTR))
             return fd;
     }
@@ -6715,14 +8786,14 @@ static int dtrain__os_open_beside(int directory, const char *path, char *beside,
  *   error   an errno from writing it; 0: it is whole */
 static int dtrain__os_put_in_place(int fd, const char *beside, const char *path, int error)
 {
-    if (error == 0 && fsync(fd) != 0 && errno != EINVAL) /* EINVAL: it cannot be synced */
+    if (error == 0 && dtrain__os_sync(fd) != 0 && errno != EINVAL) /* EINVAL: it cannot be synced */
         error = errno;
-    if (close(fd) != 0 && error == 0)
+    if (dtrain__os_close(fd) != 0 && error == 0)
         error = errno;
-    if (error == 0 && rename(beside, path) != 0)
+    if (error == 0 && dtrain__os_rename(DTRAIN__OS_HERE, beside, DTRAIN__OS_HERE, path) != 0)
         error = errno;
     if (error != 0)
-        unlink(beside);
+        dtrain__os_unlink(DTRAIN__OS_HERE, beside, 0);
     return error;
 }
 
@@ -6730,19 +8801,16 @@ static int dtrain__os_put_in_place(int fd, const char *beside, const char *path,
 static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, const void *user), const void *user)
 {
     char beside[1100];
-    int fd = dtrain__os_open_beside(AT_FDCWD, path, beside, sizeof beside);
+    int fd = dtrain__os_open_beside(DTRAIN__OS_HERE, path, beside, sizeof beside);
     if (fd < 0)
         return errno;
-    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0); /* for the stream, which closes it */
-    FILE *file = copy >= 0 ? fdopen(copy, "w") : NULL;
+    FILE *file = dtrain__os_stream(fd);
     int error = file == NULL ? errno : 0;
     if (file != NULL) {
         write(file, user);
         error = ferror(file) ? EIO : 0;
         if (fclose(file) != 0)
             error = errno;
-    } else if (copy >= 0) {
-        close(copy);
     }
     return dtrain__os_put_in_place(fd, beside, path, error);
 }
@@ -6802,12 +8870,13 @@ static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_b
 {
     void *block = NULL;
     if (new_bytes > 0) {
-        if (posix_memalign(&block, align < sizeof(void *) ? sizeof(void *) : align, new_bytes) != 0)
+        block = dtrain__os_alloc(new_bytes, align < sizeof(void *) ? sizeof(void *) : align);
+        if (block == NULL)
             return NULL;
         if (pointer != NULL)
             memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
     }
-    free(pointer);
+    dtrain__os_free(pointer);
     return block;
 }
 
@@ -6954,7 +9023,7 @@ static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadlin
         return;
     }
     if (turn < bell->spins + DTRAIN__BELL_YIELDS) {
-        sched_yield();
+        dtrain__os_yield();
         return;
     }
     int64_t now = dtrain__os_now_ns();
@@ -6985,7 +9054,7 @@ typedef struct dtrain__worker {
     uint64_t posted, done;        /* numbers of jobs; posted also counts calls */
     dtrain__bell bell;
     dtrain__os_thread thread;
-    pid_t process; /* the process of the thread */
+    long process; /* the process of the thread */
     int threaded;
     uint32_t stop;
 } dtrain__worker;
@@ -7059,7 +9128,7 @@ static void dtrain__worker_body(void *argument)
 /* Starts the thread of a worker with an owner, and perform or turn. Returns 0 or an errno. */
 static int dtrain__worker_start(dtrain__worker *worker)
 {
-    worker->process = getpid();
+    worker->process = dtrain__os_self();
     worker->stop = 0;
     int error = dtrain__os_thread_start(&worker->thread, dtrain__worker_body, worker, (size_t)8 << 20);
     worker->threaded = error == 0;
@@ -7069,7 +9138,7 @@ static int dtrain__worker_start(dtrain__worker *worker)
 /* Returns whether this process has the thread. */
 static int dtrain__worker_runs(const dtrain__worker *worker)
 {
-    return worker->threaded && worker->process == getpid();
+    return worker->threaded && worker->process == dtrain__os_self();
 }
 
 /* Wakes a sleeping worker for a turn. */
@@ -9963,7 +12032,7 @@ DTRAIN__FAST_END
 #endif
 
 #define DTRAIN__FILE_MOST ((size_t)1 << 30) /* bytes per read or write: systems stop at 2 GiB, some with an error */
-#define DTRAIN__FILE_HERE AT_FDCWD
+#define DTRAIN__FILE_HERE DTRAIN__OS_HERE
 
 /* ---- the system's calls ---- */
 
@@ -9981,7 +12050,7 @@ static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *nam
     int fd;
     do {
         errno = DTRAIN__FILE_FAULT("open");
-        fd = errno == 0 ? openat(directory, name, flags | O_CLOEXEC, 0666) : -1;
+        fd = errno == 0 ? dtrain__os_open(directory, name, flags) : -1;
     } while (fd < 0 && errno == EINTR);
     return fd;
 }
@@ -9993,92 +12062,82 @@ static int dtrain__file_sys_open_beside(int directory, const char *name, char be
     return dtrain__os_open_beside(directory, name, beside, 256);
 }
 
-static int dtrain__file_sys_stat(int fd, struct stat *status)
+static int dtrain__file_sys_stat(int fd, dtrain__os_facts *facts)
 {
     DTRAIN__FILE_TRY("stat");
-    return fstat(fd, status);
+    return dtrain__os_look(fd, facts);
 }
 
-/* follow 0: gives the status of a link itself. */
-static int dtrain__file_sys_stat_at(int directory, const char *name, struct stat *status, int follow)
+/* follow 0: gives the facts of a link itself. */
+static int dtrain__file_sys_stat_at(int directory, const char *name, dtrain__os_facts *facts, int follow)
 {
     DTRAIN__FILE_TRY("stat");
-    return fstatat(directory, name, status, follow ? 0 : AT_SYMLINK_NOFOLLOW);
+    return dtrain__os_look_at(directory, name, facts, follow);
 }
 
 static ssize_t dtrain__file_sys_pread(int fd, void *out, size_t bytes, uint64_t offset)
 {
     DTRAIN__FILE_TRY("read");
-    if (offset > (uint64_t)INT64_MAX || (uint64_t)(off_t)offset != offset) {
-        errno = EOVERFLOW;
-        return -1;
-    }
-    return pread(fd, out, DTRAIN__FILE_LIMIT("read", bytes), (off_t)offset);
+    return dtrain__os_pread(fd, out, DTRAIN__FILE_LIMIT("read", bytes), offset);
 }
 
 static ssize_t dtrain__file_sys_write(int fd, const void *data, size_t bytes)
 {
     DTRAIN__FILE_TRY("write");
-    return write(fd, data, DTRAIN__FILE_LIMIT("write", bytes));
+    return dtrain__os_write(fd, data, DTRAIN__FILE_LIMIT("write", bytes));
 }
 
-/* Syncs to the disk itself. On macOS fsync alone leaves data in the drive's cache. */
 static int dtrain__file_sys_sync(int fd)
 {
     DTRAIN__FILE_TRY("sync");
-#ifdef F_FULLFSYNC
-    if (fcntl(fd, F_FULLFSYNC) == 0)
-        return 0;
-#endif
-    return fsync(fd);
+    return dtrain__os_sync(fd);
 }
 
 static int dtrain__file_sys_rename(int from_directory, const char *from, int to_directory, const char *to)
 {
     DTRAIN__FILE_TRY("rename");
-    return renameat(from_directory, from, to_directory, to);
+    return dtrain__os_rename(from_directory, from, to_directory, to);
 }
 
-static DTRAIN__NOINLINE int dtrain__file_sys_unlink(int directory, const char *name, int flags)
+static DTRAIN__NOINLINE int dtrain__file_sys_unlink(int directory, const char *name, int is_directory)
 {
     DTRAIN__FILE_TRY("unlink");
-    return unlinkat(directory, name, flags);
+    return dtrain__os_unlink(directory, name, is_directory);
 }
 
 static int dtrain__file_sys_mkdir(int directory, const char *name)
 {
     DTRAIN__FILE_TRY("mkdir");
-    return mkdirat(directory, name, 0777);
+    return dtrain__os_mkdir(directory, name);
 }
 
 /* Locks or unlocks a range of a file without waiting. */
-static int dtrain__file_sys_lock(int fd, int command, struct flock *range)
+static int dtrain__file_sys_lock(int fd, dtrain__os_locking what, dtrain__os_range *range)
 {
     DTRAIN__FILE_TRY("lock");
-    return fcntl(fd, command, range);
+    return dtrain__os_lock_range(fd, what, range);
 }
 
-/* Closes a descriptor. Even if close fails, the descriptor is closed. On NFS an error means that earlier writes are
- * lost. */
 static DTRAIN__NOINLINE int dtrain__file_sys_close(int fd)
 {
-    int result = close(fd);
+    int result = dtrain__os_close(fd);
     DTRAIN__FILE_TRY("close");
-    return result == 0 || errno == EINTR ? 0 : -1;
+    return result;
 }
 
-static DIR *dtrain__file_sys_list(int fd)
+static dtrain__os_list *dtrain__file_sys_list(int fd)
 {
     int fault = DTRAIN__FILE_FAULT("list");
     errno = fault;
-    return fault == 0 ? fdopendir(fd) : NULL;
+    return fault == 0 ? dtrain__os_list_begin(fd) : NULL;
 }
 
+/* Maps a file for reading. Returns NULL with errno if that is not possible. */
 static void *dtrain__file_sys_map(int fd, size_t bytes)
 {
     int fault = DTRAIN__FILE_FAULT("map");
     errno = fault;
-    return fault == 0 ? mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0) : MAP_FAILED;
+    return fault == 0 ? dtrain__os_map(fd, bytes) : NULL;
 }
 
 /* ---- reading ---- */
@@ -10092,33 +12151,35 @@ static DTRAIN__NOINLINE void dtrain__file_close(int fd)
 /* Opens a directory; the name "." opens that of the descriptor again. */
 static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
 {
-    *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
+    *fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_DIRECTORY);
     if (*fd >= 0)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name, strerror(errno));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name,
+                        dtrain__os_error_text(errno));
 }
 
 /* Gives the size of an open file. The file must be a regular one. */
 static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name, const char *what)
 {
-    struct stat status;
-    if (dtrain__file_sys_stat(fd, &status) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name, strerror(errno));
-    if (!S_ISREG(status.st_mode))
+    dtrain__os_facts facts;
+    if (dtrain__file_sys_stat(fd, &facts) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name,
+                            dtrain__os_error_text(errno));
+    if (facts.kind != DTRAIN__OS_IS_FILE)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "%s: \"%s\" is not a regular file, and others cannot be read at any place: copy it to one",
                             what, name);
-    *bytes = (uint64_t)status.st_size;
+    *bytes = facts.bytes;
     return DTRAIN_OK;
 }
 
 /* Opens a regular file for reading and gives its size. */
 static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, const char *name, const char *what)
 {
-    /* O_NONBLOCK: a pipe without a writer would block; so it opens and is refused */
-    *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    *fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ);
     if (*fd < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name, strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name,
+                            dtrain__os_error_text(errno));
     dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
     if (status != DTRAIN_OK) {
         dtrain__file_close(*fd);
@@ -10139,7 +12200,7 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
             continue;
         if (n < 0)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot read \"%s\" at byte %llu: %s", what, name,
-                                (unsigned long long)offset, strerror(errno));
+                                (unsigned long long)offset, dtrain__os_error_text(errno));
         if (n == 0)
             return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                                 "%s: \"%s\" ends at byte %llu or before, at least %llu bytes short: it was cut after "
@@ -10215,41 +12276,13 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
 
 /* ---- writing ---- */
 
-/* The library raises no signals. But a write to a pipe without a reader raises SIGPIPE in the thread, and one beyond
- * the file-size limit raises SIGXFSZ. Both are blocked during a write, and removed afterwards if the write raised
- * them. */
-typedef struct dtrain__file_signals {
-    sigset_t before, held, pending;
-} dtrain__file_signals;
-
-static void dtrain__file_hold_signals(dtrain__file_signals *signals)
-{
-    sigemptyset(&signals->held);
-    sigaddset(&signals->held, SIGPIPE);
-    sigaddset(&signals->held, SIGXFSZ);
-    pthread_sigmask(SIG_BLOCK, &signals->held, &signals->before);
-    sigpending(&signals->pending);
-}
-
-static void dtrain__file_release_signals(dtrain__file_signals *signals, int error)
-{
-    int number = error == EPIPE ? SIGPIPE : error == EFBIG ? SIGXFSZ : 0, taken;
-    sigset_t now, one;
-    if (number != 0 && !sigismember(&signals->pending, number) && sigpending(&now) == 0 && sigismember(&now, number)) {
-        sigemptyset(&one);
-        sigaddset(&one, number);
-        sigwait(&one, &taken);
-    }
-    pthread_sigmask(SIG_SETMASK, &signals->before, NULL);
-}
-
 /* Writes all bytes at the descriptor's offset; returns 0 or an errno. */
 static int dtrain__file_write_all(int fd, const void *data, size_t bytes)
 {
     const unsigned char *from = (const unsigned char *)data;
-    dtrain__file_signals signals;
+    dtrain__os_signals signals;
     int error = 0;
-    dtrain__file_hold_signals(&signals);
+    dtrain__os_hold_signals(&signals);
     while (bytes > 0 && error == 0) {
         ssize_t n = dtrain__file_sys_write(fd, from, bytes < DTRAIN__FILE_MOST ? bytes : DTRAIN__FILE_MOST);
         if (n < 0 && errno != EINTR)
@@ -10259,7 +12292,7 @@ static int dtrain__file_write_all(int fd, const void *data, size_t bytes)
         from += n > 0 ? n : 0;
         bytes -= n > 0 ? (size_t)n : 0;
     }
-    dtrain__file_release_signals(&signals, error);
+    dtrain__os_release_signals(&signals, error);
     return error;
 }
 
@@ -10323,26 +12356,26 @@ typedef struct dtrain__file_temp {
 static dtrain_status dtrain__file_temp_fail(dtrain__file_temp *temp, const char *step, int error)
 {
     return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
-                        "%s: cannot %s \"%s\": %s; what was there before is unchanged",
-                        temp->what, step, temp->name, strerror(error));
+                        "%s: cannot %s \"%s\": %s; what was there before is unchanged", temp->what, step, temp->name,
+                        dtrain__os_error_text(error));
 }
 
 /* Refuses a place that holds something other than a file, before gigabytes are written. The rename would fail, or
  * replace a device or a pipe by a file. */
 static dtrain_status dtrain__file_place(int directory, const char *name, const char *what)
 {
-    struct stat status;
-    if (dtrain__file_sys_stat_at(directory, name, &status, 0) != 0)
+    dtrain__os_facts facts;
+    if (dtrain__file_sys_stat_at(directory, name, &facts, 0) != 0)
         return errno == ENOENT ? DTRAIN_OK
                                : dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name,
-                                              strerror(errno));
-    if (S_ISREG(status.st_mode))
+                                              dtrain__os_error_text(errno));
+    if (facts.kind == DTRAIN__OS_IS_FILE)
         return DTRAIN_OK;
-    if (S_ISLNK(status.st_mode) && (dtrain__file_sys_stat_at(directory, name, &status, 1) != 0 ||
-                                    S_ISREG(status.st_mode) || S_ISDIR(status.st_mode)))
+    if (facts.kind == DTRAIN__OS_IS_LINK && (dtrain__file_sys_stat_at(directory, name, &facts, 1) != 0 ||
+                                             facts.kind == DTRAIN__OS_IS_FILE || facts.kind == DTRAIN__OS_IS_DIRECTORY))
         return DTRAIN_OK; /* only the link is replaced */
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" is %s", what, name,
-                        S_ISDIR(status.st_mode)
+                        facts.kind == DTRAIN__OS_IS_DIRECTORY
                             ? "a directory: give the name of a file"
                             : "a device or a pipe, which a file would replace: write to its descriptor, or give "
                               "the name of a file");
@@ -10390,7 +12423,7 @@ static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_statu
     error = no_sync ? 0 : dtrain__file_sync_directory(temp->directory);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\" is in place, but its directory did not reach the disk: %s",
-                            temp->what, temp->name, strerror(error));
+                            temp->what, temp->name, dtrain__os_error_text(error));
     return DTRAIN_OK;
 }
 
@@ -10408,9 +12441,9 @@ static dtrain_status dtrain__file_put(int directory, const char *name, const voi
  * Returns that, or an errno, or 0. */
 static int dtrain__file_list(int directory, int (*visit)(void *user, const char *name), void *user)
 {
-    int fd = dtrain__file_sys_open(directory, ".", O_RDONLY | O_DIRECTORY), error;
-    DIR *list = fd >= 0 ? dtrain__file_sys_list(fd) : NULL;
-    struct dirent *entry;
+    int fd = dtrain__file_sys_open(directory, ".", DTRAIN__OS_DIRECTORY), error;
+    dtrain__os_list *list = fd >= 0 ? dtrain__file_sys_list(fd) : NULL;
+    const char *entry;
     if (list == NULL) {
         error = errno;
         dtrain__file_close(fd);
@@ -10418,12 +12451,12 @@ static int dtrain__file_list(int directory, int (*visit)(void *user, const char 
     }
     do {
         errno = 0;
-        entry = readdir(list);
+        entry = dtrain__os_list_next(list);
         error = entry == NULL ? errno : 0;
-        if (entry != NULL && strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            error = visit(user, entry->d_name);
+        if (entry != NULL && strcmp(entry, ".") != 0 && strcmp(entry, "..") != 0)
+            error = visit(user, entry);
     } while (entry != NULL && error == 0);
-    closedir(list);
+    dtrain__os_list_end(list);
     return error;
 }
 
@@ -10437,12 +12470,12 @@ static int dtrain__file_remove_one(void *user, const char *name)
 /* Removes a directory that holds only files. Returns 0 or an errno; ENOENT: there is no such directory. */
 static int dtrain__file_remove_directory(int directory, const char *name)
 {
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), error = 0;
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_DIRECTORY | DTRAIN__OS_NO_LINK), error = 0;
     if (fd < 0)
         return errno;
     for (int round = 0; round < 4; round++) { /* some systems skip entries if others are removed while they list */
         error = dtrain__file_list(fd, dtrain__file_remove_one, &fd);
-        if (error == 0 && dtrain__file_sys_unlink(directory, name, AT_REMOVEDIR) != 0)
+        if (error == 0 && dtrain__file_sys_unlink(directory, name, 1) != 0)
             error = errno;
         if (error != ENOTEMPTY && error != EEXIST)
             break;
@@ -10736,7 +12769,7 @@ static const char *dtrain__safetensors_quote(char out[64], const char *text, siz
 }
 
 /* Reports a broken rule. at: the byte of the file. tensor: NULL if the rule is not about one. */
-__attribute__((format(printf, 5, 6))) static dtrain_status
+DTRAIN__PRINTF(5, 6) static dtrain_status
 dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
                            const dtrain_safetensors_tensor *tensor, const char *format, ...)
 {
@@ -11230,14 +13263,11 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
 /* Maps the file, so that dtrain_safetensors_view can give its data in place. */
 static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
 {
-    file->mapping =
-        file->file_bytes <= SIZE_MAX ? dtrain__file_sys_map(file->fd, (size_t)file->file_bytes) : MAP_FAILED;
-    if (file->mapping == MAP_FAILED) {
-        file->mapping = NULL;
+    file->mapping = file->file_bytes <= SIZE_MAX ? dtrain__file_sys_map(file->fd, (size_t)file->file_bytes) : NULL;
+    if (file->mapping == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "safetensors_open: \"%s\" cannot be mapped: %s; open it without map",
-                            file->label, strerror(errno));
-    }
+                            "safetensors_open: \"%s\" cannot be mapped: %s; open it without map", file->label,
+                            dtrain__os_error_text(errno));
     file->memory = (const unsigned char *)file->mapping;
     return DTRAIN_OK;
 }
@@ -11313,7 +13343,7 @@ DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
         return;
     dtrain_allocator *allocator = file->allocator;
     if (file->mapping != NULL)
-        munmap(file->mapping, (size_t)file->file_bytes);
+        dtrain__os_unmap(file->mapping, (size_t)file->file_bytes);
     dtrain__file_close(file->fd);
     dtrain__names_free(&file->names, allocator);
     dtrain__names_free(&file->keys, allocator);
@@ -12006,7 +14036,7 @@ struct dtrain_safetensors_model {
     int has_total;
 };
 
-__attribute__((format(printf, 4, 5))) static dtrain_status
+DTRAIN__PRINTF(4, 5) static dtrain_status
 dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule, const dtrain__names_text *name,
                            const char *format, ...)
 {
@@ -12145,8 +14175,7 @@ static dtrain_status dtrain__huggingface_index(dtrain_safetensors_model *model)
     parser.model = model;
     dtrain__json_open(&parser.json, model->index, model->index_bytes);
     if (dtrain__huggingface_next(&parser, &token) != DTRAIN__JSON_OBJECT && parser.status == DTRAIN_OK)
-        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is not an object",
-                                          token.begin);
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is not an object", token.begin);
     while (dtrain__huggingface_next(&parser, &token) == DTRAIN__JSON_KEY)
         parser.status = dtrain__huggingface_part(&parser, &token, &has);
     dtrain__huggingface_next(&parser, &token); /* END, or an error if more follows */
@@ -12279,7 +14308,7 @@ static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *mode
 /* Returns whether a directory has a file, or a link to one. */
 static int dtrain__huggingface_has(int directory, const char *name)
 {
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK), there = fd >= 0 || errno != ENOENT;
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ), there = fd >= 0 || errno != ENOENT;
     dtrain__file_close(fd);
     return there;
 }
@@ -12290,7 +14319,7 @@ static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *mod
     const char *name, *what = "safetensors_model_open";
     size_t length = strlen(path);
     dtrain_status status;
-    int directory = dtrain__file_sys_open(DTRAIN__FILE_HERE, path, O_RDONLY | O_DIRECTORY);
+    int directory = dtrain__file_sys_open(DTRAIN__FILE_HERE, path, DTRAIN__OS_DIRECTORY);
     if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_FILE))
         status = dtrain__huggingface_open_one(model, directory, DTRAIN__HUGGINGFACE_FILE, desc);
     else if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX))
@@ -12610,8 +14639,7 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
 {
     size_t pairs = count + (desc != NULL ? desc->metadata_count : 0) + 1;
     uint64_t bytes;
-    dtrain_status status =
-        dtrain_safetensors_size(&bytes, sources, count, desc); /* checks all arguments */
+    dtrain_status status = dtrain_safetensors_size(&bytes, sources, count, desc); /* checks all arguments */
     memset(plan, 0, sizeof *plan);
     if (status != DTRAIN_OK)
         return status;
@@ -12731,7 +14759,7 @@ static int dtrain__huggingface_not_empty(void *user, const char *name)
 /* Refuses a place that is in use, before gigabytes are written. */
 static dtrain_status dtrain__huggingface_free_place(int parent, const char *name)
 {
-    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+    int fd = dtrain__file_sys_open(parent, name, DTRAIN__OS_DIRECTORY | DTRAIN__OS_NO_LINK);
     int error = fd < 0 ? errno : 0;
     if (fd < 0 && error == ENOENT)
         return DTRAIN_OK;
@@ -12744,7 +14772,7 @@ static dtrain_status dtrain__huggingface_free_place(int parent, const char *name
                             name, error == ENOTEMPTY ? "not empty" : "not a directory");
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot look into \"%s\": %s", name,
-                            strerror(error));
+                            dtrain__os_error_text(error));
     return DTRAIN_OK;
 }
 
@@ -12759,13 +14787,13 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
         return status;
     if (!dtrain__os_name_beside(temporary, sizeof temporary, name) || dtrain__file_sys_mkdir(parent, temporary) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot make a directory beside \"%s\": %s",
-                            name, strerror(errno));
+                            name, dtrain__os_error_text(errno));
     status = dtrain__file_open_directory(&directory, parent, temporary, "safetensors_model_save");
     if (status == DTRAIN_OK)
         status = dtrain__huggingface_write_files(plan, directory, desc);
     if (status == DTRAIN_OK && dtrain__file_sys_rename(parent, temporary, parent, name) != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot put \"%s\" in place: %s", name,
-                              strerror(errno));
+                              dtrain__os_error_text(errno));
     dtrain__file_close(directory);
     if (status != DTRAIN_OK) {
         dtrain__file_remove_directory(parent, temporary);
@@ -12776,7 +14804,7 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
                       : dtrain__fail(NULL, DTRAIN_ERR_IO,
                                      "safetensors_model_save: \"%s\" is in place, but its directory did not reach the "
                                      "disk: %s",
-                                     name, strerror(error));
+                                     name, dtrain__os_error_text(error));
 }
 
 DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, const dtrain_safetensors_source *sources,
@@ -12880,7 +14908,7 @@ static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtra
     if (!dtrain__membership_broken(members))
         return NULL;
     while (__atomic_load_n(&members->broken, __ATOMIC_ACQUIRE) != 2)
-        sched_yield();
+        dtrain__os_yield();
     return &members->cause;
 }
 
@@ -12920,7 +14948,7 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 DTRAIN__FAST_END
 
 /* Writes what ends a group. The thread's own last error stays. */
-__attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
+DTRAIN__PRINTF(3, 4) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
                                                                              const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -12938,7 +14966,7 @@ __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtr
 /* What the groups of one world have in common in this process. */
 typedef struct dtrain__origin {
     uint64_t serial;                                               /* counts the groups that were started */
-    pthread_mutex_t mutex;                                         /* guards service */
+    dtrain__os_mutex mutex;                                        /* guards service */
     void *service;                                                 /* the thread that drives these groups */
     void (*last_gone)(void *service);                              /* stops it before the last group is gone */
     dtrain__bell *bell;                                            /* what it waits for; NULL: it calls step instead */
@@ -13213,7 +15241,7 @@ struct dtrain__council {
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
     void (*tell)(void *self);          /* tells that something has come that a caller may wait for */
     int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
-    pthread_mutex_t *mutex;            /* guards the council; NULL: lock does */
+    dtrain__os_mutex *mutex;           /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
     void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
@@ -13407,9 +15435,9 @@ static void dtrain__seat_lock(dtrain__seat *seat, int on)
     if (council->mutex == NULL)
         council->lock(council->self, on);
     else if (on)
-        pthread_mutex_lock(council->mutex);
+        dtrain__os_lock(council->mutex);
     else
-        pthread_mutex_unlock(council->mutex);
+        dtrain__os_unlock(council->mutex);
 }
 
 static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
@@ -14459,7 +16487,7 @@ typedef struct dtrain__threads_rank {
 
 typedef struct dtrain__threads_world {
     dtrain__origin origin;
-    pthread_mutex_t mutex; /* guards the council and each group's `ends` */
+    dtrain__os_mutex mutex; /* guards the council and each group's `ends` */
     dtrain__council council;
     dtrain__bell bell; /* the service thread's; the bell of every group rings it too */
     dtrain_allocator own, *allocator;
@@ -14629,8 +16657,8 @@ static void dtrain__threads_world_free(dtrain__threads_world *world)
 {
     dtrain__origin_stop(&world->origin);
     dtrain__council_free(&world->council);
-    pthread_mutex_destroy(&world->mutex);
-    pthread_mutex_destroy(&world->origin.mutex);
+    dtrain__os_mutex_free(&world->mutex);
+    dtrain__os_mutex_free(&world->origin.mutex);
     dtrain__free(world->allocator, world);
 }
 
@@ -14680,7 +16708,7 @@ static void dtrain__threads_destroy(void *self)
     int forked = seat->forked;
     dtrain__threads_leave(self, "");
     if (!forked)
-        pthread_mutex_lock(&world->mutex);
+        dtrain__os_lock(&world->mutex);
     dtrain__seat_unlink(seat);
     dtrain__seat_free(seat);
     int last = world->council.seats == NULL;
@@ -14689,7 +16717,7 @@ static void dtrain__threads_destroy(void *self)
         dtrain__threads_free(group);
     }
     if (!forked)
-        pthread_mutex_unlock(&world->mutex);
+        dtrain__os_unlock(&world->mutex);
     if (last)
         dtrain__threads_world_free(world);
 }
@@ -14710,8 +16738,8 @@ static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *all
     council->gone = dtrain__threads_gone;
     council->mutex = &world->mutex;
     council->wait = dtrain__threads_wait;
-    pthread_mutex_init(&world->mutex, NULL);
-    pthread_mutex_init(&world->origin.mutex, NULL);
+    dtrain__os_mutex_init(&world->mutex);
+    dtrain__os_mutex_init(&world->origin.mutex);
     return world;
 }
 
@@ -14743,7 +16771,7 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
 static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world,
                                             const dtrain__group_desc *desc)
 {
-    pthread_mutex_lock(&world->mutex);
+    dtrain__os_lock(&world->mutex);
     dtrain__seat *seat = dtrain__council_seat(&world->council, desc->id);
     dtrain__threads_group *group =
         seat != NULL ? ((dtrain__threads_rank *)(void *)seat)->group : dtrain__threads_make(world, desc->size);
@@ -14761,7 +16789,7 @@ static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain_
     } else if (group != NULL && group->ends == 0) {
         dtrain__threads_free(group);
     }
-    pthread_mutex_unlock(&world->mutex);
+    dtrain__os_unlock(&world->mutex);
     *out = group;
     return good ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", desc->size);
 }
@@ -14842,6 +16870,173 @@ static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int siz
 }
 
 DTRAIN__FAST_END
+#endif
+
+/* ---- >>arena ----
+ * Memory in which the ranks of a group post their collectives (see >>fused), if all are processes of one host that can
+ * open each other's files. Rank 0 makes it. Every rank offers its doorbell, a pipe: a peer writes to it to wake a rank
+ * that sleeps. The group's first collective carries the offers, and then what each rank found (see >>meet).
+ *
+ * Invariants: a rank writes only its own slot, except that a peer clears `asleep`. Whatever a peer may write there, it
+ * is compared or copied, never followed. A rank that is killed holds no lock that outlives it: its loss breaks the
+ * group, and whoever waits looks for that. */
+#ifndef DTRAIN__ARENA
+#define DTRAIN__ARENA
+
+#define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
+#define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */
+#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
+#define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
+#define DTRAIN__ARENA_KEY_BYTES 16
+
+/* Where the fields of an offer are. */
+enum {
+    DTRAIN__OFFER_PROCESS = 0,
+    DTRAIN__OFFER_DOORBELL = 8, /* a descriptor of that process */
+    DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
+    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's number */
+    DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
+    DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
+};
+
+typedef struct dtrain__arena {
+    dtrain__shared shared;
+    unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
+    size_t bytes;
+    int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
+    int size, *doorbells;
+    dtrain_allocator *allocator;
+} dtrain__arena;
+
+static void dtrain__arena_close(dtrain__arena *arena)
+{
+    if (arena->fd >= 0)
+        dtrain__os_share_close(arena->fd);
+    arena->fd = -1;
+}
+
+static void dtrain__arena_free(dtrain__arena *arena)
+{
+    if (arena == NULL)
+        return;
+    dtrain__arena_close(arena);
+    for (int rank = 0; arena->doorbells != NULL && rank < arena->size; rank++)
+        if (arena->doorbells[rank] >= 0)
+            dtrain__os_hang_up(arena->doorbells[rank]);
+    if (arena->memory != NULL)
+        dtrain__os_unreserve(arena->memory, arena->bytes);
+    dtrain__free(arena->allocator, arena->doorbells);
+    dtrain__free(arena->allocator, arena);
+}
+
+/* Makes an arena without memory to share. Returns NULL if there is none even for that. */
+static dtrain__arena *dtrain__arena_new(const dtrain__seat *seat)
+{
+    size_t size = (size_t)seat->size;
+    dtrain_allocator *allocator = seat->council->allocator;
+    dtrain__arena *arena = (dtrain__arena *)dtrain__alloc(allocator, sizeof *arena);
+    if (arena == NULL)
+        return NULL;
+    arena->fd = -1;
+    arena->size = seat->size;
+    arena->allocator = allocator;
+    size_t bounce = DTRAIN__ARENA_BOUNCE_BYTES / size / 4096 * 4096;
+    if (bounce < DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE)
+        bounce = DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE; /* a line for each receiver, and any inline input */
+    arena->shared.bounce_bytes = bounce;
+    arena->shared.bounce_stride = bounce + DTRAIN__ARENA_SKEW;
+    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * arena->shared.bounce_stride);
+    arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
+    if (arena->doorbells == NULL) {
+        dtrain__arena_free(arena);
+        return NULL;
+    }
+    for (size_t rank = 0; rank < size; rank++)
+        arena->doorbells[rank] = -1;
+    return arena;
+}
+
+/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. Returns 0 if all ranks know that there
+ * will be no arena: none is exchanged then. */
+static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell,
+                               unsigned char offer[DTRAIN__SHARING_BYTES])
+{
+    uint64_t pipe;
+    memset(offer, 0, DTRAIN__SHARING_BYTES);
+    if (seat->size < 2 || seat->size > DTRAIN__ARENA_RANKS)
+        return 0;
+    dtrain__arena_free(*out);
+    *out = NULL;
+    if (dtrain__without("shm") || !dtrain__os_pipe_number(doorbell, &pipe) || (*out = dtrain__arena_new(seat)) == NULL)
+        return 1;
+    dtrain__arena *arena = *out;
+    if (seat->rank == 0) {
+        arena->memory = (unsigned char *)dtrain__os_share(arena->bytes, &arena->fd);
+        if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
+            return 1;
+        dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
+        memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
+    }
+    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)dtrain__os_self(), 8);
+    dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)doorbell, 4);
+    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, pipe, 8);
+    offer[DTRAIN__OFFER_MADE] = 1;
+    return 1;
+}
+
+/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
+static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, unsigned char *records)
+{
+    unsigned char *mine = records + (size_t)seat->rank * DTRAIN__SHARING_BYTES;
+    char why[DTRAIN__SHARING_BYTES] = "";
+    for (int rank = 0; rank < seat->size && why[0] == 0; rank++) {
+        const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
+        long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
+        if (offer[DTRAIN__OFFER_MADE] != 1 || process <= 0 || process > INT_MAX || arena == NULL) {
+            snprintf(why, sizeof why, "rank %d offers none", rank);
+        } else if (rank == 0 && arena->memory == NULL) {
+            arena->memory = (unsigned char *)dtrain__os_share_open(
+                (long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
+            if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
+                snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", seat->rank);
+        }
+        if (rank == seat->rank || why[0] != 0)
+            continue;
+        arena->doorbells[rank] =
+            dtrain__os_pipe_open((long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
+                                 dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
+        if (arena->doorbells[rank] < 0)
+            snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", seat->rank, rank);
+    }
+    memset(mine, 0, DTRAIN__SHARING_BYTES);
+    mine[0] = why[0] == 0;
+    memcpy(mine + 1, why, sizeof why - 1);
+}
+
+/* Takes the verdicts of all ranks. Returns the arena if all have opened it, else frees it and returns NULL. crowded:
+ * there are more ranks than processors. */
+static dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
+                                          const unsigned char *verdicts)
+{
+    dtrain__arena *arena = *out;
+    int good = arena != NULL;
+    for (int rank = 0; rank < seat->size; rank++)
+        good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
+    if (!good) {
+        dtrain__arena_free(arena);
+        *out = NULL;
+        return NULL;
+    }
+    dtrain__arena_close(arena);
+    arena->shared.members = seat->members;
+    arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
+    arena->shared.bounce = (unsigned char *)(arena->shared.slots + seat->size);
+    arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
+    arena->shared.doorbells = arena->doorbells;
+    arena->shared.crowded = crowded;
+    return &arena->shared;
+}
+
 #endif
 
 #ifndef DTRAIN_NO_SOCKETS
@@ -15337,7 +17532,7 @@ DTRAIN__FAST_END
 /* ---- >>net ----
  * Sockets: non-blocking, close-on-exec, without SIGPIPE, and with names for texts. An address is "host:port",
  * "[address]:port", "unix:/path" or "unix:@name". A name is Linux's: it is no file, and ends with its listener. Only
- * two functions wait: dtrain__net_look_up asks the system's resolver for a host name, and dtrain__net_lock_beside waits
+ * two functions wait: dtrain__net_look_up asks the system's resolver for a host name, and dtrain__os_lock_beside waits
  * for a lock. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
@@ -15366,8 +17561,8 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     int family = address->at.any.sa_family;
     if (address->bytes > 0 && family == AF_UNIX) {
         const char *path = address->at.local.sun_path;
-        size_t bytes = address->bytes - offsetof(struct sockaddr_un, sun_path);
-        int named = address->bytes > offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
+        size_t bytes = (size_t)address->bytes - offsetof(struct sockaddr_un, sun_path);
+        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
         int most = abstract ? (int)bytes - 1 : 200;
         snprintf(out.text, sizeof out.text, "%s%.*s",
                  !named     ? "a unix socket"
@@ -15402,7 +17597,7 @@ static int dtrain__net_end(int fd, int peers, dtrain__address *out)
     memset(out, 0, sizeof *out);
     out->bytes = (socklen_t)sizeof out->at.storage;
     return (peers ? getpeername(fd, &out->at.any, &out->bytes) : getsockname(fd, &out->at.any, &out->bytes)) != 0
-               ? errno
+               ? dtrain__os_socket_error()
                : 0;
 }
 
@@ -15477,38 +17672,12 @@ static void dtrain__net_any_name(dtrain__address *address)
     address->bytes = (socklen_t)offsetof(struct sockaddr_un, sun_path);
 }
 
-/* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
-static int dtrain__net_manners(int fd)
-{
-    int flags = fcntl(fd, F_GETFL);
-    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) < 0)
-        return errno;
-#ifdef SO_NOSIGPIPE
-    int one = 1;
-    setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &one, sizeof one);
-#endif
-    return 0;
-}
-
 static int dtrain__net_socket(int family, int *fd)
 {
-    int error;
     *fd = -1;
     if ((family == AF_UNIX && dtrain__without("unix")) || (family == AF_INET6 && dtrain__without("ipv6")))
         return EAFNOSUPPORT;
-#ifdef SOCK_CLOEXEC
-    *fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-#else
-    *fd = socket(family, SOCK_STREAM, 0);
-#endif
-    if (*fd < 0)
-        return errno;
-    error = dtrain__net_manners(*fd);
-    if (error != 0) {
-        close(*fd);
-        *fd = -1;
-    }
-    return error;
+    return dtrain__os_socket(family, fd);
 }
 
 /* Returns whether this machine has sockets of a family. */
@@ -15516,7 +17685,7 @@ static int dtrain__net_has(int family)
 {
     int fd, error = dtrain__net_socket(family, &fd);
     if (error == 0)
-        close(fd);
+        dtrain__os_hang_up(fd);
     return error != EAFNOSUPPORT;
 }
 
@@ -15530,31 +17699,21 @@ static int dtrain__net_has_names(void)
         return 0;
     dtrain__net_any_name(&any);
     good = bind(fd, &any.at.any, any.bytes) == 0;
-    close(fd);
+    dtrain__os_hang_up(fd);
     return good;
 #else
     return 0;
 #endif
 }
 
-/* Writes the directory for the sockets of one user's processes on this host. */
-static void dtrain__net_directory(char *out, size_t capacity)
-{
-    const char *base = getenv("TMPDIR");
-    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
-        base = "/tmp";
-    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
-}
-
 static dtrain_status dtrain__net_make_directory(void)
 {
     char directory[80];
-    struct stat what;
-    dtrain__net_directory(directory, sizeof directory);
-    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
+    dtrain__os_socket_directory(directory, sizeof directory);
+    if (dtrain__os_mkdir_private(directory) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", directory,
-                            strerror(errno));
-    if (lstat(directory, &what) == 0 && S_ISDIR(what.st_mode) && what.st_uid == geteuid() && (what.st_mode & 077) == 0)
+                            dtrain__os_error_text(errno));
+    if (dtrain__os_is_private(directory))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
                         "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
@@ -15568,7 +17727,7 @@ static dtrain_status dtrain__net_private(char *out, size_t capacity, const char 
 {
     char directory[80];
     int named = dtrain__net_has_names();
-    dtrain__net_directory(directory, sizeof directory);
+    dtrain__os_socket_directory(directory, sizeof directory);
     snprintf(out, capacity, "unix:%s%s/%s", named ? "@" : "", directory, last);
     return named ? DTRAIN_OK : dtrain__net_make_directory();
 }
@@ -15578,7 +17737,7 @@ static int dtrain__net_private_path(const dtrain__address *name, dtrain__address
 {
     char directory[80];
     const char *text = name->at.local.sun_path + 1;
-    dtrain__net_directory(directory, sizeof directory);
+    dtrain__os_socket_directory(directory, sizeof directory);
     size_t bytes = strlen(directory);
     return dtrain__net_is_abstract(name) && strncmp(text, directory, bytes) == 0 && text[bytes] == '/' &&
            dtrain__net_unix_address(path, text) == DTRAIN_OK;
@@ -15631,6 +17790,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
+    dtrain__os_sockets();
     error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
@@ -15664,23 +17824,10 @@ static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
 /* Gives the address of the interface `name`, or the address that `name` spells. If it can, it gives one of `family`. */
 static dtrain_status dtrain__net_interface(const char *name, int family, dtrain__address *out)
 {
-    struct ifaddrs *list = NULL;
     char spelled[DTRAIN__ADDRESS_BYTES];
-    int best = 0;
-    if (getifaddrs(&list) == 0) {
-        for (struct ifaddrs *at = list; at != NULL; at = at->ifa_next) {
-            int kind = at->ifa_addr != NULL && strcmp(at->ifa_name, name) == 0 ? at->ifa_addr->sa_family : 0;
-            int rank = kind == family ? 2 : 1;
-            if ((kind != AF_INET && kind != AF_INET6) || rank <= best)
-                continue;
-            memset(out, 0, sizeof *out);
-            out->bytes = (socklen_t)(kind == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
-            memcpy(&out->at.storage, at->ifa_addr, out->bytes);
-            best = rank;
-        }
-        freeifaddrs(list);
-    }
-    if (best > 0)
+    memset(out, 0, sizeof *out);
+    out->bytes = dtrain__os_interface(name, family, &out->at.storage);
+    if (out->bytes > 0)
         return DTRAIN_OK;
     snprintf(spelled, sizeof spelled, strchr(name, ':') != NULL ? "[%.200s]:0" : "%.200s:0", name);
     if (dtrain__net_parse(spelled, out) != DTRAIN_OK)
@@ -15690,111 +17837,57 @@ static dtrain_status dtrain__net_interface(const char *name, int family, dtrain_
     return DTRAIN_OK;
 }
 
-/* Sets a plain congestion control, which costs least on one host, on a socket that is not connected yet. Later is too
- * late: once bbr has had a connection, the system always paces it. */
-static void dtrain__net_plain(int fd)
-{
-#ifdef TCP_CONGESTION
-    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
-        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-#else
-    (void)fd;
-#endif
-}
-
 /* Sets the system's default congestion control, for a connection to another host. */
 static void dtrain__net_unplain(int fd)
 {
-#ifdef TCP_CONGESTION
-    char name[16];
-    socklen_t bytes = sizeof name;
     int fresh;
     if (dtrain__net_socket(AF_INET, &fresh) != 0)
         return;
-    if (getsockopt(fresh, IPPROTO_TCP, TCP_CONGESTION, name, &bytes) == 0)
-        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, bytes);
-    close(fresh);
-#else
-    (void)fd;
-#endif
+    dtrain__os_congestion(fd, fresh);
+    dtrain__os_hang_up(fresh);
 }
 
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 {
     int one = 1, buffer = (int)buffer_bytes;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
     if (!same_host)
         dtrain__net_unplain(fd);
     if (buffer > 0) {
-        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
-        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
+        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
+        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
     }
-}
-
-/* Returns whether the process at the other end of a connected unix socket, which called connect() or listen(), belongs
- * to this user. */
-static int dtrain__net_same_user(int fd)
-{
-#ifdef SO_PEERCRED
-    struct { /* struct ucred of the system, which the C library hides from standard C */
-        int32_t pid;
-        uint32_t uid, gid;
-    } peer;
-    socklen_t bytes = sizeof peer;
-    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && bytes == sizeof peer &&
-           peer.uid == (uint32_t)geteuid();
-#else
-    uid_t user;
-    gid_t group;
-    return getpeereid(fd, &user, &group) == 0 && user == geteuid();
-#endif
-}
-
-/* Locks the directory of a unix socket. Without it, if two processes find a stale socket, the second could remove the
- * new one of the first. After a second it goes on without the lock. Returns the descriptor to close, or -1. */
-static int dtrain__net_lock_beside(const char *path)
-{
-    char directory[sizeof(((struct sockaddr_un *)0)->sun_path)];
-    const char *slash = strrchr(path, '/');
-    struct timespec pause = dtrain__os_timespec(1000000);
-    int bytes = slash != NULL ? (int)(slash - path) + 1 : 1;
-    snprintf(directory, sizeof directory, "%.*s", bytes, slash != NULL ? path : ".");
-    int fd = open(directory, O_RDONLY | O_CLOEXEC);
-    for (int tries = 0; fd >= 0 && tries < 1000 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; tries++)
-        nanosleep(&pause, NULL);
-    return fd;
 }
 
 /* Removes a unix socket on which nobody listens. */
 static void dtrain__net_remove_stale(const dtrain__address *address)
 {
     const char *path = address->at.local.sun_path;
-    struct stat what;
     int fd;
-    if (lstat(path, &what) != 0 || !S_ISSOCK(what.st_mode) || dtrain__net_socket(AF_UNIX, &fd) != 0)
+    if (!dtrain__os_is_socket(path) || dtrain__net_socket(AF_UNIX, &fd) != 0)
         return;
-    if (connect(fd, &address->at.any, address->bytes) != 0 && errno == ECONNREFUSED)
-        unlink(path);
-    close(fd);
+    if (connect(fd, &address->at.any, address->bytes) != 0 && dtrain__os_socket_error() == ECONNREFUSED)
+        dtrain__os_unlink(DTRAIN__OS_HERE, path, 0);
+    dtrain__os_hang_up(fd);
 }
 
 /* Binds and listens. *address: also out, the bound address. Returns 0 or an errno. */
 static int dtrain__net_listen(dtrain__address *address, int *fd)
 {
     struct sockaddr *any = &address->at.any;
-    int one = 1, error = dtrain__net_socket(any->sa_family, fd);
+    int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
-    dtrain__net_plain(*fd); /* accepted connections inherit it */
+    dtrain__os_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);
     else
-        setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-    error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : errno;
+        dtrain__os_reuse(*fd);
+    error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : dtrain__os_socket_error();
     if (error == 0)
         error = dtrain__net_end(*fd, 0, address);
     if (error != 0) {
-        close(*fd);
+        dtrain__os_hang_up(*fd);
         *fd = -1;
     }
     return error;
@@ -15807,11 +17900,11 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
-    dtrain__net_plain(*fd);
-    if (connect(*fd, any, address->bytes) == 0 || errno == EINPROGRESS || errno == EINTR)
+    dtrain__os_plain(*fd);
+    error = connect(*fd, any, address->bytes) == 0 ? 0 : dtrain__os_socket_error();
+    if (error == 0 || error == EINPROGRESS || error == EINTR)
         return 0;
-    error = errno;
-    close(*fd);
+    dtrain__os_hang_up(*fd);
     *fd = -1;
     return error;
 }
@@ -15822,8 +17915,8 @@ static int dtrain__net_is_held(const dtrain__address *address)
     int fd, held = dtrain__net_connect(address, &fd) == 0;
     if (!held)
         return 0;
-    held = dtrain__net_same_user(fd);
-    close(fd);
+    held = dtrain__os_same_user(fd);
+    dtrain__os_hang_up(fd);
     return held;
 }
 
@@ -15836,11 +17929,20 @@ static int dtrain__net_is_mirror(int fd)
            here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
 }
 
+static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
+{
+    fds[*count].fd = fd;
+    fds[*count].events = (short)events;
+    fds[(*count)++].revents = 0;
+}
+
 /* Returns whether the system takes more bytes to send now. */
 static int dtrain__net_writable(int fd)
 {
-    struct pollfd one = {fd, POLLOUT, 0};
-    return poll(&one, 1, 0) > 0;
+    struct pollfd one;
+    int count = 0;
+    dtrain__net_watch(&one, &count, fd, POLLOUT);
+    return dtrain__os_poll(&one, 1, 0) > 0;
 }
 
 /* Returns 0 if the connection has been made, EINPROGRESS if not yet, else the errno with which it failed. */
@@ -15850,60 +17952,18 @@ static int dtrain__net_connected(int fd)
     socklen_t bytes = sizeof error;
     if (!dtrain__net_writable(fd))
         return EINPROGRESS;
-    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0)
-        return errno;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
+        return dtrain__os_socket_error();
+    error = dtrain__os_errno(error);
     return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 
 /* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
 static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
 {
-    int error;
     memset(peer, 0, sizeof *peer);
     peer->bytes = (socklen_t)sizeof peer->at.storage;
-    *fd = -1;
-    errno = ENOSYS;
-#if defined(__linux__) && defined(__NR_accept4) /* the C library hides accept4 from standard C */
-    *fd = (int)syscall(__NR_accept4, listener, &peer->at.any, &peer->bytes, SOCK_CLOEXEC | SOCK_NONBLOCK);
-#endif
-    if (*fd < 0 && errno == ENOSYS)
-        *fd = accept(listener, &peer->at.any, &peer->bytes);
-    if (*fd < 0)
-        return errno == EWOULDBLOCK || errno == EINTR || errno == ECONNABORTED ? EAGAIN : errno;
-    error = dtrain__net_manners(*fd);
-    if (error != 0)
-        close(*fd);
-    return error;
-}
-
-#ifndef MSG_NOSIGNAL
-#define MSG_NOSIGNAL 0
-#endif
-#ifndef MSG_MORE
-#define MSG_MORE 0
-#endif
-
-/* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). more: the
- * system may hold the bytes back until the next call. */
-static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes, int more)
-{
-    ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL | (more ? MSG_MORE : 0));
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS))
-        return 0;
-    return n;
-}
-
-/* Receives without waiting. Returns as dtrain__net_send does; if the peer has closed in order, -1 with errno 0. */
-static ssize_t dtrain__net_recv(int fd, void *data, size_t bytes)
-{
-    ssize_t n = recv(fd, data, bytes, 0);
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
-        return 0;
-    if (n == 0) {
-        errno = 0;
-        return -1;
-    }
-    return n;
+    return dtrain__os_accept(listener, fd, &peer->at.any, &peer->bytes);
 }
 
 static const char *dtrain__net_why(int error)
@@ -15915,7 +17975,7 @@ static const char *dtrain__net_why(int error)
                "traffic";
     case ERANGE: return "the memory that both processes share holds impossible counters: something has overwritten it";
     case EPROTO: return "it ended without its sealed end";
-    default: return strerror(error);
+    default: return dtrain__os_error_text(error);
     }
 }
 
@@ -15923,70 +17983,6 @@ static const char *dtrain__net_why(int error)
 static int dtrain__net_is_corrupt(int error)
 {
     return error == EBADMSG || error == ERANGE;
-}
-
-static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
-{
-    fds[*count].fd = fd;
-    fds[*count].events = (short)events;
-    fds[(*count)++].revents = 0;
-}
-
-/* Makes a pipe that wakes a poll(). Both ends are non-blocking. Returns 0 or an errno. */
-static int dtrain__net_pipe(int ends[2])
-{
-    int error = ENOSYS;
-#if defined(__linux__) && defined(__NR_pipe2)
-    error = syscall(__NR_pipe2, ends, O_CLOEXEC | O_NONBLOCK) == 0 ? 0 : errno;
-#endif
-    if (error == ENOSYS)
-        error = pipe(ends) == 0 ? 0 : errno;
-    if (error != 0)
-        return error;
-    error = dtrain__net_manners(ends[0]);
-    if (error == 0)
-        error = dtrain__net_manners(ends[1]);
-    return error;
-}
-
-/* Opens a pipe of another process of this user, to write to it. Returns -1 if it is not the pipe with this inode. It is
- * open for reading too, so that no signal comes when the other process has died. */
-static int dtrain__net_pipe_open(pid_t process, int fd, uint64_t inode)
-{
-    char path[64];
-    struct stat what;
-    int own = -1;
-    snprintf(path, sizeof path, "/proc/%ld/fd/%d", (long)process, fd);
-    if (stat(path, &what) == 0 && S_ISFIFO(what.st_mode) && (uint64_t)what.st_ino == inode)
-        own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
-    if (own >= 0 && (fstat(own, &what) != 0 || !S_ISFIFO(what.st_mode) || (uint64_t)what.st_ino != inode)) {
-        close(own);
-        own = -1;
-    }
-    return own;
-}
-
-static void dtrain__net_drain(int fd)
-{
-    char bytes[64];
-    while (read(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes)
-        continue;
-}
-
-/* Sleeps until a pipe is written to, or until_ns, and empties it. */
-static void dtrain__net_rest(int fd, int64_t until_ns)
-{
-    int64_t span = until_ns - dtrain__os_now_ns();
-    struct timespec rest = dtrain__os_timespec(span > 0 ? span : 0);
-    fd_set watched;
-    if (fd >= FD_SETSIZE) {
-        nanosleep(&rest, NULL);
-        return;
-    }
-    FD_ZERO(&watched);
-    FD_SET(fd, &watched);
-    if (pselect(fd + 1, &watched, NULL, NULL, &rest, NULL) > 0) /* poll() counts in milliseconds */
-        dtrain__net_drain(fd);
 }
 
 #endif
@@ -16039,7 +18035,7 @@ static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], dtra
         dtrain__shm_close(page);
         return;
     }
-    dtrain__put_le(offer, (uint64_t)getpid(), 8);
+    dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
     dtrain__put_le(offer + 8, (uint64_t)*fd, 8);
     memcpy(offer + 16, (*page)->key, sizeof(*page)->key);
 }
@@ -16050,7 +18046,7 @@ static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_
     uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 8);
     if (process == 0 || process > INT_MAX || fd > INT_MAX || dtrain__without("shm"))
         return NULL;
-    dtrain__shm_page *page = (dtrain__shm_page *)dtrain__os_share_open((pid_t)process, (int)fd, sizeof *page);
+    dtrain__shm_page *page = (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, sizeof *page);
     if (page != NULL && memcmp(page->key, offer + 16, sizeof page->key) != 0)
         dtrain__shm_close(&page);
     return page;
@@ -16061,7 +18057,7 @@ static void dtrain__shm_wake(dtrain__shm *shm, int fd)
 {
     uint32_t *asleep = &shm->page->asleep[1 - shm->side];
     if (__atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 && __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
-        dtrain__net_send(fd, "", 1, 0);
+        dtrain__os_send(fd, "", 1, 0);
 }
 
 /* Returns the bytes in the ring that a side fills. */
@@ -16083,7 +18079,7 @@ static ssize_t dtrain__shm_look(dtrain__shm *shm, int fd, int side)
         return -1;
     }
     while (shm->look && n == (ssize_t)sizeof waste)
-        n = dtrain__net_recv(fd, waste, sizeof waste);
+        n = dtrain__os_recv(fd, waste, sizeof waste);
     shm->look = n < 0; /* an end is found again */
     return n < 0 ? -1 : 0;
 }
@@ -16128,173 +18124,6 @@ static int dtrain__shm_arm(dtrain__shm *shm, int sending)
 }
 
 DTRAIN__FAST_END
-#endif
-
-/* ---- >>arena ----
- * Memory in which the ranks of a group post their collectives (see >>fused), if all are processes of one host that can
- * open each other's files. Rank 0 makes it. Every rank offers its doorbell, a pipe: a peer writes to it to wake a rank
- * that sleeps. The group's first collective carries the offers, and then what each rank found (see >>meet).
- *
- * Invariants: a rank writes only its own slot, except that a peer clears `asleep`. Whatever a peer may write there, it
- * is compared or copied, never followed. A rank that is killed holds no lock that outlives it: its loss breaks the
- * group, and whoever waits looks for that. */
-#ifndef DTRAIN__ARENA
-#define DTRAIN__ARENA
-
-#define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
-#define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */
-#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
-#define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
-#define DTRAIN__ARENA_KEY_BYTES 16
-
-/* Where the fields of an offer are. */
-enum {
-    DTRAIN__OFFER_PROCESS = 0,
-    DTRAIN__OFFER_DOORBELL = 8, /* a descriptor of that process */
-    DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
-    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's inode */
-    DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
-    DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
-};
-
-typedef struct dtrain__arena {
-    dtrain__shared shared;
-    unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
-    size_t bytes;
-    int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
-    int size, *doorbells;
-    dtrain_allocator *allocator;
-} dtrain__arena;
-
-static void dtrain__arena_close(dtrain__arena *arena)
-{
-    if (arena->fd >= 0)
-        close(arena->fd);
-    arena->fd = -1;
-}
-
-static void dtrain__arena_free(dtrain__arena *arena)
-{
-    if (arena == NULL)
-        return;
-    dtrain__arena_close(arena);
-    for (int rank = 0; arena->doorbells != NULL && rank < arena->size; rank++)
-        if (arena->doorbells[rank] >= 0)
-            close(arena->doorbells[rank]);
-    if (arena->memory != NULL)
-        dtrain__os_unreserve(arena->memory, arena->bytes);
-    dtrain__free(arena->allocator, arena->doorbells);
-    dtrain__free(arena->allocator, arena);
-}
-
-/* Makes an arena without memory to share. Returns NULL if there is none even for that. */
-static dtrain__arena *dtrain__arena_new(const dtrain__seat *seat)
-{
-    size_t size = (size_t)seat->size;
-    dtrain_allocator *allocator = seat->council->allocator;
-    dtrain__arena *arena = (dtrain__arena *)dtrain__alloc(allocator, sizeof *arena);
-    if (arena == NULL)
-        return NULL;
-    arena->fd = -1;
-    arena->size = seat->size;
-    arena->allocator = allocator;
-    size_t bounce = DTRAIN__ARENA_BOUNCE_BYTES / size / 4096 * 4096;
-    if (bounce < DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE)
-        bounce = DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE; /* a line for each receiver, and any inline input */
-    arena->shared.bounce_bytes = bounce;
-    arena->shared.bounce_stride = bounce + DTRAIN__ARENA_SKEW;
-    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * arena->shared.bounce_stride);
-    arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
-    if (arena->doorbells == NULL) {
-        dtrain__arena_free(arena);
-        return NULL;
-    }
-    for (size_t rank = 0; rank < size; rank++)
-        arena->doorbells[rank] = -1;
-    return arena;
-}
-
-/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. Returns 0 if all ranks know that there
- * will be no arena: none is exchanged then. */
-static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell,
-                               unsigned char offer[DTRAIN__SHARING_BYTES])
-{
-    struct stat pipe;
-    memset(offer, 0, DTRAIN__SHARING_BYTES);
-    if (seat->size < 2 || seat->size > DTRAIN__ARENA_RANKS)
-        return 0;
-    dtrain__arena_free(*out);
-    *out = NULL;
-    if (dtrain__without("shm") || fstat(doorbell, &pipe) != 0 || (*out = dtrain__arena_new(seat)) == NULL)
-        return 1;
-    dtrain__arena *arena = *out;
-    if (seat->rank == 0) {
-        arena->memory = (unsigned char *)dtrain__os_share(arena->bytes, &arena->fd);
-        if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
-            return 1;
-        dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
-        memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
-    }
-    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)getpid(), 8);
-    dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)doorbell, 4);
-    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, (uint64_t)pipe.st_ino, 8);
-    offer[DTRAIN__OFFER_MADE] = 1;
-    return 1;
-}
-
-/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
-static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, unsigned char *records)
-{
-    unsigned char *mine = records + (size_t)seat->rank * DTRAIN__SHARING_BYTES;
-    char why[DTRAIN__SHARING_BYTES] = "";
-    for (int rank = 0; rank < seat->size && why[0] == 0; rank++) {
-        const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
-        long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
-        if (offer[DTRAIN__OFFER_MADE] != 1 || process <= 0 || process > INT_MAX || arena == NULL) {
-            snprintf(why, sizeof why, "rank %d offers none", rank);
-        } else if (rank == 0 && arena->memory == NULL) {
-            arena->memory = (unsigned char *)dtrain__os_share_open(
-                (pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
-            if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
-                snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", seat->rank);
-        }
-        if (rank == seat->rank || why[0] != 0)
-            continue;
-        arena->doorbells[rank] =
-            dtrain__net_pipe_open((pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
-                                  dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
-        if (arena->doorbells[rank] < 0)
-            snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", seat->rank, rank);
-    }
-    memset(mine, 0, DTRAIN__SHARING_BYTES);
-    mine[0] = why[0] == 0;
-    memcpy(mine + 1, why, sizeof why - 1);
-}
-
-/* Takes the verdicts of all ranks. Returns the arena if all have opened it, else frees it and returns NULL. crowded:
- * there are more ranks than processors. */
-static dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
-                                          const unsigned char *verdicts)
-{
-    dtrain__arena *arena = *out;
-    int good = arena != NULL;
-    for (int rank = 0; rank < seat->size; rank++)
-        good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
-    if (!good) {
-        dtrain__arena_free(arena);
-        *out = NULL;
-        return NULL;
-    }
-    dtrain__arena_close(arena);
-    arena->shared.members = seat->members;
-    arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
-    arena->shared.bounce = (unsigned char *)(arena->shared.slots + seat->size);
-    arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
-    arena->shared.doorbells = arena->doorbells;
-    arena->shared.crowded = crowded;
-    return &arena->shared;
-}
-
 #endif
 
 /* ---- >>admission ----
@@ -16443,7 +18272,7 @@ static DTRAIN__NOINLINE void dtrain__handshake_say(dtrain__handshake *handshake,
 static DTRAIN__NOINLINE void dtrain__handshake_close(dtrain__handshake *handshake)
 {
     if (handshake->fd >= 0)
-        close(handshake->fd);
+        dtrain__os_hang_up(handshake->fd);
     handshake->fd = -1;
     handshake->state = DTRAIN__HANDSHAKE_CLOSED;
 }
@@ -16681,8 +18510,8 @@ static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__k
     }
     for (;;) {
         while (handshake->out_done < handshake->out_bytes) {
-            n = dtrain__net_send(handshake->fd, handshake->out + handshake->out_done,
-                                 handshake->out_bytes - handshake->out_done, 0);
+            n = dtrain__os_send(handshake->fd, handshake->out + handshake->out_done,
+                                handshake->out_bytes - handshake->out_done, 0);
             if (n < 0)
                 dtrain__handshake_lost(handshake, errno);
             if (n <= 0)
@@ -16692,7 +18521,7 @@ static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__k
         size_t wants = dtrain__handshake_wants(handshake);
         if (wants == 0)
             return;
-        n = dtrain__net_recv(handshake->fd, handshake->in + handshake->in_bytes, wants - handshake->in_bytes);
+        n = dtrain__os_recv(handshake->fd, handshake->in + handshake->in_bytes, wants - handshake->in_bytes);
         if (n < 0)
             dtrain__handshake_lost(handshake, errno);
         if (n <= 0)
@@ -16774,7 +18603,7 @@ static size_t dtrain__seal_put(dtrain__seal *seal, const unsigned char *data, si
 static int dtrain__seal_flush(dtrain__seal *seal, int fd, int more)
 {
     while (seal->out_at < seal->out_end) {
-        ssize_t n = dtrain__net_send(fd, seal->out + seal->out_at, seal->out_end - seal->out_at, more);
+        ssize_t n = dtrain__os_send(fd, seal->out + seal->out_at, seal->out_end - seal->out_at, more);
         if (n <= 0)
             return (int)n;
         seal->out_at += (size_t)n;
@@ -16850,7 +18679,7 @@ static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data
         if (seal->in_at > 0)
             memmove(seal->in, seal->in + seal->in_at, seal->in_end);
         seal->in_at = seal->plain_at = seal->plain_end = 0;
-        ssize_t n = dtrain__net_recv(fd, seal->in + seal->in_end, sizeof seal->in - seal->in_end);
+        ssize_t n = dtrain__os_recv(fd, seal->in + seal->in_end, sizeof seal->in - seal->in_end);
         if (n == 0)
             return (ssize_t)done;
         if (n > 0) {
@@ -16884,7 +18713,7 @@ typedef struct dtrain__stream {
 static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
 {
     if (stream->fd >= 0)
-        close(stream->fd);
+        dtrain__os_hang_up(stream->fd);
     stream->fd = -1;
     dtrain__shm_close(&stream->shm.page);
 }
@@ -17003,7 +18832,7 @@ static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned
 static ssize_t dtrain__stream_put(dtrain__stream *stream, const void *data, size_t bytes, int more)
 {
     return stream->shm.page != NULL ? dtrain__shm_send(&stream->shm, stream->fd, data, bytes)
-                                    : dtrain__net_send(stream->fd, data, bytes, more);
+                                    : dtrain__os_send(stream->fd, data, bytes, more);
 }
 
 /* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
@@ -17037,7 +18866,7 @@ static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t by
 {
     ssize_t n = stream->seal != NULL       ? dtrain__seal_recv(stream->seal, stream->fd, (unsigned char *)data, bytes)
                 : stream->shm.page != NULL ? dtrain__shm_recv(&stream->shm, stream->fd, data, bytes)
-                                           : dtrain__net_recv(stream->fd, data, bytes);
+                                           : dtrain__os_recv(stream->fd, data, bytes);
     if (n > 0)
         stream->received += (uint64_t)n;
     return n;
@@ -17050,7 +18879,7 @@ static void dtrain__stream_end(dtrain__stream *stream)
         dtrain__seal_record(stream->seal, DTRAIN__RECORD_END, NULL, 0);
         dtrain__seal_flush(stream->seal, stream->fd, 0);
     }
-    shutdown(stream->fd, SHUT_WR);
+    dtrain__os_end_sending(stream->fd);
 }
 
 static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *stream)
@@ -17209,7 +19038,7 @@ struct dtrain__hub {
     int root_count, root_turn, listener, listener_index;
     int64_t root_wait_ns;
     dtrain__error root_error; /* why the last try to reach rank 0 failed */
-    pthread_mutex_t step_mutex, mutex;
+    dtrain__os_mutex step_mutex, mutex;
     int kick[2]; /* a pipe that wakes whoever steps */
     uint32_t stepping, kicked;
     dtrain__handshake *handshakes;
@@ -17261,7 +19090,7 @@ static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 /* Empties the pipe that wakes a caller, and, if it is awaited, the service thread. Each leaves the other a byte. */
 static void dtrain__channel_awake(dtrain__channel *channel, int service)
 {
-    dtrain__net_drain(channel->wake[0]);
+    dtrain__os_drain(channel->wake[0]);
     if (service && __atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
         dtrain__os_poke(channel->wake[1]);
     if (!service && __atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
@@ -17269,7 +19098,7 @@ static void dtrain__channel_awake(dtrain__channel *channel, int service)
 }
 
 /* Queues a warning for the log; the caller holds the mutex. The last of many at once are dropped. */
-__attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
 {
     va_list arguments;
     if (hub->notes.count == (int)(sizeof hub->notes.text / sizeof hub->notes.text[0]))
@@ -18012,7 +19841,7 @@ static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain
     dtrain__handshake_close(*handshake);
     dtrain__shm_close(&(*handshake)->page);
     if ((*handshake)->page_fd >= 0)
-        close((*handshake)->page_fd);
+        dtrain__os_share_close((*handshake)->page_fd);
     dtrain__free(hub->allocator, *handshake);
     *handshake = NULL;
 }
@@ -18037,7 +19866,7 @@ static int dtrain__hub_allows(const dtrain__hub *hub, const dtrain__address *add
  * this host, so insecure does not count there. A name of the library's own holds the user's number. */
 static int dtrain__hub_trusts(const dtrain__hub *hub, int fd, const dtrain__address *address)
 {
-    int named = dtrain__net_is_abstract(address), same = dtrain__net_is_unix(address) && dtrain__net_same_user(fd);
+    int named = dtrain__net_is_abstract(address), same = dtrain__net_is_unix(address) && dtrain__os_same_user(fd);
     if (same || (named && hub->root_count > 1))
         return same;
     return hub->keys.token_bytes > 0 || (hub->insecure && !named);
@@ -18198,7 +20027,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
 }
 
 /* Admits a proved peer, or refuses it with a text. */
-__attribute__((format(printf, 4, 5))) static void
+DTRAIN__PRINTF(4, 5) static void
 dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__VERDICT_TEXT];
@@ -18375,7 +20204,7 @@ static int dtrain__hub_step_handshake(dtrain__hub *hub, dtrain__handshake *hands
         (!hub->formed || dtrain__hub_channel(hub, handshake->channel) == NULL))
         /* a peer may have the table or the group before this rank does. Its handshake then waits until the peer gives
          * up; it sends nothing before that */
-        return !dtrain__hub_late(hub, handshake, now) && dtrain__net_recv(handshake->fd, &last, 1) == 0;
+        return !dtrain__hub_late(hub, handshake, now) && dtrain__os_recv(handshake->fd, &last, 1) == 0;
     if (handshake->state == DTRAIN__HANDSHAKE_PROVED)
         dtrain__hub_admit(hub, handshake);
     int open = dtrain__hub_advance(hub, handshake, now);
@@ -18416,11 +20245,11 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             dtrain__hub_note(hub,
                              "rank %d cannot accept a connection (%s); raise the number of descriptors that this "
                              "process may open (ulimit -n)",
-                             hub->rank, strerror(error));
+                             hub->rank, dtrain__os_error_text(error));
             return;
         }
         if (!dtrain__hub_trusts(hub, fd, &hub->listening)) {
-            close(fd);
+            dtrain__os_hang_up(fd);
             dtrain__hub_turned_away(
                 hub, DTRAIN_ERR_DENIED,
                 "another user's process came, and there is no token: give every rank the same DTRAIN_TOKEN", now);
@@ -18428,7 +20257,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         }
         handshake = dtrain__hub_new_handshake(hub, &peer);
         if (handshake == NULL) {
-            close(fd);
+            dtrain__os_hang_up(fd);
             snprintf(hub->refused, sizeof hub->refused, "%s: no memory for its connection",
                      dtrain__net_text(&peer).text);
             return;
@@ -18475,7 +20304,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     char path[DTRAIN__ADDRESS_BYTES];
     if (dtrain__net_end(hub->members[0].control.fd, 0, here) != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot read its own address: %s", hub->rank,
-                            strerror(errno));
+                            dtrain__os_error_text(errno));
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
@@ -18510,7 +20339,7 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     error = dtrain__hub_listen(hub);
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
-                            dtrain__net_text(&hub->listening).text, strerror(error));
+                            dtrain__net_text(&hub->listening).text, dtrain__os_error_text(error));
     if (local)
         snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
@@ -18568,7 +20397,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
         if (handshake == NULL)
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
-                         strerror(errno));
+                         dtrain__os_error_text(errno));
         else
             hub->reached = *address;
     }
@@ -18617,7 +20446,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             handshake->links = lane->links;
         } else
             snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
-                     strerror(errno));
+                     dtrain__os_error_text(errno));
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
@@ -18875,7 +20704,7 @@ static void dtrain__hub_poll(struct pollfd *fds, int count, int64_t until_ns)
 {
     int64_t span = until_ns - dtrain__os_now_ns();
     int ms = span <= 0 ? 0 : span > 60000000000 ? 60000 : (int)((span + 999999) / 1000000);
-    poll(fds, (nfds_t)count, ms);
+    dtrain__os_poll(fds, count, ms);
 }
 
 /* Rank 0: logs who has joined, if not both sides had a job's id to compare. */
@@ -18903,7 +20732,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     int count;
     dtrain__notes notes;
     notes.count = notes.sealed = notes.joined = 0;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
         dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
@@ -18916,15 +20745,15 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
             dtrain__hub_watch(hub, &count, channel->wake[0], POLLIN);
     }
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
     if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
         until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
     __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
     if (hub->fds[0].revents != 0)
-        dtrain__net_drain(hub->kick[0]);
-    pthread_mutex_lock(&hub->mutex);
+        dtrain__os_drain(hub->kick[0]);
+    dtrain__os_lock(&hub->mutex);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))
         if (__atomic_exchange_n(&channel->dozing, 0u, __ATOMIC_SEQ_CST) != 0)
@@ -18933,7 +20762,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined)
         notes = hub->notes;
     hub->notes.count = hub->notes.sealed = hub->notes.joined = 0;
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
     for (int i = 0; i < notes.count; i++)
         dtrain__log(DTRAIN_LOG_WARN, "%s", notes.text[i]);
     if (notes.joined)
@@ -18960,7 +20789,7 @@ static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
     unsigned char waste[4096];
     if (stream->fd >= 0 && !forked) {
         dtrain__stream_end(stream);
-        for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
+        for (int i = 0; i < 256 && dtrain__os_recv(stream->fd, waste, sizeof waste) > 0; i++)
             continue;
     }
     dtrain__stream_cut(stream);
@@ -18982,7 +20811,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     dtrain__seat_free(&channel->seat);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
-            close(channel->wake[i]);
+            dtrain__os_hang_up(channel->wake[i]);
     dtrain__free(hub->allocator, channel);
 }
 
@@ -19002,13 +20831,14 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
         if (dtrain__seat_open(&channel->seat, &hub->council, id, NULL, worlds, size, rank) && channel->peers != NULL &&
             (!hub->formed || dtrain__channel_lay(channel)))
-            error = dtrain__net_pipe(channel->wake);
+            error = dtrain__os_pipe(channel->wake);
     }
     if (error != 0) {
         if (channel != NULL)
             dtrain__channel_free(channel);
         return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
-                            "rank %d cannot make its end of a group of %d ranks: %s", rank, size, strerror(error));
+                            "rank %d cannot make its end of a group of %d ranks: %s", rank, size,
+                            dtrain__os_error_text(error));
     }
     channel->seat.next = hub->council.seats;
     hub->council.seats = &channel->seat;
@@ -19039,8 +20869,8 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     if (hub->listener >= 0) {
         if (dtrain__net_is_unix(&hub->listening) && !dtrain__net_is_abstract(&hub->listening) &&
             !forked) /* no other process can listen there yet */
-            unlink(hub->listening.at.local.sun_path);
-        close(hub->listener);
+            dtrain__os_unlink(DTRAIN__OS_HERE, hub->listening.at.local.sun_path, 0);
+        dtrain__os_hang_up(hub->listener);
     }
     while (hub->handshakes != NULL) {
         dtrain__handshake *handshake = hub->handshakes;
@@ -19050,13 +20880,13 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     dtrain__hub_free_members(hub, forked);
     for (int i = 0; i < 2; i++)
         if (hub->kick[i] >= 0)
-            close(hub->kick[i]);
+            dtrain__os_hang_up(hub->kick[i]);
     dtrain__council_free(&hub->council);
     dtrain__free(allocator, hub->fds);
     memset(&hub->keys, 0, sizeof hub->keys);
-    pthread_mutex_destroy(&hub->mutex);
-    pthread_mutex_destroy(&hub->step_mutex);
-    pthread_mutex_destroy(&hub->origin.mutex);
+    dtrain__os_mutex_free(&hub->mutex);
+    dtrain__os_mutex_free(&hub->step_mutex);
+    dtrain__os_mutex_free(&hub->origin.mutex);
     dtrain__free(allocator, hub);
 }
 
@@ -19068,7 +20898,7 @@ static void dtrain__channel_destroy(void *self)
     dtrain__hub *hub = channel->hub;
     int forked = channel->seat.forked, last;
     if (!forked)
-        pthread_mutex_lock(&hub->mutex);
+        dtrain__os_lock(&hub->mutex);
     dtrain__seat_unlink(&channel->seat);
     dtrain__consent_left(&hub->council, channel->seat.id, hub->rank);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next)
@@ -19078,7 +20908,7 @@ static void dtrain__channel_destroy(void *self)
     if (!last)
         dtrain__channel_free(channel);
     if (!forked)
-        pthread_mutex_unlock(&hub->mutex);
+        dtrain__os_unlock(&hub->mutex);
     if (!last)
         return;
     if (!forked)
@@ -19095,11 +20925,11 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
     dtrain__hub *hub = channel->hub;
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
-    if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
+    if (!serviced && dtrain__os_try_lock(&hub->step_mutex)) {
         dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
         if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
-        pthread_mutex_unlock(&hub->step_mutex);
+        dtrain__os_unlock(&hub->step_mutex);
         if (channel->arena != NULL)
             dtrain__channel_awake(channel, 0);
         return;
@@ -19242,7 +21072,7 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
     dtrain_status status = DTRAIN_OK;
     size_t most = asked ? DTRAIN__POLL_BYTES : DTRAIN__TURN_BYTES;
     const dtrain__error *cause;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     if (in != NULL)
         status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
@@ -19254,7 +21084,7 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
         dtrain__socket_await(channel, in, 0);
         dtrain__socket_await(channel, out, 1);
     }
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
     return status;
 }
 
@@ -19279,11 +21109,11 @@ static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out,
 {
     struct pollfd fds[3];
     int count = 0, missing;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     int here = dtrain__socket_watch(channel, out, 1, fds, &count);
     here |= dtrain__socket_watch(channel, in, 0, fds, &count);
     missing = count < (out != NULL) + (in != NULL);
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
     if (here)
         return;
     if (missing) { /* a missing connection also ends by the clock */
@@ -19313,7 +21143,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
             sleep_ns = now + DTRAIN__PATIENCE_NS;
         if (now < sleep_ns) {
             if (channel->hub->crowded)
-                sched_yield();
+                dtrain__os_yield();
             continue;
         }
         dtrain__socket_sleep(channel, out, in, deadline_ns, seen);
@@ -19325,12 +21155,12 @@ static void dtrain__socket_step(dtrain__origin *origin, int64_t deadline_ns)
 {
     dtrain__hub *hub = (dtrain__hub *)(void *)origin;
     __atomic_store_n(&hub->serviced, 1, __ATOMIC_RELEASE);
-    if (pthread_mutex_trylock(&hub->step_mutex) != 0) {
+    if (!dtrain__os_try_lock(&hub->step_mutex)) {
         dtrain__hub_kick(hub);
-        pthread_mutex_lock(&hub->step_mutex);
+        dtrain__os_lock(&hub->step_mutex);
     }
     dtrain__hub_step(hub, NULL, 0, deadline_ns);
-    pthread_mutex_unlock(&hub->step_mutex);
+    dtrain__os_unlock(&hub->step_mutex);
 }
 
 static void dtrain__socket_kick(dtrain__origin *origin)
@@ -19343,10 +21173,10 @@ static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 {
     dtrain__hub *hub = ((dtrain__channel *)self)->hub;
     (void)deadline_ns;
-    if (pthread_mutex_trylock(&hub->step_mutex) != 0)
+    if (!dtrain__os_try_lock(&hub->step_mutex))
         return;
     dtrain__hub_step(hub, NULL, 0, 0);
-    pthread_mutex_unlock(&hub->step_mutex);
+    dtrain__os_unlock(&hub->step_mutex);
 }
 
 static void dtrain__socket_wake(void *self)
@@ -19359,10 +21189,10 @@ static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__error cause;
     dtrain__membership_because(&cause, why, "%s", text);
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     dtrain__seat_end(&channel->seat, channel->seat.rank, &cause);
     dtrain__hub_flush_all(channel->hub, 100);
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
 }
 
 static void dtrain__socket_leave(void *self, const char *why)
@@ -19373,14 +21203,14 @@ static void dtrain__socket_leave(void *self, const char *why)
     dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, hub->rank, DTRAIN_OK, why, 0};
     if (channel->seat.forked)
         return;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     hub->leaving = hub->council.seats == &channel->seat && channel->seat.next == NULL;
     if (!hub->leaving || hub->formed)
         dtrain__channel_relay(channel, &bye);
     if (hub->leaving)
         dtrain__hub_relay(hub, -1, &gone);
     dtrain__hub_flush_all(hub, 100);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
 }
 
 /* Reports that TCP needs a token. what: the text that says why TCP would be used. */
@@ -19410,16 +21240,14 @@ static void dtrain__socket_set_port(dtrain__hub *hub, int port)
  * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
-    int listens = 0, fd, named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
-    socklen_t bytes = sizeof listens;
-    if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
-        dtrain__net_end(inherited, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
-        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__net_manners(inherited) != 0)
+    int fd, named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
+    if (dtrain__net_end(inherited, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
+        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub))
         return 0;
-    fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
+    fd = dtrain__os_inherit(inherited);
     if (fd < 0)
         return 0;
-    dtrain__net_plain(fd);
+    dtrain__os_plain(fd);
     hub->listener = fd;
     return 1;
 }
@@ -19444,10 +21272,10 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     }
     hub->listening = chosen;
     if (dtrain__net_is_unix(&chosen) && !dtrain__net_is_abstract(&chosen))
-        lock = dtrain__net_lock_beside(chosen.at.local.sun_path);
+        lock = dtrain__os_lock_beside(chosen.at.local.sun_path);
     error = dtrain__hub_listen(hub);
     if (lock >= 0)
-        close(lock);
+        dtrain__os_close(lock);
     if (error != 0 && hub->root_count > 1 && dtrain__net_is_abstract(&chosen) && !dtrain__net_is_held(&chosen)) {
         hub->root_addresses[0] = hub->root_addresses[1]; /* another user holds the name */
         hub->root_count = 1;
@@ -19461,7 +21289,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     }
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
-                            hub->root, dtrain__net_text(&chosen).text, strerror(error),
+                            hub->root, dtrain__net_text(&chosen).text, dtrain__os_error_text(error),
                             error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address"
                                                 : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
@@ -19552,9 +21380,9 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
     char host[64] = "?", program[24];
-    gethostname(host, sizeof host - 1);
+    dtrain__os_host_name(host, sizeof host);
     dtrain__os_program(program, sizeof program);
-    snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", (long)getpid(), program, host);
+    snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
     snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
     self->host = dtrain__plane_host();
     self->joined = 1;
@@ -19564,12 +21392,12 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
 static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_desc *desc)
 {
     dtrain_status status;
-    int error = dtrain__net_pipe(hub->kick);
+    int error = dtrain__os_pipe(hub->kick);
     if (error == 0 && hub->rank == 0)
         error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
-                            hub->rank, strerror(error));
+                            hub->rank, dtrain__os_error_text(error));
     status = dtrain__socket_find_root(hub);
     if (status == DTRAIN_OK && hub->rank == 0)
         status = dtrain__socket_listen(hub, desc->listen_fd);
@@ -19604,9 +21432,9 @@ static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__
     if (hub == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
     hub->allocator = allocator;
-    pthread_mutex_init(&hub->mutex, NULL);
-    pthread_mutex_init(&hub->step_mutex, NULL);
-    pthread_mutex_init(&hub->origin.mutex, NULL);
+    dtrain__os_mutex_init(&hub->mutex);
+    dtrain__os_mutex_init(&hub->step_mutex);
+    dtrain__os_mutex_init(&hub->origin.mutex);
     hub->origin.step = dtrain__socket_step;
     hub->origin.kick = dtrain__socket_kick;
     dtrain_status status = dtrain__socket_start(hub, out, keys, desc);
@@ -19657,7 +21485,7 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
 {
     dtrain__hub *hub = world->hub;
     dtrain_status status = DTRAIN_OK;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     const dtrain__error *cause = dtrain__membership_cause(world->seat.members);
     *formed = hub->formed && cause == NULL;
     if (cause != NULL)
@@ -19668,7 +21496,7 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
                               hub->rank, hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
     else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
         status = dtrain__socket_unformed(hub, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
     return status;
 }
 
@@ -19694,9 +21522,9 @@ static dtrain_status dtrain__socket_plane_group(void *self, const dtrain__group_
 {
     dtrain__hub *hub = ((dtrain__channel *)self)->hub;
     dtrain__channel *channel = NULL;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     dtrain_status status = dtrain__channel_create(&channel, hub, desc->id, desc->worlds, desc->size, desc->rank);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
     if (status == DTRAIN_OK)
         dtrain__socket_plane_end(end, channel);
     return status;
@@ -19726,21 +21554,21 @@ static void dtrain__socket_plane_way(void *self, int rank, char *text, size_t ca
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     const dtrain__lane *lanes = channel->peers[rank].lanes;
     if (lanes != NULL && lanes->stream.fd >= 0)
         dtrain__hub_way(hub, channel->seat.worlds[rank], &lanes->stream, text, capacity);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
 }
 
 /* Heartbeats carry what `tell` writes. It is called with the hub's mutex held. */
 static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     channel->last_user = record;
     channel->last = tell;
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
 }
 
 static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity,
@@ -19749,13 +21577,13 @@ static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, 
     dtrain__channel *channel = (dtrain__channel *)self;
     const dtrain__last_heard *last = &channel->hub->members[channel->seat.worlds[rank]].last;
     size_t bytes = 0;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     if (last->bytes <= capacity && last->heard_ns > after_ns) {
         bytes = last->bytes;
         memcpy(out, last->data, bytes);
         *age_ns = dtrain__os_now_ns() - last->heard_ns;
     }
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
     return bytes;
 }
 
@@ -19766,24 +21594,24 @@ static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, si
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     const dtrain__member *member = awaited >= 0 ? &hub->members[channel->seat.worlds[awaited]] : NULL;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     int silent = hub->suspect >= 0 ? dtrain__seat_rank(&channel->seat, hub->suspect) : -1;
     if (member != NULL && member->trouble[0] != 0)
         snprintf(text, capacity, "; no connection to it: %s", member->trouble);
     else if (silent >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
 }
 
 /* Forgets what it could not move before. */
 static void dtrain__socket_plane_rest(void *self)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     for (int rank = 0; channel->awaiting && rank < channel->seat.size; rank++)
         channel->peers[rank].awaits = 0;
     channel->awaiting = 0;
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
 }
 
 static int dtrain__socket_plane_offer(void *self, unsigned char *offer)
@@ -19870,45 +21698,6 @@ static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain_
     (void)keys, (void)desc, (void)allocator;
     memset(end, 0, sizeof *end); /* gcc does not see that no caller uses it after an error */
     return dtrain__no_sockets();
-}
-
-/* Without pipes between processes they share no memory. */
-typedef struct dtrain__arena {
-    int none;
-} dtrain__arena;
-
-static void dtrain__arena_free(const dtrain__arena *arena)
-{
-    (void)arena;
-}
-
-static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell, unsigned char *offer)
-{
-    (void)out, (void)seat, (void)doorbell, (void)offer;
-    return 0;
-}
-
-static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, unsigned char *records)
-{
-    (void)arena, (void)seat, (void)records;
-}
-
-static struct dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
-                                                 const unsigned char *verdicts)
-{
-    (void)out, (void)seat, (void)crowded, (void)verdicts;
-    return NULL;
-}
-
-static int dtrain__net_pipe(int ends[2])
-{
-    (void)ends;
-    return ENOSYS;
-}
-
-static void dtrain__net_rest(int fd, int64_t until_ns)
-{
-    (void)fd, (void)until_ns;
 }
 
 static int dtrain__net_has(int family)
@@ -20048,7 +21837,7 @@ struct dtrain__mux {
     dtrain__origin origin;
     dtrain_transport table;
     dtrain_allocator own, *allocator;
-    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of seats */
+    dtrain__os_mutex turn, mutex; /* mutex guards posts and, with turn, the list of seats */
     uint64_t turns;
     uint32_t waiting;   /* threads that wait for turn */
     int64_t crowded_ns; /* until then other threads are expected to want turn */
@@ -20066,9 +21855,9 @@ struct dtrain__mux {
 
 static void dtrain__mux_enter(dtrain__mux *mux)
 {
-    if (pthread_mutex_trylock(&mux->turn) != 0) {
+    if (!dtrain__os_try_lock(&mux->turn)) {
         __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
-        pthread_mutex_lock(&mux->turn);
+        dtrain__os_lock(&mux->turn);
         __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
         mux->crowded_ns = dtrain__os_now_ns() + DTRAIN__MUX_CROWDED_NS;
     }
@@ -20079,11 +21868,11 @@ static void dtrain__mux_enter(dtrain__mux *mux)
 static void dtrain__mux_exit(dtrain__mux *mux)
 {
     uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&mux->turn);
+    dtrain__os_unlock(&mux->turn);
     for (int i = 0; i < 200 && __atomic_load_n(&mux->waiting, __ATOMIC_SEQ_CST) > 0 &&
                     __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST) == turns;
          i++)
-        sched_yield();
+        dtrain__os_yield();
 }
 
 /* ---- control messages out ---- */
@@ -20139,21 +21928,21 @@ static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind,
                             const void *data, size_t bytes)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
-    pthread_mutex_lock(&mux->mutex);
+    dtrain__os_lock(&mux->mutex);
     int full = kind >= DTRAIN__MUX_OTHERS && p->posted > DTRAIN__MUX_POSTED; /* before anything is copied */
-    pthread_mutex_unlock(&mux->mutex);
+    dtrain__os_unlock(&mux->mutex);
     dtrain__mux_message *post =
         full ? NULL : dtrain__mux_post_new(mux, peer, lane, kind, head, head_bytes, data, bytes);
     if (post == NULL)
         return 0;
-    pthread_mutex_lock(&mux->mutex);
+    dtrain__os_lock(&mux->mutex);
     if (p->last != NULL)
         p->last->next = post;
     else
         p->first = post;
     p->last = post;
     p->posted += post->bytes;
-    pthread_mutex_unlock(&mux->mutex);
+    dtrain__os_unlock(&mux->mutex);
     dtrain__mux_wake(mux);
     return 1;
 }
@@ -20173,7 +21962,7 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
 static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_peer *p, size_t sent)
 {
     dtrain__mux_message *post;
-    pthread_mutex_lock(&mux->mutex);
+    dtrain__os_lock(&mux->mutex);
     post = p->first;
     if (post != NULL && (post->begin += sent) == post->bytes) {
         p->first = post->next;
@@ -20182,7 +21971,7 @@ static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_pee
         dtrain__free(mux->allocator, post);
         post = p->first;
     }
-    pthread_mutex_unlock(&mux->mutex);
+    dtrain__os_unlock(&mux->mutex);
     return post;
 }
 
@@ -20751,7 +22540,7 @@ static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns
     int64_t soon = dtrain__os_now_ns() + span_ns;
     if (mux->doorbell[0] >= 0) {
         __atomic_add_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
-        dtrain__net_rest(mux->doorbell[0], soon < until_ns ? soon : until_ns);
+        dtrain__os_rest(mux->doorbell[0], soon < until_ns ? span_ns : until_ns - dtrain__os_now_ns());
         __atomic_sub_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
         return;
     }
@@ -21018,12 +22807,12 @@ static void dtrain__mux_free(dtrain__mux *mux)
     dtrain__council_free(&mux->council);
     for (int i = 0; i < 2; i++)
         if (mux->doorbell[i] >= 0)
-            close(mux->doorbell[i]);
+            dtrain__os_hang_up(mux->doorbell[i]);
     dtrain__free(allocator, mux->spare);
     dtrain__free(allocator, mux->peers);
-    pthread_mutex_destroy(&mux->turn);
-    pthread_mutex_destroy(&mux->mutex);
-    pthread_mutex_destroy(&mux->origin.mutex);
+    dtrain__os_mutex_free(&mux->turn);
+    dtrain__os_mutex_free(&mux->mutex);
+    dtrain__os_mutex_free(&mux->origin.mutex);
     dtrain__free(allocator, mux);
 }
 
@@ -21037,11 +22826,11 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
         mux->allocator = allocator;
         mux->table = *table;
         mux->doorbell[0] = mux->doorbell[1] = -1;
-        if (table->host != NULL && dtrain__net_pipe(mux->doorbell) != 0)
+        if (table->host != NULL && dtrain__os_pipe(mux->doorbell) != 0)
             mux->doorbell[0] = mux->doorbell[1] = -1; /* then it shares no memory */
-        pthread_mutex_init(&mux->turn, NULL);
-        pthread_mutex_init(&mux->mutex, NULL);
-        pthread_mutex_init(&mux->origin.mutex, NULL);
+        dtrain__os_mutex_init(&mux->turn);
+        dtrain__os_mutex_init(&mux->mutex);
+        dtrain__os_mutex_init(&mux->origin.mutex);
         mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
         dtrain__mux_convene(mux);
         if (mux->peers != NULL)
@@ -21096,10 +22885,10 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
         good = lane->inboxes[i] != NULL;
     }
     if (good) {
-        pthread_mutex_lock(&mux->mutex);
+        dtrain__os_lock(&mux->mutex);
         lane->seat.next = mux->council.seats;
         mux->council.seats = &lane->seat;
-        pthread_mutex_unlock(&mux->mutex);
+        dtrain__os_unlock(&mux->mutex);
         dtrain__mux_adopt(lane);
     }
     dtrain__mux_exit(mux);
@@ -21158,12 +22947,12 @@ static void dtrain__mux_detach(void *self)
     int forked = lane->seat.forked, last;
     if (!forked) {
         dtrain__mux_enter(mux);
-        pthread_mutex_lock(&mux->mutex);
+        dtrain__os_lock(&mux->mutex);
     }
     dtrain__mux_release(lane);
     last = mux->council.seats == NULL;
     if (!forked) {
-        pthread_mutex_unlock(&mux->mutex);
+        dtrain__os_unlock(&mux->mutex);
         dtrain__council_left(&mux->council, lane->seat.id, mux->table.rank);
         if (last)
             dtrain__mux_bye(mux);
@@ -21262,9 +23051,9 @@ static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
 {
     dtrain__mux *mux = (dtrain__mux *)(void *)origin; /* its first member */
     int moved = until_ns == 0;                        /* by calls under way */
-    if (pthread_mutex_trylock(&mux->turn) == 0) {
+    if (dtrain__os_try_lock(&mux->turn)) {
         moved |= dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
-        pthread_mutex_unlock(&mux->turn);
+        dtrain__os_unlock(&mux->turn);
     }
     int64_t now = dtrain__os_now_ns(),
             most = until_ns - now < DTRAIN__MUX_IDLE_NS ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_IDLE_NS;
@@ -21303,9 +23092,9 @@ static void dtrain__mux_plane_fail(void *self, dtrain_status why, const char *te
     dtrain__mux *mux = lane->mux;
     dtrain__error cause;
     dtrain__membership_because(&cause, why, "%s", text);
-    pthread_mutex_lock(&mux->mutex);
+    dtrain__os_lock(&mux->mutex);
     int first = dtrain__seat_break(&lane->seat, &cause);
-    pthread_mutex_unlock(&mux->mutex);
+    dtrain__os_unlock(&mux->mutex);
     if (!first)
         return;
     dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)why, text);
@@ -21623,7 +23412,7 @@ struct dtrain_comm {
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
-    pid_t process;         /* the one that made the group */
+    long process;          /* the one that made the group */
     int alone;             /* a world of one because no launcher has set a rank; 0 once the log says so */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator;
@@ -21646,10 +23435,10 @@ struct dtrain_comm {
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     dtrain__blocked *blocked;
-    int apart;                   /* a thread of the library waits in it, not the caller */
-    int64_t waited_ns[2];        /* when the operation that was waited for last had its turn, and ended */
-    pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
-    pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
+    int apart;                    /* a thread of the library waits in it, not the caller */
+    int64_t waited_ns[2];         /* when the operation that was waited for last had its turn, and ended */
+    dtrain__os_mutex queue_mutex; /* head, tail, spare; held for a few instructions */
+    dtrain__os_mutex drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
     uint32_t pending;             /* queued and not done */
     unsigned char waste[2][4096]; /* where owed bytes go */
@@ -21707,7 +23496,7 @@ static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *
         return DTRAIN_OK;
     return dtrain__fail(error, DTRAIN_ERR_INVALID,
                         "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
-                        call, (long)comm->process, (long)dtrain__os_pid());
+                        call, comm->process, dtrain__os_pid());
 }
 
 /* The deadline of a call of the group that begins at now. */
@@ -22335,11 +24124,11 @@ struct dtrain__recorder {
     uint64_t begun;                    /* records so far, counted from 1; record s is at s % DTRAIN__RECORDS */
     uint32_t awaited;                  /* by the operation under way, + 1 */
     int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
-    pthread_mutex_t error_mutex;       /* guards error and failed; held for a few instructions */
+    dtrain__os_mutex error_mutex;      /* guards error and failed; held for a few instructions */
     dtrain__error error;               /* the first of the latest failures in a row */
     uint64_t failed;                   /* that failure's record; 0: none */
     uint64_t good;                     /* the last record that ended well; only the recording thread uses it */
-    pthread_mutex_t mutex;             /* held while a file is written; guards the rest */
+    dtrain__os_mutex mutex;            /* held while a file is written; guards the rest */
     dtrain__error shown;               /* error and failed, as the file has them */
     uint64_t shown_failed;
     int written; /* the file of trace_on_failure is written, or was tried */
@@ -22362,15 +24151,13 @@ enum { DTRAIN__LAST_NONE = 0, DTRAIN__LAST_UNDER_WAY, DTRAIN__LAST_ENDED };
 
 static int dtrain__recorder_create(dtrain_comm *comm)
 {
-    struct timespec now;
     dtrain__recorder *recorder = (dtrain__recorder *)dtrain__alloc(comm->allocator, sizeof *recorder);
     if (recorder == NULL)
         return 0;
-    clock_gettime(CLOCK_REALTIME, &now);
     recorder->monotonic_ns = dtrain__os_now_ns();
-    recorder->realtime_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-    pthread_mutex_init(&recorder->error_mutex, NULL);
-    pthread_mutex_init(&recorder->mutex, NULL);
+    recorder->realtime_ns = dtrain__os_wall_ns();
+    dtrain__os_mutex_init(&recorder->error_mutex);
+    dtrain__os_mutex_init(&recorder->mutex);
     comm->recorder = recorder;
     return 1;
 }
@@ -22379,8 +24166,8 @@ static void dtrain__recorder_free(dtrain_comm *comm)
 {
     if (comm->recorder == NULL)
         return;
-    pthread_mutex_destroy(&comm->recorder->error_mutex);
-    pthread_mutex_destroy(&comm->recorder->mutex);
+    dtrain__os_mutex_free(&comm->recorder->error_mutex);
+    dtrain__os_mutex_free(&comm->recorder->mutex);
     if (!comm->published)
         dtrain__free(comm->allocator, comm->recorder);
 }
@@ -22411,7 +24198,7 @@ static int dtrain__recorder_read(dtrain__recorder *recorder, uint64_t serial, dt
             memcpy(out, words, sizeof words);
             return 1;
         }
-        sched_yield();
+        dtrain__os_yield();
     }
     return 0;
 }
@@ -22472,12 +24259,12 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
         recorder->good = op->serial;
         return;
     }
-    pthread_mutex_lock(&recorder->error_mutex);
+    dtrain__os_lock(&recorder->error_mutex);
     if (recorder->failed <= recorder->good) {
         recorder->failed = op->serial;
         recorder->error = op->error;
     }
-    pthread_mutex_unlock(&recorder->error_mutex);
+    dtrain__os_unlock(&recorder->error_mutex);
 }
 
 /* Reads what the rank of this recorder does now; 0: it cannot be read. */
@@ -22661,7 +24448,7 @@ static void dtrain__trace_put(dtrain__trace *trace, const void *data, size_t byt
 {
     const unsigned char *at = (const unsigned char *)data;
     while (bytes > 0 && trace->error == 0) {
-        ssize_t n = write(trace->fd, at, bytes);
+        ssize_t n = dtrain__os_write(trace->fd, at, bytes);
         if (n < 0 && errno != EINTR)
             trace->error = errno;
         at += n > 0 ? n : 0;
@@ -22755,7 +24542,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain_comm *comm = trace->comm;
     dtrain__recorder *recorder = comm->recorder;
     char host[64] = "?", title[128];
-    gethostname(host, sizeof host - 1);
+    dtrain__os_host_name(host, sizeof host);
     dtrain__status_clean(host);
     dtrain__trace_put(trace, open, sizeof open - 1);
     dtrain__trace_begin(trace);
@@ -22771,7 +24558,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__json_member_u64(&trace->json, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
     dtrain__json_member_u64(&trace->json, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
     dtrain__trace_end(trace, events);
-    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, (long)comm->process, host);
+    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, comm->process, host);
     dtrain__trace_title(trace, "process_name", title);
     snprintf(title, sizeof title, "group %llu", (unsigned long long)comm->group);
     dtrain__trace_title(trace, "thread_name", title);
@@ -22846,14 +24633,14 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
     memset(&trace, 0, sizeof trace);
     trace.comm = comm;
     trace.now = dtrain__os_now_ns();
-    trace.fd = dtrain__os_open_beside(AT_FDCWD, path, recorder->beside, sizeof recorder->beside);
+    trace.fd = dtrain__os_open_beside(DTRAIN__OS_HERE, path, recorder->beside, sizeof recorder->beside);
     if (trace.fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
-                            strerror(errno));
-    pthread_mutex_lock(&recorder->error_mutex);
+                            dtrain__os_error_text(errno));
+    dtrain__os_lock(&recorder->error_mutex);
     recorder->shown = recorder->error;
     recorder->shown_failed = recorder->failed;
-    pthread_mutex_unlock(&recorder->error_mutex);
+    dtrain__os_unlock(&recorder->error_mutex);
     dtrain__trace_head(&trace);
     dtrain__trace_operations(&trace);
     trace.error = dtrain__os_put_in_place(trace.fd, recorder->beside, path, trace.error);
@@ -22861,7 +24648,7 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO,
                         "comm_trace on rank %d: cannot write %.400s: %s; the old file is unchanged", comm->rank, path,
-                        strerror(trace.error));
+                        dtrain__os_error_text(trace.error));
 }
 
 DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
@@ -22874,9 +24661,9 @@ DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
     if (dtrain__group_alive(comm, "comm_trace") != DTRAIN_OK ||
         dtrain__group_ours(comm, NULL, "comm_trace") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    pthread_mutex_lock(&comm->recorder->mutex);
+    dtrain__os_lock(&comm->recorder->mutex);
     status = dtrain__trace_write(comm, path);
-    pthread_mutex_unlock(&comm->recorder->mutex);
+    dtrain__os_unlock(&comm->recorder->mutex);
     return status;
 }
 
@@ -22903,7 +24690,7 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
     dtrain__error kept = dtrain__thread_error;
     if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched))
         return;
-    pthread_mutex_lock(&recorder->mutex);
+    dtrain__os_lock(&recorder->mutex);
     if (!recorder->written) {
         char group[40] = "";
         recorder->written = 1;
@@ -22915,7 +24702,7 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
         else
             dtrain__log(DTRAIN_LOG_INFO, "rank %d: its last operations are in %s", comm->rank, recorder->path);
     }
-    pthread_mutex_unlock(&recorder->mutex);
+    dtrain__os_unlock(&recorder->mutex);
     dtrain__thread_error = kept;
 }
 
@@ -22945,7 +24732,7 @@ static DTRAIN__NOINLINE const char *dtrain__place_get(const char *name)
     return value != NULL && value[0] != 0 ? value : NULL;
 }
 
-__attribute__((format(printf, 2, 3))) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
 {
     size_t used = strlen(place->believed);
     va_list arguments;
@@ -23122,7 +24909,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
                 : '_';
     name[n] = 0;
     if (n == 0) /* the local ranks have the same parent */
-        snprintf(name, sizeof name, "p%ld", (long)getppid());
+        snprintf(name, sizeof name, "p%ld", dtrain__os_parent());
     dtrain__place_believe(place, "%s=%d (all on this host)", local_size, (int)local);
     if (!dtrain__net_has(AF_UNIX)) {
         uint32_t number = 0;
@@ -23209,26 +24996,27 @@ static dtrain_status dtrain__place_check_token(const char *what, const char *tok
 static dtrain_status dtrain__place_read_token(const char *what, const char *path, char token[256], size_t *bytes)
 {
     char text[512], from[300];
-    struct stat file;
+    dtrain__os_facts file;
     ssize_t n = 0;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), error = 0, regular = 0;
+    int fd = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_READ), error = 0, regular = 0;
     snprintf(from, sizeof from, "%.60s \"%.200s\"", what, path);
+    memset(&file, 0, sizeof file);
     *bytes = 0;
-    if (fd < 0 || fstat(fd, &file) != 0)
+    if (fd < 0 || dtrain__os_look(fd, &file) != 0)
         error = errno;
     else
-        regular = S_ISREG(file.st_mode);
+        regular = file.kind == DTRAIN__OS_IS_FILE;
     while (regular && *bytes < sizeof text &&
-           ((n = read(fd, text + *bytes, sizeof text - *bytes)) > 0 || (n < 0 && errno == EINTR)))
+           ((n = dtrain__os_read(fd, text + *bytes, sizeof text - *bytes)) > 0 || (n < 0 && errno == EINTR)))
         *bytes += n > 0 ? (size_t)n : 0;
     error = n < 0 ? errno : error;
     if (fd >= 0)
-        close(fd);
+        dtrain__os_close(fd);
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s cannot be read: %s", from, strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s cannot be read: %s", from, dtrain__os_error_text(error));
     if (!regular)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s is no regular file; write the token to one", from);
-    if ((file.st_mode & 077) != 0)
+    if (file.open_to_others)
         dtrain__log(DTRAIN_LOG_WARN, "%s can be read or written by others than its owner; chmod 600 prevents that",
                     from);
     for (size_t i = 0; i < *bytes; i++)
@@ -24552,7 +26340,7 @@ typedef struct dtrain__window {
     int used, freed;
     int open;   /* it is made, and other threads may look at it */
     int parted; /* the others no longer map all of this rank's part */
-    pid_t process;
+    long process;
     size_t *begins;                      /* where each rank's part begins, and the end; one block with the next two */
     size_t *sizes;                       /* the bytes that each rank asked for */
     int *worlds;                         /* each one's rank in the world; -1: it is gone and names nothing more */
@@ -24562,19 +26350,19 @@ typedef struct dtrain__window {
 
 /* All windows of this process. A forked child has them too, but none of the other threads. */
 static dtrain__window *dtrain__windows;
-static pthread_mutex_t dtrain__window_mutex = PTHREAD_MUTEX_INITIALIZER;
+static dtrain__os_mutex dtrain__window_mutex = DTRAIN__OS_MUTEX;
 static uint64_t dtrain__window_epoch; /* counts what changes in any of them */
-static pid_t dtrain__window_process;
+static long dtrain__window_process;
 
 static void dtrain__window_lock(int lock)
 {
-    pid_t process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    long process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
     if (process != 0 && process != dtrain__os_pid())
         return; /* the parent's threads may have held it */
     if (lock)
-        pthread_mutex_lock(&dtrain__window_mutex);
+        dtrain__os_lock(&dtrain__window_mutex);
     else
-        pthread_mutex_unlock(&dtrain__window_mutex);
+        dtrain__os_unlock(&dtrain__window_mutex);
 }
 
 static uint32_t *dtrain__window_ends(const dtrain__window *window)
@@ -25247,7 +27035,7 @@ static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
     for (int peer = 0; peer < comm->size; peer++)
         while (dtrain__fused_inside(comm, peer)) {
             if (until == INT64_MAX || dtrain__os_now_ns() < until) {
-                sched_yield();
+                dtrain__os_yield();
                 continue;
             }
             if (op->phase != DTRAIN__FUSED_POST && op->rounds == 0)
@@ -25353,7 +27141,7 @@ static int dtrain__fused_lock(dtrain_comm *comm, uint64_t *withdrawn)
         *withdrawn &= ~(uint64_t)1;
         if (!comm->plane->in_process && (dtrain__membership_broken(comm->members) || dtrain__os_now_ns() > until))
             return 0;
-        sched_yield();
+        dtrain__os_yield();
     }
     return 1;
 }
@@ -25461,9 +27249,9 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
     int small = dtrain__fused_small(comm, op, named);
-    int far = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
-    int bounces = far && dtrain__bounce_may(comm, op);
-    if (far && !bounces)
+    int remote = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
+    int bounces = remote && dtrain__bounce_may(comm, op);
+    if (remote && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {
@@ -25698,7 +27486,7 @@ static void dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t until_n
     uint32_t *asleep = &comm->shared->slots[comm->rank].asleep;
     if (turn < DTRAIN__FUSED_LOOKS) {
         if (comm->shared->crowded && turn % 4 == 3) /* the awaited one may run on another processor */
-            sched_yield();
+            dtrain__os_yield();
         else
             dtrain__os_pause();
         return;
@@ -26463,7 +28251,7 @@ struct dtrain__service {
     dtrain__origin *origin; /* the origin of its groups */
     dtrain__bell *bell;     /* what its thread waits for; NULL: its origin's step waits */
     dtrain_allocator *allocator;
-    pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
+    dtrain__os_mutex mutex; /* guards comms; taken before a drive_mutex */
     dtrain_comm *comms;
     uint32_t stop;
 };
@@ -26540,9 +28328,9 @@ static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns
 
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 {
-    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue_mutex);
     dtrain_work *work = comm->head;
-    pthread_mutex_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue_mutex);
     return work;
 }
 
@@ -26551,11 +28339,11 @@ static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *before, dtrain_work *work)
 {
     dtrain__queue_ended(comm, &work->op, dtrain__os_now_ns());
-    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue_mutex);
     *(before != NULL ? &before->next : &comm->head) = work->next;
     if (work->next == NULL)
         comm->tail = before;
-    pthread_mutex_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue_mutex);
     __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
     __atomic_store_n(&work->done, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
@@ -26680,7 +28468,7 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
 {
     int moved = 0;
-    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&other->drive_mutex) != 0)
+    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || !dtrain__os_try_lock(&other->drive_mutex))
         return 0;
     /* pending work stays pending now; in a group with none, a call may run that takes no lock */
     if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0) {
@@ -26689,7 +28477,7 @@ static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
         moved = dtrain__queue_drive(other, slice_ns < until_ns ? slice_ns : until_ns);
         dtrain__thread_error = kept;
     }
-    pthread_mutex_unlock(&other->drive_mutex);
+    dtrain__os_unlock(&other->drive_mutex);
     *left |= __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0;
     return moved;
 }
@@ -26703,12 +28491,12 @@ static int64_t dtrain__queue_help(dtrain_comm *comm, int64_t until_ns, int64_t *
     int left = 0, moved = 0;
     if (service == NULL)
         return INT64_MAX;
-    if (pthread_mutex_trylock(&service->mutex) != 0) /* another thread of the rank does this, and may end sooner */
+    if (!dtrain__os_try_lock(&service->mutex)) /* another thread of the rank does this, and may end sooner */
         return DTRAIN__SERVICE_LOOK_NS;
     for (dtrain_comm *other = service->comms; other != NULL; other = other->next_served)
         if (other != comm)
             moved |= dtrain__queue_lend(other, until_ns, &left);
-    pthread_mutex_unlock(&service->mutex);
+    dtrain__os_unlock(&service->mutex);
     if (!left)
         return DTRAIN__SERVICE_IDLE_NS;
     if (moved)
@@ -26745,7 +28533,7 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
                 return 0;
         }
         if (span == 0)
-            sched_yield();
+            dtrain__os_yield();
         else if (dtrain__op_is_fused(op) && !in_process)
             dtrain__fused_wait(comm, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
         else if (bell || (in_process && until_ns != INT64_MAX &&
@@ -26771,23 +28559,23 @@ static int dtrain__queue_doze(dtrain_comm *comm)
 static int64_t dtrain__service_drive(dtrain__service *service)
 {
     int64_t span = 1000000000;
-    pthread_mutex_lock(&service->mutex);
+    dtrain__os_lock(&service->mutex);
     for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
         int64_t most = 50000000; /* then deadlines are checked */
         if (comm->plane->rest != NULL)
             comm->plane->rest(comm->transport.self);
         if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
             continue;
-        if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {
+        if (!dtrain__os_try_lock(&comm->drive_mutex)) {
             most = 1000000; /* whoever drives it may leave work behind */
         } else {
             if (dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS) || dtrain__queue_doze(comm))
                 most = 0;
-            pthread_mutex_unlock(&comm->drive_mutex);
+            dtrain__os_unlock(&comm->drive_mutex);
         }
         span = most < span ? most : span;
     }
-    pthread_mutex_unlock(&service->mutex);
+    dtrain__os_unlock(&service->mutex);
     return span;
 }
 
@@ -26814,7 +28602,7 @@ static void dtrain__service_main(void *pointer)
 
 static void dtrain__service_free(dtrain__service *service)
 {
-    pthread_mutex_destroy(&service->mutex);
+    dtrain__os_mutex_free(&service->mutex);
     dtrain__free(service->allocator, service);
 }
 
@@ -26838,16 +28626,16 @@ static dtrain_status dtrain__service_new(dtrain_comm *comm, dtrain__service **ou
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for the %zu bytes of its service",
                             comm->rank, sizeof *service);
     service->allocator = comm->allocator;
-    pthread_mutex_init(&service->mutex, NULL);
+    dtrain__os_mutex_init(&service->mutex);
     return DTRAIN_OK;
 }
 
 static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
 {
-    pthread_mutex_lock(&service->mutex);
+    dtrain__os_lock(&service->mutex);
     comm->next_served = service->comms;
     __atomic_store_n(&service->comms, comm, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&service->mutex);
+    dtrain__os_unlock(&service->mutex);
     comm->service = service;
 }
 
@@ -26867,7 +28655,7 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm)
         return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
                             "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL "
                             "to do without",
-                            comm->rank, strerror(error));
+                            comm->rank, dtrain__os_error_text(error));
     }
     origin->service = service;
     origin->last_gone = dtrain__service_stop;
@@ -26879,9 +28667,9 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm)
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
     dtrain__origin *origin = comm->origin;
-    pthread_mutex_lock(&origin->mutex);
+    dtrain__os_lock(&origin->mutex);
     dtrain_status status = origin->service == NULL ? dtrain__service_start(comm) : DTRAIN_OK;
-    pthread_mutex_unlock(&origin->mutex);
+    dtrain__os_unlock(&origin->mutex);
     if (status == DTRAIN_OK)
         dtrain__service_add((dtrain__service *)origin->service, comm);
     return status;
@@ -26908,13 +28696,13 @@ static void dtrain__service_leave(dtrain_comm *comm, int forked)
     if (service == NULL || (forked && comm->desc.progress != DTRAIN_PROGRESS_POLL))
         return;
     if (!forked)
-        pthread_mutex_lock(&service->mutex);
+        dtrain__os_lock(&service->mutex);
     for (at = &service->comms; *at != comm;)
         at = &(*at)->next_served;
     __atomic_store_n(at, comm->next_served, __ATOMIC_SEQ_CST);
     int last = service->comms == NULL;
     if (!forked)
-        pthread_mutex_unlock(&service->mutex);
+        dtrain__os_unlock(&service->mutex);
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL && last)
         dtrain__service_free(service);
 }
@@ -26979,7 +28767,7 @@ static void dtrain__work_clock(dtrain_comm *comm, dtrain__op *op)
 /* Puts an operation at the end of the queue; NULL: no memory. */
 static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
 {
-    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue_mutex);
     dtrain_work *work = comm->spare;
     if (work != NULL)
         comm->spare = work->next;
@@ -27005,7 +28793,7 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         comm->tail = work;
         __atomic_add_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
     }
-    pthread_mutex_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue_mutex);
     if (work == NULL)
         dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
     return work;
@@ -27046,7 +28834,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
         comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
-        if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
+        if (dtrain__os_try_lock(&comm->drive_mutex)) {
             dtrain_work *head;
             while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
                 dtrain_work *message = dtrain__op_is_one_way(&head->op) ? head : NULL;
@@ -27055,7 +28843,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                 if (message == NULL) /* messages take themselves off the queue */
                     dtrain__queue_finish(comm, NULL, head);
             }
-            pthread_mutex_unlock(&comm->drive_mutex);
+            dtrain__os_unlock(&comm->drive_mutex);
             if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
                 dtrain__bell_ring(comm->bell); /* the service continues with the rest */
         } else {
@@ -27124,11 +28912,11 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
         comm->error = work->op.error;
     comm->waited_ns[0] = work->op.run_ns;
     comm->waited_ns[1] = work->op.ended_ns;
-    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue_mutex);
     __atomic_store_n(&work->mark, 0, __ATOMIC_RELAXED);
     work->next = comm->spare;
     comm->spare = work;
-    pthread_mutex_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue_mutex);
     return status;
 }
 
@@ -27176,9 +28964,9 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
-    if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of this rank drives it */
+    if (dtrain__os_try_lock(&comm->drive_mutex)) { /* else a call in another group of this rank drives it */
         dtrain__queue_drive(comm, until);
-        pthread_mutex_unlock(&comm->drive_mutex);
+        dtrain__os_unlock(&comm->drive_mutex);
     }
     return DTRAIN_OK;
 }
@@ -27281,8 +29069,8 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__work_blocked_release(comm->blocked, allocator);
     dtrain__free(allocator, comm->split_room);
     dtrain__free(allocator, comm->meet);
-    pthread_mutex_destroy(&comm->queue_mutex);
-    pthread_mutex_destroy(&comm->drive_mutex);
+    dtrain__os_mutex_free(&comm->queue_mutex);
+    dtrain__os_mutex_free(&comm->drive_mutex);
     __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
     dtrain__free(allocator, comm);
 }
@@ -27334,8 +29122,8 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
-    pthread_mutex_init(&comm->queue_mutex, NULL);
-    pthread_mutex_init(&comm->drive_mutex, NULL);
+    dtrain__os_mutex_init(&comm->queue_mutex);
+    dtrain__os_mutex_init(&comm->drive_mutex);
     comm->directions = (dtrain__direction *)dtrain__alloc(
         allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + 2 * sizeof(void *)));
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
@@ -27628,7 +29416,7 @@ static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int rank
         int error = dtrain__os_thread_start(&runner->thread, dtrain__create_runner_main, runner, stack);
         if (error != 0)
             dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s); run fewer ranks",
-                         started, ranks, strerror(error));
+                         started, ranks, dtrain__os_error_text(error));
         else
             started++;
     }
@@ -27860,12 +29648,12 @@ static struct dtrain__mpi {
     dtrain__mpi_calls call;
     int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
     int worlds;            /* first lanes that are open */
-    pid_t owner;           /* the process in which dtrain has initialised it; 0: the program has */
+    long owner;            /* the process in which dtrain has initialised it; 0: the program has */
     char library[256 + 1]; /* what was loaded */
 } dtrain__mpi;
 
 /* SERIALIZED: one thread at a time is in MPI, for all groups. It also guards the struct above. */
-static pthread_mutex_t dtrain__mpi_mutex = PTHREAD_MUTEX_INITIALIZER;
+static dtrain__os_mutex dtrain__mpi_mutex = DTRAIN__OS_MUTEX;
 
 #ifdef DTRAIN_MPI_HEADER
 static dtrain_status dtrain__mpi_find(void)
@@ -27941,10 +29729,10 @@ static void dtrain__mpi_finalize(void)
     int over = 1;
     if (dtrain__mpi.owner != dtrain__os_pid()) /* a forked child */
         return;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     if (!dtrain__mpi.failed && dtrain__mpi.worlds == 0 && dtrain__mpi.call.Finalized(&over) == 0 && !over)
         dtrain__mpi.call.Finalize();
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
 }
 
 /* Whether this thread may call MPI, and others later, at the level that MPI has. */
@@ -27997,9 +29785,9 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offload
 /* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
 static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
 {
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     return status;
 }
 
@@ -28067,7 +29855,7 @@ typedef struct dtrain__mpi_lane {
     dtrain_allocator heap;
     int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
     uint64_t *hosts;      /* of the first lane: each rank's */
-    pid_t process;
+    long process;
     dtrain__mpi_maker maker; /* see >>mpi-offload */
     dtrain__mpi_flight collective;
     unsigned char *result; /* of a collective in place, until it has ended */
@@ -28312,12 +30100,10 @@ static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned
 /* Between two looks that found nothing. */
 static void dtrain__mpi_rest(unsigned turn)
 {
-    if (turn > DTRAIN__MPI_HASTE) {
-        struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
-        nanosleep(&rest, NULL);
-    } else if (turn > 50) {
-        sched_yield();
-    }
+    if (turn > DTRAIN__MPI_HASTE)
+        dtrain__os_sleep(turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000);
+    else if (turn > 50)
+        dtrain__os_yield();
 }
 
 /* Moves both ways until one is complete, or until the deadline. out or in may be NULL. */
@@ -28327,12 +30113,12 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
     for (unsigned turn = 0;; turn++) {
         size_t sent = 0, received = 0;
         dtrain_status status = DTRAIN_OK;
-        pthread_mutex_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(&dtrain__mpi_mutex);
         if (in != NULL)
             status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, &received);
         if (status == DTRAIN_OK && out != NULL)
             status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
-        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(&dtrain__mpi_mutex);
         if (in != NULL)
             in->moved += received;
         if (out != NULL)
@@ -28375,12 +30161,12 @@ static void dtrain__mpi_lane_destroy(void *self)
     int left = 1;
     if (lane->process != dtrain__os_pid())
         return; /* MPI is its parent's */
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     dtrain__mpi.worlds -= lane->groups > 0;
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     while (left) {
         left = 0;
-        pthread_mutex_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(&dtrain__mpi_mutex);
         for (int peer = 0; peer < lane->size && !dtrain__mpi.failed; peer++) {
             dtrain__mpi_stream *stream = &lane->streams[peer];
             for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
@@ -28394,7 +30180,7 @@ static void dtrain__mpi_lane_destroy(void *self)
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
         dtrain__mpi.failed |= stuck;
         left = dtrain__mpi.failed ? -1 : left;
-        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(&dtrain__mpi_mutex);
         if (stuck)
             dtrain__log(DTRAIN_LOG_WARN,
                         "MPI: messages of a group that was destroyed never ended, so MPI_Finalize would "
@@ -28402,7 +30188,7 @@ static void dtrain__mpi_lane_destroy(void *self)
         if (left < 0)
             return; /* MPI may use the memory of the lane */
         if (left > 0)
-            sched_yield();
+            dtrain__os_yield();
     }
     for (int peer = 0; peer < lane->size; peer++) {
         dtrain__free(&lane->heap, lane->streams[peer].slots);
@@ -28457,7 +30243,7 @@ static int dtrain__mpi_alive(void *self, int peer)
     int lost = 0;
     if (lane->heartbeat_ns == 0)
         return -1;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     for (size_t bytes = 1; bytes > 0 && !lost;) {
         dtrain__mpi_flight coming;
         memset(&coming, 0, sizeof coming);
@@ -28475,7 +30261,7 @@ static int dtrain__mpi_alive(void *self, int peer)
     }
     lost = lost || now - stream->heard_ns > lane->heartbeat_ns;
     dtrain__mpi.failed |= lost;
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     return !lost;
 }
 
@@ -28518,21 +30304,20 @@ typedef struct dtrain__mpi_copy {
 /* Waits until all ranks have come to make the copy. Returns 0 with an error. */
 static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
 {
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     int code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request), ended = code == 0 ? 0 : -1;
     if (code != 0)
         dtrain__mpi_error("Comm_idup", code);
     copy->flight.bytes = 1;
     while (ended == 0 && dtrain__os_now_ns() < until) {
-        struct timespec rest = {0, 50000};
         ended = dtrain__mpi_ended(&copy->flight);
-        pthread_mutex_unlock(&dtrain__mpi_mutex); /* others may have to move for a rank to come here */
+        dtrain__os_unlock(&dtrain__mpi_mutex); /* others may have to move for a rank to come here */
         if (ended == 0)
-            nanosleep(&rest, NULL);
-        pthread_mutex_lock(&dtrain__mpi_mutex);
+            dtrain__os_sleep(50000);
+        dtrain__os_lock(&dtrain__mpi_mutex);
     }
     dtrain__mpi.failed |= ended == 0;
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     if (ended == 0)
         dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                      "MPI: not all ranks of the communicator have come to make the group within %lld ms",
@@ -28545,7 +30330,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
                                           int64_t heartbeat_ns)
 {
     int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     int code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
     if (code == 0)
         code = dtrain__mpi.call.Comm_rank(comm, &rank);
@@ -28557,7 +30342,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
         code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
     if (code != 0)
         dtrain__mpi_error("Comm_get_attr", code);
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     if (code != 0)
         return DTRAIN_ERR_IO;
     dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
@@ -28566,9 +30351,9 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     lane->groups = (flag ? *most : 32767) / 2 - 1;
     lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
     lane->heartbeat_ns = heartbeat_ns;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     dtrain__mpi.worlds++;
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;
@@ -28790,12 +30575,12 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
     for (unsigned turn = 0;; turn++) {
         dtrain_status status = DTRAIN_OK;
         int ended = -1;
-        pthread_mutex_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(&dtrain__mpi_mutex);
         if (lane->collective.bytes == 0)
             status = dtrain__mpi_offload_begin(lane, call);
         if (status == DTRAIN_OK)
             ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
-        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(&dtrain__mpi_mutex);
         if (ended < 0)
             return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;
         if (ended > 0)
@@ -30049,9 +31834,9 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     size_t count = (size_t)group->size;
     size_t *begins = (size_t *)dtrain__alloc(&heap, (2 * count + 1) * sizeof(size_t) + count * sizeof(int));
     dtrain__window_note(group);
-    pid_t process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    long process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
     if (process != 0 && process != dtrain__os_pid()) /* a forked child's: threads of its parent may have held it */
-        pthread_mutex_init(&dtrain__window_mutex, NULL);
+        dtrain__os_mutex_init(&dtrain__window_mutex);
     __atomic_store_n(&dtrain__window_process, dtrain__os_pid(), __ATOMIC_RELAXED);
     dtrain__window_lock(1);
     dtrain__window_sweep(0);
@@ -30110,7 +31895,7 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     int fd = -1;
     if (group->rank == 0 && (memory = (unsigned char *)dtrain__os_share(window->bytes, &fd)) != NULL &&
         dtrain__os_random(memory + key, DTRAIN__WINDOW_KEY_BYTES) == 0) {
-        dtrain__put_le(offer, (uint64_t)getpid(), 8);
+        dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
         dtrain__put_le(offer + 8, (uint64_t)fd, 8);
         memcpy(offer + 16, memory + key, DTRAIN__WINDOW_KEY_BYTES);
     }
@@ -30118,13 +31903,13 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     uint64_t process = dtrain__get_le(offer, 8), id = dtrain__get_le(offer + 16, 8);
     if (status == DTRAIN_OK && group->rank != 0 && process > 0 && process <= INT_MAX)
         memory =
-            (unsigned char *)dtrain__os_share_open((pid_t)process, (int)dtrain__get_le(offer + 8, 8), window->bytes);
+            (unsigned char *)dtrain__os_share_open((long)process, (int)dtrain__get_le(offer + 8, 8), window->bytes);
     int32_t good =
         memory != NULL && process > 0 && id != 0 && memcmp(memory + key, offer + 16, DTRAIN__WINDOW_KEY_BYTES) == 0;
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(group, &good, &good, 1, DTRAIN_I32, DTRAIN_MIN);
     if (fd >= 0)
-        close(fd);
+        dtrain__os_share_close(fd);
     *shared = status == DTRAIN_OK && good;
     if (!*shared && memory != NULL)
         dtrain__os_unreserve(memory, window->bytes);
@@ -30897,7 +32682,7 @@ static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *w
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL, which needs none",
-        strerror(error), without);
+        dtrain__os_error_text(error), without);
 }
 
 /* Checks a call as on the CPU, before a peer sees any of it. */
@@ -31256,7 +33041,7 @@ struct dtrain__processes {
 static void dtrain__processes_close_offer(dtrain_device_group *group)
 {
     if (group->processes != NULL && group->processes->page_fd >= 0) {
-        close(group->processes->page_fd);
+        dtrain__os_share_close(group->processes->page_fd);
         group->processes->page_fd = -1;
     }
 }
@@ -31284,11 +33069,11 @@ static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
 {
     dtrain__processes_words *own = &group->processes->page->ranks[group->comm->rank];
     int known;
-    own->began = dtrain__os_process_began(getpid(), &known);
+    own->began = dtrain__os_process_began(dtrain__os_self(), &known);
     if (own->began == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc: mount it");
     own->passed[0] = own->passed[1] = DTRAIN__PROCESSES_NUMBER;
-    __atomic_store_n(&own->process, (uint64_t)getpid(), __ATOMIC_SEQ_CST);
+    __atomic_store_n(&own->process, (uint64_t)dtrain__os_self(), __ATOMIC_SEQ_CST);
     return DTRAIN_OK;
 }
 
@@ -31298,7 +33083,7 @@ static void dtrain__processes_offer(dtrain_device_group *group)
     const dtrain_device_ops *ops = group->device->ops;
     dtrain__device_note *note = &group->mine;
     snprintf(note->handles, sizeof note->handles, "%s", ops->handles);
-    note->process = (uint64_t)getpid();
+    note->process = (uint64_t)dtrain__os_self();
     if (group->comm->rank != 0 || dtrain__processes_new(group) != DTRAIN_OK)
         return;
     dtrain__processes *all = group->processes;
@@ -31319,8 +33104,7 @@ static dtrain_status dtrain__processes_join(dtrain_device_group *group)
     dtrain_status status = dtrain__processes_new(group);
     if (status != DTRAIN_OK)
         return status;
-    page =
-        (dtrain__processes_page *)dtrain__os_share_open((pid_t)first->process, (int)first->page_fd - 1, sizeof *page);
+    page = (dtrain__processes_page *)dtrain__os_share_open((long)first->process, (int)first->page_fd - 1, sizeof *page);
     group->processes->page = page;
     if (page == NULL || memcmp(page->key, first->page_key, sizeof page->key) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -31337,7 +33121,7 @@ static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group
     for (int rank = 0; rank < group->comm->size; rank++) {
         int known;
         uint64_t process = __atomic_load_n(&ranks[rank].process, __ATOMIC_SEQ_CST);
-        if (process == 0 || dtrain__os_process_began((pid_t)process, &known) != ranks[rank].began)
+        if (process == 0 || dtrain__os_process_began((long)process, &known) != ranks[rank].began)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "it cannot see rank %d's process", rank);
         for (int other = 0; other < rank; other++)
             if (ranks[other].process == process)
@@ -31361,7 +33145,7 @@ static int dtrain__processes_gone(const dtrain_device_group *group, int rank)
 {
     const dtrain__processes_words *words = &group->processes->page->ranks[rank];
     int known;
-    uint64_t began = dtrain__os_process_began((pid_t)words->process, &known);
+    uint64_t began = dtrain__os_process_began((long)words->process, &known);
     return known && began != words->began;
 }
 
@@ -31394,14 +33178,13 @@ static int dtrain__processes_is_out(dtrain_device_group *group, int rank)
 /* Pauses between two looks at a device. */
 static void dtrain__processes_sleep(dtrain_comm *comm, unsigned turn)
 {
-    struct timespec nap = dtrain__os_timespec(1000000);
     if (turn < DTRAIN__BELL_YIELDS) {
-        sched_yield();
+        dtrain__os_yield();
         return;
     }
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL && comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, dtrain__os_now_ns());
-    nanosleep(&nap, NULL);
+    dtrain__os_sleep(1000000);
 }
 
 /* ---- numbers that queues write and await ----
@@ -31710,7 +33493,7 @@ static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, con
     int lost = 0;
     while (!(lost = dtrain__processes_gone(group, rank) || dtrain__group_has_left(comm, rank)) &&
            dtrain__os_now_ns() < until)
-        sched_yield(); /* a process that ends closes its files first: look again */
+        dtrain__os_yield(); /* a process that ends closes its files first: look again */
     if (!lost) {
         dtrain__report(&said);
         return dtrain__device_failed(group, op, comm->number, status);
@@ -32376,7 +34159,7 @@ static void dtrain__flags_leave(dtrain_device_group *group)
         dtrain__flags_settle(group);
         for (int rank = 0; rank < group->comm->size; rank++)
             while (__atomic_load_n(&shared->state[rank], __ATOMIC_SEQ_CST) == DTRAIN__FLAGS_NAMED)
-                sched_yield();
+                dtrain__os_yield();
         if (__atomic_sub_fetch(&shared->members, 1, __ATOMIC_SEQ_CST) == 0)
             dtrain__free(&heap, shared);
         group->flags = NULL;
@@ -32696,15 +34479,15 @@ static void dtrain__hosts_free(dtrain_device_group *group)
  * Partial sums of 16-bit floats are float32, for which no buffer has room: such calls go STAGED among all ranks. */
 
 /* Breaks all groups after a phase failed; this thread's last error says why. */
-static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int far,
+static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int between,
                                           dtrain_status status)
 {
     dtrain_comm *comm = group->comm;
     const dtrain__hosts *hosts = group->hosts;
-    int first = far ? hosts->place : comm->rank - hosts->place;
+    int first = between ? hosts->place : comm->rank - hosts->place;
     dtrain__fail(&comm->error, status, "%s on rank %d, %s (whose ranks 0, 1 are ranks %d, %d of the group): %s",
                  dtrain__device_text(comm, whole, comm->number).text, comm->rank,
-                 far ? "between hosts" : "inside its host", first, first + (far ? hosts->each : 1),
+                 between ? "between hosts" : "inside its host", first, first + (between ? hosts->each : 1),
                  dtrain__status_cause(&dtrain__thread_error));
     dtrain__error cause = dtrain__thread_error;
     status = dtrain__device_break(group);
@@ -32904,7 +34687,7 @@ struct dtrain__async {
     dtrain__error error;                /* the last error that no earlier error caused */
     int broken;                         /* that error broke the group */
     dtrain__worker worker;
-    pid_t process;
+    long process;
 };
 
 /* Makes a checked call in the group's mode. */
@@ -32994,7 +34777,7 @@ static dtrain_status dtrain__async_forked(const dtrain__async *async, const char
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
         "%s: process %ld made this group of devices, and this is its forked child %ld: make a group after the fork",
-        call, (long)async->process, (long)getpid());
+        call, async->process, dtrain__os_self());
 }
 
 /* Returns a spare work, or a new one. */
@@ -33041,7 +34824,7 @@ static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrai
 {
     dtrain__async *async = group->async;
     *made = NULL;
-    if (async->process != getpid())
+    if (async->process != dtrain__os_self())
         return dtrain__async_forked(async, dtrain__op_kind_name((uint64_t)op->kind));
     dtrain_status status = dtrain__op_check(&async->shell, op);
     if (status != DTRAIN_OK)
@@ -33084,7 +34867,7 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
         return DTRAIN_OK;
     dtrain__async *async = work->async;
     dtrain_device *own = async->group->device;
-    if (async->process != getpid())
+    if (async->process != dtrain__os_self())
         return dtrain__async_forked(async, "device_work_wait");
     device = device != NULL ? device : async->caller;
     if (own != NULL && device->ops != own->ops)
@@ -33110,7 +34893,7 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
 /* Gives the times of a work's call. If it has not ended, returns 0 and leaves them as they are. */
 static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
-    if (work->async->process != getpid() || !dtrain__worker_is_done(&work->async->worker, work->job.number))
+    if (work->async->process != dtrain__os_self() || !dtrain__worker_is_done(&work->async->worker, work->job.number))
         return 0;
     *begin_ns = work->begin_ns;
     *end_ns = work->end_ns;
@@ -33132,7 +34915,7 @@ static dtrain_status dtrain__async_create(dtrain_device_group *group)
     async->caller = group->device;
     async->shell.rank = comm->rank;
     async->shell.size = comm->size;
-    async->process = getpid();
+    async->process = dtrain__os_self();
     async->worker.owner = async;
     async->worker.perform = dtrain__async_perform;
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL)
@@ -33163,7 +34946,7 @@ static int dtrain__async_stop(dtrain_device_group *group)
     dtrain__async *async = group->async;
     if (async == NULL)
         return 1;
-    if (async->process != getpid())
+    if (async->process != dtrain__os_self())
         return 0;
     if (async->worker.threaded &&
         !dtrain__async_wait(async, async->worker.posted, dtrain__os_now_ns() + DTRAIN__ASYNC_GRACE_NS))
@@ -39779,7 +41562,7 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
     if (pages->users == NULL || pages->base == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "the system does not reserve %zu bytes of addresses: %s: see its limit (ulimit -v)",
-                            pages->reserved, strerror(errno));
+                            pages->reserved, dtrain__os_error_text(errno));
     pages->moves = dtrain__os_moves();
     return DTRAIN_OK;
 }
@@ -40486,10 +42269,9 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
  * in one unit. Ranges open and close. Pages without an open range are closed: pages of parameters to all use, pages of
  * gradients to writing. Pages that also hold other data stay open.
  *
- * A handler of SIGSEGV and SIGBUS prints one line that names the closed range. Then it calls the handler that was there
- * before, or lets the fault happen again and end the process. It takes no lock and calls only write(). It may read the
- * list of objects at any time, so removing an object waits until no handler reads. The first object installs the
- * handler. The last one removes it, unless the program has replaced it. */
+ * A handler of faults prints one line that names the closed range, and passes the fault on. It takes no lock and calls
+ * only write(). It may read the list of objects at any time, so removing an object waits until no handler reads. The
+ * first object installs the handler, the last one removes it. */
 #ifndef DTRAIN__GUARD
 #define DTRAIN__GUARD
 
@@ -40521,9 +42303,6 @@ typedef struct dtrain__guard {
 static dtrain__guard *dtrain__guard_first;
 static uint32_t dtrain__guard_readers; /* handlers that read the list */
 static uint32_t dtrain__guard_owner;   /* the process that is changing the list; 0: none. A child may inherit it */
-static const int dtrain__guard_signals[2] = {SIGSEGV, SIGBUS};
-static struct sigaction dtrain__guard_before[2];
-static int dtrain__guard_installed[2];
 
 /* ---- the handler ---- */
 
@@ -40589,6 +42368,7 @@ static void dtrain__guard_describe(dtrain__guard_line *line, const dtrain__guard
     line->text[line->bytes++] = '\n';
 }
 
+/* Says which closed range a fault was in. It runs in the handler. */
 static void dtrain__guard_report(uintptr_t address, int writes)
 {
     dtrain__guard_line line;
@@ -40602,50 +42382,19 @@ static void dtrain__guard_report(uintptr_t address, int writes)
     }
     __atomic_sub_fetch(&dtrain__guard_readers, 1, __ATOMIC_SEQ_CST);
     if (line.bytes > 0) {
-        ssize_t ignored = write(2, line.text, line.bytes);
+        ssize_t ignored = dtrain__os_write(2, line.text, line.bytes);
         (void)ignored;
     }
-}
-
-/* Treats a signal as it would be treated without this handler. */
-static void dtrain__guard_pass_on(int number, siginfo_t *info, void *context)
-{
-    const struct sigaction *before = &dtrain__guard_before[number == dtrain__guard_signals[1]];
-    struct sigaction normal;
-    int sent = info->si_code <= 0; /* by kill(). A fault would happen again */
-    int none = !(before->sa_flags & SA_SIGINFO) && (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN);
-    if (none && sent && before->sa_handler == SIG_IGN)
-        return;
-    if (none || (before->sa_flags & (int)SA_RESETHAND)) {
-        memset(&normal, 0, sizeof normal);
-        normal.sa_handler = SIG_DFL;
-        sigaction(number, &normal, NULL);
-    }
-    if (none && sent)
-        raise(number);
-    else if (!none && (before->sa_flags & SA_SIGINFO))
-        before->sa_sigaction(number, info, context);
-    else if (!none)
-        before->sa_handler(number);
-}
-
-static void dtrain__guard_handle(int number, siginfo_t *info, void *context)
-{
-    int kept = errno;
-    if (info->si_code > 0)
-        dtrain__guard_report((uintptr_t)info->si_addr, dtrain__os_fault_writes(context));
-    errno = kept;
-    dtrain__guard_pass_on(number, info, context);
 }
 
 /* ---- the list ---- */
 
 static void dtrain__guard_lock(void)
 {
-    uint32_t mine = (uint32_t)getpid(), owner = 0;
+    uint32_t mine = (uint32_t)dtrain__os_self(), owner = 0;
     while (!__atomic_compare_exchange_n(&dtrain__guard_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
         if (owner == mine) { /* else the parent was changing the list when it forked this process */
-            sched_yield();
+            dtrain__os_yield();
             owner = 0;
         }
     }
@@ -40654,32 +42403,6 @@ static void dtrain__guard_lock(void)
 static void dtrain__guard_unlock(void)
 {
     __atomic_store_n(&dtrain__guard_owner, 0u, __ATOMIC_SEQ_CST);
-}
-
-/* Installs the handler once. If the program has replaced it, the program's handler may call it. A second one would then
- * call itself through that. */
-static void dtrain__guard_install(int index)
-{
-    const int as_before = (int)SA_ONSTACK | (int)SA_RESTART | (int)SA_NODEFER;
-    struct sigaction now, ours;
-    if (dtrain__guard_installed[index] || sigaction(dtrain__guard_signals[index], NULL, &now) != 0)
-        return;
-    ours = now;
-    ours.sa_sigaction = dtrain__guard_handle;
-    ours.sa_flags = (int)SA_SIGINFO | (now.sa_flags & as_before);
-    if (!(now.sa_flags & SA_SIGINFO) && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN))
-        ours.sa_flags = (int)SA_SIGINFO | (int)SA_ONSTACK;
-    dtrain__guard_before[index] = now;
-    dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &ours, NULL) == 0;
-}
-
-static void dtrain__guard_uninstall(int index)
-{
-    struct sigaction now;
-    if (!dtrain__guard_installed[index] || sigaction(dtrain__guard_signals[index], NULL, &now) != 0 ||
-        !(now.sa_flags & SA_SIGINFO) || now.sa_sigaction != dtrain__guard_handle)
-        return;
-    dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &dtrain__guard_before[index], NULL) != 0;
 }
 
 /* Leaves out regions that another object guards. Else one object would close memory that the other uses. */
@@ -40718,8 +42441,7 @@ static void dtrain__guard_add(dtrain__guard *guard)
     dtrain__guard_skip_shared(guard);
     guard->next = dtrain__guard_first;
     __atomic_store_n(&dtrain__guard_first, guard, __ATOMIC_SEQ_CST);
-    for (int i = 0; i < 2; i++)
-        dtrain__guard_install(i);
+    dtrain__os_watch_faults(dtrain__guard_report);
     dtrain__guard_unlock();
 }
 
@@ -40731,13 +42453,13 @@ static void dtrain__guard_remove(dtrain__guard *guard)
         at = &(*at)->next;
     if (*at == guard)
         __atomic_store_n(at, guard->next, __ATOMIC_SEQ_CST);
-    for (int i = 0; i < 2 && dtrain__guard_first == NULL; i++)
-        dtrain__guard_uninstall(i);
+    if (dtrain__guard_first == NULL)
+        dtrain__os_unwatch_faults();
     dtrain__guard_unlock();
     /* a handler takes little time; or it ran in the parent, and its count will never fall */
     int64_t until_ns = dtrain__os_now_ns() + 1000000000;
     while (__atomic_load_n(&dtrain__guard_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
-        sched_yield();
+        dtrain__os_yield();
 }
 
 /* ---- ranges ---- */
@@ -40828,7 +42550,7 @@ static void dtrain__guard_protect(dtrain__guard *guard, const dtrain__guard_regi
     dtrain__guard_off(guard);
     dtrain__log(DTRAIN_LOG_WARN,
                 "DTRAIN_DEBUG: rank %d cannot protect memory (%s): nothing is watched, training goes on", guard->rank,
-                strerror(error));
+                dtrain__os_error_text(error));
 }
 
 /* Counts one more or one fewer open range at addresses [begin, end), and opens or closes their pages. */
@@ -41716,9 +43438,9 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     comm->apart = 1;
     int error = dtrain__worker_start(&reducer->worker);
     if (error != 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO,
-                              "the system refused a thread (%s): set no_overlap to send without one",
-                              strerror(error));
+        status =
+            dtrain__fail(NULL, DTRAIN_ERR_IO, "the system refused a thread (%s): set no_overlap to send without one",
+                         dtrain__os_error_text(error));
     return status;
 }
 
@@ -44154,7 +45876,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
     if (error == 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_fsdp_trace: rank %d cannot write %s: %s", dtrain__fsdp_rank(fsdp),
-                        path, strerror(error));
+                        path, dtrain__os_error_text(error));
 }
 
 #endif
@@ -49545,7 +51267,7 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
         } else if (status == DTRAIN_OK && dtrain__os_now_ns() - heard_ns >= limit) {
             status = dtrain__server_silent(s);
         } else if (idle < DTRAIN__SERVER_IDLE_TURNS) {
-            sched_yield();
+            dtrain__os_yield();
         } else {
             dtrain__server_sleep(s);
         }
@@ -49678,7 +51400,7 @@ struct dtrain_local_sgd {
     double *weights;                                     /* of the steps since each fragment's snapshot */
     uint64_t *counters;                                  /* steps, then rounds of each fragment */
     dtrain_local_sgd_stats stats;
-    pthread_mutex_t mutex;
+    dtrain__os_mutex mutex;
     dtrain__worker worker;
     dtrain__bell to_caller;
     uint32_t news; /* counts rings of the caller's bell */
@@ -49994,9 +51716,9 @@ static void dtrain__rounds_tell(dtrain_local_sgd *local)
 
 static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
 {
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     local->stats.sent_bytes += bytes;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
 }
 
 /* Aborts the groups if the object is being destroyed while the thread may wait for others. The mutex is held. */
@@ -50014,10 +51736,10 @@ static void dtrain__rounds_cut(dtrain_local_sgd *local)
 /* Says whether the thread may wait for others from here on. */
 static void dtrain__rounds_busy(dtrain_local_sgd *local, int busy)
 {
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     local->busy = busy;
     dtrain__rounds_cut(local);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
 }
 
 /* Agrees with all members that are left. Returns 1 if every one of them can, 0 if one cannot, and -1 if the others go
@@ -50046,12 +51768,12 @@ static int dtrain__rounds_find_server(const dtrain_local_sgd *local, const dtrai
 static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm *up, dtrain_comm *down)
 {
     dtrain_comm *old = local->group, *old_up = local->up, *old_down = local->down;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     local->group = group;
     local->up = up;
     local->down = down;
     local->stats.left = dtrain_comm_size(group);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         local->fragments[i].opened_ns = 0;
     local->told = 0;
@@ -50092,12 +51814,12 @@ static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_c
 /* This rank makes its rounds alone from here on. */
 static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
 {
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (!dtrain__rounds_stopping(local)) {
         dtrain__fail(&local->error, DTRAIN_ERR_PEER_LOST, "local_sgd: rank %d goes on alone: %.500s", local->rank, why);
         dtrain__log(DTRAIN_LOG_WARN, "%s", local->error.text);
     }
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     dtrain__rounds_set_groups(local, NULL, NULL, NULL);
 }
 
@@ -50141,10 +51863,10 @@ static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const ch
 {
     dtrain__error cause;
     int before = dtrain_comm_size(local->group), made = 0, closed = 1; /* closed: all have finished, and may leave */
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         closed &= local->fragments[i].closed;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "%.500s", why);
     DTRAIN_IGNORE(dtrain_comm_abort(local->up, cause.text));
     DTRAIN_IGNORE(dtrain_comm_abort(local->down, cause.text));
@@ -50452,7 +52174,7 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     outer.kind = DTRAIN_SGD;
     outer.momentum = local->desc.outer_momentum;
     outer.nesterov = 1;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (local->counters[1 + fragment] < (uint64_t)local->desc.warmup_rounds)
         outer.momentum = 0.0f; /* leaves the velocity as it is */
     if (total > 0.0 && f->count > 0) {
@@ -50479,7 +52201,7 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
         f->state = DTRAIN__ROUNDS_LANDED;
     else if (f->state != DTRAIN__ROUNDS_LANDED)
         f->behind = 1;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     int64_t now = dtrain__os_now_ns();
     local->gap_ns = now - local->made_ns;
     local->made_ns = now;
@@ -50492,13 +52214,13 @@ static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *we
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     int flags = 0;
     *weight = 0.0;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (f->state == DTRAIN__ROUNDS_READY) {
         f->state = DTRAIN__ROUNDS_FLYING;
         flags = f->flags;
         *weight = f->handed;
     }
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return flags;
 }
 
@@ -50599,10 +52321,10 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     }
     if (reduced && f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL)
         memcpy(dtrain__compressed_residual(f->pack), local->saved, f->count * sizeof(float));
-    pthread_mutex_lock(&local->mutex); /* this rank hands its difference in again */
+    dtrain__os_lock(&local->mutex); /* this rank hands its difference in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     if (status != DTRAIN_OK)
         dtrain__report(&cause);
     else
@@ -50647,13 +52369,13 @@ static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
 static int dtrain__rounds_flags(dtrain_local_sgd *local, uint64_t *words)
 {
     int any = 0;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++) {
         const dtrain__rounds_fragment *f = &local->fragments[i];
         words[i] = f->state == DTRAIN__ROUNDS_READY ? (uint64_t)f->flags : 0;
         any |= words[i] != 0;
     }
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return any;
 }
 
@@ -50673,11 +52395,11 @@ static dtrain_status dtrain__rounds_send(dtrain_local_sgd *local, dtrain_comm *o
 static int dtrain__rounds_came(dtrain_work *work)
 {
     dtrain_comm *comm = work->comm;
-    if (pthread_mutex_trylock(&comm->drive_mutex) != 0)
+    if (!dtrain__os_try_lock(&comm->drive_mutex))
         return 0; /* asked again soon */
     int came = work->ended || dtrain_work_done(work);
     dtrain__error error = work->op.error;
-    pthread_mutex_unlock(&comm->drive_mutex);
+    dtrain__os_unlock(&comm->drive_mutex);
     return came && dtrain__report(&error) != DTRAIN_OK ? -1 : came;
 }
 
@@ -50880,7 +52602,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
         dtrain_compressed_destroy(local->fragments[i].pack);
     dtrain__free(allocator, local->block);
     dtrain__free(allocator, local->params.ranges);
-    pthread_mutex_destroy(&local->mutex);
+    dtrain__os_mutex_free(&local->mutex);
     dtrain__free(allocator, local);
 }
 
@@ -50996,7 +52718,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
     int error = dtrain__worker_start(&local->worker);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_local_sgd_create: the system gives no thread: %s",
-                            strerror(error));
+                            dtrain__os_error_text(error));
     return DTRAIN_OK;
 }
 
@@ -51016,7 +52738,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     made->ranks = dtrain_comm_size(comm);
     made->timeout_ms = comm->desc.timeout_ms;
     made->server = -1;
-    pthread_mutex_init(&made->mutex, NULL);
+    dtrain__os_mutex_init(&made->mutex);
     dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
     dtrain__params_given given = {
         table, count, 0, &made->desc, dtrain__rounds_fields, DTRAIN__ROUNDS_FIELDS, made->desc.compress};
@@ -51051,11 +52773,11 @@ static int dtrain__rounds_under_way(dtrain_local_sgd *local, int fragment, uint3
 {
     int under_way = 0;
     *news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         under_way |= (fragment < 0 || i == fragment) && (local->fragments[i].state == DTRAIN__ROUNDS_READY ||
                                                          local->fragments[i].state == DTRAIN__ROUNDS_FLYING);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return under_way;
 }
 
@@ -51065,10 +52787,10 @@ static void dtrain__rounds_wait_for_news(dtrain_local_sgd *local, uint32_t news,
     int64_t began = dtrain__os_now_ns();
     for (unsigned turn = 0; !dtrain__rounds_has_news(&wait) && dtrain__os_now_ns() < until_ns; turn++)
         dtrain__bell_wait(&local->to_caller, turn, until_ns, dtrain__rounds_has_news, &wait);
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (local->group != NULL)
         dtrain__work_blocked(local->group, began);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
 }
 
 /* Returns the deadline of a round that begins now, with its window or without. */
@@ -51101,14 +52823,14 @@ static int dtrain__rounds_step_fragment(dtrain_local_sgd *local, int fragment)
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     uint64_t step = local->counters[0], overlap = (uint64_t)local->desc.overlap;
     int waits;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (step >= f->snapshot + overlap)
         dtrain__rounds_apply(local, fragment);
     f->due |= step % (uint64_t)local->desc.steps == (uint64_t)f->boundary;
     if (f->due && (f->state == DTRAIN__ROUNDS_IDLE || f->state == DTRAIN__ROUNDS_READY))
         dtrain__rounds_snapshot(local, fragment, 0);
     waits = local->desc.blocking && f->state != DTRAIN__ROUNDS_IDLE && step == f->snapshot + overlap;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return waits;
 }
 
@@ -51118,13 +52840,13 @@ DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double w
         return dtrain__fail(local != NULL ? &local->error : NULL, DTRAIN_ERR_INVALID,
                             "dtrain_local_sgd_step: %s, weight is %g; expected an object, and a weight of at least 0",
                             local == NULL ? "local is NULL" : "an object", weight);
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     local->counters[0]++;
     local->stats.steps++;
     local->stats.dense_bytes += dtrain__plan_sent_bytes(local->sizes.total, local->ranks);
     for (int i = 0; i < local->desc.fragments; i++)
         local->weights[i] += weight;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++) {
         if (!dtrain__rounds_step_fragment(local, i))
             continue;
@@ -51133,9 +52855,9 @@ DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double w
                         "local_sgd: rank %d goes on without a round of fragment %d, which did not come within "
                         "window_ms and timeout_ms",
                         local->rank, i);
-        pthread_mutex_lock(&local->mutex);
+        dtrain__os_lock(&local->mutex);
         dtrain__rounds_apply(local, i);
-        pthread_mutex_unlock(&local->mutex);
+        dtrain__os_unlock(&local->mutex);
     }
     return DTRAIN_OK;
 }
@@ -51145,10 +52867,10 @@ DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
     if (local == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_sync: the object is NULL: create it first");
     int over = dtrain__rounds_wait_round(local, -1);
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         dtrain__rounds_apply(local, i);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return over ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                                "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; other "
@@ -51161,7 +52883,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
 static int dtrain__rounds_close(dtrain_local_sgd *local, uint64_t *made)
 {
     int closed = 1;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++) {
         dtrain__rounds_fragment *f = &local->fragments[i];
         dtrain__rounds_apply(local, i);
@@ -51172,7 +52894,7 @@ static int dtrain__rounds_close(dtrain_local_sgd *local, uint64_t *made)
         closed &= all;
     }
     *made = local->stats.rounds;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return closed;
 }
 
@@ -51204,9 +52926,9 @@ DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *l
     memset(&stats, 0, sizeof stats);
     if (local == NULL)
         return stats;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     stats = local->stats;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return stats;
 }
 
@@ -51215,10 +52937,10 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
     int count = 0;
     if (local == NULL || ranks == NULL)
         return 0;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (; count < local->stats.members; count++)
         ranks[count] = local->last[count];
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return count;
 }
 
@@ -51257,10 +52979,10 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)
     if (local == NULL)
         return;
     if (dtrain__worker_runs(&local->worker)) {
-        pthread_mutex_lock(&local->mutex);
+        dtrain__os_lock(&local->mutex);
         dtrain__worker_stop(&local->worker);
         dtrain__rounds_cut(local);
-        pthread_mutex_unlock(&local->mutex);
+        dtrain__os_unlock(&local->mutex);
         dtrain__worker_end(&local->worker);
     }
     dtrain_comm_destroy(local->up);
@@ -51384,13 +53106,6 @@ static dtrain_status dtrain__staging_send(dtrain__staging *staging, void *to, si
 #define DTRAIN__LOCK
 
 #define DTRAIN__LOCK_NAME ".lock"
-#ifdef __linux__
-#define DTRAIN__LOCK_OWN 37   /* F_OFD_SETLK, which headers define only with _GNU_SOURCE */
-#define DTRAIN__LOCK_OTHER 36 /* F_OFD_GETLK */
-#else
-#define DTRAIN__LOCK_OWN -1
-#define DTRAIN__LOCK_OTHER -2
-#endif
 enum { DTRAIN__LOCK_TEXT = 100 };    /* bytes of the file: a name padded with spaces */
 enum { DTRAIN__LOCK_PID_BITS = 22 }; /* of a process number, on systems with locks of open files */
 
@@ -51401,49 +53116,41 @@ typedef struct dtrain__lock {
 
 /* Sets or looks for a lock of `bytes` bytes; 0: of all that follow. Returns 0 or an errno, EAGAIN if another holds it.
  * Then *found, unless NULL, is the other's lock. */
-static int dtrain__lock_fcntl(int fd, int command, short type, off_t begin, off_t bytes, struct flock *found)
+static int dtrain__lock_range(int fd, dtrain__os_locking what, dtrain__os_access access, int64_t begin, int64_t bytes,
+                              dtrain__os_range *found)
 {
-    struct flock range;
+    dtrain__os_range range = {access, begin, bytes, 0};
     int result;
-    memset(&range, 0, sizeof range);
-    range.l_type = type;
-    range.l_whence = SEEK_SET;
-    range.l_start = begin;
-    range.l_len = bytes;
     do
-        result = dtrain__file_sys_lock(fd, command, &range);
+        result = dtrain__file_sys_lock(fd, what, &range);
     while (result != 0 && errno == EINTR);
     if (found != NULL)
         *found = range;
     if (result != 0)
         return errno;
-    return (command == F_GETLK || command == DTRAIN__LOCK_OTHER) && range.l_type != F_UNLCK ? EAGAIN : 0;
+    return (what == DTRAIN__OS_LOOK || what == DTRAIN__OS_LOOK_OPEN) && range.access != DTRAIN__OS_UNLOCKED ? EAGAIN
+                                                                                                            : 0;
 }
 
 /* Opens the lock file; only to look at it if another user owns it. Returns 0 or an errno. */
 static int dtrain__lock_open(dtrain__lock *lock, int directory)
 {
-    int flags = O_RDWR | O_CREAT;
+    int flags = DTRAIN__OS_READ_WRITE | DTRAIN__OS_CREATE;
     while (lock->fd < 0) {
-        lock->fd = dtrain__file_sys_open(directory, DTRAIN__LOCK_NAME, flags | O_NOFOLLOW | O_NONBLOCK);
-        if (lock->fd < 0 && flags != O_RDONLY && (errno == EACCES || errno == EPERM || errno == EROFS))
-            flags = O_RDONLY;
+        lock->fd = dtrain__file_sys_open(directory, DTRAIN__LOCK_NAME, flags | DTRAIN__OS_NO_LINK);
+        if (lock->fd < 0 && flags != DTRAIN__OS_READ && (errno == EACCES || errno == EPERM || errno == EROFS))
+            flags = DTRAIN__OS_READ;
         else if (lock->fd < 0)
             return errno;
     }
     return 0;
 }
 
-/* Handles locks of the open file, which other descriptors of this process do not share. */
-static int dtrain__lock_own(int fd, int command, short type, off_t begin, off_t bytes, struct flock *found)
-{
-    return command > 0 && sizeof(off_t) == 8 ? dtrain__lock_fcntl(fd, command, type, begin, bytes, found) : ENOTSUP;
-}
-
 static void dtrain__lock_release(dtrain__lock *lock)
 {
     if (lock->fd >= 0)
-        dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_UNLCK, 1, 0, NULL); /* a forked child may hold the file too */
+        dtrain__lock_range(lock->fd, DTRAIN__OS_LOCK_OPEN, DTRAIN__OS_UNLOCKED, 1, 0,
+                           NULL); /* a forked child may hold the file too */
     dtrain__file_close(lock->fd);
     lock->fd = -1;
 }
@@ -51464,16 +53171,16 @@ static void dtrain__lock_read(int fd, char name[DTRAIN__LOCK_TEXT + 1])
  * another errno. */
 static int dtrain__lock_others(int fd, int64_t host)
 {
-    struct flock found;
-    memset(&found, 0, sizeof found);
-    int error = dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, 1, 0, &found);
-    int64_t holder = (int64_t)found.l_start - 1;
-    pid_t pid = (pid_t)(holder & (((int64_t)1 << DTRAIN__LOCK_PID_BITS) - 1));
-    if (error != EAGAIN || holder < 0 || holder >> DTRAIN__LOCK_PID_BITS != host || pid <= 0 || kill(pid, 0) == 0 ||
-        errno != ESRCH)
+    dtrain__os_range found;
+    int error = dtrain__lock_range(fd, DTRAIN__OS_LOOK_OPEN, DTRAIN__OS_FOR_WRITING, 1, 0, &found);
+    int64_t holder = found.begin - 1;
+    long pid = (long)(holder & (((int64_t)1 << DTRAIN__LOCK_PID_BITS) - 1));
+    if (error != EAGAIN || holder < 0 || holder >> DTRAIN__LOCK_PID_BITS != host || pid <= 0 ||
+        dtrain__os_is_running(pid))
         return error;
-    error = dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, 1, found.l_start - 1, NULL);
-    return error != 0 ? error : dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, found.l_start + 1, 0, NULL);
+    error = dtrain__lock_range(fd, DTRAIN__OS_LOOK_OPEN, DTRAIN__OS_FOR_WRITING, 1, found.begin - 1, NULL);
+    return error != 0 ? error
+                      : dtrain__lock_range(fd, DTRAIN__OS_LOOK_OPEN, DTRAIN__OS_FOR_WRITING, found.begin + 1, 0, NULL);
 }
 
 /* Writes the holder's name, and finds out whether another checkpointer may save. Without locks of open files, the text
@@ -51481,11 +53188,12 @@ static int dtrain__lock_others(int fd, int64_t host)
 static void dtrain__lock_sign(dtrain__lock *lock)
 {
     char host[64] = "?", name[DTRAIN__LOCK_TEXT + 1], before[DTRAIN__LOCK_TEXT + 1];
-    gethostname(host, sizeof host - 1);
-    snprintf(name, sizeof name, "pid %ld on %.60s", (long)getpid(), host);
+    dtrain__os_host_name(host, sizeof host);
+    snprintf(name, sizeof name, "pid %ld on %.60s", dtrain__os_self(), host);
     int64_t number = (int64_t)(dtrain__xxh64_of(host, strlen(host), 0) >> 33);
-    off_t own = (off_t)(1 + (number << DTRAIN__LOCK_PID_BITS | (int64_t)getpid()));
-    dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_RDLCK, own, 1, NULL); /* this process may hold several */
+    int64_t own = 1 + (number << DTRAIN__LOCK_PID_BITS | dtrain__os_self());
+    dtrain__lock_range(lock->fd, DTRAIN__OS_LOCK_OPEN, DTRAIN__OS_FOR_READING, own, 1,
+                       NULL); /* this process may hold several */
     int others = dtrain__lock_others(lock->fd, number);
     dtrain__lock_read(lock->fd, before);
     int differs = strcmp(before, name) != 0;
@@ -51499,10 +53207,11 @@ static void dtrain__lock_sign(dtrain__lock *lock)
 static dtrain_status dtrain__lock_refused(dtrain__lock *lock, const char *path)
 {
     char holder[DTRAIN__LOCK_TEXT + 1], pid[32];
-    struct flock range;
+    dtrain__os_range range;
     dtrain__lock_read(lock->fd, holder);
-    if (dtrain__lock_fcntl(lock->fd, F_GETLK, F_WRLCK, 0, 1, &range) == EAGAIN && range.l_pid > 0) {
-        snprintf(pid, sizeof pid, "pid %ld", (long)range.l_pid); /* a holder on this host that could not sign */
+    if (dtrain__lock_range(lock->fd, DTRAIN__OS_LOOK, DTRAIN__OS_FOR_WRITING, 0, 1, &range) == EAGAIN &&
+        range.process > 0) {
+        snprintf(pid, sizeof pid, "pid %ld", range.process); /* a holder on this host that could not sign */
         size_t length = strlen(pid);
         if (strncmp(holder, pid, length) != 0 || holder[length] != ' ')
             snprintf(holder, sizeof holder, "%s", pid);
@@ -51519,24 +53228,25 @@ static dtrain_status dtrain__lock_refused(dtrain__lock *lock, const char *path)
 static dtrain_status dtrain__lock_take(dtrain__lock *lock, int directory, const char *path)
 {
     int fresh = lock->fd < 0, error = dtrain__lock_open(lock, directory);
-    struct stat status;
+    dtrain__os_facts facts;
     if (error == EACCES || error == EPERM || error == EROFS || error == ENOENT)
         return DTRAIN_OK;
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
                             "checkpoint: opening the lock file \"%.200s/%s\": %s: let this process write it", path,
-                            DTRAIN__LOCK_NAME, strerror(error));
-    if (fresh && (dtrain__file_sys_stat(lock->fd, &status) != 0 || !S_ISREG(status.st_mode))) {
+                            DTRAIN__LOCK_NAME, dtrain__os_error_text(error));
+    if (fresh && (dtrain__file_sys_stat(lock->fd, &facts) != 0 || facts.kind != DTRAIN__OS_IS_FILE)) {
         dtrain__lock_release(lock);
         return dtrain__fail(
             NULL, DTRAIN_ERR_IO,
             "checkpoint: \"%.200s/%s\" is no regular file, as the lock of saving jobs must be: remove it", path,
             DTRAIN__LOCK_NAME);
     }
-    error = dtrain__lock_fcntl(lock->fd, F_SETLK, F_WRLCK, 0, 1, NULL); /* of the process, for all its descriptors */
-    if (error == EBADF) { /* open for reading only: a read lock keeps writers out */
-        error = dtrain__lock_fcntl(lock->fd, F_GETLK, F_WRLCK, 0, 1, NULL);
-        error = error == 0 ? dtrain__lock_fcntl(lock->fd, F_SETLK, F_RDLCK, 0, 1, NULL) : error;
+    error = dtrain__lock_range(lock->fd, DTRAIN__OS_LOCK, DTRAIN__OS_FOR_WRITING, 0, 1,
+                               NULL); /* of the process, for all its descriptors */
+    if (error == EBADF) {             /* open for reading only: a read lock keeps writers out */
+        error = dtrain__lock_range(lock->fd, DTRAIN__OS_LOOK, DTRAIN__OS_FOR_WRITING, 0, 1, NULL);
+        error = error == 0 ? dtrain__lock_range(lock->fd, DTRAIN__OS_LOCK, DTRAIN__OS_FOR_READING, 0, 1, NULL) : error;
     }
     if (error == EACCES || error == EAGAIN)
         return dtrain__lock_refused(lock, path);
@@ -53720,9 +55430,10 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
         int error = no_sync ? 0 : dtrain__file_sync_directory(parent);
         if (error != 0)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: bringing directory \"%s\" to the disk: %s", name,
-                                strerror(error));
+                                dtrain__os_error_text(error));
     } else if (errno != EEXIST) {
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: making directory \"%s\": %s", name, strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: making directory \"%s\": %s", name,
+                            dtrain__os_error_text(errno));
     }
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
@@ -53730,7 +55441,7 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
 /* Returns whether a file exists and can be read. */
 static int dtrain__save_opens(int directory, const char *name)
 {
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ);
     dtrain__file_close(fd);
     return fd >= 0;
 }
@@ -53739,11 +55450,11 @@ static int dtrain__save_opens(int directory, const char *name)
  * INT64_MAX, newer than all. */
 static int64_t dtrain__save_changed(int directory, const char *name)
 {
-    struct stat status;
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+    dtrain__os_facts facts;
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_NO_LINK);
     int64_t when = INT64_MAX;
-    if (fd >= 0 && dtrain__file_sys_stat(fd, &status) == 0 && (int64_t)status.st_mtime < INT64_MAX / 1000000000)
-        when = status.st_mtime > 0 ? (int64_t)status.st_mtime * 1000000000 : 0;
+    if (fd >= 0 && dtrain__file_sys_stat(fd, &facts) == 0 && facts.changed_s < INT64_MAX / 1000000000)
+        when = facts.changed_s > 0 ? facts.changed_s * 1000000000 : 0;
     dtrain__file_close(fd);
     return when;
 }
@@ -53777,7 +55488,7 @@ static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
 
 static int dtrain__save_is_there(int directory, const char *name)
 {
-    struct stat there;
+    dtrain__os_facts there;
     return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
 }
 
@@ -53816,7 +55527,7 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
                             "checkpoint: the directory could not be written when the checkpointer was created: %s: "
                             "allow it, and create another",
-                            strerror(ckpt->refused));
+                            dtrain__os_error_text(ckpt->refused));
     dtrain__part_step_name(step, part->index.facts.step);
     dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
     if (status != DTRAIN_OK)
@@ -53934,7 +55645,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
         int error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
         if (error != 0 && error != EINTR)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
-                                (unsigned long long)ckpt->part.index.facts.step, strerror(error));
+                                (unsigned long long)ckpt->part.index.facts.step, dtrain__os_error_text(error));
         if (marks.failed >= 0)
             return dtrain__save_failed(ckpt, directory, marks.failed);
         if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
@@ -53948,8 +55659,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
             left_until = now + DTRAIN__SAVE_LEFT_NS;
         if (now >= until || now >= left_until)
             return dtrain__save_late(ckpt, for_index, now >= left_until ? left : -1);
-        struct timespec turn = dtrain__os_timespec(pause);
-        nanosleep(&turn, NULL);
+        dtrain__os_sleep(pause);
         pause = pause < longest ? pause * 2 : pause;
     }
 }
@@ -54110,7 +55820,7 @@ static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step,
     char name[32];
     tidy.prunes = prunes;
     dtrain__part_step_name(name, step);
-    tidy.directory = dtrain__file_sys_open(ckpt->directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+    tidy.directory = dtrain__file_sys_open(ckpt->directory, name, DTRAIN__OS_DIRECTORY | DTRAIN__OS_NO_LINK);
     if (tidy.directory < 0)
         return;
     int old = dtrain__save_old(&tidy, ckpt->directory, name);
@@ -54125,7 +55835,7 @@ static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step,
     dtrain__file_close(tidy.directory);
     int used = tidy.alone && step == ckpt->part.index.facts.step;        /* by ranks that have begun this save */
     if (prunes || (old && !tidy.has_index && !tidy.has_before && !used)) /* fails unless it is empty */
-        dtrain__file_sys_unlink(ckpt->directory, name, AT_REMOVEDIR);
+        dtrain__file_sys_unlink(ckpt->directory, name, 1);
 }
 
 static int dtrain__save_find_step(void *user, const char *name)
@@ -54730,7 +56440,7 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     dtrain__error before = dtrain__thread_error;
     void *text = NULL;
     size_t bytes = 0, length;
-    struct stat there;
+    dtrain__os_facts there;
     dtrain_status status =
         dtrain__file_read_all(directory, DTRAIN__SAVE_LATEST, 64, ckpt->allocator, &text, &bytes, "checkpoint");
     memset(name, 0, 32);
@@ -54775,7 +56485,7 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
     }
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.400s\": %s", path,
-                            strerror(error));
+                            dtrain__os_error_text(error));
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "checkpoint: the directory \"%.400s\" holds no checkpoint that is whole: give the directory that holds step-N",
@@ -54913,7 +56623,7 @@ static int dtrain__load_is_float(dtrain_dtype dtype)
 }
 
 /* Adds to the report's text, which ends in dots when it is full. */
-__attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
 {
     size_t used = strlen(load->report.text), room = sizeof load->report.text - used;
     va_list arguments;
@@ -55122,8 +56832,8 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
                 continue;
-            size_t near = dtrain__load_nearest(load, tensor, k);
-            dtrain__load_job job = {index->pieces[near].file, near, load->wants[i].piece};
+            size_t nearest = dtrain__load_nearest(load, tensor, k);
+            dtrain__load_job job = {index->pieces[nearest].file, nearest, load->wants[i].piece};
             if (DTRAIN__INDEX_ADD(load->ckpt->allocator, load->jobs, load->job_count, job) != DTRAIN_OK)
                 return DTRAIN_ERR_MEMORY;
         }
@@ -55523,7 +57233,7 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     dtrain_status status = list.status;
     if (status == DTRAIN_OK && error != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.200s\": %s", ckpt->path,
-                              strerror(error));
+                              dtrain__os_error_text(error));
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status == DTRAIN_OK) {
         status = dtrain__local_gather(ckpt, list.parts, list.count * sizeof *list.parts, DTRAIN__LOCAL_LIST, -1, &told);
@@ -55804,7 +57514,7 @@ static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char
         return dtrain__fail(
             NULL, DTRAIN_ERR_IO,
             "dtrain_checkpoint_create: making directory \"%s\": %s: give a path where this process may make one", path,
-            strerror(error));
+            dtrain__os_error_text(error));
     return status;
 }
 
@@ -55834,12 +57544,12 @@ static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
 /* Rank 0 makes a file for the others to find. */
 static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt, const char *name)
 {
-    int fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
+    int fd = dtrain__file_sys_open(ckpt->base, name, DTRAIN__OS_WRITE | DTRAIN__OS_NEW);
     if (fd < 0 && !dtrain__checkpoint_refuses(errno))
         return dtrain__fail(
             NULL, DTRAIN_ERR_IO,
             "dtrain_checkpoint_create: making a file in directory \"%.200s\": %s: see that its disk has room",
-            ckpt->path, strerror(errno));
+            ckpt->path, dtrain__os_error_text(errno));
     ckpt->refused = fd < 0 ? errno : 0;
     dtrain__file_close(fd);
     return DTRAIN_OK;
@@ -55848,11 +57558,10 @@ static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt, const cha
 /* Returns whether this rank sees rank 0's file. It looks for 3 s: a network file system may show a new file late. */
 static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt, const char *name)
 {
-    struct timespec turn = dtrain__os_timespec(50000000);
     for (int attempt = 0; attempt < 60; attempt++) {
         if (dtrain__save_opens(ckpt->base, name))
             return 1;
-        nanosleep(&turn, NULL);
+        dtrain__os_sleep(50000000);
     }
     return 0;
 }
@@ -55896,7 +57605,7 @@ static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
     dtrain_status status =
         error == 0 ? DTRAIN_OK
                    : dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: the system gave no random number: %s",
-                                  strerror(error));
+                                  dtrain__os_error_text(error));
     if (ckpt->ranks > 1) {
         dtrain_status sent = dtrain_broadcast(ckpt->comm, &nonce, 1, DTRAIN_U64, 0);
         status = status == DTRAIN_OK ? sent : status;
@@ -56134,7 +57843,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
             status = dtrain__fail(
                 &ckpt->error, DTRAIN_ERR_IO,
                 "checkpoint: the system refused rank %d a thread (%s): use dtrain_checkpoint_save, which needs none",
-                ckpt->rank, strerror(error));
+                ckpt->rank, dtrain__os_error_text(error));
     }
     if (status != DTRAIN_OK && state != NULL)
         dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);
@@ -56153,7 +57862,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
         return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_wait on rank %d: process %ld began the save, and this is its forked "
                             "child %ld: wait in the parent",
-                            ckpt->rank, (long)ckpt->worker.process, (long)getpid());
+                            ckpt->rank, ckpt->worker.process, dtrain__os_self());
     ckpt->untold = 0;
     if (ckpt->result.status != DTRAIN_OK)
         ckpt->error = ckpt->result;
@@ -56307,8 +58016,8 @@ static void dtrain__export_end(dtrain__export *all)
 /* Gives the last part of a directory's path. If that names no step ("." or a link), gives that of the resolved path. */
 static void dtrain__export_name(const char *path, char name[32])
 {
-    char real[PATH_MAX];
-    for (int turn = 0; turn < 2 && path != NULL; turn++, path = realpath(path, real)) {
+    char real[DTRAIN__OS_PATH_BYTES];
+    for (int turn = 0; turn < 2 && path != NULL; turn++, path = dtrain__os_real_path(path, real) ? real : NULL) {
         size_t end = strlen(path), begin;
         while (end > 0 && path[end - 1] == '/')
             end--;

@@ -6,7 +6,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
-enum { WIDTH = 16, SIZE = WIDTH * WIDTH, LAYERS = 3, COUNT = LAYERS * SIZE, EXAMPLES = 32, STEPS = 300 };
+enum { WIDTH = 16, LAYER = WIDTH * WIDTH, LAYERS = 3, COUNT = LAYERS * LAYER, EXAMPLES = 32, STEPS = 300 };
 
 /* A layer of the model: out = in + relu(w in) */
 static void forward(const float *w, const float *in, float *out)
@@ -65,14 +65,14 @@ static dtrain_status train(dtrain_comm *world, void *user)
         double loss = 0;
         for (size_t e = 0; e < mine; e++) {
             for (int l = 0; l < LAYERS; l++)
-                forward(w + l * SIZE, h[e][l], h[e][l + 1]);
+                forward(w + l * LAYER, h[e][l], h[e][l + 1]);
             loss += compare(h[e][0], h[e][LAYERS], d[e][LAYERS]) / EXAMPLES;
         }
         for (int l = LAYERS - 1; l >= 0; l--) { /* the sum of layer l travels while layer l - 1 is computed */
-            float *wl = w + l * SIZE, *gl = g + l * SIZE;
+            float *wl = w + l * LAYER, *gl = g + l * LAYER;
             for (size_t e = 0; e < mine; e++)
                 backward(wl, gl, h[e][l], h[e][l + 1], d[e][l + 1], d[e][l]);
-            DTRAIN_CHECK(dtrain_all_reduce_async(world, gl, gl, SIZE, DTRAIN_F32, DTRAIN_SUM, &sums[l]));
+            DTRAIN_CHECK(dtrain_all_reduce_async(world, gl, gl, LAYER, DTRAIN_F32, DTRAIN_SUM, &sums[l]));
         }
         load(h, step + 1, first, mine); /* the last sums travel meanwhile */
         for (int l = 0; l < LAYERS; l++)

@@ -6,7 +6,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
-enum { WIDTH = 16, SIZE = WIDTH * WIDTH, LAYERS = 3, COUNT = LAYERS * SIZE, EXAMPLES = 32, STEPS = 300 };
+enum { WIDTH = 16, LAYER = WIDTH * WIDTH, LAYERS = 3, COUNT = LAYERS * LAYER, EXAMPLES = 32, STEPS = 300 };
 
 /* A layer of the model: out = in + relu(w in) */
 static void forward(const float *w, const float *in, float *out)
@@ -48,7 +48,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
 {
     float w[COUNT], g[COUNT], h[LAYERS + 1][WIDTH], d[LAYERS + 1][WIDTH]; /* h[l] goes into layer l */
     dtrain_param table = {.name = "w", .dtype = DTRAIN_F32, .shape = {LAYERS, WIDTH, WIDTH}, .data = w, .grad = g};
-    dtrain_ddp_desc desc = {.bucket_bytes = sizeof(float) * SIZE}; /* a bucket is one layer; 0 would be 1 MiB */
+    dtrain_ddp_desc desc = {.bucket_bytes = sizeof(float) * LAYER}; /* a bucket is one layer; 0 would be 1 MiB */
     size_t first, mine = dtrain_shard(world, EXAMPLES, dtrain_comm_rank(world), &first); /* this rank's examples */
     dtrain_ddp *ddp;
     (void)user;
@@ -63,10 +63,10 @@ static dtrain_status train(dtrain_comm *world, void *user)
             for (uint64_t i = 0; i < WIDTH; i++)
                 h[0][i] = dtrain_random_normal(step, example * WIDTH + i);
             for (int l = 0; l < LAYERS; l++)
-                forward(w + l * SIZE, h[l], h[l + 1]);
+                forward(w + l * LAYER, h[l], h[l + 1]);
             loss += compare(h[0], h[LAYERS], d[LAYERS]) / EXAMPLES;
             for (int l = LAYERS - 1; l >= 0; l--) {
-                backward(w + l * SIZE, g + l * SIZE, h[l], h[l + 1], d[l + 1], d[l]);
+                backward(w + l * LAYER, g + l * LAYER, h[l], h[l + 1], d[l + 1], d[l]);
                 DTRAIN_CHECK(dtrain_ddp_reduce(ddp, l)); /* after the last example the layer is on its way */
             }
         }

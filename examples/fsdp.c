@@ -6,7 +6,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
-enum { WIDTH = 64, SIZE = WIDTH * WIDTH, LAYERS = 4, COUNT = LAYERS * SIZE, EXAMPLES = 12, STEPS = 100 };
+enum { WIDTH = 64, LAYER = WIDTH * WIDTH, LAYERS = 4, COUNT = LAYERS * LAYER, EXAMPLES = 12, STEPS = 100 };
 
 /* A layer of the model: out = in + relu(w in) */
 static void forward(const float *w, const float *in, float *out)
@@ -69,12 +69,12 @@ static dtrain_status train(dtrain_comm *world, void *user)
                 h[0][i] = dtrain_random_normal((uint64_t)step, (uint64_t)(example * WIDTH + i));
             for (int l = 0; l < LAYERS; l++) {
                 DTRAIN_CHECK(dtrain_fsdp_forward_to(fsdp, l)); /* releases layer l - 1, and starts to gather l + 1 */
-                forward(w + l * SIZE, h[l], h[l + 1]);
+                forward(w + l * LAYER, h[l], h[l + 1]);
             }
             loss += compare(h[0], h[LAYERS], d[LAYERS]) / EXAMPLES;
             for (int l = LAYERS - 1; l >= 0; l--) {
                 DTRAIN_CHECK(dtrain_fsdp_backward_to(fsdp, l)); /* reduces the gradients of layer l + 1 */
-                backward(w + l * SIZE, g + l * SIZE, h[l], h[l + 1], d[l + 1], d[l]);
+                backward(w + l * LAYER, g + l * LAYER, h[l], h[l + 1], d[l + 1], d[l]);
             }
         }
         DTRAIN_CHECK(dtrain_fsdp_step(fsdp, 0.01f));

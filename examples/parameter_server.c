@@ -17,7 +17,7 @@
 
 #include "nn.h"
 
-enum { RANKS = 4, POINTS = 480, HIDDEN = 64, STEPS = 600, PARAMS = 4, COUNT = 5 * HIDDEN + 2 };
+enum { RANKS = 4, SAMPLES = 480, HIDDEN = 64, STEPS = 600, PARAMS = 4, COUNT = 5 * HIDDEN + 2 };
 enum { W1 = 0, B1 = 2 * HIDDEN, W2 = 3 * HIDDEN, B2 = 5 * HIDDEN };
 
 typedef struct form {
@@ -36,9 +36,9 @@ static const form forms[] = {{"synchronous", 0, DTRAIN_COMPRESS_DEFAULT, 0.01f},
 typedef struct net {
     dtrain_param table[PARAMS];
     float params[COUNT], grads[COUNT];
-    float inputs[POINTS * 2], hidden[POINTS * HIDDEN], active[POINTS * HIDDEN], dhidden[POINTS * HIDDEN];
-    float logits[POINTS * 2], dinputs[POINTS * 2];
-    int32_t labels[POINTS];
+    float inputs[SAMPLES * 2], hidden[SAMPLES * HIDDEN], active[SAMPLES * HIDDEN], dhidden[SAMPLES * HIDDEN];
+    float logits[SAMPLES * 2], dinputs[SAMPLES * 2];
+    int32_t labels[SAMPLES];
     size_t first, count; /* of the share */
     int slow;
 } net;
@@ -59,9 +59,9 @@ static void net_open(net *n, uint64_t seed)
     }
     for (size_t i = 0; i < COUNT; i++)
         n->params[i] = i < B1 || (i >= W2 && i < B2) ? 0.5f * dtrain_random_normal(seed, i) : 0;
-    for (uint64_t i = 0; i < POINTS; i++) { /* in an order that gives each rank some of every part of the spirals */
-        uint64_t point = i * 77 % POINTS, arm = point % 2;
-        float along = (float)point / POINTS, angle = 9 * along + 3.14159265f * (float)arm;
+    for (uint64_t i = 0; i < SAMPLES; i++) { /* in an order that gives each rank some of every part of the spirals */
+        uint64_t point = i * 77 % SAMPLES, arm = point % 2;
+        float along = (float)point / SAMPLES, angle = 9 * along + 3.14159265f * (float)arm;
         n->inputs[2 * i] = along * cosf(angle) + 0.02f * dtrain_random_normal(7, 2 * i);
         n->inputs[2 * i + 1] = along * sinf(angle) + 0.02f * dtrain_random_normal(7, 2 * i + 1);
         n->labels[i] = (int32_t)arm;
@@ -130,7 +130,7 @@ static void work(dtrain_server *server, dtrain_optimizer *optimizer, net *n, con
 static void report(const form *f, net *n, const dtrain_server_stats *stats)
 {
     double mib = (double)(stats->sent_bytes + stats->received_bytes) / (1 << 20);
-    printf("%-20s  %5d  %7.4f  %9d  %6.2f\n", f->name, (int)stats->steps, forward(n, 0, POINTS) / POINTS,
+    printf("%-20s  %5d  %7.4f  %9d  %6.2f\n", f->name, (int)stats->steps, forward(n, 0, SAMPLES) / SAMPLES,
            (int)stats->largest_staleness, mib);
 }
 
@@ -150,8 +150,8 @@ static void run_form(dtrain_comm *world, const form *f, net *n)
     net_open(n, (uint64_t)rank); /* dtrain_server_create gives all ranks the server's parameters */
     if (rank >= f->async) { /* this worker's share of the points */
         int workers = ranks - f->async, worker = rank - f->async;
-        n->first = (size_t)(POINTS * worker / workers);
-        n->count = (size_t)(POINTS * (worker + 1) / workers) - n->first;
+        n->first = (size_t)(SAMPLES * worker / workers);
+        n->count = (size_t)(SAMPLES * (worker + 1) / workers) - n->first;
     }
     n->slow = f->async && rank == ranks - 1;
     DTRAIN_CHECK(dtrain_server_create(&server, world, n->table, PARAMS, &desc));

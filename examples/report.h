@@ -9,6 +9,43 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#ifdef _WIN32
+#include <windows.h>
+#endif
+
+#ifdef _WIN32 /* files belong to who may use their directory, and rename replaces none */
+static inline char *report_real_path(const char *path)
+{
+    return _fullpath(NULL, path, 0);
+}
+
+static inline void report_share(int fd)
+{
+    (void)fd;
+}
+
+static inline int report_rename(const char *from, const char *to)
+{
+    return MoveFileExA(from, to, MOVEFILE_REPLACE_EXISTING) ? 0 : -1;
+}
+#else
+static inline char *report_real_path(const char *path)
+{
+    return realpath(path, NULL);
+}
+
+static inline void report_share(int fd)
+{
+    mode_t mask = umask(0); /* mkstemp leaves the file to its owner alone */
+    umask(mask);
+    fchmod(fd, 0666 & ~mask);
+}
+
+static inline int report_rename(const char *from, const char *to)
+{
+    return rename(from, to);
+}
+#endif
 
 /* A file that is being written beside its target, whose place it takes when it is whole. */
 typedef struct report_file {
@@ -39,20 +76,17 @@ static inline int report_open(report_file *out, const char *path)
     if (!there || S_ISREG(info.st_mode))
         snprintf(out->aside, sizeof out->aside, "%s.XXXXXX", path);
     int fd = out->aside[0] != 0 ? mkstemp(out->aside) : -1;
-    if (fd >= 0) {
-        mode_t mask = umask(0); /* mkstemp leaves the file to its owner alone */
-        umask(mask);
-        fchmod(fd, 0666 & ~mask);
-    }
-    out->file = out->aside[0] == 0 ? fopen(path, "w") : fd >= 0 ? fdopen(fd, "w") : NULL;
+    if (fd >= 0)
+        report_share(fd);
+    out->file = out->aside[0] == 0 ? fopen(path, "wb") : fd >= 0 ? fdopen(fd, "wb") : NULL;
     return out->file != NULL ? 0 : report_complain("output", path, strerror(errno));
 }
 
 /* Whether both are to be put in one place, however their paths spell it. */
 static inline int report_same_file(const report_file *a, const report_file *b)
 {
-    char *x = a->aside[0] != 0 ? realpath(a->aside, NULL) : NULL,
-         *y = b->aside[0] != 0 ? realpath(b->aside, NULL) : NULL;
+    char *x = a->aside[0] != 0 ? report_real_path(a->aside) : NULL,
+         *y = b->aside[0] != 0 ? report_real_path(b->aside) : NULL;
     int same = x != NULL && y != NULL && strlen(x) == strlen(y) && memcmp(x, y, strlen(x) - 6) == 0; /* 6: XXXXXX */
     free(x);
     free(y);
@@ -64,7 +98,7 @@ static inline int report_close(report_file *out)
     int bad = ferror(out->file);
     bad |= fclose(out->file) != 0;
     out->file = NULL;
-    if (bad || (out->aside[0] != 0 && rename(out->aside, out->path) != 0))
+    if (bad || (out->aside[0] != 0 && report_rename(out->aside, out->path) != 0))
         return report_complain("output", out->path, "could not be written; is the disk full?");
     return 0;
 }

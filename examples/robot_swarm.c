@@ -16,7 +16,7 @@
 #include "nn.h"
 
 enum { W1, B1, W2, B2, W3, B3, PARAMS };
-enum { HIDDEN = 48, UNITS = 3, POINTS = 64, SEEN = 512 };
+enum { HIDDEN = 48, UNITS = 3, SAMPLES = 64, SEEN = 512 };
 enum { ROBOTS = 4, SLOW = 2, DIES = 3, STEPS = 400, LAST_STEP = 150 };
 
 static const float learning_rate = 0.01f;
@@ -26,8 +26,8 @@ static const size_t shapes[PARAMS][2] = {{HIDDEN, 2}, {HIDDEN, 0}, {HIDDEN, HIDD
 typedef struct net {
     dtrain_param table[PARAMS];
     float params[PARAMS][HIDDEN * HIDDEN], grads[PARAMS][HIDDEN * HIDDEN];
-    float x[UNITS][POINTS * HIDDEN], sum[UNITS][POINTS * HIDDEN]; /* what a layer reads, and what it gives */
-    float dx[POINTS * HIDDEN], dsum[POINTS * HIDDEN];
+    float x[UNITS][SAMPLES * HIDDEN], sum[UNITS][SAMPLES * HIDDEN]; /* what a layer reads, and what it gives */
+    float dx[SAMPLES * HIDDEN], dsum[SAMPLES * HIDDEN];
 } net;
 
 static void net_init(net *n)
@@ -66,35 +66,35 @@ static size_t outputs_of(int unit)
     return unit == UNITS - 1 ? 2 : HIDDEN;
 }
 
-/* The summed loss of POINTS points from `first` on; the last layer's sums become its gradient. */
+/* The summed loss of SAMPLES points from `first` on; the last layer's sums become its gradient. */
 static double forward(net *n, int robot, uint64_t first)
 {
-    int32_t labels[POINTS];
-    for (int k = 0; k < POINTS; k++)
+    int32_t labels[SAMPLES];
+    for (int k = 0; k < SAMPLES; k++)
         look(n, robot, (first + (uint64_t)k) % SEEN, k, labels);
     for (int unit = 0; unit < UNITS; unit++) {
-        nn_linear_forward(n->sum[unit], n->x[unit], n->params[2 * unit], n->params[2 * unit + 1], POINTS,
+        nn_linear_forward(n->sum[unit], n->x[unit], n->params[2 * unit], n->params[2 * unit + 1], SAMPLES,
                           inputs_of(unit), outputs_of(unit));
         if (unit < UNITS - 1)
-            nn_gelu_forward(n->x[unit + 1], n->sum[unit], POINTS * HIDDEN);
+            nn_gelu_forward(n->x[unit + 1], n->sum[unit], SAMPLES * HIDDEN);
     }
-    return nn_cross_entropy(n->sum[UNITS - 1], labels, POINTS, 2);
+    return nn_cross_entropy(n->sum[UNITS - 1], labels, SAMPLES, 2);
 }
 
 static dtrain_status train_step(net *n, dtrain_optimizer *optimizer, int robot, uint64_t step)
 {
-    forward(n, robot, step * POINTS);
+    forward(n, robot, step * SAMPLES);
     memset(n->grads, 0, sizeof n->grads);
-    memcpy(n->dsum, n->sum[UNITS - 1], POINTS * 2 * sizeof(float));
+    memcpy(n->dsum, n->sum[UNITS - 1], SAMPLES * 2 * sizeof(float));
     for (int unit = UNITS - 1; unit >= 0; unit--) {
         nn_linear_backward(n->dx, n->grads[2 * unit], n->grads[2 * unit + 1], n->dsum, n->x[unit], n->params[2 * unit],
-                           POINTS, inputs_of(unit), outputs_of(unit));
+                           SAMPLES, inputs_of(unit), outputs_of(unit));
         if (unit > 0)
-            nn_gelu_backward(n->dsum, n->dx, n->sum[unit - 1], POINTS * HIDDEN);
+            nn_gelu_backward(n->dsum, n->dx, n->sum[unit - 1], SAMPLES * HIDDEN);
     }
     for (int i = 0; i < PARAMS; i++)
         for (size_t k = 0; k < dtrain_param_elements(&n->table[i]); k++)
-            n->grads[i][k] /= POINTS;
+            n->grads[i][k] /= SAMPLES;
     return dtrain_optimizer_step(optimizer, learning_rate);
 }
 
@@ -103,7 +103,7 @@ static double loss_of_all(net *n)
 {
     double loss = 0;
     for (int robot = 0; robot < ROBOTS; robot++)
-        for (uint64_t first = 0; first < SEEN; first += POINTS)
+        for (uint64_t first = 0; first < SEEN; first += SAMPLES)
             loss += forward(n, robot, first);
     return loss / (ROBOTS * SEEN);
 }
@@ -170,7 +170,7 @@ static int robot_main(int robot, const char *root)
         if (robot == DIES && step == LAST_STEP)
             raise(SIGKILL);
         DTRAIN_CHECK(train_step(&n, optimizer, robot, step));
-        DTRAIN_CHECK(dtrain_local_sgd_step(local, POINTS));
+        DTRAIN_CHECK(dtrain_local_sgd_step(local, SAMPLES));
         if (robot == 0)
             report(&n, local, &rounds);
         usleep(robot == SLOW ? 15000 : 3000);

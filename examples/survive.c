@@ -18,7 +18,11 @@
 #include "nn.h"
 
 enum { W1, B1, W2, B2, W3, B3, PARAMS };
-enum { HIDDEN = 48, UNITS = 3, POINTS = 480, MICRO = 12, EACH = POINTS / MICRO, LARGEST = HIDDEN * HIDDEN };
+#ifndef SIGKILL /* Windows has no such signal; this one ends a process too */
+#define SIGKILL SIGTERM
+#endif
+
+enum { HIDDEN = 48, UNITS = 3, SAMPLES = 480, MICRO = 12, EACH = SAMPLES / MICRO, LARGEST = HIDDEN * HIDDEN };
 enum { SHARD_SIZE = 2, STEPS = 400, FATAL_STEP = 200 };
 
 static const float learning_rate = 0.01f;
@@ -85,7 +89,7 @@ static dtrain_status first_values(net *n)
 static void draw(net *n, uint64_t micro, int32_t *labels)
 {
     for (uint64_t k = 0, i = micro * EACH; k < EACH; k++, i++) {
-        float along = (float)i / POINTS, angle = 9 * along + 3.14159265f * (float)(i % 2);
+        float along = (float)i / SAMPLES, angle = 9 * along + 3.14159265f * (float)(i % 2);
         n->x[0][2 * k] = along * cosf(angle) + 0.02f * dtrain_random_normal(7, 2 * i);
         n->x[0][2 * k + 1] = along * sinf(angle) + 0.02f * dtrain_random_normal(7, 2 * i + 1);
         labels[k] = (int32_t)(i % 2);
@@ -168,7 +172,7 @@ static dtrain_status train_step(net *n, const char *death, double *loss)
         status = dtrain_fsdp_step(n->fsdp, learning_rate);
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(n->comm, loss, loss, 1, DTRAIN_F64, DTRAIN_SUM);
-    *loss /= POINTS;
+    *loss /= SAMPLES;
     return status;
 }
 

@@ -609,13 +609,24 @@ static int gpt_settle_mesh(const gpt_job *job)
     return why[0] != 0 ? report_complain("--mesh", f->mesh, why) : 0;
 }
 
+/* The memory of this machine in bytes; 0 or less: it is not told. */
+static double gpt_machine_bytes(void)
+{
+#ifdef _WIN32
+    MEMORYSTATUSEX status = {.dwLength = sizeof status};
+    return GlobalMemoryStatusEx(&status) ? (double)status.ullTotalPhys : 0;
+#else
+    return (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+#endif
+}
+
 /* Settles what depends on the number of ranks, and whether the model fits. */
 static int gpt_settle(gpt_job *job)
 {
     gpt_flags *f = &job->flags;
     dtrain_fsdp_plan_result plan;
     dtrain_fsdp_desc desc;
-    double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE), needed;
+    double memory = gpt_machine_bytes(), needed;
     gpt model;
     int ranks = f->mesh != NULL ? f->mesh_sizes[GPT_DP] : job->world_size, parts = job->world_size / ranks;
     if (gpt_settle_micro(f, ranks) != 0)

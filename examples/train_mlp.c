@@ -14,7 +14,7 @@
 #include "nn.h"
 
 enum {
-    POINTS = 512,
+    SAMPLES = 512,
     HIDDEN = 64,
     STEPS = 600,
     W1 = 0,
@@ -26,17 +26,17 @@ enum {
 
 typedef struct mlp {
     float params[COUNT], grads[COUNT], m[COUNT], v[COUNT];
-    float hidden[POINTS * HIDDEN], active[POINTS * HIDDEN], dhidden[POINTS * HIDDEN];
-    float logits[POINTS * 256], din[POINTS * 2];
-    float inputs[POINTS * 2];
-    int32_t labels[POINTS];
+    float hidden[SAMPLES * HIDDEN], active[SAMPLES * HIDDEN], dhidden[SAMPLES * HIDDEN];
+    float logits[SAMPLES * 256], din[SAMPLES * 2];
+    float inputs[SAMPLES * 2];
+    int32_t labels[SAMPLES];
 } mlp;
 
 /* Point i lies on arm i % 2, a little off it. */
 static void make_points(mlp *net)
 {
-    for (uint64_t i = 0; i < POINTS; i++) {
-        float along = (float)i / POINTS, angle = 9 * along + 3.14159265f * (float)(i % 2);
+    for (uint64_t i = 0; i < SAMPLES; i++) {
+        float along = (float)i / SAMPLES, angle = 9 * along + 3.14159265f * (float)(i % 2);
         net->inputs[2 * i] = along * cosf(angle) + 0.02f * dtrain_random_normal(7, 2 * i);
         net->inputs[2 * i + 1] = along * sinf(angle) + 0.02f * dtrain_random_normal(7, 2 * i + 1);
         net->labels[i] = (int32_t)(i % 2);
@@ -65,7 +65,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
 {
     mlp *net = (mlp *)calloc(1, sizeof *net);
     int rank = dtrain_comm_rank(world);
-    size_t first, n = dtrain_shard(world, POINTS, rank, &first); /* my share of the points */
+    size_t first, n = dtrain_shard(world, SAMPLES, rank, &first); /* my share of the points */
     (void)user;
     if (net == NULL)
         return DTRAIN_ERR_MEMORY;
@@ -81,13 +81,13 @@ static dtrain_status train(dtrain_comm *world, void *user)
         sums[1] = (float)right;
         DTRAIN_CHECK(dtrain_all_reduce(world, net->grads, net->grads, COUNT, DTRAIN_F32, DTRAIN_SUM));
         for (size_t i = 0; i < COUNT; i++)
-            net->grads[i] /= POINTS;
+            net->grads[i] /= SAMPLES;
         dtrain_adamw(net->params, net->grads, net->m, net->v, COUNT, NULL, 0.01f, (uint64_t)step);
         if (step % 100 != 0)
             continue;
         DTRAIN_CHECK(dtrain_all_reduce(world, sums, sums, 2, DTRAIN_F32, DTRAIN_SUM));
         if (rank == 0)
-            printf("step %d loss %.4f right %.1f%%\n", step, (double)sums[0] / POINTS, 100 * (double)sums[1] / POINTS);
+            printf("step %d loss %.4f right %.1f%%\n", step, (double)sums[0] / SAMPLES, 100 * (double)sums[1] / SAMPLES);
     }
     DTRAIN_CHECK(dtrain_comm_check_equal(world, net->params, COUNT, DTRAIN_F32));
     free(net);

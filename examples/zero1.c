@@ -8,7 +8,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { WIDTH = 16, SIZE = WIDTH * WIDTH, LAYERS = 3, COUNT = LAYERS * SIZE, EXAMPLES = 32, STEPS = 300 };
+enum { WIDTH = 16, LAYER = WIDTH * WIDTH, LAYERS = 3, COUNT = LAYERS * LAYER, EXAMPLES = 32, STEPS = 300 };
 
 /* The trainer: adds the gradients of one example to g and returns its loss. A layer gives x + relu(w x). The model
  * learns the larger of each number and its right neighbour. */
@@ -22,7 +22,7 @@ static double forward_backward(const float *w, float *g, uint64_t example)
         for (int o = 0; o < WIDTH; o++) {
             float sum = 0;
             for (int i = 0; i < WIDTH; i++)
-                sum += w[l * SIZE + o * WIDTH + i] * h[l][i];
+                sum += w[l * LAYER + o * WIDTH + i] * h[l][i];
             h[l + 1][o] = h[l][o] + (sum > 0 ? sum : 0);
         }
     for (int i = 0; i < WIDTH; i++) {
@@ -35,8 +35,8 @@ static double forward_backward(const float *w, float *g, uint64_t example)
             d[l][i] = d[l + 1][i];
             for (int o = 0; o < WIDTH; o++)
                 if (h[l + 1][o] > h[l][o]) {
-                    g[l * SIZE + o * WIDTH + i] += d[l + 1][o] * h[l][i];
-                    d[l][i] += d[l + 1][o] * w[l * SIZE + o * WIDTH + i];
+                    g[l * LAYER + o * WIDTH + i] += d[l + 1][o] * h[l][i];
+                    d[l][i] += d[l + 1][o] * w[l * LAYER + o * WIDTH + i];
                 }
         }
     return loss;

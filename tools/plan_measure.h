@@ -179,7 +179,7 @@ static inline dtrain_status plan_measure_link(dtrain_comm *world, void *user)
  *   errors   DTRAIN_ERR_MEMORY; those of dtrain_run_threads */
 static inline dtrain_status plan_measure(plan_input *in)
 {
-    long processors = sysconf(_SC_NPROCESSORS_ONLN), threads;
+    long processors = dtrain__os_processors(), threads;
     plan_measured m;
     memset(&m, 0, sizeof m);
     m.rows = plan_rows(in) < PLAN_ROWS ? (size_t)plan_rows(in) : PLAN_ROWS;

@@ -380,21 +380,21 @@ static int diff(const dtrain_safetensors_model *a, const char *path)
 /* Returns whether a path is a directory without a model. */
 static int is_checkpoint(const char *path)
 {
-    int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int directory = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_DIRECTORY);
     int is = directory >= 0 && !dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_FILE) &&
              !dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX);
     if (directory >= 0)
-        close(directory);
+        dtrain__os_close(directory);
     return is;
 }
 
 /* Returns whether a path is a checkpoint of PyTorch's torch.distributed.checkpoint. */
 static int is_torch_checkpoint(const char *path)
 {
-    int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int directory = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_DIRECTORY);
     int is = directory >= 0 && dtrain__huggingface_has(directory, ".metadata") && is_checkpoint(path);
     if (directory >= 0)
-        close(directory);
+        dtrain__os_close(directory);
     return is;
 }
 

@@ -8,9 +8,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
+#ifndef _WIN32
+#include <sys/ioctl.h>
+#endif
 
 enum { TOOL_WRONG = 2, TOOL_COLUMNS = 80 };
 
@@ -108,11 +110,21 @@ static inline void progress_end(void)
     tool_line.tool = NULL;
 }
 
+/* The width of the terminal; TOOL_COLUMNS: it is not told. */
+static inline int tool_columns(void)
+{
+#ifdef TIOCGWINSZ
+    struct winsize size = {0, 0, 0, 0};
+    if (ioctl(2, TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
+        return size.ws_col;
+#endif
+    return TOOL_COLUMNS;
+}
+
 /* Draws "TOOL: TEXT, N s left" if the line is due. total 0: how much is left is unknown. */
 static inline void progress_show(double done, double total, const char *format, ...)
 {
     char text[240];
-    struct winsize size = {0, 0, 0, 0};
     int columns, used, before = tool_line.drawn;
     va_list list;
     int64_t now = tool_line.tool != NULL ? tool_now_ns() : 0;
@@ -130,7 +142,7 @@ static inline void progress_show(double done, double total, const char *format, 
         used += snprintf(text + used, 40, ", %.0f %s left", in_minutes ? seconds / 60 : seconds,
                          in_minutes ? "min" : "s");
     }
-    columns = ioctl(2, TIOCGWINSZ, &size) == 0 && size.ws_col > 1 ? size.ws_col : TOOL_COLUMNS;
+    columns = tool_columns();
     tool_line.drawn = used < columns ? used : columns - 1; /* a full last column would wrap */
     fprintf(stderr, "\r%.*s%*s", tool_line.drawn, text, before > tool_line.drawn ? before - tool_line.drawn : 0, "");
     if (before > tool_line.drawn)

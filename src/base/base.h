@@ -13,6 +13,20 @@
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE 1
 #endif
+#ifdef _WIN32 /* of Windows 10 */
+#ifndef _WIN32_WINNT
+#define _WIN32_WINNT 0x0A00
+#endif
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#ifndef __USE_MINGW_ANSI_STDIO
+#define __USE_MINGW_ANSI_STDIO 1
+#endif
+#endif
 #if defined(__APPLE__) && !defined(_DARWIN_C_SOURCE)
 #define _DARWIN_C_SOURCE 1
 #endif
@@ -31,6 +45,15 @@
 #define DTRAIN__NOINLINE __attribute__((noinline))
 #else
 #define DTRAIN__NOINLINE
+#endif
+
+/* Marks a function that takes a format and arguments, as printf does. On Windows gcc would take another printf's. */
+#if defined(__MINGW32__) && !defined(__clang__)
+#define DTRAIN__PRINTF(text, first) __attribute__((format(gnu_printf, text, first)))
+#elif defined(__GNUC__)
+#define DTRAIN__PRINTF(text, first) __attribute__((format(printf, text, first)))
+#else
+#define DTRAIN__PRINTF(text, first)
 #endif
 
 /* Between these two, compilers neither contract nor reorder sums and products. clang's back end has two exceptions:
@@ -171,9 +194,7 @@ DTRAIN_API const char *dtrain_last_error(void);
  *             Bytes that are not printable UTF-8 become '?'
  *
  * any thread */
-#if defined(__GNUC__)
-__attribute__((format(printf, 2, 3)))
-#endif
+DTRAIN__PRINTF(2, 3)
 DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...);
 
 /* Evaluates a call. If it fails, prints its error to stderr and ends the process with status 1.

@@ -5,7 +5,7 @@
 #ifndef DTRAIN__MEMORY
 #define DTRAIN__MEMORY
 #include "base.h"
-#include "os.c"
+#include "os_files.c"
 #include "status.c"
 
 static int dtrain__add_size(size_t a, size_t b, size_t *sum)
@@ -54,12 +54,13 @@ static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_b
 {
     void *block = NULL;
     if (new_bytes > 0) {
-        if (posix_memalign(&block, align < sizeof(void *) ? sizeof(void *) : align, new_bytes) != 0)
+        block = dtrain__os_alloc(new_bytes, align < sizeof(void *) ? sizeof(void *) : align);
+        if (block == NULL)
             return NULL;
         if (pointer != NULL)
             memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
     }
-    free(pointer);
+    dtrain__os_free(pointer);
     return block;
 }
 

@@ -31,14 +31,31 @@
 #endif
 
 /* >>isa includes the headers of vector instructions. */
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
-#include <ifaddrs.h>
 #include <limits.h>
 #include <locale.h>
 #include <math.h>
+#include <stdarg.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#ifdef _WIN32
+#include <winsock2.h>
+#include <ws2tcpip.h>
+#include <windows.h>
+/* these need the ones above */
+#include <afunix.h>
+#include <io.h>
+#include <iphlpapi.h>
+#include <malloc.h>
+#include <ntsecapi.h>
+#include <process.h>
+#include <tlhelp32.h>
+#else
+#include <dirent.h>
+#include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -48,19 +65,16 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
+#endif
 #if defined(DTRAIN_MPI_HEADER) && !defined(DTRAIN_NO_MPI)
 #include DTRAIN_MPI_HEADER
-#elif !defined(DTRAIN_NO_MPI)
+#elif !defined(DTRAIN_NO_MPI) && !defined(_WIN32)
 #include <dlfcn.h>
 #endif
 #ifdef __linux__
@@ -131,7 +145,7 @@ DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
     dtrain__status_log_user = user;
 }
 
-__attribute__((format(printf, 2, 3))) static void dtrain__log(dtrain_log_level level, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list arguments;
@@ -162,7 +176,7 @@ static void dtrain__status_once(char *text)
 }
 
 /* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
-__attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
+DTRAIN__PRINTF(3, 4) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
                                                                         const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];

@@ -7,7 +7,7 @@
  * the thread, so there the end returns at once. */
 #ifndef DTRAIN__WORKER
 #define DTRAIN__WORKER
-#include "os.c"
+#include "os_files.c"
 
 #define DTRAIN__BELL_YIELDS 200u
 
@@ -39,7 +39,7 @@ static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadlin
         return;
     }
     if (turn < bell->spins + DTRAIN__BELL_YIELDS) {
-        sched_yield();
+        dtrain__os_yield();
         return;
     }
     int64_t now = dtrain__os_now_ns();
@@ -70,7 +70,7 @@ typedef struct dtrain__worker {
     uint64_t posted, done;        /* numbers of jobs; posted also counts calls */
     dtrain__bell bell;
     dtrain__os_thread thread;
-    pid_t process; /* the process of the thread */
+    long process; /* the process of the thread */
     int threaded;
     uint32_t stop;
 } dtrain__worker;
@@ -144,7 +144,7 @@ static void dtrain__worker_body(void *argument)
 /* Starts the thread of a worker with an owner, and perform or turn. Returns 0 or an errno. */
 static int dtrain__worker_start(dtrain__worker *worker)
 {
-    worker->process = getpid();
+    worker->process = dtrain__os_self();
     worker->stop = 0;
     int error = dtrain__os_thread_start(&worker->thread, dtrain__worker_body, worker, (size_t)8 << 20);
     worker->threaded = error == 0;
@@ -154,7 +154,7 @@ static int dtrain__worker_start(dtrain__worker *worker)
 /* Returns whether this process has the thread. */
 static int dtrain__worker_runs(const dtrain__worker *worker)
 {
-    return worker->threaded && worker->process == getpid();
+    return worker->threaded && worker->process == dtrain__os_self();
 }
 
 /* Wakes a sleeping worker for a turn. */

@@ -31,7 +31,7 @@ static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char
         return dtrain__fail(
             NULL, DTRAIN_ERR_IO,
             "dtrain_checkpoint_create: making directory \"%s\": %s: give a path where this process may make one", path,
-            strerror(error));
+            dtrain__os_error_text(error));
     return status;
 }
 
@@ -61,12 +61,12 @@ static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
 /* Rank 0 makes a file for the others to find. */
 static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt, const char *name)
 {
-    int fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
+    int fd = dtrain__file_sys_open(ckpt->base, name, DTRAIN__OS_WRITE | DTRAIN__OS_NEW);
     if (fd < 0 && !dtrain__checkpoint_refuses(errno))
         return dtrain__fail(
             NULL, DTRAIN_ERR_IO,
             "dtrain_checkpoint_create: making a file in directory \"%.200s\": %s: see that its disk has room",
-            ckpt->path, strerror(errno));
+            ckpt->path, dtrain__os_error_text(errno));
     ckpt->refused = fd < 0 ? errno : 0;
     dtrain__file_close(fd);
     return DTRAIN_OK;
@@ -75,11 +75,10 @@ static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt, const cha
 /* Returns whether this rank sees rank 0's file. It looks for 3 s: a network file system may show a new file late. */
 static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt, const char *name)
 {
-    struct timespec turn = dtrain__os_timespec(50000000);
     for (int attempt = 0; attempt < 60; attempt++) {
         if (dtrain__save_opens(ckpt->base, name))
             return 1;
-        nanosleep(&turn, NULL);
+        dtrain__os_sleep(50000000);
     }
     return 0;
 }
@@ -123,7 +122,7 @@ static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
     dtrain_status status =
         error == 0 ? DTRAIN_OK
                    : dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: the system gave no random number: %s",
-                                  strerror(error));
+                                  dtrain__os_error_text(error));
     if (ckpt->ranks > 1) {
         dtrain_status sent = dtrain_broadcast(ckpt->comm, &nonce, 1, DTRAIN_U64, 0);
         status = status == DTRAIN_OK ? sent : status;
@@ -361,7 +360,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
             status = dtrain__fail(
                 &ckpt->error, DTRAIN_ERR_IO,
                 "checkpoint: the system refused rank %d a thread (%s): use dtrain_checkpoint_save, which needs none",
-                ckpt->rank, strerror(error));
+                ckpt->rank, dtrain__os_error_text(error));
     }
     if (status != DTRAIN_OK && state != NULL)
         dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);
@@ -380,7 +379,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
         return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_wait on rank %d: process %ld began the save, and this is its forked "
                             "child %ld: wait in the parent",
-                            ckpt->rank, (long)ckpt->worker.process, (long)getpid());
+                            ckpt->rank, ckpt->worker.process, dtrain__os_self());
     ckpt->untold = 0;
     if (ckpt->result.status != DTRAIN_OK)
         ckpt->error = ckpt->result;

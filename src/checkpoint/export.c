@@ -33,8 +33,8 @@ static void dtrain__export_end(dtrain__export *all)
 /* Gives the last part of a directory's path. If that names no step ("." or a link), gives that of the resolved path. */
 static void dtrain__export_name(const char *path, char name[32])
 {
-    char real[PATH_MAX];
-    for (int turn = 0; turn < 2 && path != NULL; turn++, path = realpath(path, real)) {
+    char real[DTRAIN__OS_PATH_BYTES];
+    for (int turn = 0; turn < 2 && path != NULL; turn++, path = dtrain__os_real_path(path, real) ? real : NULL) {
         size_t end = strlen(path), begin;
         while (end > 0 && path[end - 1] == '/')
             end--;

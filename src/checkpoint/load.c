@@ -62,7 +62,7 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     dtrain__error before = dtrain__thread_error;
     void *text = NULL;
     size_t bytes = 0, length;
-    struct stat there;
+    dtrain__os_facts there;
     dtrain_status status =
         dtrain__file_read_all(directory, DTRAIN__SAVE_LATEST, 64, ckpt->allocator, &text, &bytes, "checkpoint");
     memset(name, 0, 32);
@@ -107,7 +107,7 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
     }
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.400s\": %s", path,
-                            strerror(error));
+                            dtrain__os_error_text(error));
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "checkpoint: the directory \"%.400s\" holds no checkpoint that is whole: give the directory that holds step-N",
@@ -245,7 +245,7 @@ static int dtrain__load_is_float(dtrain_dtype dtype)
 }
 
 /* Adds to the report's text, which ends in dots when it is full. */
-__attribute__((format(printf, 2, 3))) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__load_say(dtrain__load *load, const char *format, ...)
 {
     size_t used = strlen(load->report.text), room = sizeof load->report.text - used;
     va_list arguments;
@@ -454,8 +454,8 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
                 continue;
-            size_t near = dtrain__load_nearest(load, tensor, k);
-            dtrain__load_job job = {index->pieces[near].file, near, load->wants[i].piece};
+            size_t nearest = dtrain__load_nearest(load, tensor, k);
+            dtrain__load_job job = {index->pieces[nearest].file, nearest, load->wants[i].piece};
             if (DTRAIN__INDEX_ADD(load->ckpt->allocator, load->jobs, load->job_count, job) != DTRAIN_OK)
                 return DTRAIN_ERR_MEMORY;
         }

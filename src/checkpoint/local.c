@@ -317,7 +317,7 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     dtrain_status status = list.status;
     if (status == DTRAIN_OK && error != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.200s\": %s", ckpt->path,
-                              strerror(error));
+                              dtrain__os_error_text(error));
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status == DTRAIN_OK) {
         status = dtrain__local_gather(ckpt, list.parts, list.count * sizeof *list.parts, DTRAIN__LOCAL_LIST, -1, &told);

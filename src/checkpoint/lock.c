@@ -13,13 +13,6 @@
 #include "../base/xxh64.c"
 
 #define DTRAIN__LOCK_NAME ".lock"
-#ifdef __linux__
-#define DTRAIN__LOCK_OWN 37   /* F_OFD_SETLK, which headers define only with _GNU_SOURCE */
-#define DTRAIN__LOCK_OTHER 36 /* F_OFD_GETLK */
-#else
-#define DTRAIN__LOCK_OWN -1
-#define DTRAIN__LOCK_OTHER -2
-#endif
 enum { DTRAIN__LOCK_TEXT = 100 };    /* bytes of the file: a name padded with spaces */
 enum { DTRAIN__LOCK_PID_BITS = 22 }; /* of a process number, on systems with locks of open files */
 
@@ -30,49 +23,41 @@ typedef struct dtrain__lock {
 
 /* Sets or looks for a lock of `bytes` bytes; 0: of all that follow. Returns 0 or an errno, EAGAIN if another holds it.
  * Then *found, unless NULL, is the other's lock. */
-static int dtrain__lock_fcntl(int fd, int command, short type, off_t begin, off_t bytes, struct flock *found)
+static int dtrain__lock_range(int fd, dtrain__os_locking what, dtrain__os_access access, int64_t begin, int64_t bytes,
+                              dtrain__os_range *found)
 {
-    struct flock range;
+    dtrain__os_range range = {access, begin, bytes, 0};
     int result;
-    memset(&range, 0, sizeof range);
-    range.l_type = type;
-    range.l_whence = SEEK_SET;
-    range.l_start = begin;
-    range.l_len = bytes;
     do
-        result = dtrain__file_sys_lock(fd, command, &range);
+        result = dtrain__file_sys_lock(fd, what, &range);
     while (result != 0 && errno == EINTR);
     if (found != NULL)
         *found = range;
     if (result != 0)
         return errno;
-    return (command == F_GETLK || command == DTRAIN__LOCK_OTHER) && range.l_type != F_UNLCK ? EAGAIN : 0;
+    return (what == DTRAIN__OS_LOOK || what == DTRAIN__OS_LOOK_OPEN) && range.access != DTRAIN__OS_UNLOCKED ? EAGAIN
+                                                                                                            : 0;
 }
 
 /* Opens the lock file; only to look at it if another user owns it. Returns 0 or an errno. */
 static int dtrain__lock_open(dtrain__lock *lock, int directory)
 {
-    int flags = O_RDWR | O_CREAT;
+    int flags = DTRAIN__OS_READ_WRITE | DTRAIN__OS_CREATE;
     while (lock->fd < 0) {
-        lock->fd = dtrain__file_sys_open(directory, DTRAIN__LOCK_NAME, flags | O_NOFOLLOW | O_NONBLOCK);
-        if (lock->fd < 0 && flags != O_RDONLY && (errno == EACCES || errno == EPERM || errno == EROFS))
-            flags = O_RDONLY;
+        lock->fd = dtrain__file_sys_open(directory, DTRAIN__LOCK_NAME, flags | DTRAIN__OS_NO_LINK);
+        if (lock->fd < 0 && flags != DTRAIN__OS_READ && (errno == EACCES || errno == EPERM || errno == EROFS))
+            flags = DTRAIN__OS_READ;
         else if (lock->fd < 0)
             return errno;
     }
     return 0;
 }
 
-/* Handles locks of the open file, which other descriptors of this process do not share. */
-static int dtrain__lock_own(int fd, int command, short type, off_t begin, off_t bytes, struct flock *found)
-{
-    return command > 0 && sizeof(off_t) == 8 ? dtrain__lock_fcntl(fd, command, type, begin, bytes, found) : ENOTSUP;
-}
-
 static void dtrain__lock_release(dtrain__lock *lock)
 {
     if (lock->fd >= 0)
-        dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_UNLCK, 1, 0, NULL); /* a forked child may hold the file too */
+        dtrain__lock_range(lock->fd, DTRAIN__OS_LOCK_OPEN, DTRAIN__OS_UNLOCKED, 1, 0,
+                           NULL); /* a forked child may hold the file too */
     dtrain__file_close(lock->fd);
     lock->fd = -1;
 }
@@ -93,16 +78,16 @@ static void dtrain__lock_read(int fd, char name[DTRAIN__LOCK_TEXT + 1])
  * another errno. */
 static int dtrain__lock_others(int fd, int64_t host)
 {
-    struct flock found;
-    memset(&found, 0, sizeof found);
-    int error = dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, 1, 0, &found);
-    int64_t holder = (int64_t)found.l_start - 1;
-    pid_t pid = (pid_t)(holder & (((int64_t)1 << DTRAIN__LOCK_PID_BITS) - 1));
-    if (error != EAGAIN || holder < 0 || holder >> DTRAIN__LOCK_PID_BITS != host || pid <= 0 || kill(pid, 0) == 0 ||
-        errno != ESRCH)
+    dtrain__os_range found;
+    int error = dtrain__lock_range(fd, DTRAIN__OS_LOOK_OPEN, DTRAIN__OS_FOR_WRITING, 1, 0, &found);
+    int64_t holder = found.begin - 1;
+    long pid = (long)(holder & (((int64_t)1 << DTRAIN__LOCK_PID_BITS) - 1));
+    if (error != EAGAIN || holder < 0 || holder >> DTRAIN__LOCK_PID_BITS != host || pid <= 0 ||
+        dtrain__os_is_running(pid))
         return error;
-    error = dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, 1, found.l_start - 1, NULL);
-    return error != 0 ? error : dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, found.l_start + 1, 0, NULL);
+    error = dtrain__lock_range(fd, DTRAIN__OS_LOOK_OPEN, DTRAIN__OS_FOR_WRITING, 1, found.begin - 1, NULL);
+    return error != 0 ? error
+                      : dtrain__lock_range(fd, DTRAIN__OS_LOOK_OPEN, DTRAIN__OS_FOR_WRITING, found.begin + 1, 0, NULL);
 }
 
 /* Writes the holder's name, and finds out whether another checkpointer may save. Without locks of open files, the text
@@ -110,11 +95,12 @@ static int dtrain__lock_others(int fd, int64_t host)
 static void dtrain__lock_sign(dtrain__lock *lock)
 {
     char host[64] = "?", name[DTRAIN__LOCK_TEXT + 1], before[DTRAIN__LOCK_TEXT + 1];
-    gethostname(host, sizeof host - 1);
-    snprintf(name, sizeof name, "pid %ld on %.60s", (long)getpid(), host);
+    dtrain__os_host_name(host, sizeof host);
+    snprintf(name, sizeof name, "pid %ld on %.60s", dtrain__os_self(), host);
     int64_t number = (int64_t)(dtrain__xxh64_of(host, strlen(host), 0) >> 33);
-    off_t own = (off_t)(1 + (number << DTRAIN__LOCK_PID_BITS | (int64_t)getpid()));
-    dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_RDLCK, own, 1, NULL); /* this process may hold several */
+    int64_t own = 1 + (number << DTRAIN__LOCK_PID_BITS | dtrain__os_self());
+    dtrain__lock_range(lock->fd, DTRAIN__OS_LOCK_OPEN, DTRAIN__OS_FOR_READING, own, 1,
+                       NULL); /* this process may hold several */
     int others = dtrain__lock_others(lock->fd, number);
     dtrain__lock_read(lock->fd, before);
     int differs = strcmp(before, name) != 0;
@@ -128,10 +114,11 @@ static void dtrain__lock_sign(dtrain__lock *lock)
 static dtrain_status dtrain__lock_refused(dtrain__lock *lock, const char *path)
 {
     char holder[DTRAIN__LOCK_TEXT + 1], pid[32];
-    struct flock range;
+    dtrain__os_range range;
     dtrain__lock_read(lock->fd, holder);
-    if (dtrain__lock_fcntl(lock->fd, F_GETLK, F_WRLCK, 0, 1, &range) == EAGAIN && range.l_pid > 0) {
-        snprintf(pid, sizeof pid, "pid %ld", (long)range.l_pid); /* a holder on this host that could not sign */
+    if (dtrain__lock_range(lock->fd, DTRAIN__OS_LOOK, DTRAIN__OS_FOR_WRITING, 0, 1, &range) == EAGAIN &&
+        range.process > 0) {
+        snprintf(pid, sizeof pid, "pid %ld", range.process); /* a holder on this host that could not sign */
         size_t length = strlen(pid);
         if (strncmp(holder, pid, length) != 0 || holder[length] != ' ')
             snprintf(holder, sizeof holder, "%s", pid);
@@ -148,24 +135,25 @@ static dtrain_status dtrain__lock_refused(dtrain__lock *lock, const char *path)
 static dtrain_status dtrain__lock_take(dtrain__lock *lock, int directory, const char *path)
 {
     int fresh = lock->fd < 0, error = dtrain__lock_open(lock, directory);
-    struct stat status;
+    dtrain__os_facts facts;
     if (error == EACCES || error == EPERM || error == EROFS || error == ENOENT)
         return DTRAIN_OK;
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
                             "checkpoint: opening the lock file \"%.200s/%s\": %s: let this process write it", path,
-                            DTRAIN__LOCK_NAME, strerror(error));
-    if (fresh && (dtrain__file_sys_stat(lock->fd, &status) != 0 || !S_ISREG(status.st_mode))) {
+                            DTRAIN__LOCK_NAME, dtrain__os_error_text(error));
+    if (fresh && (dtrain__file_sys_stat(lock->fd, &facts) != 0 || facts.kind != DTRAIN__OS_IS_FILE)) {
         dtrain__lock_release(lock);
         return dtrain__fail(
             NULL, DTRAIN_ERR_IO,
             "checkpoint: \"%.200s/%s\" is no regular file, as the lock of saving jobs must be: remove it", path,
             DTRAIN__LOCK_NAME);
     }
-    error = dtrain__lock_fcntl(lock->fd, F_SETLK, F_WRLCK, 0, 1, NULL); /* of the process, for all its descriptors */
-    if (error == EBADF) { /* open for reading only: a read lock keeps writers out */
-        error = dtrain__lock_fcntl(lock->fd, F_GETLK, F_WRLCK, 0, 1, NULL);
-        error = error == 0 ? dtrain__lock_fcntl(lock->fd, F_SETLK, F_RDLCK, 0, 1, NULL) : error;
+    error = dtrain__lock_range(lock->fd, DTRAIN__OS_LOCK, DTRAIN__OS_FOR_WRITING, 0, 1,
+                               NULL); /* of the process, for all its descriptors */
+    if (error == EBADF) {             /* open for reading only: a read lock keeps writers out */
+        error = dtrain__lock_range(lock->fd, DTRAIN__OS_LOOK, DTRAIN__OS_FOR_WRITING, 0, 1, NULL);
+        error = error == 0 ? dtrain__lock_range(lock->fd, DTRAIN__OS_LOCK, DTRAIN__OS_FOR_READING, 0, 1, NULL) : error;
     }
     if (error == EACCES || error == EAGAIN)
         return dtrain__lock_refused(lock, path);

@@ -123,9 +123,10 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
         int error = no_sync ? 0 : dtrain__file_sync_directory(parent);
         if (error != 0)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: bringing directory \"%s\" to the disk: %s", name,
-                                strerror(error));
+                                dtrain__os_error_text(error));
     } else if (errno != EEXIST) {
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: making directory \"%s\": %s", name, strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: making directory \"%s\": %s", name,
+                            dtrain__os_error_text(errno));
     }
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
@@ -133,7 +134,7 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
 /* Returns whether a file exists and can be read. */
 static int dtrain__save_opens(int directory, const char *name)
 {
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ);
     dtrain__file_close(fd);
     return fd >= 0;
 }
@@ -142,11 +143,11 @@ static int dtrain__save_opens(int directory, const char *name)
  * INT64_MAX, newer than all. */
 static int64_t dtrain__save_changed(int directory, const char *name)
 {
-    struct stat status;
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+    dtrain__os_facts facts;
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_NO_LINK);
     int64_t when = INT64_MAX;
-    if (fd >= 0 && dtrain__file_sys_stat(fd, &status) == 0 && (int64_t)status.st_mtime < INT64_MAX / 1000000000)
-        when = status.st_mtime > 0 ? (int64_t)status.st_mtime * 1000000000 : 0;
+    if (fd >= 0 && dtrain__file_sys_stat(fd, &facts) == 0 && facts.changed_s < INT64_MAX / 1000000000)
+        when = facts.changed_s > 0 ? facts.changed_s * 1000000000 : 0;
     dtrain__file_close(fd);
     return when;
 }
@@ -180,7 +181,7 @@ static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
 
 static int dtrain__save_is_there(int directory, const char *name)
 {
-    struct stat there;
+    dtrain__os_facts there;
     return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
 }
 
@@ -219,7 +220,7 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
                             "checkpoint: the directory could not be written when the checkpointer was created: %s: "
                             "allow it, and create another",
-                            strerror(ckpt->refused));
+                            dtrain__os_error_text(ckpt->refused));
     dtrain__part_step_name(step, part->index.facts.step);
     dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
     if (status != DTRAIN_OK)
@@ -337,7 +338,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
         int error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
         if (error != 0 && error != EINTR)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
-                                (unsigned long long)ckpt->part.index.facts.step, strerror(error));
+                                (unsigned long long)ckpt->part.index.facts.step, dtrain__os_error_text(error));
         if (marks.failed >= 0)
             return dtrain__save_failed(ckpt, directory, marks.failed);
         if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
@@ -351,8 +352,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
             left_until = now + DTRAIN__SAVE_LEFT_NS;
         if (now >= until || now >= left_until)
             return dtrain__save_late(ckpt, for_index, now >= left_until ? left : -1);
-        struct timespec turn = dtrain__os_timespec(pause);
-        nanosleep(&turn, NULL);
+        dtrain__os_sleep(pause);
         pause = pause < longest ? pause * 2 : pause;
     }
 }
@@ -513,7 +513,7 @@ static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step,
     char name[32];
     tidy.prunes = prunes;
     dtrain__part_step_name(name, step);
-    tidy.directory = dtrain__file_sys_open(ckpt->directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+    tidy.directory = dtrain__file_sys_open(ckpt->directory, name, DTRAIN__OS_DIRECTORY | DTRAIN__OS_NO_LINK);
     if (tidy.directory < 0)
         return;
     int old = dtrain__save_old(&tidy, ckpt->directory, name);
@@ -528,7 +528,7 @@ static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step,
     dtrain__file_close(tidy.directory);
     int used = tidy.alone && step == ckpt->part.index.facts.step;        /* by ranks that have begun this save */
     if (prunes || (old && !tidy.has_index && !tidy.has_before && !used)) /* fails unless it is empty */
-        dtrain__file_sys_unlink(ckpt->directory, name, AT_REMOVEDIR);
+        dtrain__file_sys_unlink(ckpt->directory, name, 1);
 }
 
 static int dtrain__save_find_step(void *user, const char *name)

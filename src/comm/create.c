@@ -26,8 +26,8 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__work_blocked_release(comm->blocked, allocator);
     dtrain__free(allocator, comm->split_room);
     dtrain__free(allocator, comm->meet);
-    pthread_mutex_destroy(&comm->queue_mutex);
-    pthread_mutex_destroy(&comm->drive_mutex);
+    dtrain__os_mutex_free(&comm->queue_mutex);
+    dtrain__os_mutex_free(&comm->drive_mutex);
     __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
     dtrain__free(allocator, comm);
 }
@@ -79,8 +79,8 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
-    pthread_mutex_init(&comm->queue_mutex, NULL);
-    pthread_mutex_init(&comm->drive_mutex, NULL);
+    dtrain__os_mutex_init(&comm->queue_mutex);
+    dtrain__os_mutex_init(&comm->drive_mutex);
     comm->directions = (dtrain__direction *)dtrain__alloc(
         allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + 2 * sizeof(void *)));
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
@@ -373,7 +373,7 @@ static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int rank
         int error = dtrain__os_thread_start(&runner->thread, dtrain__create_runner_main, runner, stack);
         if (error != 0)
             dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s); run fewer ranks",
-                         started, ranks, strerror(error));
+                         started, ranks, dtrain__os_error_text(error));
         else
             started++;
     }

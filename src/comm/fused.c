@@ -224,7 +224,7 @@ static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
     for (int peer = 0; peer < comm->size; peer++)
         while (dtrain__fused_inside(comm, peer)) {
             if (until == INT64_MAX || dtrain__os_now_ns() < until) {
-                sched_yield();
+                dtrain__os_yield();
                 continue;
             }
             if (op->phase != DTRAIN__FUSED_POST && op->rounds == 0)
@@ -330,7 +330,7 @@ static int dtrain__fused_lock(dtrain_comm *comm, uint64_t *withdrawn)
         *withdrawn &= ~(uint64_t)1;
         if (!comm->plane->in_process && (dtrain__membership_broken(comm->members) || dtrain__os_now_ns() > until))
             return 0;
-        sched_yield();
+        dtrain__os_yield();
     }
     return 1;
 }
@@ -438,9 +438,9 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
     int small = dtrain__fused_small(comm, op, named);
-    int far = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
-    int bounces = far && dtrain__bounce_may(comm, op);
-    if (far && !bounces)
+    int remote = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
+    int bounces = remote && dtrain__bounce_may(comm, op);
+    if (remote && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {
@@ -675,7 +675,7 @@ static void dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t until_n
     uint32_t *asleep = &comm->shared->slots[comm->rank].asleep;
     if (turn < DTRAIN__FUSED_LOOKS) {
         if (comm->shared->crowded && turn % 4 == 3) /* the awaited one may run on another processor */
-            sched_yield();
+            dtrain__os_yield();
         else
             dtrain__os_pause();
         return;

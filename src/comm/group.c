@@ -3,7 +3,7 @@
  * operations are here, as a group keeps them; >>op has what is done with one. */
 #ifndef DTRAIN__GROUP
 #define DTRAIN__GROUP
-#include "../base/os.c"
+#include "../base/os_files.c"
 #include "../base/status.c"
 #include "../base/memory.c"
 #include "../base/worker.c"
@@ -173,7 +173,7 @@ struct dtrain_comm {
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
-    pid_t process;         /* the one that made the group */
+    long process;          /* the one that made the group */
     int alone;             /* a world of one because no launcher has set a rank; 0 once the log says so */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator;
@@ -196,10 +196,10 @@ struct dtrain_comm {
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     dtrain__blocked *blocked;
-    int apart;                   /* a thread of the library waits in it, not the caller */
-    int64_t waited_ns[2];        /* when the operation that was waited for last had its turn, and ended */
-    pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
-    pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
+    int apart;                    /* a thread of the library waits in it, not the caller */
+    int64_t waited_ns[2];         /* when the operation that was waited for last had its turn, and ended */
+    dtrain__os_mutex queue_mutex; /* head, tail, spare; held for a few instructions */
+    dtrain__os_mutex drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
     uint32_t pending;             /* queued and not done */
     unsigned char waste[2][4096]; /* where owed bytes go */
@@ -257,7 +257,7 @@ static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *
         return DTRAIN_OK;
     return dtrain__fail(error, DTRAIN_ERR_INVALID,
                         "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
-                        call, (long)comm->process, (long)dtrain__os_pid());
+                        call, comm->process, dtrain__os_pid());
 }
 
 /* The deadline of a call of the group that begins at now. */

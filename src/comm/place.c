@@ -25,7 +25,7 @@ static DTRAIN__NOINLINE const char *dtrain__place_get(const char *name)
     return value != NULL && value[0] != 0 ? value : NULL;
 }
 
-__attribute__((format(printf, 2, 3))) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__place_believe(dtrain__place *place, const char *format, ...)
 {
     size_t used = strlen(place->believed);
     va_list arguments;
@@ -202,7 +202,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
                 : '_';
     name[n] = 0;
     if (n == 0) /* the local ranks have the same parent */
-        snprintf(name, sizeof name, "p%ld", (long)getppid());
+        snprintf(name, sizeof name, "p%ld", dtrain__os_parent());
     dtrain__place_believe(place, "%s=%d (all on this host)", local_size, (int)local);
     if (!dtrain__net_has(AF_UNIX)) {
         uint32_t number = 0;
@@ -289,26 +289,27 @@ static dtrain_status dtrain__place_check_token(const char *what, const char *tok
 static dtrain_status dtrain__place_read_token(const char *what, const char *path, char token[256], size_t *bytes)
 {
     char text[512], from[300];
-    struct stat file;
+    dtrain__os_facts file;
     ssize_t n = 0;
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), error = 0, regular = 0;
+    int fd = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_READ), error = 0, regular = 0;
     snprintf(from, sizeof from, "%.60s \"%.200s\"", what, path);
+    memset(&file, 0, sizeof file);
     *bytes = 0;
-    if (fd < 0 || fstat(fd, &file) != 0)
+    if (fd < 0 || dtrain__os_look(fd, &file) != 0)
         error = errno;
     else
-        regular = S_ISREG(file.st_mode);
+        regular = file.kind == DTRAIN__OS_IS_FILE;
     while (regular && *bytes < sizeof text &&
-           ((n = read(fd, text + *bytes, sizeof text - *bytes)) > 0 || (n < 0 && errno == EINTR)))
+           ((n = dtrain__os_read(fd, text + *bytes, sizeof text - *bytes)) > 0 || (n < 0 && errno == EINTR)))
         *bytes += n > 0 ? (size_t)n : 0;
     error = n < 0 ? errno : error;
     if (fd >= 0)
-        close(fd);
+        dtrain__os_close(fd);
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s cannot be read: %s", from, strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s cannot be read: %s", from, dtrain__os_error_text(error));
     if (!regular)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s is no regular file; write the token to one", from);
-    if ((file.st_mode & 077) != 0)
+    if (file.open_to_others)
         dtrain__log(DTRAIN_LOG_WARN, "%s can be read or written by others than its owner; chmod 600 prevents that",
                     from);
     for (size_t i = 0; i < *bytes; i++)

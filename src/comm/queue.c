@@ -25,7 +25,7 @@ struct dtrain__service {
     dtrain__origin *origin; /* the origin of its groups */
     dtrain__bell *bell;     /* what its thread waits for; NULL: its origin's step waits */
     dtrain_allocator *allocator;
-    pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
+    dtrain__os_mutex mutex; /* guards comms; taken before a drive_mutex */
     dtrain_comm *comms;
     uint32_t stop;
 };
@@ -102,9 +102,9 @@ static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns
 
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 {
-    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue_mutex);
     dtrain_work *work = comm->head;
-    pthread_mutex_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue_mutex);
     return work;
 }
 
@@ -113,11 +113,11 @@ static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *before, dtrain_work *work)
 {
     dtrain__queue_ended(comm, &work->op, dtrain__os_now_ns());
-    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue_mutex);
     *(before != NULL ? &before->next : &comm->head) = work->next;
     if (work->next == NULL)
         comm->tail = before;
-    pthread_mutex_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue_mutex);
     __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
     __atomic_store_n(&work->done, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
@@ -242,7 +242,7 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
 {
     int moved = 0;
-    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&other->drive_mutex) != 0)
+    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || !dtrain__os_try_lock(&other->drive_mutex))
         return 0;
     /* pending work stays pending now; in a group with none, a call may run that takes no lock */
     if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0) {
@@ -251,7 +251,7 @@ static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
         moved = dtrain__queue_drive(other, slice_ns < until_ns ? slice_ns : until_ns);
         dtrain__thread_error = kept;
     }
-    pthread_mutex_unlock(&other->drive_mutex);
+    dtrain__os_unlock(&other->drive_mutex);
     *left |= __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0;
     return moved;
 }
@@ -265,12 +265,12 @@ static int64_t dtrain__queue_help(dtrain_comm *comm, int64_t until_ns, int64_t *
     int left = 0, moved = 0;
     if (service == NULL)
         return INT64_MAX;
-    if (pthread_mutex_trylock(&service->mutex) != 0) /* another thread of the rank does this, and may end sooner */
+    if (!dtrain__os_try_lock(&service->mutex)) /* another thread of the rank does this, and may end sooner */
         return DTRAIN__SERVICE_LOOK_NS;
     for (dtrain_comm *other = service->comms; other != NULL; other = other->next_served)
         if (other != comm)
             moved |= dtrain__queue_lend(other, until_ns, &left);
-    pthread_mutex_unlock(&service->mutex);
+    dtrain__os_unlock(&service->mutex);
     if (!left)
         return DTRAIN__SERVICE_IDLE_NS;
     if (moved)
@@ -307,7 +307,7 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
                 return 0;
         }
         if (span == 0)
-            sched_yield();
+            dtrain__os_yield();
         else if (dtrain__op_is_fused(op) && !in_process)
             dtrain__fused_wait(comm, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
         else if (bell || (in_process && until_ns != INT64_MAX &&
@@ -333,23 +333,23 @@ static int dtrain__queue_doze(dtrain_comm *comm)
 static int64_t dtrain__service_drive(dtrain__service *service)
 {
     int64_t span = 1000000000;
-    pthread_mutex_lock(&service->mutex);
+    dtrain__os_lock(&service->mutex);
     for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
         int64_t most = 50000000; /* then deadlines are checked */
         if (comm->plane->rest != NULL)
             comm->plane->rest(comm->transport.self);
         if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
             continue;
-        if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {
+        if (!dtrain__os_try_lock(&comm->drive_mutex)) {
             most = 1000000; /* whoever drives it may leave work behind */
         } else {
             if (dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS) || dtrain__queue_doze(comm))
                 most = 0;
-            pthread_mutex_unlock(&comm->drive_mutex);
+            dtrain__os_unlock(&comm->drive_mutex);
         }
         span = most < span ? most : span;
     }
-    pthread_mutex_unlock(&service->mutex);
+    dtrain__os_unlock(&service->mutex);
     return span;
 }
 
@@ -376,7 +376,7 @@ static void dtrain__service_main(void *pointer)
 
 static void dtrain__service_free(dtrain__service *service)
 {
-    pthread_mutex_destroy(&service->mutex);
+    dtrain__os_mutex_free(&service->mutex);
     dtrain__free(service->allocator, service);
 }
 
@@ -400,16 +400,16 @@ static dtrain_status dtrain__service_new(dtrain_comm *comm, dtrain__service **ou
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for the %zu bytes of its service",
                             comm->rank, sizeof *service);
     service->allocator = comm->allocator;
-    pthread_mutex_init(&service->mutex, NULL);
+    dtrain__os_mutex_init(&service->mutex);
     return DTRAIN_OK;
 }
 
 static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
 {
-    pthread_mutex_lock(&service->mutex);
+    dtrain__os_lock(&service->mutex);
     comm->next_served = service->comms;
     __atomic_store_n(&service->comms, comm, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&service->mutex);
+    dtrain__os_unlock(&service->mutex);
     comm->service = service;
 }
 
@@ -429,7 +429,7 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm)
         return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
                             "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL "
                             "to do without",
-                            comm->rank, strerror(error));
+                            comm->rank, dtrain__os_error_text(error));
     }
     origin->service = service;
     origin->last_gone = dtrain__service_stop;
@@ -441,9 +441,9 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm)
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
     dtrain__origin *origin = comm->origin;
-    pthread_mutex_lock(&origin->mutex);
+    dtrain__os_lock(&origin->mutex);
     dtrain_status status = origin->service == NULL ? dtrain__service_start(comm) : DTRAIN_OK;
-    pthread_mutex_unlock(&origin->mutex);
+    dtrain__os_unlock(&origin->mutex);
     if (status == DTRAIN_OK)
         dtrain__service_add((dtrain__service *)origin->service, comm);
     return status;
@@ -470,13 +470,13 @@ static void dtrain__service_leave(dtrain_comm *comm, int forked)
     if (service == NULL || (forked && comm->desc.progress != DTRAIN_PROGRESS_POLL))
         return;
     if (!forked)
-        pthread_mutex_lock(&service->mutex);
+        dtrain__os_lock(&service->mutex);
     for (at = &service->comms; *at != comm;)
         at = &(*at)->next_served;
     __atomic_store_n(at, comm->next_served, __ATOMIC_SEQ_CST);
     int last = service->comms == NULL;
     if (!forked)
-        pthread_mutex_unlock(&service->mutex);
+        dtrain__os_unlock(&service->mutex);
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL && last)
         dtrain__service_free(service);
 }

@@ -33,11 +33,11 @@ struct dtrain__recorder {
     uint64_t begun;                    /* records so far, counted from 1; record s is at s % DTRAIN__RECORDS */
     uint32_t awaited;                  /* by the operation under way, + 1 */
     int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
-    pthread_mutex_t error_mutex;       /* guards error and failed; held for a few instructions */
+    dtrain__os_mutex error_mutex;      /* guards error and failed; held for a few instructions */
     dtrain__error error;               /* the first of the latest failures in a row */
     uint64_t failed;                   /* that failure's record; 0: none */
     uint64_t good;                     /* the last record that ended well; only the recording thread uses it */
-    pthread_mutex_t mutex;             /* held while a file is written; guards the rest */
+    dtrain__os_mutex mutex;            /* held while a file is written; guards the rest */
     dtrain__error shown;               /* error and failed, as the file has them */
     uint64_t shown_failed;
     int written; /* the file of trace_on_failure is written, or was tried */
@@ -60,15 +60,13 @@ enum { DTRAIN__LAST_NONE = 0, DTRAIN__LAST_UNDER_WAY, DTRAIN__LAST_ENDED };
 
 static int dtrain__recorder_create(dtrain_comm *comm)
 {
-    struct timespec now;
     dtrain__recorder *recorder = (dtrain__recorder *)dtrain__alloc(comm->allocator, sizeof *recorder);
     if (recorder == NULL)
         return 0;
-    clock_gettime(CLOCK_REALTIME, &now);
     recorder->monotonic_ns = dtrain__os_now_ns();
-    recorder->realtime_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-    pthread_mutex_init(&recorder->error_mutex, NULL);
-    pthread_mutex_init(&recorder->mutex, NULL);
+    recorder->realtime_ns = dtrain__os_wall_ns();
+    dtrain__os_mutex_init(&recorder->error_mutex);
+    dtrain__os_mutex_init(&recorder->mutex);
     comm->recorder = recorder;
     return 1;
 }
@@ -77,8 +75,8 @@ static void dtrain__recorder_free(dtrain_comm *comm)
 {
     if (comm->recorder == NULL)
         return;
-    pthread_mutex_destroy(&comm->recorder->error_mutex);
-    pthread_mutex_destroy(&comm->recorder->mutex);
+    dtrain__os_mutex_free(&comm->recorder->error_mutex);
+    dtrain__os_mutex_free(&comm->recorder->mutex);
     if (!comm->published)
         dtrain__free(comm->allocator, comm->recorder);
 }
@@ -109,7 +107,7 @@ static int dtrain__recorder_read(dtrain__recorder *recorder, uint64_t serial, dt
             memcpy(out, words, sizeof words);
             return 1;
         }
-        sched_yield();
+        dtrain__os_yield();
     }
     return 0;
 }
@@ -170,12 +168,12 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
         recorder->good = op->serial;
         return;
     }
-    pthread_mutex_lock(&recorder->error_mutex);
+    dtrain__os_lock(&recorder->error_mutex);
     if (recorder->failed <= recorder->good) {
         recorder->failed = op->serial;
         recorder->error = op->error;
     }
-    pthread_mutex_unlock(&recorder->error_mutex);
+    dtrain__os_unlock(&recorder->error_mutex);
 }
 
 /* Reads what the rank of this recorder does now; 0: it cannot be read. */

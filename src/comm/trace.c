@@ -25,7 +25,7 @@ static void dtrain__trace_put(dtrain__trace *trace, const void *data, size_t byt
 {
     const unsigned char *at = (const unsigned char *)data;
     while (bytes > 0 && trace->error == 0) {
-        ssize_t n = write(trace->fd, at, bytes);
+        ssize_t n = dtrain__os_write(trace->fd, at, bytes);
         if (n < 0 && errno != EINTR)
             trace->error = errno;
         at += n > 0 ? n : 0;
@@ -119,7 +119,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain_comm *comm = trace->comm;
     dtrain__recorder *recorder = comm->recorder;
     char host[64] = "?", title[128];
-    gethostname(host, sizeof host - 1);
+    dtrain__os_host_name(host, sizeof host);
     dtrain__status_clean(host);
     dtrain__trace_put(trace, open, sizeof open - 1);
     dtrain__trace_begin(trace);
@@ -135,7 +135,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__json_member_u64(&trace->json, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
     dtrain__json_member_u64(&trace->json, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
     dtrain__trace_end(trace, events);
-    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, (long)comm->process, host);
+    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, comm->process, host);
     dtrain__trace_title(trace, "process_name", title);
     snprintf(title, sizeof title, "group %llu", (unsigned long long)comm->group);
     dtrain__trace_title(trace, "thread_name", title);
@@ -210,14 +210,14 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
     memset(&trace, 0, sizeof trace);
     trace.comm = comm;
     trace.now = dtrain__os_now_ns();
-    trace.fd = dtrain__os_open_beside(AT_FDCWD, path, recorder->beside, sizeof recorder->beside);
+    trace.fd = dtrain__os_open_beside(DTRAIN__OS_HERE, path, recorder->beside, sizeof recorder->beside);
     if (trace.fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
-                            strerror(errno));
-    pthread_mutex_lock(&recorder->error_mutex);
+                            dtrain__os_error_text(errno));
+    dtrain__os_lock(&recorder->error_mutex);
     recorder->shown = recorder->error;
     recorder->shown_failed = recorder->failed;
-    pthread_mutex_unlock(&recorder->error_mutex);
+    dtrain__os_unlock(&recorder->error_mutex);
     dtrain__trace_head(&trace);
     dtrain__trace_operations(&trace);
     trace.error = dtrain__os_put_in_place(trace.fd, recorder->beside, path, trace.error);
@@ -225,7 +225,7 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO,
                         "comm_trace on rank %d: cannot write %.400s: %s; the old file is unchanged", comm->rank, path,
-                        strerror(trace.error));
+                        dtrain__os_error_text(trace.error));
 }
 
 DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
@@ -238,9 +238,9 @@ DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
     if (dtrain__group_alive(comm, "comm_trace") != DTRAIN_OK ||
         dtrain__group_ours(comm, NULL, "comm_trace") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    pthread_mutex_lock(&comm->recorder->mutex);
+    dtrain__os_lock(&comm->recorder->mutex);
     status = dtrain__trace_write(comm, path);
-    pthread_mutex_unlock(&comm->recorder->mutex);
+    dtrain__os_unlock(&comm->recorder->mutex);
     return status;
 }
 
@@ -267,7 +267,7 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
     dtrain__error kept = dtrain__thread_error;
     if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched))
         return;
-    pthread_mutex_lock(&recorder->mutex);
+    dtrain__os_lock(&recorder->mutex);
     if (!recorder->written) {
         char group[40] = "";
         recorder->written = 1;
@@ -279,7 +279,7 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
         else
             dtrain__log(DTRAIN_LOG_INFO, "rank %d: its last operations are in %s", comm->rank, recorder->path);
     }
-    pthread_mutex_unlock(&recorder->mutex);
+    dtrain__os_unlock(&recorder->mutex);
     dtrain__thread_error = kept;
 }
 

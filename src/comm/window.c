@@ -28,7 +28,7 @@ typedef struct dtrain__window {
     int used, freed;
     int open;   /* it is made, and other threads may look at it */
     int parted; /* the others no longer map all of this rank's part */
-    pid_t process;
+    long process;
     size_t *begins;                      /* where each rank's part begins, and the end; one block with the next two */
     size_t *sizes;                       /* the bytes that each rank asked for */
     int *worlds;                         /* each one's rank in the world; -1: it is gone and names nothing more */
@@ -38,19 +38,19 @@ typedef struct dtrain__window {
 
 /* All windows of this process. A forked child has them too, but none of the other threads. */
 static dtrain__window *dtrain__windows;
-static pthread_mutex_t dtrain__window_mutex = PTHREAD_MUTEX_INITIALIZER;
+static dtrain__os_mutex dtrain__window_mutex = DTRAIN__OS_MUTEX;
 static uint64_t dtrain__window_epoch; /* counts what changes in any of them */
-static pid_t dtrain__window_process;
+static long dtrain__window_process;
 
 static void dtrain__window_lock(int lock)
 {
-    pid_t process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    long process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
     if (process != 0 && process != dtrain__os_pid())
         return; /* the parent's threads may have held it */
     if (lock)
-        pthread_mutex_lock(&dtrain__window_mutex);
+        dtrain__os_lock(&dtrain__window_mutex);
     else
-        pthread_mutex_unlock(&dtrain__window_mutex);
+        dtrain__os_unlock(&dtrain__window_mutex);
 }
 
 static uint32_t *dtrain__window_ends(const dtrain__window *window)

@@ -14,9 +14,9 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     size_t count = (size_t)group->size;
     size_t *begins = (size_t *)dtrain__alloc(&heap, (2 * count + 1) * sizeof(size_t) + count * sizeof(int));
     dtrain__window_note(group);
-    pid_t process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    long process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
     if (process != 0 && process != dtrain__os_pid()) /* a forked child's: threads of its parent may have held it */
-        pthread_mutex_init(&dtrain__window_mutex, NULL);
+        dtrain__os_mutex_init(&dtrain__window_mutex);
     __atomic_store_n(&dtrain__window_process, dtrain__os_pid(), __ATOMIC_RELAXED);
     dtrain__window_lock(1);
     dtrain__window_sweep(0);
@@ -75,7 +75,7 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     int fd = -1;
     if (group->rank == 0 && (memory = (unsigned char *)dtrain__os_share(window->bytes, &fd)) != NULL &&
         dtrain__os_random(memory + key, DTRAIN__WINDOW_KEY_BYTES) == 0) {
-        dtrain__put_le(offer, (uint64_t)getpid(), 8);
+        dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
         dtrain__put_le(offer + 8, (uint64_t)fd, 8);
         memcpy(offer + 16, memory + key, DTRAIN__WINDOW_KEY_BYTES);
     }
@@ -83,13 +83,13 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     uint64_t process = dtrain__get_le(offer, 8), id = dtrain__get_le(offer + 16, 8);
     if (status == DTRAIN_OK && group->rank != 0 && process > 0 && process <= INT_MAX)
         memory =
-            (unsigned char *)dtrain__os_share_open((pid_t)process, (int)dtrain__get_le(offer + 8, 8), window->bytes);
+            (unsigned char *)dtrain__os_share_open((long)process, (int)dtrain__get_le(offer + 8, 8), window->bytes);
     int32_t good =
         memory != NULL && process > 0 && id != 0 && memcmp(memory + key, offer + 16, DTRAIN__WINDOW_KEY_BYTES) == 0;
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(group, &good, &good, 1, DTRAIN_I32, DTRAIN_MIN);
     if (fd >= 0)
-        close(fd);
+        dtrain__os_share_close(fd);
     *shared = status == DTRAIN_OK && good;
     if (!*shared && memory != NULL)
         dtrain__os_unreserve(memory, window->bytes);

@@ -57,7 +57,7 @@ static void dtrain__work_clock(dtrain_comm *comm, dtrain__op *op)
 /* Puts an operation at the end of the queue; NULL: no memory. */
 static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
 {
-    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue_mutex);
     dtrain_work *work = comm->spare;
     if (work != NULL)
         comm->spare = work->next;
@@ -83,7 +83,7 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         comm->tail = work;
         __atomic_add_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
     }
-    pthread_mutex_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue_mutex);
     if (work == NULL)
         dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
     return work;
@@ -124,7 +124,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
         comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
-        if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
+        if (dtrain__os_try_lock(&comm->drive_mutex)) {
             dtrain_work *head;
             while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
                 dtrain_work *message = dtrain__op_is_one_way(&head->op) ? head : NULL;
@@ -133,7 +133,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                 if (message == NULL) /* messages take themselves off the queue */
                     dtrain__queue_finish(comm, NULL, head);
             }
-            pthread_mutex_unlock(&comm->drive_mutex);
+            dtrain__os_unlock(&comm->drive_mutex);
             if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
                 dtrain__bell_ring(comm->bell); /* the service continues with the rest */
         } else {
@@ -202,11 +202,11 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
         comm->error = work->op.error;
     comm->waited_ns[0] = work->op.run_ns;
     comm->waited_ns[1] = work->op.ended_ns;
-    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue_mutex);
     __atomic_store_n(&work->mark, 0, __ATOMIC_RELAXED);
     work->next = comm->spare;
     comm->spare = work;
-    pthread_mutex_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue_mutex);
     return status;
 }
 
@@ -254,9 +254,9 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
-    if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of this rank drives it */
+    if (dtrain__os_try_lock(&comm->drive_mutex)) { /* else a call in another group of this rank drives it */
         dtrain__queue_drive(comm, until);
-        pthread_mutex_unlock(&comm->drive_mutex);
+        dtrain__os_unlock(&comm->drive_mutex);
     }
     return DTRAIN_OK;
 }

@@ -17,7 +17,7 @@
  * Source: challenge and response of ISO/IEC 9798-4; HMAC of RFC 2104; keys of a sealed connection by RFC 5869. */
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
-#include "../base/os.c"
+#include "../base/os_files.c"
 #include "../base/status.c"
 #include "../transport/chacha.c"
 #include "../transport/shm.c"
@@ -149,7 +149,7 @@ static DTRAIN__NOINLINE void dtrain__handshake_say(dtrain__handshake *handshake,
 static DTRAIN__NOINLINE void dtrain__handshake_close(dtrain__handshake *handshake)
 {
     if (handshake->fd >= 0)
-        close(handshake->fd);
+        dtrain__os_hang_up(handshake->fd);
     handshake->fd = -1;
     handshake->state = DTRAIN__HANDSHAKE_CLOSED;
 }
@@ -387,8 +387,8 @@ static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__k
     }
     for (;;) {
         while (handshake->out_done < handshake->out_bytes) {
-            n = dtrain__net_send(handshake->fd, handshake->out + handshake->out_done,
-                                 handshake->out_bytes - handshake->out_done, 0);
+            n = dtrain__os_send(handshake->fd, handshake->out + handshake->out_done,
+                                handshake->out_bytes - handshake->out_done, 0);
             if (n < 0)
                 dtrain__handshake_lost(handshake, errno);
             if (n <= 0)
@@ -398,7 +398,7 @@ static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__k
         size_t wants = dtrain__handshake_wants(handshake);
         if (wants == 0)
             return;
-        n = dtrain__net_recv(handshake->fd, handshake->in + handshake->in_bytes, wants - handshake->in_bytes);
+        n = dtrain__os_recv(handshake->fd, handshake->in + handshake->in_bytes, wants - handshake->in_bytes);
         if (n < 0)
             dtrain__handshake_lost(handshake, errno);
         if (n <= 0)

@@ -14,7 +14,7 @@ static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain
     dtrain__handshake_close(*handshake);
     dtrain__shm_close(&(*handshake)->page);
     if ((*handshake)->page_fd >= 0)
-        close((*handshake)->page_fd);
+        dtrain__os_share_close((*handshake)->page_fd);
     dtrain__free(hub->allocator, *handshake);
     *handshake = NULL;
 }
@@ -39,7 +39,7 @@ static int dtrain__hub_allows(const dtrain__hub *hub, const dtrain__address *add
  * this host, so insecure does not count there. A name of the library's own holds the user's number. */
 static int dtrain__hub_trusts(const dtrain__hub *hub, int fd, const dtrain__address *address)
 {
-    int named = dtrain__net_is_abstract(address), same = dtrain__net_is_unix(address) && dtrain__net_same_user(fd);
+    int named = dtrain__net_is_abstract(address), same = dtrain__net_is_unix(address) && dtrain__os_same_user(fd);
     if (same || (named && hub->root_count > 1))
         return same;
     return hub->keys.token_bytes > 0 || (hub->insecure && !named);
@@ -200,7 +200,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
 }
 
 /* Admits a proved peer, or refuses it with a text. */
-__attribute__((format(printf, 4, 5))) static void
+DTRAIN__PRINTF(4, 5) static void
 dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__VERDICT_TEXT];
@@ -377,7 +377,7 @@ static int dtrain__hub_step_handshake(dtrain__hub *hub, dtrain__handshake *hands
         (!hub->formed || dtrain__hub_channel(hub, handshake->channel) == NULL))
         /* a peer may have the table or the group before this rank does. Its handshake then waits until the peer gives
          * up; it sends nothing before that */
-        return !dtrain__hub_late(hub, handshake, now) && dtrain__net_recv(handshake->fd, &last, 1) == 0;
+        return !dtrain__hub_late(hub, handshake, now) && dtrain__os_recv(handshake->fd, &last, 1) == 0;
     if (handshake->state == DTRAIN__HANDSHAKE_PROVED)
         dtrain__hub_admit(hub, handshake);
     int open = dtrain__hub_advance(hub, handshake, now);
@@ -418,11 +418,11 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             dtrain__hub_note(hub,
                              "rank %d cannot accept a connection (%s); raise the number of descriptors that this "
                              "process may open (ulimit -n)",
-                             hub->rank, strerror(error));
+                             hub->rank, dtrain__os_error_text(error));
             return;
         }
         if (!dtrain__hub_trusts(hub, fd, &hub->listening)) {
-            close(fd);
+            dtrain__os_hang_up(fd);
             dtrain__hub_turned_away(
                 hub, DTRAIN_ERR_DENIED,
                 "another user's process came, and there is no token: give every rank the same DTRAIN_TOKEN", now);
@@ -430,7 +430,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         }
         handshake = dtrain__hub_new_handshake(hub, &peer);
         if (handshake == NULL) {
-            close(fd);
+            dtrain__os_hang_up(fd);
             snprintf(hub->refused, sizeof hub->refused, "%s: no memory for its connection",
                      dtrain__net_text(&peer).text);
             return;

@@ -9,7 +9,6 @@
 #ifndef DTRAIN__ARENA
 #define DTRAIN__ARENA
 #include "council.c"
-#include "../transport/net.c"
 #include "../transport/threads.c"
 
 #define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
@@ -23,7 +22,7 @@ enum {
     DTRAIN__OFFER_PROCESS = 0,
     DTRAIN__OFFER_DOORBELL = 8, /* a descriptor of that process */
     DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
-    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's inode */
+    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's number */
     DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
     DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
 };
@@ -40,7 +39,7 @@ typedef struct dtrain__arena {
 static void dtrain__arena_close(dtrain__arena *arena)
 {
     if (arena->fd >= 0)
-        close(arena->fd);
+        dtrain__os_share_close(arena->fd);
     arena->fd = -1;
 }
 
@@ -51,7 +50,7 @@ static void dtrain__arena_free(dtrain__arena *arena)
     dtrain__arena_close(arena);
     for (int rank = 0; arena->doorbells != NULL && rank < arena->size; rank++)
         if (arena->doorbells[rank] >= 0)
-            close(arena->doorbells[rank]);
+            dtrain__os_hang_up(arena->doorbells[rank]);
     if (arena->memory != NULL)
         dtrain__os_unreserve(arena->memory, arena->bytes);
     dtrain__free(arena->allocator, arena->doorbells);
@@ -90,13 +89,13 @@ static dtrain__arena *dtrain__arena_new(const dtrain__seat *seat)
 static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell,
                                unsigned char offer[DTRAIN__SHARING_BYTES])
 {
-    struct stat pipe;
+    uint64_t pipe;
     memset(offer, 0, DTRAIN__SHARING_BYTES);
     if (seat->size < 2 || seat->size > DTRAIN__ARENA_RANKS)
         return 0;
     dtrain__arena_free(*out);
     *out = NULL;
-    if (dtrain__without("shm") || fstat(doorbell, &pipe) != 0 || (*out = dtrain__arena_new(seat)) == NULL)
+    if (dtrain__without("shm") || !dtrain__os_pipe_number(doorbell, &pipe) || (*out = dtrain__arena_new(seat)) == NULL)
         return 1;
     dtrain__arena *arena = *out;
     if (seat->rank == 0) {
@@ -106,9 +105,9 @@ static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, in
         dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
         memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
     }
-    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)getpid(), 8);
+    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)dtrain__os_self(), 8);
     dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)doorbell, 4);
-    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, (uint64_t)pipe.st_ino, 8);
+    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, pipe, 8);
     offer[DTRAIN__OFFER_MADE] = 1;
     return 1;
 }
@@ -125,15 +124,15 @@ static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, u
             snprintf(why, sizeof why, "rank %d offers none", rank);
         } else if (rank == 0 && arena->memory == NULL) {
             arena->memory = (unsigned char *)dtrain__os_share_open(
-                (pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
+                (long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
             if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
                 snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", seat->rank);
         }
         if (rank == seat->rank || why[0] != 0)
             continue;
         arena->doorbells[rank] =
-            dtrain__net_pipe_open((pid_t)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
-                                  dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
+            dtrain__os_pipe_open((long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
+                                 dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
         if (arena->doorbells[rank] < 0)
             snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", seat->rank, rank);
     }

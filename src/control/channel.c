@@ -12,7 +12,7 @@ static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
     unsigned char waste[4096];
     if (stream->fd >= 0 && !forked) {
         dtrain__stream_end(stream);
-        for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
+        for (int i = 0; i < 256 && dtrain__os_recv(stream->fd, waste, sizeof waste) > 0; i++)
             continue;
     }
     dtrain__stream_cut(stream);
@@ -34,7 +34,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     dtrain__seat_free(&channel->seat);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
-            close(channel->wake[i]);
+            dtrain__os_hang_up(channel->wake[i]);
     dtrain__free(hub->allocator, channel);
 }
 
@@ -54,13 +54,14 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
         if (dtrain__seat_open(&channel->seat, &hub->council, id, NULL, worlds, size, rank) && channel->peers != NULL &&
             (!hub->formed || dtrain__channel_lay(channel)))
-            error = dtrain__net_pipe(channel->wake);
+            error = dtrain__os_pipe(channel->wake);
     }
     if (error != 0) {
         if (channel != NULL)
             dtrain__channel_free(channel);
         return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
-                            "rank %d cannot make its end of a group of %d ranks: %s", rank, size, strerror(error));
+                            "rank %d cannot make its end of a group of %d ranks: %s", rank, size,
+                            dtrain__os_error_text(error));
     }
     channel->seat.next = hub->council.seats;
     hub->council.seats = &channel->seat;
@@ -91,8 +92,8 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     if (hub->listener >= 0) {
         if (dtrain__net_is_unix(&hub->listening) && !dtrain__net_is_abstract(&hub->listening) &&
             !forked) /* no other process can listen there yet */
-            unlink(hub->listening.at.local.sun_path);
-        close(hub->listener);
+            dtrain__os_unlink(DTRAIN__OS_HERE, hub->listening.at.local.sun_path, 0);
+        dtrain__os_hang_up(hub->listener);
     }
     while (hub->handshakes != NULL) {
         dtrain__handshake *handshake = hub->handshakes;
@@ -102,13 +103,13 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     dtrain__hub_free_members(hub, forked);
     for (int i = 0; i < 2; i++)
         if (hub->kick[i] >= 0)
-            close(hub->kick[i]);
+            dtrain__os_hang_up(hub->kick[i]);
     dtrain__council_free(&hub->council);
     dtrain__free(allocator, hub->fds);
     memset(&hub->keys, 0, sizeof hub->keys);
-    pthread_mutex_destroy(&hub->mutex);
-    pthread_mutex_destroy(&hub->step_mutex);
-    pthread_mutex_destroy(&hub->origin.mutex);
+    dtrain__os_mutex_free(&hub->mutex);
+    dtrain__os_mutex_free(&hub->step_mutex);
+    dtrain__os_mutex_free(&hub->origin.mutex);
     dtrain__free(allocator, hub);
 }
 
@@ -120,7 +121,7 @@ static void dtrain__channel_destroy(void *self)
     dtrain__hub *hub = channel->hub;
     int forked = channel->seat.forked, last;
     if (!forked)
-        pthread_mutex_lock(&hub->mutex);
+        dtrain__os_lock(&hub->mutex);
     dtrain__seat_unlink(&channel->seat);
     dtrain__consent_left(&hub->council, channel->seat.id, hub->rank);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next)
@@ -130,7 +131,7 @@ static void dtrain__channel_destroy(void *self)
     if (!last)
         dtrain__channel_free(channel);
     if (!forked)
-        pthread_mutex_unlock(&hub->mutex);
+        dtrain__os_unlock(&hub->mutex);
     if (!last)
         return;
     if (!forked)
@@ -147,11 +148,11 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
     dtrain__hub *hub = channel->hub;
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
-    if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
+    if (!serviced && dtrain__os_try_lock(&hub->step_mutex)) {
         dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
         if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
-        pthread_mutex_unlock(&hub->step_mutex);
+        dtrain__os_unlock(&hub->step_mutex);
         if (channel->arena != NULL)
             dtrain__channel_awake(channel, 0);
         return;

@@ -100,7 +100,7 @@ struct dtrain__council {
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
     void (*tell)(void *self);          /* tells that something has come that a caller may wait for */
     int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
-    pthread_mutex_t *mutex;            /* guards the council; NULL: lock does */
+    dtrain__os_mutex *mutex;           /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
     void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
@@ -294,9 +294,9 @@ static void dtrain__seat_lock(dtrain__seat *seat, int on)
     if (council->mutex == NULL)
         council->lock(council->self, on);
     else if (on)
-        pthread_mutex_lock(council->mutex);
+        dtrain__os_lock(council->mutex);
     else
-        pthread_mutex_unlock(council->mutex);
+        dtrain__os_unlock(council->mutex);
 }
 
 static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,

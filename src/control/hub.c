@@ -119,7 +119,7 @@ struct dtrain__hub {
     int root_count, root_turn, listener, listener_index;
     int64_t root_wait_ns;
     dtrain__error root_error; /* why the last try to reach rank 0 failed */
-    pthread_mutex_t step_mutex, mutex;
+    dtrain__os_mutex step_mutex, mutex;
     int kick[2]; /* a pipe that wakes whoever steps */
     uint32_t stepping, kicked;
     dtrain__handshake *handshakes;
@@ -171,7 +171,7 @@ static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 /* Empties the pipe that wakes a caller, and, if it is awaited, the service thread. Each leaves the other a byte. */
 static void dtrain__channel_awake(dtrain__channel *channel, int service)
 {
-    dtrain__net_drain(channel->wake[0]);
+    dtrain__os_drain(channel->wake[0]);
     if (service && __atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
         dtrain__os_poke(channel->wake[1]);
     if (!service && __atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
@@ -179,7 +179,7 @@ static void dtrain__channel_awake(dtrain__channel *channel, int service)
 }
 
 /* Queues a warning for the log; the caller holds the mutex. The last of many at once are dropped. */
-__attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
+DTRAIN__PRINTF(2, 3) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
 {
     va_list arguments;
     if (hub->notes.count == (int)(sizeof hub->notes.text / sizeof hub->notes.text[0]))

@@ -112,7 +112,7 @@ struct dtrain__mux {
     dtrain__origin origin;
     dtrain_transport table;
     dtrain_allocator own, *allocator;
-    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of seats */
+    dtrain__os_mutex turn, mutex; /* mutex guards posts and, with turn, the list of seats */
     uint64_t turns;
     uint32_t waiting;   /* threads that wait for turn */
     int64_t crowded_ns; /* until then other threads are expected to want turn */
@@ -130,9 +130,9 @@ struct dtrain__mux {
 
 static void dtrain__mux_enter(dtrain__mux *mux)
 {
-    if (pthread_mutex_trylock(&mux->turn) != 0) {
+    if (!dtrain__os_try_lock(&mux->turn)) {
         __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
-        pthread_mutex_lock(&mux->turn);
+        dtrain__os_lock(&mux->turn);
         __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
         mux->crowded_ns = dtrain__os_now_ns() + DTRAIN__MUX_CROWDED_NS;
     }
@@ -143,11 +143,11 @@ static void dtrain__mux_enter(dtrain__mux *mux)
 static void dtrain__mux_exit(dtrain__mux *mux)
 {
     uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&mux->turn);
+    dtrain__os_unlock(&mux->turn);
     for (int i = 0; i < 200 && __atomic_load_n(&mux->waiting, __ATOMIC_SEQ_CST) > 0 &&
                     __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST) == turns;
          i++)
-        sched_yield();
+        dtrain__os_yield();
 }
 
 /* ---- control messages out ---- */
@@ -203,21 +203,21 @@ static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind,
                             const void *data, size_t bytes)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
-    pthread_mutex_lock(&mux->mutex);
+    dtrain__os_lock(&mux->mutex);
     int full = kind >= DTRAIN__MUX_OTHERS && p->posted > DTRAIN__MUX_POSTED; /* before anything is copied */
-    pthread_mutex_unlock(&mux->mutex);
+    dtrain__os_unlock(&mux->mutex);
     dtrain__mux_message *post =
         full ? NULL : dtrain__mux_post_new(mux, peer, lane, kind, head, head_bytes, data, bytes);
     if (post == NULL)
         return 0;
-    pthread_mutex_lock(&mux->mutex);
+    dtrain__os_lock(&mux->mutex);
     if (p->last != NULL)
         p->last->next = post;
     else
         p->first = post;
     p->last = post;
     p->posted += post->bytes;
-    pthread_mutex_unlock(&mux->mutex);
+    dtrain__os_unlock(&mux->mutex);
     dtrain__mux_wake(mux);
     return 1;
 }
@@ -237,7 +237,7 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
 static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_peer *p, size_t sent)
 {
     dtrain__mux_message *post;
-    pthread_mutex_lock(&mux->mutex);
+    dtrain__os_lock(&mux->mutex);
     post = p->first;
     if (post != NULL && (post->begin += sent) == post->bytes) {
         p->first = post->next;
@@ -246,7 +246,7 @@ static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_pee
         dtrain__free(mux->allocator, post);
         post = p->first;
     }
-    pthread_mutex_unlock(&mux->mutex);
+    dtrain__os_unlock(&mux->mutex);
     return post;
 }
 

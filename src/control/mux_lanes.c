@@ -176,7 +176,7 @@ static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns
     int64_t soon = dtrain__os_now_ns() + span_ns;
     if (mux->doorbell[0] >= 0) {
         __atomic_add_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
-        dtrain__net_rest(mux->doorbell[0], soon < until_ns ? soon : until_ns);
+        dtrain__os_rest(mux->doorbell[0], soon < until_ns ? span_ns : until_ns - dtrain__os_now_ns());
         __atomic_sub_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
         return;
     }
@@ -443,12 +443,12 @@ static void dtrain__mux_free(dtrain__mux *mux)
     dtrain__council_free(&mux->council);
     for (int i = 0; i < 2; i++)
         if (mux->doorbell[i] >= 0)
-            close(mux->doorbell[i]);
+            dtrain__os_hang_up(mux->doorbell[i]);
     dtrain__free(allocator, mux->spare);
     dtrain__free(allocator, mux->peers);
-    pthread_mutex_destroy(&mux->turn);
-    pthread_mutex_destroy(&mux->mutex);
-    pthread_mutex_destroy(&mux->origin.mutex);
+    dtrain__os_mutex_free(&mux->turn);
+    dtrain__os_mutex_free(&mux->mutex);
+    dtrain__os_mutex_free(&mux->origin.mutex);
     dtrain__free(allocator, mux);
 }
 
@@ -462,11 +462,11 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
         mux->allocator = allocator;
         mux->table = *table;
         mux->doorbell[0] = mux->doorbell[1] = -1;
-        if (table->host != NULL && dtrain__net_pipe(mux->doorbell) != 0)
+        if (table->host != NULL && dtrain__os_pipe(mux->doorbell) != 0)
             mux->doorbell[0] = mux->doorbell[1] = -1; /* then it shares no memory */
-        pthread_mutex_init(&mux->turn, NULL);
-        pthread_mutex_init(&mux->mutex, NULL);
-        pthread_mutex_init(&mux->origin.mutex, NULL);
+        dtrain__os_mutex_init(&mux->turn);
+        dtrain__os_mutex_init(&mux->mutex);
+        dtrain__os_mutex_init(&mux->origin.mutex);
         mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
         dtrain__mux_convene(mux);
         if (mux->peers != NULL)
@@ -521,10 +521,10 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
         good = lane->inboxes[i] != NULL;
     }
     if (good) {
-        pthread_mutex_lock(&mux->mutex);
+        dtrain__os_lock(&mux->mutex);
         lane->seat.next = mux->council.seats;
         mux->council.seats = &lane->seat;
-        pthread_mutex_unlock(&mux->mutex);
+        dtrain__os_unlock(&mux->mutex);
         dtrain__mux_adopt(lane);
     }
     dtrain__mux_exit(mux);
@@ -583,12 +583,12 @@ static void dtrain__mux_detach(void *self)
     int forked = lane->seat.forked, last;
     if (!forked) {
         dtrain__mux_enter(mux);
-        pthread_mutex_lock(&mux->mutex);
+        dtrain__os_lock(&mux->mutex);
     }
     dtrain__mux_release(lane);
     last = mux->council.seats == NULL;
     if (!forked) {
-        pthread_mutex_unlock(&mux->mutex);
+        dtrain__os_unlock(&mux->mutex);
         dtrain__council_left(&mux->council, lane->seat.id, mux->table.rank);
         if (last)
             dtrain__mux_bye(mux);

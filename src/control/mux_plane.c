@@ -75,9 +75,9 @@ static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
 {
     dtrain__mux *mux = (dtrain__mux *)(void *)origin; /* its first member */
     int moved = until_ns == 0;                        /* by calls under way */
-    if (pthread_mutex_trylock(&mux->turn) == 0) {
+    if (dtrain__os_try_lock(&mux->turn)) {
         moved |= dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
-        pthread_mutex_unlock(&mux->turn);
+        dtrain__os_unlock(&mux->turn);
     }
     int64_t now = dtrain__os_now_ns(),
             most = until_ns - now < DTRAIN__MUX_IDLE_NS ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_IDLE_NS;
@@ -116,9 +116,9 @@ static void dtrain__mux_plane_fail(void *self, dtrain_status why, const char *te
     dtrain__mux *mux = lane->mux;
     dtrain__error cause;
     dtrain__membership_because(&cause, why, "%s", text);
-    pthread_mutex_lock(&mux->mutex);
+    dtrain__os_lock(&mux->mutex);
     int first = dtrain__seat_break(&lane->seat, &cause);
-    pthread_mutex_unlock(&mux->mutex);
+    dtrain__os_unlock(&mux->mutex);
     if (!first)
         return;
     dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)why, text);

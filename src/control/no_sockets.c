@@ -3,7 +3,7 @@
  * larger world is refused, whether its root is given or would have to be found. */
 #ifndef DTRAIN__NO_SOCKETS
 #define DTRAIN__NO_SOCKETS
-#include "council.c"
+#include "plane.c"
 
 static dtrain_status dtrain__no_sockets(void)
 {
@@ -18,45 +18,6 @@ static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain_
     (void)keys, (void)desc, (void)allocator;
     memset(end, 0, sizeof *end); /* gcc does not see that no caller uses it after an error */
     return dtrain__no_sockets();
-}
-
-/* Without pipes between processes they share no memory. */
-typedef struct dtrain__arena {
-    int none;
-} dtrain__arena;
-
-static void dtrain__arena_free(const dtrain__arena *arena)
-{
-    (void)arena;
-}
-
-static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell, unsigned char *offer)
-{
-    (void)out, (void)seat, (void)doorbell, (void)offer;
-    return 0;
-}
-
-static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, unsigned char *records)
-{
-    (void)arena, (void)seat, (void)records;
-}
-
-static struct dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
-                                                 const unsigned char *verdicts)
-{
-    (void)out, (void)seat, (void)crowded, (void)verdicts;
-    return NULL;
-}
-
-static int dtrain__net_pipe(int ends[2])
-{
-    (void)ends;
-    return ENOSYS;
-}
-
-static void dtrain__net_rest(int fd, int64_t until_ns)
-{
-    (void)fd, (void)until_ns;
 }
 
 static int dtrain__net_has(int family)

@@ -71,7 +71,7 @@ static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtra
     if (!dtrain__membership_broken(members))
         return NULL;
     while (__atomic_load_n(&members->broken, __ATOMIC_ACQUIRE) != 2)
-        sched_yield();
+        dtrain__os_yield();
     return &members->cause;
 }
 
@@ -111,7 +111,7 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 DTRAIN__FAST_END
 
 /* Writes what ends a group. The thread's own last error stays. */
-__attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
+DTRAIN__PRINTF(3, 4) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
                                                                              const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -129,7 +129,7 @@ __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtr
 /* What the groups of one world have in common in this process. */
 typedef struct dtrain__origin {
     uint64_t serial;                                               /* counts the groups that were started */
-    pthread_mutex_t mutex;                                         /* guards service */
+    dtrain__os_mutex mutex;                                        /* guards service */
     void *service;                                                 /* the thread that drives these groups */
     void (*last_gone)(void *service);                              /* stops it before the last group is gone */
     dtrain__bell *bell;                                            /* what it waits for; NULL: it calls step instead */

@@ -24,7 +24,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     char path[DTRAIN__ADDRESS_BYTES];
     if (dtrain__net_end(hub->members[0].control.fd, 0, here) != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot read its own address: %s", hub->rank,
-                            strerror(errno));
+                            dtrain__os_error_text(errno));
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
@@ -59,7 +59,7 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     error = dtrain__hub_listen(hub);
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
-                            dtrain__net_text(&hub->listening).text, strerror(error));
+                            dtrain__net_text(&hub->listening).text, dtrain__os_error_text(error));
     if (local)
         snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
@@ -117,7 +117,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
         if (handshake == NULL)
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
-                         strerror(errno));
+                         dtrain__os_error_text(errno));
         else
             hub->reached = *address;
     }
@@ -166,7 +166,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             handshake->links = lane->links;
         } else
             snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
-                     strerror(errno));
+                     dtrain__os_error_text(errno));
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
@@ -424,7 +424,7 @@ static void dtrain__hub_poll(struct pollfd *fds, int count, int64_t until_ns)
 {
     int64_t span = until_ns - dtrain__os_now_ns();
     int ms = span <= 0 ? 0 : span > 60000000000 ? 60000 : (int)((span + 999999) / 1000000);
-    poll(fds, (nfds_t)count, ms);
+    dtrain__os_poll(fds, count, ms);
 }
 
 /* Rank 0: logs who has joined, if not both sides had a job's id to compare. */
@@ -452,7 +452,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     int count;
     dtrain__notes notes;
     notes.count = notes.sealed = notes.joined = 0;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
         dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
@@ -465,15 +465,15 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
             dtrain__hub_watch(hub, &count, channel->wake[0], POLLIN);
     }
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
     if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
         until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
     __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
     if (hub->fds[0].revents != 0)
-        dtrain__net_drain(hub->kick[0]);
-    pthread_mutex_lock(&hub->mutex);
+        dtrain__os_drain(hub->kick[0]);
+    dtrain__os_lock(&hub->mutex);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))
         if (__atomic_exchange_n(&channel->dozing, 0u, __ATOMIC_SEQ_CST) != 0)
@@ -482,7 +482,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined)
         notes = hub->notes;
     hub->notes.count = hub->notes.sealed = hub->notes.joined = 0;
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
     for (int i = 0; i < notes.count; i++)
         dtrain__log(DTRAIN_LOG_WARN, "%s", notes.text[i]);
     if (notes.joined)

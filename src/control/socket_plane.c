@@ -18,9 +18,9 @@ static dtrain_status dtrain__socket_plane_group(void *self, const dtrain__group_
 {
     dtrain__hub *hub = ((dtrain__channel *)self)->hub;
     dtrain__channel *channel = NULL;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     dtrain_status status = dtrain__channel_create(&channel, hub, desc->id, desc->worlds, desc->size, desc->rank);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
     if (status == DTRAIN_OK)
         dtrain__socket_plane_end(end, channel);
     return status;
@@ -50,21 +50,21 @@ static void dtrain__socket_plane_way(void *self, int rank, char *text, size_t ca
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     const dtrain__lane *lanes = channel->peers[rank].lanes;
     if (lanes != NULL && lanes->stream.fd >= 0)
         dtrain__hub_way(hub, channel->seat.worlds[rank], &lanes->stream, text, capacity);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
 }
 
 /* Heartbeats carry what `tell` writes. It is called with the hub's mutex held. */
 static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     channel->last_user = record;
     channel->last = tell;
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
 }
 
 static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity,
@@ -73,13 +73,13 @@ static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, 
     dtrain__channel *channel = (dtrain__channel *)self;
     const dtrain__last_heard *last = &channel->hub->members[channel->seat.worlds[rank]].last;
     size_t bytes = 0;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     if (last->bytes <= capacity && last->heard_ns > after_ns) {
         bytes = last->bytes;
         memcpy(out, last->data, bytes);
         *age_ns = dtrain__os_now_ns() - last->heard_ns;
     }
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
     return bytes;
 }
 
@@ -90,24 +90,24 @@ static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, si
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     const dtrain__member *member = awaited >= 0 ? &hub->members[channel->seat.worlds[awaited]] : NULL;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     int silent = hub->suspect >= 0 ? dtrain__seat_rank(&channel->seat, hub->suspect) : -1;
     if (member != NULL && member->trouble[0] != 0)
         snprintf(text, capacity, "; no connection to it: %s", member->trouble);
     else if (silent >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
 }
 
 /* Forgets what it could not move before. */
 static void dtrain__socket_plane_rest(void *self)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     for (int rank = 0; channel->awaiting && rank < channel->seat.size; rank++)
         channel->peers[rank].awaits = 0;
     channel->awaiting = 0;
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
 }
 
 static int dtrain__socket_plane_offer(void *self, unsigned char *offer)

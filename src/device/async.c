@@ -40,7 +40,7 @@ struct dtrain__async {
     dtrain__error error;                /* the last error that no earlier error caused */
     int broken;                         /* that error broke the group */
     dtrain__worker worker;
-    pid_t process;
+    long process;
 };
 
 /* Makes a checked call in the group's mode. */
@@ -130,7 +130,7 @@ static dtrain_status dtrain__async_forked(const dtrain__async *async, const char
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
         "%s: process %ld made this group of devices, and this is its forked child %ld: make a group after the fork",
-        call, (long)async->process, (long)getpid());
+        call, async->process, dtrain__os_self());
 }
 
 /* Returns a spare work, or a new one. */
@@ -177,7 +177,7 @@ static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrai
 {
     dtrain__async *async = group->async;
     *made = NULL;
-    if (async->process != getpid())
+    if (async->process != dtrain__os_self())
         return dtrain__async_forked(async, dtrain__op_kind_name((uint64_t)op->kind));
     dtrain_status status = dtrain__op_check(&async->shell, op);
     if (status != DTRAIN_OK)
@@ -220,7 +220,7 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
         return DTRAIN_OK;
     dtrain__async *async = work->async;
     dtrain_device *own = async->group->device;
-    if (async->process != getpid())
+    if (async->process != dtrain__os_self())
         return dtrain__async_forked(async, "device_work_wait");
     device = device != NULL ? device : async->caller;
     if (own != NULL && device->ops != own->ops)
@@ -246,7 +246,7 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
 /* Gives the times of a work's call. If it has not ended, returns 0 and leaves them as they are. */
 static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
-    if (work->async->process != getpid() || !dtrain__worker_is_done(&work->async->worker, work->job.number))
+    if (work->async->process != dtrain__os_self() || !dtrain__worker_is_done(&work->async->worker, work->job.number))
         return 0;
     *begin_ns = work->begin_ns;
     *end_ns = work->end_ns;
@@ -268,7 +268,7 @@ static dtrain_status dtrain__async_create(dtrain_device_group *group)
     async->caller = group->device;
     async->shell.rank = comm->rank;
     async->shell.size = comm->size;
-    async->process = getpid();
+    async->process = dtrain__os_self();
     async->worker.owner = async;
     async->worker.perform = dtrain__async_perform;
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL)
@@ -299,7 +299,7 @@ static int dtrain__async_stop(dtrain_device_group *group)
     dtrain__async *async = group->async;
     if (async == NULL)
         return 1;
-    if (async->process != getpid())
+    if (async->process != dtrain__os_self())
         return 0;
     if (async->worker.threaded &&
         !dtrain__async_wait(async, async->worker.posted, dtrain__os_now_ns() + DTRAIN__ASYNC_GRACE_NS))

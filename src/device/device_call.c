@@ -176,7 +176,7 @@ static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *w
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL, which needs none",
-        strerror(error), without);
+        dtrain__os_error_text(error), without);
 }
 
 /* Checks a call as on the CPU, before a peer sees any of it. */

@@ -208,7 +208,7 @@ static void dtrain__flags_leave(dtrain_device_group *group)
         dtrain__flags_settle(group);
         for (int rank = 0; rank < group->comm->size; rank++)
             while (__atomic_load_n(&shared->state[rank], __ATOMIC_SEQ_CST) == DTRAIN__FLAGS_NAMED)
-                sched_yield();
+                dtrain__os_yield();
         if (__atomic_sub_fetch(&shared->members, 1, __ATOMIC_SEQ_CST) == 0)
             dtrain__free(&heap, shared);
         group->flags = NULL;

@@ -160,15 +160,15 @@ static void dtrain__hosts_free(dtrain_device_group *group)
  * Partial sums of 16-bit floats are float32, for which no buffer has room: such calls go STAGED among all ranks. */
 
 /* Breaks all groups after a phase failed; this thread's last error says why. */
-static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int far,
+static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int between,
                                           dtrain_status status)
 {
     dtrain_comm *comm = group->comm;
     const dtrain__hosts *hosts = group->hosts;
-    int first = far ? hosts->place : comm->rank - hosts->place;
+    int first = between ? hosts->place : comm->rank - hosts->place;
     dtrain__fail(&comm->error, status, "%s on rank %d, %s (whose ranks 0, 1 are ranks %d, %d of the group): %s",
                  dtrain__device_text(comm, whole, comm->number).text, comm->rank,
-                 far ? "between hosts" : "inside its host", first, first + (far ? hosts->each : 1),
+                 between ? "between hosts" : "inside its host", first, first + (between ? hosts->each : 1),
                  dtrain__status_cause(&dtrain__thread_error));
     dtrain__error cause = dtrain__thread_error;
     status = dtrain__device_break(group);

@@ -79,7 +79,7 @@ struct dtrain__processes {
 static void dtrain__processes_close_offer(dtrain_device_group *group)
 {
     if (group->processes != NULL && group->processes->page_fd >= 0) {
-        close(group->processes->page_fd);
+        dtrain__os_share_close(group->processes->page_fd);
         group->processes->page_fd = -1;
     }
 }
@@ -107,11 +107,11 @@ static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
 {
     dtrain__processes_words *own = &group->processes->page->ranks[group->comm->rank];
     int known;
-    own->began = dtrain__os_process_began(getpid(), &known);
+    own->began = dtrain__os_process_began(dtrain__os_self(), &known);
     if (own->began == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc: mount it");
     own->passed[0] = own->passed[1] = DTRAIN__PROCESSES_NUMBER;
-    __atomic_store_n(&own->process, (uint64_t)getpid(), __ATOMIC_SEQ_CST);
+    __atomic_store_n(&own->process, (uint64_t)dtrain__os_self(), __ATOMIC_SEQ_CST);
     return DTRAIN_OK;
 }
 
@@ -121,7 +121,7 @@ static void dtrain__processes_offer(dtrain_device_group *group)
     const dtrain_device_ops *ops = group->device->ops;
     dtrain__device_note *note = &group->mine;
     snprintf(note->handles, sizeof note->handles, "%s", ops->handles);
-    note->process = (uint64_t)getpid();
+    note->process = (uint64_t)dtrain__os_self();
     if (group->comm->rank != 0 || dtrain__processes_new(group) != DTRAIN_OK)
         return;
     dtrain__processes *all = group->processes;
@@ -142,8 +142,7 @@ static dtrain_status dtrain__processes_join(dtrain_device_group *group)
     dtrain_status status = dtrain__processes_new(group);
     if (status != DTRAIN_OK)
         return status;
-    page =
-        (dtrain__processes_page *)dtrain__os_share_open((pid_t)first->process, (int)first->page_fd - 1, sizeof *page);
+    page = (dtrain__processes_page *)dtrain__os_share_open((long)first->process, (int)first->page_fd - 1, sizeof *page);
     group->processes->page = page;
     if (page == NULL || memcmp(page->key, first->page_key, sizeof page->key) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -160,7 +159,7 @@ static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group
     for (int rank = 0; rank < group->comm->size; rank++) {
         int known;
         uint64_t process = __atomic_load_n(&ranks[rank].process, __ATOMIC_SEQ_CST);
-        if (process == 0 || dtrain__os_process_began((pid_t)process, &known) != ranks[rank].began)
+        if (process == 0 || dtrain__os_process_began((long)process, &known) != ranks[rank].began)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "it cannot see rank %d's process", rank);
         for (int other = 0; other < rank; other++)
             if (ranks[other].process == process)
@@ -184,7 +183,7 @@ static int dtrain__processes_gone(const dtrain_device_group *group, int rank)
 {
     const dtrain__processes_words *words = &group->processes->page->ranks[rank];
     int known;
-    uint64_t began = dtrain__os_process_began((pid_t)words->process, &known);
+    uint64_t began = dtrain__os_process_began((long)words->process, &known);
     return known && began != words->began;
 }
 
@@ -217,14 +216,13 @@ static int dtrain__processes_is_out(dtrain_device_group *group, int rank)
 /* Pauses between two looks at a device. */
 static void dtrain__processes_sleep(dtrain_comm *comm, unsigned turn)
 {
-    struct timespec nap = dtrain__os_timespec(1000000);
     if (turn < DTRAIN__BELL_YIELDS) {
-        sched_yield();
+        dtrain__os_yield();
         return;
     }
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL && comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, dtrain__os_now_ns());
-    nanosleep(&nap, NULL);
+    dtrain__os_sleep(1000000);
 }
 
 /* ---- numbers that queues write and await ----
@@ -533,7 +531,7 @@ static dtrain_status dtrain__processes_unreached(dtrain_device_group *group, con
     int lost = 0;
     while (!(lost = dtrain__processes_gone(group, rank) || dtrain__group_has_left(comm, rank)) &&
            dtrain__os_now_ns() < until)
-        sched_yield(); /* a process that ends closes its files first: look again */
+        dtrain__os_yield(); /* a process that ends closes its files first: look again */
     if (!lost) {
         dtrain__report(&said);
         return dtrain__device_failed(group, op, comm->number, status);

@@ -11,6 +11,7 @@
 #ifndef DTRAIN__FILE
 #define DTRAIN__FILE
 #include "../base/status.c"
+#include "../base/os_files.c"
 #include "../base/memory.c"
 #include "../base/json.c"
 
@@ -29,7 +30,7 @@
 #endif
 
 #define DTRAIN__FILE_MOST ((size_t)1 << 30) /* bytes per read or write: systems stop at 2 GiB, some with an error */
-#define DTRAIN__FILE_HERE AT_FDCWD
+#define DTRAIN__FILE_HERE DTRAIN__OS_HERE
 
 /* ---- the system's calls ---- */
 
@@ -47,7 +48,7 @@ static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *nam
     int fd;
     do {
         errno = DTRAIN__FILE_FAULT("open");
-        fd = errno == 0 ? openat(directory, name, flags | O_CLOEXEC, 0666) : -1;
+        fd = errno == 0 ? dtrain__os_open(directory, name, flags) : -1;
     } while (fd < 0 && errno == EINTR);
     return fd;
 }
@@ -59,92 +60,82 @@ static int dtrain__file_sys_open_beside(int directory, const char *name, char be
     return dtrain__os_open_beside(directory, name, beside, 256);
 }
 
-static int dtrain__file_sys_stat(int fd, struct stat *status)
+static int dtrain__file_sys_stat(int fd, dtrain__os_facts *facts)
 {
     DTRAIN__FILE_TRY("stat");
-    return fstat(fd, status);
+    return dtrain__os_look(fd, facts);
 }
 
-/* follow 0: gives the status of a link itself. */
-static int dtrain__file_sys_stat_at(int directory, const char *name, struct stat *status, int follow)
+/* follow 0: gives the facts of a link itself. */
+static int dtrain__file_sys_stat_at(int directory, const char *name, dtrain__os_facts *facts, int follow)
 {
     DTRAIN__FILE_TRY("stat");
-    return fstatat(directory, name, status, follow ? 0 : AT_SYMLINK_NOFOLLOW);
+    return dtrain__os_look_at(directory, name, facts, follow);
 }
 
 static ssize_t dtrain__file_sys_pread(int fd, void *out, size_t bytes, uint64_t offset)
 {
     DTRAIN__FILE_TRY("read");
-    if (offset > (uint64_t)INT64_MAX || (uint64_t)(off_t)offset != offset) {
-        errno = EOVERFLOW;
-        return -1;
-    }
-    return pread(fd, out, DTRAIN__FILE_LIMIT("read", bytes), (off_t)offset);
+    return dtrain__os_pread(fd, out, DTRAIN__FILE_LIMIT("read", bytes), offset);
 }
 
 static ssize_t dtrain__file_sys_write(int fd, const void *data, size_t bytes)
 {
     DTRAIN__FILE_TRY("write");
-    return write(fd, data, DTRAIN__FILE_LIMIT("write", bytes));
+    return dtrain__os_write(fd, data, DTRAIN__FILE_LIMIT("write", bytes));
 }
 
-/* Syncs to the disk itself. On macOS fsync alone leaves data in the drive's cache. */
 static int dtrain__file_sys_sync(int fd)
 {
     DTRAIN__FILE_TRY("sync");
-#ifdef F_FULLFSYNC
-    if (fcntl(fd, F_FULLFSYNC) == 0)
-        return 0;
-#endif
-    return fsync(fd);
+    return dtrain__os_sync(fd);
 }
 
 static int dtrain__file_sys_rename(int from_directory, const char *from, int to_directory, const char *to)
 {
     DTRAIN__FILE_TRY("rename");
-    return renameat(from_directory, from, to_directory, to);
+    return dtrain__os_rename(from_directory, from, to_directory, to);
 }
 
-static DTRAIN__NOINLINE int dtrain__file_sys_unlink(int directory, const char *name, int flags)
+static DTRAIN__NOINLINE int dtrain__file_sys_unlink(int directory, const char *name, int is_directory)
 {
     DTRAIN__FILE_TRY("unlink");
-    return unlinkat(directory, name, flags);
+    return dtrain__os_unlink(directory, name, is_directory);
 }
 
 static int dtrain__file_sys_mkdir(int directory, const char *name)
 {
     DTRAIN__FILE_TRY("mkdir");
-    return mkdirat(directory, name, 0777);
+    return dtrain__os_mkdir(directory, name);
 }
 
 /* Locks or unlocks a range of a file without waiting. */
-static int dtrain__file_sys_lock(int fd, int command, struct flock *range)
+static int dtrain__file_sys_lock(int fd, dtrain__os_locking what, dtrain__os_range *range)
 {
     DTRAIN__FILE_TRY("lock");
-    return fcntl(fd, command, range);
+    return dtrain__os_lock_range(fd, what, range);
 }
 
-/* Closes a descriptor. Even if close fails, the descriptor is closed. On NFS an error means that earlier writes are
- * lost. */
 static DTRAIN__NOINLINE int dtrain__file_sys_close(int fd)
 {
-    int result = close(fd);
+    int result = dtrain__os_close(fd);
     DTRAIN__FILE_TRY("close");
-    return result == 0 || errno == EINTR ? 0 : -1;
+    return result;
 }
 
-static DIR *dtrain__file_sys_list(int fd)
+static dtrain__os_list *dtrain__file_sys_list(int fd)
 {
     int fault = DTRAIN__FILE_FAULT("list");
     errno = fault;
-    return fault == 0 ? fdopendir(fd) : NULL;
+    return fault == 0 ? dtrain__os_list_begin(fd) : NULL;
 }
 
+/* Maps a file for reading. Returns NULL with errno if that is not possible. */
 static void *dtrain__file_sys_map(int fd, size_t bytes)
 {
     int fault = DTRAIN__FILE_FAULT("map");
     errno = fault;
-    return fault == 0 ? mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0) : MAP_FAILED;
+    return fault == 0 ? dtrain__os_map(fd, bytes) : NULL;
 }
 
 /* ---- reading ---- */
@@ -158,33 +149,35 @@ static DTRAIN__NOINLINE void dtrain__file_close(int fd)
 /* Opens a directory; the name "." opens that of the descriptor again. */
 static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
 {
-    *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
+    *fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_DIRECTORY);
     if (*fd >= 0)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name, strerror(errno));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name,
+                        dtrain__os_error_text(errno));
 }
 
 /* Gives the size of an open file. The file must be a regular one. */
 static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name, const char *what)
 {
-    struct stat status;
-    if (dtrain__file_sys_stat(fd, &status) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name, strerror(errno));
-    if (!S_ISREG(status.st_mode))
+    dtrain__os_facts facts;
+    if (dtrain__file_sys_stat(fd, &facts) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name,
+                            dtrain__os_error_text(errno));
+    if (facts.kind != DTRAIN__OS_IS_FILE)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "%s: \"%s\" is not a regular file, and others cannot be read at any place: copy it to one",
                             what, name);
-    *bytes = (uint64_t)status.st_size;
+    *bytes = facts.bytes;
     return DTRAIN_OK;
 }
 
 /* Opens a regular file for reading and gives its size. */
 static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, const char *name, const char *what)
 {
-    /* O_NONBLOCK: a pipe without a writer would block; so it opens and is refused */
-    *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    *fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ);
     if (*fd < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name, strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name,
+                            dtrain__os_error_text(errno));
     dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
     if (status != DTRAIN_OK) {
         dtrain__file_close(*fd);
@@ -205,7 +198,7 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
             continue;
         if (n < 0)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot read \"%s\" at byte %llu: %s", what, name,
-                                (unsigned long long)offset, strerror(errno));
+                                (unsigned long long)offset, dtrain__os_error_text(errno));
         if (n == 0)
             return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                                 "%s: \"%s\" ends at byte %llu or before, at least %llu bytes short: it was cut after "
@@ -281,41 +274,13 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
 
 /* ---- writing ---- */
 
-/* The library raises no signals. But a write to a pipe without a reader raises SIGPIPE in the thread, and one beyond
- * the file-size limit raises SIGXFSZ. Both are blocked during a write, and removed afterwards if the write raised
- * them. */
-typedef struct dtrain__file_signals {
-    sigset_t before, held, pending;
-} dtrain__file_signals;
-
-static void dtrain__file_hold_signals(dtrain__file_signals *signals)
-{
-    sigemptyset(&signals->held);
-    sigaddset(&signals->held, SIGPIPE);
-    sigaddset(&signals->held, SIGXFSZ);
-    pthread_sigmask(SIG_BLOCK, &signals->held, &signals->before);
-    sigpending(&signals->pending);
-}
-
-static void dtrain__file_release_signals(dtrain__file_signals *signals, int error)
-{
-    int number = error == EPIPE ? SIGPIPE : error == EFBIG ? SIGXFSZ : 0, taken;
-    sigset_t now, one;
-    if (number != 0 && !sigismember(&signals->pending, number) && sigpending(&now) == 0 && sigismember(&now, number)) {
-        sigemptyset(&one);
-        sigaddset(&one, number);
-        sigwait(&one, &taken);
-    }
-    pthread_sigmask(SIG_SETMASK, &signals->before, NULL);
-}
-
 /* Writes all bytes at the descriptor's offset; returns 0 or an errno. */
 static int dtrain__file_write_all(int fd, const void *data, size_t bytes)
 {
     const unsigned char *from = (const unsigned char *)data;
-    dtrain__file_signals signals;
+    dtrain__os_signals signals;
     int error = 0;
-    dtrain__file_hold_signals(&signals);
+    dtrain__os_hold_signals(&signals);
     while (bytes > 0 && error == 0) {
         ssize_t n = dtrain__file_sys_write(fd, from, bytes < DTRAIN__FILE_MOST ? bytes : DTRAIN__FILE_MOST);
         if (n < 0 && errno != EINTR)
@@ -325,7 +290,7 @@ static int dtrain__file_write_all(int fd, const void *data, size_t bytes)
         from += n > 0 ? n : 0;
         bytes -= n > 0 ? (size_t)n : 0;
     }
-    dtrain__file_release_signals(&signals, error);
+    dtrain__os_release_signals(&signals, error);
     return error;
 }
 
@@ -389,26 +354,26 @@ typedef struct dtrain__file_temp {
 static dtrain_status dtrain__file_temp_fail(dtrain__file_temp *temp, const char *step, int error)
 {
     return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
-                        "%s: cannot %s \"%s\": %s; what was there before is unchanged",
-                        temp->what, step, temp->name, strerror(error));
+                        "%s: cannot %s \"%s\": %s; what was there before is unchanged", temp->what, step, temp->name,
+                        dtrain__os_error_text(error));
 }
 
 /* Refuses a place that holds something other than a file, before gigabytes are written. The rename would fail, or
  * replace a device or a pipe by a file. */
 static dtrain_status dtrain__file_place(int directory, const char *name, const char *what)
 {
-    struct stat status;
-    if (dtrain__file_sys_stat_at(directory, name, &status, 0) != 0)
+    dtrain__os_facts facts;
+    if (dtrain__file_sys_stat_at(directory, name, &facts, 0) != 0)
         return errno == ENOENT ? DTRAIN_OK
                                : dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name,
-                                              strerror(errno));
-    if (S_ISREG(status.st_mode))
+                                              dtrain__os_error_text(errno));
+    if (facts.kind == DTRAIN__OS_IS_FILE)
         return DTRAIN_OK;
-    if (S_ISLNK(status.st_mode) && (dtrain__file_sys_stat_at(directory, name, &status, 1) != 0 ||
-                                    S_ISREG(status.st_mode) || S_ISDIR(status.st_mode)))
+    if (facts.kind == DTRAIN__OS_IS_LINK && (dtrain__file_sys_stat_at(directory, name, &facts, 1) != 0 ||
+                                             facts.kind == DTRAIN__OS_IS_FILE || facts.kind == DTRAIN__OS_IS_DIRECTORY))
         return DTRAIN_OK; /* only the link is replaced */
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" is %s", what, name,
-                        S_ISDIR(status.st_mode)
+                        facts.kind == DTRAIN__OS_IS_DIRECTORY
                             ? "a directory: give the name of a file"
                             : "a device or a pipe, which a file would replace: write to its descriptor, or give "
                               "the name of a file");
@@ -456,7 +421,7 @@ static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_statu
     error = no_sync ? 0 : dtrain__file_sync_directory(temp->directory);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\" is in place, but its directory did not reach the disk: %s",
-                            temp->what, temp->name, strerror(error));
+                            temp->what, temp->name, dtrain__os_error_text(error));
     return DTRAIN_OK;
 }
 
@@ -474,9 +439,9 @@ static dtrain_status dtrain__file_put(int directory, const char *name, const voi
  * Returns that, or an errno, or 0. */
 static int dtrain__file_list(int directory, int (*visit)(void *user, const char *name), void *user)
 {
-    int fd = dtrain__file_sys_open(directory, ".", O_RDONLY | O_DIRECTORY), error;
-    DIR *list = fd >= 0 ? dtrain__file_sys_list(fd) : NULL;
-    struct dirent *entry;
+    int fd = dtrain__file_sys_open(directory, ".", DTRAIN__OS_DIRECTORY), error;
+    dtrain__os_list *list = fd >= 0 ? dtrain__file_sys_list(fd) : NULL;
+    const char *entry;
     if (list == NULL) {
         error = errno;
         dtrain__file_close(fd);
@@ -484,12 +449,12 @@ static int dtrain__file_list(int directory, int (*visit)(void *user, const char 
     }
     do {
         errno = 0;
-        entry = readdir(list);
+        entry = dtrain__os_list_next(list);
         error = entry == NULL ? errno : 0;
-        if (entry != NULL && strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            error = visit(user, entry->d_name);
+        if (entry != NULL && strcmp(entry, ".") != 0 && strcmp(entry, "..") != 0)
+            error = visit(user, entry);
     } while (entry != NULL && error == 0);
-    closedir(list);
+    dtrain__os_list_end(list);
     return error;
 }
 
@@ -503,12 +468,12 @@ static int dtrain__file_remove_one(void *user, const char *name)
 /* Removes a directory that holds only files. Returns 0 or an errno; ENOENT: there is no such directory. */
 static int dtrain__file_remove_directory(int directory, const char *name)
 {
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), error = 0;
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_DIRECTORY | DTRAIN__OS_NO_LINK), error = 0;
     if (fd < 0)
         return errno;
     for (int round = 0; round < 4; round++) { /* some systems skip entries if others are removed while they list */
         error = dtrain__file_list(fd, dtrain__file_remove_one, &fd);
-        if (error == 0 && dtrain__file_sys_unlink(directory, name, AT_REMOVEDIR) != 0)
+        if (error == 0 && dtrain__file_sys_unlink(directory, name, 1) != 0)
             error = errno;
         if (error != ENOTEMPTY && error != EEXIST)
             break;

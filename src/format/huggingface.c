@@ -39,7 +39,7 @@ struct dtrain_safetensors_model {
     int has_total;
 };
 
-__attribute__((format(printf, 4, 5))) static dtrain_status
+DTRAIN__PRINTF(4, 5) static dtrain_status
 dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule, const dtrain__names_text *name,
                            const char *format, ...)
 {
@@ -178,8 +178,7 @@ static dtrain_status dtrain__huggingface_index(dtrain_safetensors_model *model)
     parser.model = model;
     dtrain__json_open(&parser.json, model->index, model->index_bytes);
     if (dtrain__huggingface_next(&parser, &token) != DTRAIN__JSON_OBJECT && parser.status == DTRAIN_OK)
-        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is not an object",
-                                          token.begin);
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is not an object", token.begin);
     while (dtrain__huggingface_next(&parser, &token) == DTRAIN__JSON_KEY)
         parser.status = dtrain__huggingface_part(&parser, &token, &has);
     dtrain__huggingface_next(&parser, &token); /* END, or an error if more follows */
@@ -312,7 +311,7 @@ static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *mode
 /* Returns whether a directory has a file, or a link to one. */
 static int dtrain__huggingface_has(int directory, const char *name)
 {
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK), there = fd >= 0 || errno != ENOENT;
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ), there = fd >= 0 || errno != ENOENT;
     dtrain__file_close(fd);
     return there;
 }
@@ -323,7 +322,7 @@ static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *mod
     const char *name, *what = "safetensors_model_open";
     size_t length = strlen(path);
     dtrain_status status;
-    int directory = dtrain__file_sys_open(DTRAIN__FILE_HERE, path, O_RDONLY | O_DIRECTORY);
+    int directory = dtrain__file_sys_open(DTRAIN__FILE_HERE, path, DTRAIN__OS_DIRECTORY);
     if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_FILE))
         status = dtrain__huggingface_open_one(model, directory, DTRAIN__HUGGINGFACE_FILE, desc);
     else if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX))

@@ -168,8 +168,7 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
 {
     size_t pairs = count + (desc != NULL ? desc->metadata_count : 0) + 1;
     uint64_t bytes;
-    dtrain_status status =
-        dtrain_safetensors_size(&bytes, sources, count, desc); /* checks all arguments */
+    dtrain_status status = dtrain_safetensors_size(&bytes, sources, count, desc); /* checks all arguments */
     memset(plan, 0, sizeof *plan);
     if (status != DTRAIN_OK)
         return status;
@@ -289,7 +288,7 @@ static int dtrain__huggingface_not_empty(void *user, const char *name)
 /* Refuses a place that is in use, before gigabytes are written. */
 static dtrain_status dtrain__huggingface_free_place(int parent, const char *name)
 {
-    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+    int fd = dtrain__file_sys_open(parent, name, DTRAIN__OS_DIRECTORY | DTRAIN__OS_NO_LINK);
     int error = fd < 0 ? errno : 0;
     if (fd < 0 && error == ENOENT)
         return DTRAIN_OK;
@@ -302,7 +301,7 @@ static dtrain_status dtrain__huggingface_free_place(int parent, const char *name
                             name, error == ENOTEMPTY ? "not empty" : "not a directory");
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot look into \"%s\": %s", name,
-                            strerror(error));
+                            dtrain__os_error_text(error));
     return DTRAIN_OK;
 }
 
@@ -317,13 +316,13 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
         return status;
     if (!dtrain__os_name_beside(temporary, sizeof temporary, name) || dtrain__file_sys_mkdir(parent, temporary) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot make a directory beside \"%s\": %s",
-                            name, strerror(errno));
+                            name, dtrain__os_error_text(errno));
     status = dtrain__file_open_directory(&directory, parent, temporary, "safetensors_model_save");
     if (status == DTRAIN_OK)
         status = dtrain__huggingface_write_files(plan, directory, desc);
     if (status == DTRAIN_OK && dtrain__file_sys_rename(parent, temporary, parent, name) != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot put \"%s\" in place: %s", name,
-                              strerror(errno));
+                              dtrain__os_error_text(errno));
     dtrain__file_close(directory);
     if (status != DTRAIN_OK) {
         dtrain__file_remove_directory(parent, temporary);
@@ -334,7 +333,7 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
                       : dtrain__fail(NULL, DTRAIN_ERR_IO,
                                      "safetensors_model_save: \"%s\" is in place, but its directory did not reach the "
                                      "disk: %s",
-                                     name, strerror(error));
+                                     name, dtrain__os_error_text(error));
 }
 
 DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, const dtrain_safetensors_source *sources,

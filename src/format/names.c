@@ -7,7 +7,7 @@
 #ifndef DTRAIN__NAMES
 #define DTRAIN__NAMES
 #include "../base/memory.c"
-#include "../base/os.c"
+#include "../base/os_files.c"
 DTRAIN__FAST_BEGIN
 
 typedef struct dtrain__names_text {

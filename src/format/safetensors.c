@@ -80,7 +80,7 @@ static const char *dtrain__safetensors_quote(char out[64], const char *text, siz
 }
 
 /* Reports a broken rule. at: the byte of the file. tensor: NULL if the rule is not about one. */
-__attribute__((format(printf, 5, 6))) static dtrain_status
+DTRAIN__PRINTF(5, 6) static dtrain_status
 dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
                            const dtrain_safetensors_tensor *tensor, const char *format, ...)
 {

@@ -38,14 +38,11 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
 /* Maps the file, so that dtrain_safetensors_view can give its data in place. */
 static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
 {
-    file->mapping =
-        file->file_bytes <= SIZE_MAX ? dtrain__file_sys_map(file->fd, (size_t)file->file_bytes) : MAP_FAILED;
-    if (file->mapping == MAP_FAILED) {
-        file->mapping = NULL;
+    file->mapping = file->file_bytes <= SIZE_MAX ? dtrain__file_sys_map(file->fd, (size_t)file->file_bytes) : NULL;
+    if (file->mapping == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "safetensors_open: \"%s\" cannot be mapped: %s; open it without map",
-                            file->label, strerror(errno));
-    }
+                            "safetensors_open: \"%s\" cannot be mapped: %s; open it without map", file->label,
+                            dtrain__os_error_text(errno));
     file->memory = (const unsigned char *)file->mapping;
     return DTRAIN_OK;
 }
@@ -121,7 +118,7 @@ DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
         return;
     dtrain_allocator *allocator = file->allocator;
     if (file->mapping != NULL)
-        munmap(file->mapping, (size_t)file->file_bytes);
+        dtrain__os_unmap(file->mapping, (size_t)file->file_bytes);
     dtrain__file_close(file->fd);
     dtrain__names_free(&file->names, allocator);
     dtrain__names_free(&file->keys, allocator);

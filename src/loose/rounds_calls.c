@@ -12,7 +12,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
         dtrain_compressed_destroy(local->fragments[i].pack);
     dtrain__free(allocator, local->block);
     dtrain__free(allocator, local->params.ranges);
-    pthread_mutex_destroy(&local->mutex);
+    dtrain__os_mutex_free(&local->mutex);
     dtrain__free(allocator, local);
 }
 
@@ -128,7 +128,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
     int error = dtrain__worker_start(&local->worker);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_local_sgd_create: the system gives no thread: %s",
-                            strerror(error));
+                            dtrain__os_error_text(error));
     return DTRAIN_OK;
 }
 
@@ -148,7 +148,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     made->ranks = dtrain_comm_size(comm);
     made->timeout_ms = comm->desc.timeout_ms;
     made->server = -1;
-    pthread_mutex_init(&made->mutex, NULL);
+    dtrain__os_mutex_init(&made->mutex);
     dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
     dtrain__params_given given = {
         table, count, 0, &made->desc, dtrain__rounds_fields, DTRAIN__ROUNDS_FIELDS, made->desc.compress};
@@ -183,11 +183,11 @@ static int dtrain__rounds_under_way(dtrain_local_sgd *local, int fragment, uint3
 {
     int under_way = 0;
     *news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         under_way |= (fragment < 0 || i == fragment) && (local->fragments[i].state == DTRAIN__ROUNDS_READY ||
                                                          local->fragments[i].state == DTRAIN__ROUNDS_FLYING);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return under_way;
 }
 
@@ -197,10 +197,10 @@ static void dtrain__rounds_wait_for_news(dtrain_local_sgd *local, uint32_t news,
     int64_t began = dtrain__os_now_ns();
     for (unsigned turn = 0; !dtrain__rounds_has_news(&wait) && dtrain__os_now_ns() < until_ns; turn++)
         dtrain__bell_wait(&local->to_caller, turn, until_ns, dtrain__rounds_has_news, &wait);
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (local->group != NULL)
         dtrain__work_blocked(local->group, began);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
 }
 
 /* Returns the deadline of a round that begins now, with its window or without. */
@@ -233,14 +233,14 @@ static int dtrain__rounds_step_fragment(dtrain_local_sgd *local, int fragment)
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     uint64_t step = local->counters[0], overlap = (uint64_t)local->desc.overlap;
     int waits;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (step >= f->snapshot + overlap)
         dtrain__rounds_apply(local, fragment);
     f->due |= step % (uint64_t)local->desc.steps == (uint64_t)f->boundary;
     if (f->due && (f->state == DTRAIN__ROUNDS_IDLE || f->state == DTRAIN__ROUNDS_READY))
         dtrain__rounds_snapshot(local, fragment, 0);
     waits = local->desc.blocking && f->state != DTRAIN__ROUNDS_IDLE && step == f->snapshot + overlap;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return waits;
 }
 
@@ -250,13 +250,13 @@ DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double w
         return dtrain__fail(local != NULL ? &local->error : NULL, DTRAIN_ERR_INVALID,
                             "dtrain_local_sgd_step: %s, weight is %g; expected an object, and a weight of at least 0",
                             local == NULL ? "local is NULL" : "an object", weight);
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     local->counters[0]++;
     local->stats.steps++;
     local->stats.dense_bytes += dtrain__plan_sent_bytes(local->sizes.total, local->ranks);
     for (int i = 0; i < local->desc.fragments; i++)
         local->weights[i] += weight;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++) {
         if (!dtrain__rounds_step_fragment(local, i))
             continue;
@@ -265,9 +265,9 @@ DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double w
                         "local_sgd: rank %d goes on without a round of fragment %d, which did not come within "
                         "window_ms and timeout_ms",
                         local->rank, i);
-        pthread_mutex_lock(&local->mutex);
+        dtrain__os_lock(&local->mutex);
         dtrain__rounds_apply(local, i);
-        pthread_mutex_unlock(&local->mutex);
+        dtrain__os_unlock(&local->mutex);
     }
     return DTRAIN_OK;
 }
@@ -277,10 +277,10 @@ DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
     if (local == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_sync: the object is NULL: create it first");
     int over = dtrain__rounds_wait_round(local, -1);
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         dtrain__rounds_apply(local, i);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return over ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                                "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; other "
@@ -293,7 +293,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
 static int dtrain__rounds_close(dtrain_local_sgd *local, uint64_t *made)
 {
     int closed = 1;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++) {
         dtrain__rounds_fragment *f = &local->fragments[i];
         dtrain__rounds_apply(local, i);
@@ -304,7 +304,7 @@ static int dtrain__rounds_close(dtrain_local_sgd *local, uint64_t *made)
         closed &= all;
     }
     *made = local->stats.rounds;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return closed;
 }
 
@@ -336,9 +336,9 @@ DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *l
     memset(&stats, 0, sizeof stats);
     if (local == NULL)
         return stats;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     stats = local->stats;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return stats;
 }
 
@@ -347,10 +347,10 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
     int count = 0;
     if (local == NULL || ranks == NULL)
         return 0;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (; count < local->stats.members; count++)
         ranks[count] = local->last[count];
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return count;
 }
 
@@ -389,10 +389,10 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)
     if (local == NULL)
         return;
     if (dtrain__worker_runs(&local->worker)) {
-        pthread_mutex_lock(&local->mutex);
+        dtrain__os_lock(&local->mutex);
         dtrain__worker_stop(&local->worker);
         dtrain__rounds_cut(local);
-        pthread_mutex_unlock(&local->mutex);
+        dtrain__os_unlock(&local->mutex);
         dtrain__worker_end(&local->worker);
     }
     dtrain_comm_destroy(local->up);

@@ -23,9 +23,9 @@ static void dtrain__rounds_tell(dtrain_local_sgd *local)
 
 static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
 {
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     local->stats.sent_bytes += bytes;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
 }
 
 /* Aborts the groups if the object is being destroyed while the thread may wait for others. The mutex is held. */
@@ -43,10 +43,10 @@ static void dtrain__rounds_cut(dtrain_local_sgd *local)
 /* Says whether the thread may wait for others from here on. */
 static void dtrain__rounds_busy(dtrain_local_sgd *local, int busy)
 {
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     local->busy = busy;
     dtrain__rounds_cut(local);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
 }
 
 /* Agrees with all members that are left. Returns 1 if every one of them can, 0 if one cannot, and -1 if the others go
@@ -75,12 +75,12 @@ static int dtrain__rounds_find_server(const dtrain_local_sgd *local, const dtrai
 static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm *up, dtrain_comm *down)
 {
     dtrain_comm *old = local->group, *old_up = local->up, *old_down = local->down;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     local->group = group;
     local->up = up;
     local->down = down;
     local->stats.left = dtrain_comm_size(group);
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         local->fragments[i].opened_ns = 0;
     local->told = 0;
@@ -121,12 +121,12 @@ static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_c
 /* This rank makes its rounds alone from here on. */
 static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
 {
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (!dtrain__rounds_stopping(local)) {
         dtrain__fail(&local->error, DTRAIN_ERR_PEER_LOST, "local_sgd: rank %d goes on alone: %.500s", local->rank, why);
         dtrain__log(DTRAIN_LOG_WARN, "%s", local->error.text);
     }
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     dtrain__rounds_set_groups(local, NULL, NULL, NULL);
 }
 
@@ -170,10 +170,10 @@ static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const ch
 {
     dtrain__error cause;
     int before = dtrain_comm_size(local->group), made = 0, closed = 1; /* closed: all have finished, and may leave */
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         closed &= local->fragments[i].closed;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "%.500s", why);
     DTRAIN_IGNORE(dtrain_comm_abort(local->up, cause.text));
     DTRAIN_IGNORE(dtrain_comm_abort(local->down, cause.text));

@@ -67,7 +67,7 @@ struct dtrain_local_sgd {
     double *weights;                                     /* of the steps since each fragment's snapshot */
     uint64_t *counters;                                  /* steps, then rounds of each fragment */
     dtrain_local_sgd_stats stats;
-    pthread_mutex_t mutex;
+    dtrain__os_mutex mutex;
     dtrain__worker worker;
     dtrain__bell to_caller;
     uint32_t news; /* counts rings of the caller's bell */

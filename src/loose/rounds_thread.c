@@ -27,7 +27,7 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     outer.kind = DTRAIN_SGD;
     outer.momentum = local->desc.outer_momentum;
     outer.nesterov = 1;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (local->counters[1 + fragment] < (uint64_t)local->desc.warmup_rounds)
         outer.momentum = 0.0f; /* leaves the velocity as it is */
     if (total > 0.0 && f->count > 0) {
@@ -54,7 +54,7 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
         f->state = DTRAIN__ROUNDS_LANDED;
     else if (f->state != DTRAIN__ROUNDS_LANDED)
         f->behind = 1;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     int64_t now = dtrain__os_now_ns();
     local->gap_ns = now - local->made_ns;
     local->made_ns = now;
@@ -67,13 +67,13 @@ static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *we
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     int flags = 0;
     *weight = 0.0;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     if (f->state == DTRAIN__ROUNDS_READY) {
         f->state = DTRAIN__ROUNDS_FLYING;
         flags = f->flags;
         *weight = f->handed;
     }
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return flags;
 }
 
@@ -174,10 +174,10 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     }
     if (reduced && f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL)
         memcpy(dtrain__compressed_residual(f->pack), local->saved, f->count * sizeof(float));
-    pthread_mutex_lock(&local->mutex); /* this rank hands its difference in again */
+    dtrain__os_lock(&local->mutex); /* this rank hands its difference in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     if (status != DTRAIN_OK)
         dtrain__report(&cause);
     else
@@ -222,13 +222,13 @@ static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
 static int dtrain__rounds_flags(dtrain_local_sgd *local, uint64_t *words)
 {
     int any = 0;
-    pthread_mutex_lock(&local->mutex);
+    dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++) {
         const dtrain__rounds_fragment *f = &local->fragments[i];
         words[i] = f->state == DTRAIN__ROUNDS_READY ? (uint64_t)f->flags : 0;
         any |= words[i] != 0;
     }
-    pthread_mutex_unlock(&local->mutex);
+    dtrain__os_unlock(&local->mutex);
     return any;
 }
 
@@ -248,11 +248,11 @@ static dtrain_status dtrain__rounds_send(dtrain_local_sgd *local, dtrain_comm *o
 static int dtrain__rounds_came(dtrain_work *work)
 {
     dtrain_comm *comm = work->comm;
-    if (pthread_mutex_trylock(&comm->drive_mutex) != 0)
+    if (!dtrain__os_try_lock(&comm->drive_mutex))
         return 0; /* asked again soon */
     int came = work->ended || dtrain_work_done(work);
     dtrain__error error = work->op.error;
-    pthread_mutex_unlock(&comm->drive_mutex);
+    dtrain__os_unlock(&comm->drive_mutex);
     return came && dtrain__report(&error) != DTRAIN_OK ? -1 : came;
 }
 

@@ -273,7 +273,7 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
         } else if (status == DTRAIN_OK && dtrain__os_now_ns() - heard_ns >= limit) {
             status = dtrain__server_silent(s);
         } else if (idle < DTRAIN__SERVER_IDLE_TURNS) {
-            sched_yield();
+            dtrain__os_yield();
         } else {
             dtrain__server_sleep(s);
         }

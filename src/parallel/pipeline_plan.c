@@ -6,7 +6,7 @@
 #include "pipeline.h"
 #include "../base/status.c"
 #include "../base/memory.c"
-#include "../base/os.c"
+#include "../base/os_files.c"
 #include "../tensor/dtype.c"
 
 #define DTRAIN__PIPELINE_MOST 1000000 /* ranks, micro-batches, chunks */

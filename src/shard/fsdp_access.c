@@ -293,7 +293,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
     if (error == 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_fsdp_trace: rank %d cannot write %s: %s", dtrain__fsdp_rank(fsdp),
-                        path, strerror(error));
+                        path, dtrain__os_error_text(error));
 }
 
 #endif

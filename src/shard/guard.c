@@ -3,10 +3,9 @@
  * in one unit. Ranges open and close. Pages without an open range are closed: pages of parameters to all use, pages of
  * gradients to writing. Pages that also hold other data stay open.
  *
- * A handler of SIGSEGV and SIGBUS prints one line that names the closed range. Then it calls the handler that was there
- * before, or lets the fault happen again and end the process. It takes no lock and calls only write(). It may read the
- * list of objects at any time, so removing an object waits until no handler reads. The first object installs the
- * handler. The last one removes it, unless the program has replaced it. */
+ * A handler of faults prints one line that names the closed range, and passes the fault on. It takes no lock and calls
+ * only write(). It may read the list of objects at any time, so removing an object waits until no handler reads. The
+ * first object installs the handler, the last one removes it. */
 #ifndef DTRAIN__GUARD
 #define DTRAIN__GUARD
 #include "../base/memory.c"
@@ -39,9 +38,6 @@ typedef struct dtrain__guard {
 static dtrain__guard *dtrain__guard_first;
 static uint32_t dtrain__guard_readers; /* handlers that read the list */
 static uint32_t dtrain__guard_owner;   /* the process that is changing the list; 0: none. A child may inherit it */
-static const int dtrain__guard_signals[2] = {SIGSEGV, SIGBUS};
-static struct sigaction dtrain__guard_before[2];
-static int dtrain__guard_installed[2];
 
 /* ---- the handler ---- */
 
@@ -107,6 +103,7 @@ static void dtrain__guard_describe(dtrain__guard_line *line, const dtrain__guard
     line->text[line->bytes++] = '\n';
 }
 
+/* Says which closed range a fault was in. It runs in the handler. */
 static void dtrain__guard_report(uintptr_t address, int writes)
 {
     dtrain__guard_line line;
@@ -120,50 +117,19 @@ static void dtrain__guard_report(uintptr_t address, int writes)
     }
     __atomic_sub_fetch(&dtrain__guard_readers, 1, __ATOMIC_SEQ_CST);
     if (line.bytes > 0) {
-        ssize_t ignored = write(2, line.text, line.bytes);
+        ssize_t ignored = dtrain__os_write(2, line.text, line.bytes);
         (void)ignored;
     }
-}
-
-/* Treats a signal as it would be treated without this handler. */
-static void dtrain__guard_pass_on(int number, siginfo_t *info, void *context)
-{
-    const struct sigaction *before = &dtrain__guard_before[number == dtrain__guard_signals[1]];
-    struct sigaction normal;
-    int sent = info->si_code <= 0; /* by kill(). A fault would happen again */
-    int none = !(before->sa_flags & SA_SIGINFO) && (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN);
-    if (none && sent && before->sa_handler == SIG_IGN)
-        return;
-    if (none || (before->sa_flags & (int)SA_RESETHAND)) {
-        memset(&normal, 0, sizeof normal);
-        normal.sa_handler = SIG_DFL;
-        sigaction(number, &normal, NULL);
-    }
-    if (none && sent)
-        raise(number);
-    else if (!none && (before->sa_flags & SA_SIGINFO))
-        before->sa_sigaction(number, info, context);
-    else if (!none)
-        before->sa_handler(number);
-}
-
-static void dtrain__guard_handle(int number, siginfo_t *info, void *context)
-{
-    int kept = errno;
-    if (info->si_code > 0)
-        dtrain__guard_report((uintptr_t)info->si_addr, dtrain__os_fault_writes(context));
-    errno = kept;
-    dtrain__guard_pass_on(number, info, context);
 }
 
 /* ---- the list ---- */
 
 static void dtrain__guard_lock(void)
 {
-    uint32_t mine = (uint32_t)getpid(), owner = 0;
+    uint32_t mine = (uint32_t)dtrain__os_self(), owner = 0;
     while (!__atomic_compare_exchange_n(&dtrain__guard_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
         if (owner == mine) { /* else the parent was changing the list when it forked this process */
-            sched_yield();
+            dtrain__os_yield();
             owner = 0;
         }
     }
@@ -172,32 +138,6 @@ static void dtrain__guard_lock(void)
 static void dtrain__guard_unlock(void)
 {
     __atomic_store_n(&dtrain__guard_owner, 0u, __ATOMIC_SEQ_CST);
-}
-
-/* Installs the handler once. If the program has replaced it, the program's handler may call it. A second one would then
- * call itself through that. */
-static void dtrain__guard_install(int index)
-{
-    const int as_before = (int)SA_ONSTACK | (int)SA_RESTART | (int)SA_NODEFER;
-    struct sigaction now, ours;
-    if (dtrain__guard_installed[index] || sigaction(dtrain__guard_signals[index], NULL, &now) != 0)
-        return;
-    ours = now;
-    ours.sa_sigaction = dtrain__guard_handle;
-    ours.sa_flags = (int)SA_SIGINFO | (now.sa_flags & as_before);
-    if (!(now.sa_flags & SA_SIGINFO) && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN))
-        ours.sa_flags = (int)SA_SIGINFO | (int)SA_ONSTACK;
-    dtrain__guard_before[index] = now;
-    dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &ours, NULL) == 0;
-}
-
-static void dtrain__guard_uninstall(int index)
-{
-    struct sigaction now;
-    if (!dtrain__guard_installed[index] || sigaction(dtrain__guard_signals[index], NULL, &now) != 0 ||
-        !(now.sa_flags & SA_SIGINFO) || now.sa_sigaction != dtrain__guard_handle)
-        return;
-    dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &dtrain__guard_before[index], NULL) != 0;
 }
 
 /* Leaves out regions that another object guards. Else one object would close memory that the other uses. */
@@ -236,8 +176,7 @@ static void dtrain__guard_add(dtrain__guard *guard)
     dtrain__guard_skip_shared(guard);
     guard->next = dtrain__guard_first;
     __atomic_store_n(&dtrain__guard_first, guard, __ATOMIC_SEQ_CST);
-    for (int i = 0; i < 2; i++)
-        dtrain__guard_install(i);
+    dtrain__os_watch_faults(dtrain__guard_report);
     dtrain__guard_unlock();
 }
 
@@ -249,13 +188,13 @@ static void dtrain__guard_remove(dtrain__guard *guard)
         at = &(*at)->next;
     if (*at == guard)
         __atomic_store_n(at, guard->next, __ATOMIC_SEQ_CST);
-    for (int i = 0; i < 2 && dtrain__guard_first == NULL; i++)
-        dtrain__guard_uninstall(i);
+    if (dtrain__guard_first == NULL)
+        dtrain__os_unwatch_faults();
     dtrain__guard_unlock();
     /* a handler takes little time; or it ran in the parent, and its count will never fall */
     int64_t until_ns = dtrain__os_now_ns() + 1000000000;
     while (__atomic_load_n(&dtrain__guard_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
-        sched_yield();
+        dtrain__os_yield();
 }
 
 /* ---- ranges ---- */
@@ -346,7 +285,7 @@ static void dtrain__guard_protect(dtrain__guard *guard, const dtrain__guard_regi
     dtrain__guard_off(guard);
     dtrain__log(DTRAIN_LOG_WARN,
                 "DTRAIN_DEBUG: rank %d cannot protect memory (%s): nothing is watched, training goes on", guard->rank,
-                strerror(error));
+                dtrain__os_error_text(error));
 }
 
 /* Counts one more or one fewer open range at addresses [begin, end), and opens or closes their pages. */

@@ -57,7 +57,7 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
     if (pages->users == NULL || pages->base == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "the system does not reserve %zu bytes of addresses: %s: see its limit (ulimit -v)",
-                            pages->reserved, strerror(errno));
+                            pages->reserved, dtrain__os_error_text(errno));
     pages->moves = dtrain__os_moves();
     return DTRAIN_OK;
 }

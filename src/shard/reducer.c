@@ -205,9 +205,9 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     comm->apart = 1;
     int error = dtrain__worker_start(&reducer->worker);
     if (error != 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO,
-                              "the system refused a thread (%s): set no_overlap to send without one",
-                              strerror(error));
+        status =
+            dtrain__fail(NULL, DTRAIN_ERR_IO, "the system refused a thread (%s): set no_overlap to send without one",
+                         dtrain__os_error_text(error));
     return status;
 }
 

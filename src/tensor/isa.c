@@ -6,7 +6,7 @@
 #ifndef DTRAIN__ISA
 #define DTRAIN__ISA
 #include "tensor.h"
-#include "../base/os.c"
+#include "../base/os_files.c"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define DTRAIN__X86 1

@@ -64,7 +64,7 @@ typedef struct dtrain__mpi_lane {
     dtrain_allocator heap;
     int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
     uint64_t *hosts;      /* of the first lane: each rank's */
-    pid_t process;
+    long process;
     dtrain__mpi_maker maker; /* see >>mpi-offload */
     dtrain__mpi_flight collective;
     unsigned char *result; /* of a collective in place, until it has ended */
@@ -309,12 +309,10 @@ static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned
 /* Between two looks that found nothing. */
 static void dtrain__mpi_rest(unsigned turn)
 {
-    if (turn > DTRAIN__MPI_HASTE) {
-        struct timespec rest = {0, turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000};
-        nanosleep(&rest, NULL);
-    } else if (turn > 50) {
-        sched_yield();
-    }
+    if (turn > DTRAIN__MPI_HASTE)
+        dtrain__os_sleep(turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000);
+    else if (turn > 50)
+        dtrain__os_yield();
 }
 
 /* Moves both ways until one is complete, or until the deadline. out or in may be NULL. */
@@ -324,12 +322,12 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
     for (unsigned turn = 0;; turn++) {
         size_t sent = 0, received = 0;
         dtrain_status status = DTRAIN_OK;
-        pthread_mutex_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(&dtrain__mpi_mutex);
         if (in != NULL)
             status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, &received);
         if (status == DTRAIN_OK && out != NULL)
             status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
-        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(&dtrain__mpi_mutex);
         if (in != NULL)
             in->moved += received;
         if (out != NULL)
@@ -372,12 +370,12 @@ static void dtrain__mpi_lane_destroy(void *self)
     int left = 1;
     if (lane->process != dtrain__os_pid())
         return; /* MPI is its parent's */
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     dtrain__mpi.worlds -= lane->groups > 0;
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     while (left) {
         left = 0;
-        pthread_mutex_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(&dtrain__mpi_mutex);
         for (int peer = 0; peer < lane->size && !dtrain__mpi.failed; peer++) {
             dtrain__mpi_stream *stream = &lane->streams[peer];
             for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
@@ -391,7 +389,7 @@ static void dtrain__mpi_lane_destroy(void *self)
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
         dtrain__mpi.failed |= stuck;
         left = dtrain__mpi.failed ? -1 : left;
-        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(&dtrain__mpi_mutex);
         if (stuck)
             dtrain__log(DTRAIN_LOG_WARN,
                         "MPI: messages of a group that was destroyed never ended, so MPI_Finalize would "
@@ -399,7 +397,7 @@ static void dtrain__mpi_lane_destroy(void *self)
         if (left < 0)
             return; /* MPI may use the memory of the lane */
         if (left > 0)
-            sched_yield();
+            dtrain__os_yield();
     }
     for (int peer = 0; peer < lane->size; peer++) {
         dtrain__free(&lane->heap, lane->streams[peer].slots);
@@ -454,7 +452,7 @@ static int dtrain__mpi_alive(void *self, int peer)
     int lost = 0;
     if (lane->heartbeat_ns == 0)
         return -1;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     for (size_t bytes = 1; bytes > 0 && !lost;) {
         dtrain__mpi_flight coming;
         memset(&coming, 0, sizeof coming);
@@ -472,7 +470,7 @@ static int dtrain__mpi_alive(void *self, int peer)
     }
     lost = lost || now - stream->heard_ns > lane->heartbeat_ns;
     dtrain__mpi.failed |= lost;
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     return !lost;
 }
 
@@ -515,21 +513,20 @@ typedef struct dtrain__mpi_copy {
 /* Waits until all ranks have come to make the copy. Returns 0 with an error. */
 static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
 {
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     int code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request), ended = code == 0 ? 0 : -1;
     if (code != 0)
         dtrain__mpi_error("Comm_idup", code);
     copy->flight.bytes = 1;
     while (ended == 0 && dtrain__os_now_ns() < until) {
-        struct timespec rest = {0, 50000};
         ended = dtrain__mpi_ended(&copy->flight);
-        pthread_mutex_unlock(&dtrain__mpi_mutex); /* others may have to move for a rank to come here */
+        dtrain__os_unlock(&dtrain__mpi_mutex); /* others may have to move for a rank to come here */
         if (ended == 0)
-            nanosleep(&rest, NULL);
-        pthread_mutex_lock(&dtrain__mpi_mutex);
+            dtrain__os_sleep(50000);
+        dtrain__os_lock(&dtrain__mpi_mutex);
     }
     dtrain__mpi.failed |= ended == 0;
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     if (ended == 0)
         dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                      "MPI: not all ranks of the communicator have come to make the group within %lld ms",
@@ -542,7 +539,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
                                           int64_t heartbeat_ns)
 {
     int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     int code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
     if (code == 0)
         code = dtrain__mpi.call.Comm_rank(comm, &rank);
@@ -554,7 +551,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
         code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
     if (code != 0)
         dtrain__mpi_error("Comm_get_attr", code);
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     if (code != 0)
         return DTRAIN_ERR_IO;
     dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
@@ -563,9 +560,9 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     lane->groups = (flag ? *most : 32767) / 2 - 1;
     lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
     lane->heartbeat_ns = heartbeat_ns;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     dtrain__mpi.worlds++;
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;

@@ -4,7 +4,7 @@
  * and handles are those of the MPI 5.0 standard, chapter 20 (Application Binary Interface). */
 #ifndef DTRAIN__MPI_API
 #define DTRAIN__MPI_API
-#include "../base/os.c"
+#include "../base/os_files.c"
 #include "../base/status.c"
 
 #ifdef DTRAIN_MPI_HEADER
@@ -130,12 +130,12 @@ static struct dtrain__mpi {
     dtrain__mpi_calls call;
     int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
     int worlds;            /* first lanes that are open */
-    pid_t owner;           /* the process in which dtrain has initialised it; 0: the program has */
+    long owner;            /* the process in which dtrain has initialised it; 0: the program has */
     char library[256 + 1]; /* what was loaded */
 } dtrain__mpi;
 
 /* SERIALIZED: one thread at a time is in MPI, for all groups. It also guards the struct above. */
-static pthread_mutex_t dtrain__mpi_mutex = PTHREAD_MUTEX_INITIALIZER;
+static dtrain__os_mutex dtrain__mpi_mutex = DTRAIN__OS_MUTEX;
 
 #ifdef DTRAIN_MPI_HEADER
 static dtrain_status dtrain__mpi_find(void)
@@ -211,10 +211,10 @@ static void dtrain__mpi_finalize(void)
     int over = 1;
     if (dtrain__mpi.owner != dtrain__os_pid()) /* a forked child */
         return;
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     if (!dtrain__mpi.failed && dtrain__mpi.worlds == 0 && dtrain__mpi.call.Finalized(&over) == 0 && !over)
         dtrain__mpi.call.Finalize();
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
 }
 
 /* Whether this thread may call MPI, and others later, at the level that MPI has. */
@@ -267,9 +267,9 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offload
 /* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
 static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
 {
-    pthread_mutex_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(&dtrain__mpi_mutex);
     dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
-    pthread_mutex_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(&dtrain__mpi_mutex);
     return status;
 }
 

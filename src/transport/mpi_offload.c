@@ -190,12 +190,12 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
     for (unsigned turn = 0;; turn++) {
         dtrain_status status = DTRAIN_OK;
         int ended = -1;
-        pthread_mutex_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(&dtrain__mpi_mutex);
         if (lane->collective.bytes == 0)
             status = dtrain__mpi_offload_begin(lane, call);
         if (status == DTRAIN_OK)
             ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
-        pthread_mutex_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(&dtrain__mpi_mutex);
         if (ended < 0)
             return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;
         if (ended > 0)

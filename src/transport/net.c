@@ -1,11 +1,13 @@
 /* ---- >>net ----
  * Sockets: non-blocking, close-on-exec, without SIGPIPE, and with names for texts. An address is "host:port",
  * "[address]:port", "unix:/path" or "unix:@name". A name is Linux's: it is no file, and ends with its listener. Only
- * two functions wait: dtrain__net_look_up asks the system's resolver for a host name, and dtrain__net_lock_beside waits
+ * two functions wait: dtrain__net_look_up asks the system's resolver for a host name, and dtrain__os_lock_beside waits
  * for a lock. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
-#include "../base/os.c"
+#include "../base/os_posix_sockets.c"
+#include "../base/os_windows_sockets.c"
+#include "../base/os_files.c"
 #include "../base/status.c"
 #include "../control/plane.c"
 
@@ -33,8 +35,8 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     int family = address->at.any.sa_family;
     if (address->bytes > 0 && family == AF_UNIX) {
         const char *path = address->at.local.sun_path;
-        size_t bytes = address->bytes - offsetof(struct sockaddr_un, sun_path);
-        int named = address->bytes > offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
+        size_t bytes = (size_t)address->bytes - offsetof(struct sockaddr_un, sun_path);
+        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
         int most = abstract ? (int)bytes - 1 : 200;
         snprintf(out.text, sizeof out.text, "%s%.*s",
                  !named     ? "a unix socket"
@@ -69,7 +71,7 @@ static int dtrain__net_end(int fd, int peers, dtrain__address *out)
     memset(out, 0, sizeof *out);
     out->bytes = (socklen_t)sizeof out->at.storage;
     return (peers ? getpeername(fd, &out->at.any, &out->bytes) : getsockname(fd, &out->at.any, &out->bytes)) != 0
-               ? errno
+               ? dtrain__os_socket_error()
                : 0;
 }
 
@@ -144,38 +146,12 @@ static void dtrain__net_any_name(dtrain__address *address)
     address->bytes = (socklen_t)offsetof(struct sockaddr_un, sun_path);
 }
 
-/* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
-static int dtrain__net_manners(int fd)
-{
-    int flags = fcntl(fd, F_GETFL);
-    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) < 0)
-        return errno;
-#ifdef SO_NOSIGPIPE
-    int one = 1;
-    setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &one, sizeof one);
-#endif
-    return 0;
-}
-
 static int dtrain__net_socket(int family, int *fd)
 {
-    int error;
     *fd = -1;
     if ((family == AF_UNIX && dtrain__without("unix")) || (family == AF_INET6 && dtrain__without("ipv6")))
         return EAFNOSUPPORT;
-#ifdef SOCK_CLOEXEC
-    *fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-#else
-    *fd = socket(family, SOCK_STREAM, 0);
-#endif
-    if (*fd < 0)
-        return errno;
-    error = dtrain__net_manners(*fd);
-    if (error != 0) {
-        close(*fd);
-        *fd = -1;
-    }
-    return error;
+    return dtrain__os_socket(family, fd);
 }
 
 /* Returns whether this machine has sockets of a family. */
@@ -183,7 +159,7 @@ static int dtrain__net_has(int family)
 {
     int fd, error = dtrain__net_socket(family, &fd);
     if (error == 0)
-        close(fd);
+        dtrain__os_hang_up(fd);
     return error != EAFNOSUPPORT;
 }
 
@@ -197,31 +173,21 @@ static int dtrain__net_has_names(void)
         return 0;
     dtrain__net_any_name(&any);
     good = bind(fd, &any.at.any, any.bytes) == 0;
-    close(fd);
+    dtrain__os_hang_up(fd);
     return good;
 #else
     return 0;
 #endif
 }
 
-/* Writes the directory for the sockets of one user's processes on this host. */
-static void dtrain__net_directory(char *out, size_t capacity)
-{
-    const char *base = getenv("TMPDIR");
-    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
-        base = "/tmp";
-    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
-}
-
 static dtrain_status dtrain__net_make_directory(void)
 {
     char directory[80];
-    struct stat what;
-    dtrain__net_directory(directory, sizeof directory);
-    if (mkdir(directory, 0700) != 0 && errno != EEXIST)
+    dtrain__os_socket_directory(directory, sizeof directory);
+    if (dtrain__os_mkdir_private(directory) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", directory,
-                            strerror(errno));
-    if (lstat(directory, &what) == 0 && S_ISDIR(what.st_mode) && what.st_uid == geteuid() && (what.st_mode & 077) == 0)
+                            dtrain__os_error_text(errno));
+    if (dtrain__os_is_private(directory))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
                         "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
@@ -235,7 +201,7 @@ static dtrain_status dtrain__net_private(char *out, size_t capacity, const char 
 {
     char directory[80];
     int named = dtrain__net_has_names();
-    dtrain__net_directory(directory, sizeof directory);
+    dtrain__os_socket_directory(directory, sizeof directory);
     snprintf(out, capacity, "unix:%s%s/%s", named ? "@" : "", directory, last);
     return named ? DTRAIN_OK : dtrain__net_make_directory();
 }
@@ -245,7 +211,7 @@ static int dtrain__net_private_path(const dtrain__address *name, dtrain__address
 {
     char directory[80];
     const char *text = name->at.local.sun_path + 1;
-    dtrain__net_directory(directory, sizeof directory);
+    dtrain__os_socket_directory(directory, sizeof directory);
     size_t bytes = strlen(directory);
     return dtrain__net_is_abstract(name) && strncmp(text, directory, bytes) == 0 && text[bytes] == '/' &&
            dtrain__net_unix_address(path, text) == DTRAIN_OK;
@@ -298,6 +264,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
+    dtrain__os_sockets();
     error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
@@ -331,23 +298,10 @@ static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
 /* Gives the address of the interface `name`, or the address that `name` spells. If it can, it gives one of `family`. */
 static dtrain_status dtrain__net_interface(const char *name, int family, dtrain__address *out)
 {
-    struct ifaddrs *list = NULL;
     char spelled[DTRAIN__ADDRESS_BYTES];
-    int best = 0;
-    if (getifaddrs(&list) == 0) {
-        for (struct ifaddrs *at = list; at != NULL; at = at->ifa_next) {
-            int kind = at->ifa_addr != NULL && strcmp(at->ifa_name, name) == 0 ? at->ifa_addr->sa_family : 0;
-            int rank = kind == family ? 2 : 1;
-            if ((kind != AF_INET && kind != AF_INET6) || rank <= best)
-                continue;
-            memset(out, 0, sizeof *out);
-            out->bytes = (socklen_t)(kind == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
-            memcpy(&out->at.storage, at->ifa_addr, out->bytes);
-            best = rank;
-        }
-        freeifaddrs(list);
-    }
-    if (best > 0)
+    memset(out, 0, sizeof *out);
+    out->bytes = dtrain__os_interface(name, family, &out->at.storage);
+    if (out->bytes > 0)
         return DTRAIN_OK;
     snprintf(spelled, sizeof spelled, strchr(name, ':') != NULL ? "[%.200s]:0" : "%.200s:0", name);
     if (dtrain__net_parse(spelled, out) != DTRAIN_OK)
@@ -357,111 +311,57 @@ static dtrain_status dtrain__net_interface(const char *name, int family, dtrain_
     return DTRAIN_OK;
 }
 
-/* Sets a plain congestion control, which costs least on one host, on a socket that is not connected yet. Later is too
- * late: once bbr has had a connection, the system always paces it. */
-static void dtrain__net_plain(int fd)
-{
-#ifdef TCP_CONGESTION
-    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "cubic", 5) != 0)
-        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
-#else
-    (void)fd;
-#endif
-}
-
 /* Sets the system's default congestion control, for a connection to another host. */
 static void dtrain__net_unplain(int fd)
 {
-#ifdef TCP_CONGESTION
-    char name[16];
-    socklen_t bytes = sizeof name;
     int fresh;
     if (dtrain__net_socket(AF_INET, &fresh) != 0)
         return;
-    if (getsockopt(fresh, IPPROTO_TCP, TCP_CONGESTION, name, &bytes) == 0)
-        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, bytes);
-    close(fresh);
-#else
-    (void)fd;
-#endif
+    dtrain__os_congestion(fd, fresh);
+    dtrain__os_hang_up(fresh);
 }
 
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 {
     int one = 1, buffer = (int)buffer_bytes;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
     if (!same_host)
         dtrain__net_unplain(fd);
     if (buffer > 0) {
-        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
-        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
+        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
+        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
     }
-}
-
-/* Returns whether the process at the other end of a connected unix socket, which called connect() or listen(), belongs
- * to this user. */
-static int dtrain__net_same_user(int fd)
-{
-#ifdef SO_PEERCRED
-    struct { /* struct ucred of the system, which the C library hides from standard C */
-        int32_t pid;
-        uint32_t uid, gid;
-    } peer;
-    socklen_t bytes = sizeof peer;
-    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && bytes == sizeof peer &&
-           peer.uid == (uint32_t)geteuid();
-#else
-    uid_t user;
-    gid_t group;
-    return getpeereid(fd, &user, &group) == 0 && user == geteuid();
-#endif
-}
-
-/* Locks the directory of a unix socket. Without it, if two processes find a stale socket, the second could remove the
- * new one of the first. After a second it goes on without the lock. Returns the descriptor to close, or -1. */
-static int dtrain__net_lock_beside(const char *path)
-{
-    char directory[sizeof(((struct sockaddr_un *)0)->sun_path)];
-    const char *slash = strrchr(path, '/');
-    struct timespec pause = dtrain__os_timespec(1000000);
-    int bytes = slash != NULL ? (int)(slash - path) + 1 : 1;
-    snprintf(directory, sizeof directory, "%.*s", bytes, slash != NULL ? path : ".");
-    int fd = open(directory, O_RDONLY | O_CLOEXEC);
-    for (int tries = 0; fd >= 0 && tries < 1000 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; tries++)
-        nanosleep(&pause, NULL);
-    return fd;
 }
 
 /* Removes a unix socket on which nobody listens. */
 static void dtrain__net_remove_stale(const dtrain__address *address)
 {
     const char *path = address->at.local.sun_path;
-    struct stat what;
     int fd;
-    if (lstat(path, &what) != 0 || !S_ISSOCK(what.st_mode) || dtrain__net_socket(AF_UNIX, &fd) != 0)
+    if (!dtrain__os_is_socket(path) || dtrain__net_socket(AF_UNIX, &fd) != 0)
         return;
-    if (connect(fd, &address->at.any, address->bytes) != 0 && errno == ECONNREFUSED)
-        unlink(path);
-    close(fd);
+    if (connect(fd, &address->at.any, address->bytes) != 0 && dtrain__os_socket_error() == ECONNREFUSED)
+        dtrain__os_unlink(DTRAIN__OS_HERE, path, 0);
+    dtrain__os_hang_up(fd);
 }
 
 /* Binds and listens. *address: also out, the bound address. Returns 0 or an errno. */
 static int dtrain__net_listen(dtrain__address *address, int *fd)
 {
     struct sockaddr *any = &address->at.any;
-    int one = 1, error = dtrain__net_socket(any->sa_family, fd);
+    int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
-    dtrain__net_plain(*fd); /* accepted connections inherit it */
+    dtrain__os_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);
     else
-        setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-    error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : errno;
+        dtrain__os_reuse(*fd);
+    error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : dtrain__os_socket_error();
     if (error == 0)
         error = dtrain__net_end(*fd, 0, address);
     if (error != 0) {
-        close(*fd);
+        dtrain__os_hang_up(*fd);
         *fd = -1;
     }
     return error;
@@ -474,11 +374,11 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
-    dtrain__net_plain(*fd);
-    if (connect(*fd, any, address->bytes) == 0 || errno == EINPROGRESS || errno == EINTR)
+    dtrain__os_plain(*fd);
+    error = connect(*fd, any, address->bytes) == 0 ? 0 : dtrain__os_socket_error();
+    if (error == 0 || error == EINPROGRESS || error == EINTR)
         return 0;
-    error = errno;
-    close(*fd);
+    dtrain__os_hang_up(*fd);
     *fd = -1;
     return error;
 }
@@ -489,8 +389,8 @@ static int dtrain__net_is_held(const dtrain__address *address)
     int fd, held = dtrain__net_connect(address, &fd) == 0;
     if (!held)
         return 0;
-    held = dtrain__net_same_user(fd);
-    close(fd);
+    held = dtrain__os_same_user(fd);
+    dtrain__os_hang_up(fd);
     return held;
 }
 
@@ -503,11 +403,20 @@ static int dtrain__net_is_mirror(int fd)
            here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
 }
 
+static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
+{
+    fds[*count].fd = fd;
+    fds[*count].events = (short)events;
+    fds[(*count)++].revents = 0;
+}
+
 /* Returns whether the system takes more bytes to send now. */
 static int dtrain__net_writable(int fd)
 {
-    struct pollfd one = {fd, POLLOUT, 0};
-    return poll(&one, 1, 0) > 0;
+    struct pollfd one;
+    int count = 0;
+    dtrain__net_watch(&one, &count, fd, POLLOUT);
+    return dtrain__os_poll(&one, 1, 0) > 0;
 }
 
 /* Returns 0 if the connection has been made, EINPROGRESS if not yet, else the errno with which it failed. */
@@ -517,60 +426,18 @@ static int dtrain__net_connected(int fd)
     socklen_t bytes = sizeof error;
     if (!dtrain__net_writable(fd))
         return EINPROGRESS;
-    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0)
-        return errno;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
+        return dtrain__os_socket_error();
+    error = dtrain__os_errno(error);
     return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 
 /* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
 static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
 {
-    int error;
     memset(peer, 0, sizeof *peer);
     peer->bytes = (socklen_t)sizeof peer->at.storage;
-    *fd = -1;
-    errno = ENOSYS;
-#if defined(__linux__) && defined(__NR_accept4) /* the C library hides accept4 from standard C */
-    *fd = (int)syscall(__NR_accept4, listener, &peer->at.any, &peer->bytes, SOCK_CLOEXEC | SOCK_NONBLOCK);
-#endif
-    if (*fd < 0 && errno == ENOSYS)
-        *fd = accept(listener, &peer->at.any, &peer->bytes);
-    if (*fd < 0)
-        return errno == EWOULDBLOCK || errno == EINTR || errno == ECONNABORTED ? EAGAIN : errno;
-    error = dtrain__net_manners(*fd);
-    if (error != 0)
-        close(*fd);
-    return error;
-}
-
-#ifndef MSG_NOSIGNAL
-#define MSG_NOSIGNAL 0
-#endif
-#ifndef MSG_MORE
-#define MSG_MORE 0
-#endif
-
-/* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). more: the
- * system may hold the bytes back until the next call. */
-static ssize_t dtrain__net_send(int fd, const void *data, size_t bytes, int more)
-{
-    ssize_t n = send(fd, data, bytes, MSG_NOSIGNAL | (more ? MSG_MORE : 0));
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || errno == ENOBUFS))
-        return 0;
-    return n;
-}
-
-/* Receives without waiting. Returns as dtrain__net_send does; if the peer has closed in order, -1 with errno 0. */
-static ssize_t dtrain__net_recv(int fd, void *data, size_t bytes)
-{
-    ssize_t n = recv(fd, data, bytes, 0);
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
-        return 0;
-    if (n == 0) {
-        errno = 0;
-        return -1;
-    }
-    return n;
+    return dtrain__os_accept(listener, fd, &peer->at.any, &peer->bytes);
 }
 
 static const char *dtrain__net_why(int error)
@@ -582,7 +449,7 @@ static const char *dtrain__net_why(int error)
                "traffic";
     case ERANGE: return "the memory that both processes share holds impossible counters: something has overwritten it";
     case EPROTO: return "it ended without its sealed end";
-    default: return strerror(error);
+    default: return dtrain__os_error_text(error);
     }
 }
 
@@ -590,70 +457,6 @@ static const char *dtrain__net_why(int error)
 static int dtrain__net_is_corrupt(int error)
 {
     return error == EBADMSG || error == ERANGE;
-}
-
-static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
-{
-    fds[*count].fd = fd;
-    fds[*count].events = (short)events;
-    fds[(*count)++].revents = 0;
-}
-
-/* Makes a pipe that wakes a poll(). Both ends are non-blocking. Returns 0 or an errno. */
-static int dtrain__net_pipe(int ends[2])
-{
-    int error = ENOSYS;
-#if defined(__linux__) && defined(__NR_pipe2)
-    error = syscall(__NR_pipe2, ends, O_CLOEXEC | O_NONBLOCK) == 0 ? 0 : errno;
-#endif
-    if (error == ENOSYS)
-        error = pipe(ends) == 0 ? 0 : errno;
-    if (error != 0)
-        return error;
-    error = dtrain__net_manners(ends[0]);
-    if (error == 0)
-        error = dtrain__net_manners(ends[1]);
-    return error;
-}
-
-/* Opens a pipe of another process of this user, to write to it. Returns -1 if it is not the pipe with this inode. It is
- * open for reading too, so that no signal comes when the other process has died. */
-static int dtrain__net_pipe_open(pid_t process, int fd, uint64_t inode)
-{
-    char path[64];
-    struct stat what;
-    int own = -1;
-    snprintf(path, sizeof path, "/proc/%ld/fd/%d", (long)process, fd);
-    if (stat(path, &what) == 0 && S_ISFIFO(what.st_mode) && (uint64_t)what.st_ino == inode)
-        own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
-    if (own >= 0 && (fstat(own, &what) != 0 || !S_ISFIFO(what.st_mode) || (uint64_t)what.st_ino != inode)) {
-        close(own);
-        own = -1;
-    }
-    return own;
-}
-
-static void dtrain__net_drain(int fd)
-{
-    char bytes[64];
-    while (read(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes)
-        continue;
-}
-
-/* Sleeps until a pipe is written to, or until_ns, and empties it. */
-static void dtrain__net_rest(int fd, int64_t until_ns)
-{
-    int64_t span = until_ns - dtrain__os_now_ns();
-    struct timespec rest = dtrain__os_timespec(span > 0 ? span : 0);
-    fd_set watched;
-    if (fd >= FD_SETSIZE) {
-        nanosleep(&rest, NULL);
-        return;
-    }
-    FD_ZERO(&watched);
-    FD_SET(fd, &watched);
-    if (pselect(fd + 1, &watched, NULL, NULL, &rest, NULL) > 0) /* poll() counts in milliseconds */
-        dtrain__net_drain(fd);
 }
 
 #endif

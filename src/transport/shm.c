@@ -48,7 +48,7 @@ static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], dtra
         dtrain__shm_close(page);
         return;
     }
-    dtrain__put_le(offer, (uint64_t)getpid(), 8);
+    dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
     dtrain__put_le(offer + 8, (uint64_t)*fd, 8);
     memcpy(offer + 16, (*page)->key, sizeof(*page)->key);
 }
@@ -59,7 +59,7 @@ static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_
     uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 8);
     if (process == 0 || process > INT_MAX || fd > INT_MAX || dtrain__without("shm"))
         return NULL;
-    dtrain__shm_page *page = (dtrain__shm_page *)dtrain__os_share_open((pid_t)process, (int)fd, sizeof *page);
+    dtrain__shm_page *page = (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, sizeof *page);
     if (page != NULL && memcmp(page->key, offer + 16, sizeof page->key) != 0)
         dtrain__shm_close(&page);
     return page;
@@ -70,7 +70,7 @@ static void dtrain__shm_wake(dtrain__shm *shm, int fd)
 {
     uint32_t *asleep = &shm->page->asleep[1 - shm->side];
     if (__atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 && __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
-        dtrain__net_send(fd, "", 1, 0);
+        dtrain__os_send(fd, "", 1, 0);
 }
 
 /* Returns the bytes in the ring that a side fills. */
@@ -92,7 +92,7 @@ static ssize_t dtrain__shm_look(dtrain__shm *shm, int fd, int side)
         return -1;
     }
     while (shm->look && n == (ssize_t)sizeof waste)
-        n = dtrain__net_recv(fd, waste, sizeof waste);
+        n = dtrain__os_recv(fd, waste, sizeof waste);
     shm->look = n < 0; /* an end is found again */
     return n < 0 ? -1 : 0;
 }

@@ -101,7 +101,7 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
     dtrain_status status = DTRAIN_OK;
     size_t most = asked ? DTRAIN__POLL_BYTES : DTRAIN__TURN_BYTES;
     const dtrain__error *cause;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     if (in != NULL)
         status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
@@ -113,7 +113,7 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
         dtrain__socket_await(channel, in, 0);
         dtrain__socket_await(channel, out, 1);
     }
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
     return status;
 }
 
@@ -138,11 +138,11 @@ static void dtrain__socket_sleep(dtrain__channel *channel, dtrain_transfer *out,
 {
     struct pollfd fds[3];
     int count = 0, missing;
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     int here = dtrain__socket_watch(channel, out, 1, fds, &count);
     here |= dtrain__socket_watch(channel, in, 0, fds, &count);
     missing = count < (out != NULL) + (in != NULL);
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
     if (here)
         return;
     if (missing) { /* a missing connection also ends by the clock */
@@ -172,7 +172,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
             sleep_ns = now + DTRAIN__PATIENCE_NS;
         if (now < sleep_ns) {
             if (channel->hub->crowded)
-                sched_yield();
+                dtrain__os_yield();
             continue;
         }
         dtrain__socket_sleep(channel, out, in, deadline_ns, seen);
@@ -184,12 +184,12 @@ static void dtrain__socket_step(dtrain__origin *origin, int64_t deadline_ns)
 {
     dtrain__hub *hub = (dtrain__hub *)(void *)origin;
     __atomic_store_n(&hub->serviced, 1, __ATOMIC_RELEASE);
-    if (pthread_mutex_trylock(&hub->step_mutex) != 0) {
+    if (!dtrain__os_try_lock(&hub->step_mutex)) {
         dtrain__hub_kick(hub);
-        pthread_mutex_lock(&hub->step_mutex);
+        dtrain__os_lock(&hub->step_mutex);
     }
     dtrain__hub_step(hub, NULL, 0, deadline_ns);
-    pthread_mutex_unlock(&hub->step_mutex);
+    dtrain__os_unlock(&hub->step_mutex);
 }
 
 static void dtrain__socket_kick(dtrain__origin *origin)
@@ -202,10 +202,10 @@ static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 {
     dtrain__hub *hub = ((dtrain__channel *)self)->hub;
     (void)deadline_ns;
-    if (pthread_mutex_trylock(&hub->step_mutex) != 0)
+    if (!dtrain__os_try_lock(&hub->step_mutex))
         return;
     dtrain__hub_step(hub, NULL, 0, 0);
-    pthread_mutex_unlock(&hub->step_mutex);
+    dtrain__os_unlock(&hub->step_mutex);
 }
 
 static void dtrain__socket_wake(void *self)
@@ -218,10 +218,10 @@ static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__error cause;
     dtrain__membership_because(&cause, why, "%s", text);
-    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__os_lock(&channel->hub->mutex);
     dtrain__seat_end(&channel->seat, channel->seat.rank, &cause);
     dtrain__hub_flush_all(channel->hub, 100);
-    pthread_mutex_unlock(&channel->hub->mutex);
+    dtrain__os_unlock(&channel->hub->mutex);
 }
 
 static void dtrain__socket_leave(void *self, const char *why)
@@ -232,14 +232,14 @@ static void dtrain__socket_leave(void *self, const char *why)
     dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, hub->rank, DTRAIN_OK, why, 0};
     if (channel->seat.forked)
         return;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     hub->leaving = hub->council.seats == &channel->seat && channel->seat.next == NULL;
     if (!hub->leaving || hub->formed)
         dtrain__channel_relay(channel, &bye);
     if (hub->leaving)
         dtrain__hub_relay(hub, -1, &gone);
     dtrain__hub_flush_all(hub, 100);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
 }
 
 /* Reports that TCP needs a token. what: the text that says why TCP would be used. */
@@ -269,16 +269,14 @@ static void dtrain__socket_set_port(dtrain__hub *hub, int port)
  * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
-    int listens = 0, fd, named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
-    socklen_t bytes = sizeof listens;
-    if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
-        dtrain__net_end(inherited, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
-        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__net_manners(inherited) != 0)
+    int fd, named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
+    if (dtrain__net_end(inherited, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
+        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub))
         return 0;
-    fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
+    fd = dtrain__os_inherit(inherited);
     if (fd < 0)
         return 0;
-    dtrain__net_plain(fd);
+    dtrain__os_plain(fd);
     hub->listener = fd;
     return 1;
 }
@@ -303,10 +301,10 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     }
     hub->listening = chosen;
     if (dtrain__net_is_unix(&chosen) && !dtrain__net_is_abstract(&chosen))
-        lock = dtrain__net_lock_beside(chosen.at.local.sun_path);
+        lock = dtrain__os_lock_beside(chosen.at.local.sun_path);
     error = dtrain__hub_listen(hub);
     if (lock >= 0)
-        close(lock);
+        dtrain__os_close(lock);
     if (error != 0 && hub->root_count > 1 && dtrain__net_is_abstract(&chosen) && !dtrain__net_is_held(&chosen)) {
         hub->root_addresses[0] = hub->root_addresses[1]; /* another user holds the name */
         hub->root_count = 1;
@@ -320,7 +318,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     }
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
-                            hub->root, dtrain__net_text(&chosen).text, strerror(error),
+                            hub->root, dtrain__net_text(&chosen).text, dtrain__os_error_text(error),
                             error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address"
                                                 : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
@@ -411,9 +409,9 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
     char host[64] = "?", program[24];
-    gethostname(host, sizeof host - 1);
+    dtrain__os_host_name(host, sizeof host);
     dtrain__os_program(program, sizeof program);
-    snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", (long)getpid(), program, host);
+    snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
     snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
     self->host = dtrain__plane_host();
     self->joined = 1;
@@ -423,12 +421,12 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
 static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_desc *desc)
 {
     dtrain_status status;
-    int error = dtrain__net_pipe(hub->kick);
+    int error = dtrain__os_pipe(hub->kick);
     if (error == 0 && hub->rank == 0)
         error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
-                            hub->rank, strerror(error));
+                            hub->rank, dtrain__os_error_text(error));
     status = dtrain__socket_find_root(hub);
     if (status == DTRAIN_OK && hub->rank == 0)
         status = dtrain__socket_listen(hub, desc->listen_fd);
@@ -463,9 +461,9 @@ static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__
     if (hub == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
     hub->allocator = allocator;
-    pthread_mutex_init(&hub->mutex, NULL);
-    pthread_mutex_init(&hub->step_mutex, NULL);
-    pthread_mutex_init(&hub->origin.mutex, NULL);
+    dtrain__os_mutex_init(&hub->mutex);
+    dtrain__os_mutex_init(&hub->step_mutex);
+    dtrain__os_mutex_init(&hub->origin.mutex);
     hub->origin.step = dtrain__socket_step;
     hub->origin.kick = dtrain__socket_kick;
     dtrain_status status = dtrain__socket_start(hub, out, keys, desc);
@@ -516,7 +514,7 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
 {
     dtrain__hub *hub = world->hub;
     dtrain_status status = DTRAIN_OK;
-    pthread_mutex_lock(&hub->mutex);
+    dtrain__os_lock(&hub->mutex);
     const dtrain__error *cause = dtrain__membership_cause(world->seat.members);
     *formed = hub->formed && cause == NULL;
     if (cause != NULL)
@@ -527,7 +525,7 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
                               hub->rank, hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
     else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
         status = dtrain__socket_unformed(hub, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
-    pthread_mutex_unlock(&hub->mutex);
+    dtrain__os_unlock(&hub->mutex);
     return status;
 }
 

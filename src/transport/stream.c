@@ -71,7 +71,7 @@ static size_t dtrain__seal_put(dtrain__seal *seal, const unsigned char *data, si
 static int dtrain__seal_flush(dtrain__seal *seal, int fd, int more)
 {
     while (seal->out_at < seal->out_end) {
-        ssize_t n = dtrain__net_send(fd, seal->out + seal->out_at, seal->out_end - seal->out_at, more);
+        ssize_t n = dtrain__os_send(fd, seal->out + seal->out_at, seal->out_end - seal->out_at, more);
         if (n <= 0)
             return (int)n;
         seal->out_at += (size_t)n;
@@ -147,7 +147,7 @@ static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data
         if (seal->in_at > 0)
             memmove(seal->in, seal->in + seal->in_at, seal->in_end);
         seal->in_at = seal->plain_at = seal->plain_end = 0;
-        ssize_t n = dtrain__net_recv(fd, seal->in + seal->in_end, sizeof seal->in - seal->in_end);
+        ssize_t n = dtrain__os_recv(fd, seal->in + seal->in_end, sizeof seal->in - seal->in_end);
         if (n == 0)
             return (ssize_t)done;
         if (n > 0) {
@@ -181,7 +181,7 @@ typedef struct dtrain__stream {
 static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
 {
     if (stream->fd >= 0)
-        close(stream->fd);
+        dtrain__os_hang_up(stream->fd);
     stream->fd = -1;
     dtrain__shm_close(&stream->shm.page);
 }
@@ -300,7 +300,7 @@ static ssize_t dtrain__stream_send_sealed(dtrain__stream *stream, const unsigned
 static ssize_t dtrain__stream_put(dtrain__stream *stream, const void *data, size_t bytes, int more)
 {
     return stream->shm.page != NULL ? dtrain__shm_send(&stream->shm, stream->fd, data, bytes)
-                                    : dtrain__net_send(stream->fd, data, bytes, more);
+                                    : dtrain__os_send(stream->fd, data, bytes, more);
 }
 
 /* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
@@ -334,7 +334,7 @@ static ssize_t dtrain__stream_recv(dtrain__stream *stream, void *data, size_t by
 {
     ssize_t n = stream->seal != NULL       ? dtrain__seal_recv(stream->seal, stream->fd, (unsigned char *)data, bytes)
                 : stream->shm.page != NULL ? dtrain__shm_recv(&stream->shm, stream->fd, data, bytes)
-                                           : dtrain__net_recv(stream->fd, data, bytes);
+                                           : dtrain__os_recv(stream->fd, data, bytes);
     if (n > 0)
         stream->received += (uint64_t)n;
     return n;
@@ -347,7 +347,7 @@ static void dtrain__stream_end(dtrain__stream *stream)
         dtrain__seal_record(stream->seal, DTRAIN__RECORD_END, NULL, 0);
         dtrain__seal_flush(stream->seal, stream->fd, 0);
     }
-    shutdown(stream->fd, SHUT_WR);
+    dtrain__os_end_sending(stream->fd);
 }
 
 static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *stream)

@@ -123,7 +123,7 @@ typedef struct dtrain__threads_rank {
 
 typedef struct dtrain__threads_world {
     dtrain__origin origin;
-    pthread_mutex_t mutex; /* guards the council and each group's `ends` */
+    dtrain__os_mutex mutex; /* guards the council and each group's `ends` */
     dtrain__council council;
     dtrain__bell bell; /* the service thread's; the bell of every group rings it too */
     dtrain_allocator own, *allocator;
@@ -293,8 +293,8 @@ static void dtrain__threads_world_free(dtrain__threads_world *world)
 {
     dtrain__origin_stop(&world->origin);
     dtrain__council_free(&world->council);
-    pthread_mutex_destroy(&world->mutex);
-    pthread_mutex_destroy(&world->origin.mutex);
+    dtrain__os_mutex_free(&world->mutex);
+    dtrain__os_mutex_free(&world->origin.mutex);
     dtrain__free(world->allocator, world);
 }
 
@@ -344,7 +344,7 @@ static void dtrain__threads_destroy(void *self)
     int forked = seat->forked;
     dtrain__threads_leave(self, "");
     if (!forked)
-        pthread_mutex_lock(&world->mutex);
+        dtrain__os_lock(&world->mutex);
     dtrain__seat_unlink(seat);
     dtrain__seat_free(seat);
     int last = world->council.seats == NULL;
@@ -353,7 +353,7 @@ static void dtrain__threads_destroy(void *self)
         dtrain__threads_free(group);
     }
     if (!forked)
-        pthread_mutex_unlock(&world->mutex);
+        dtrain__os_unlock(&world->mutex);
     if (last)
         dtrain__threads_world_free(world);
 }
@@ -374,8 +374,8 @@ static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *all
     council->gone = dtrain__threads_gone;
     council->mutex = &world->mutex;
     council->wait = dtrain__threads_wait;
-    pthread_mutex_init(&world->mutex, NULL);
-    pthread_mutex_init(&world->origin.mutex, NULL);
+    dtrain__os_mutex_init(&world->mutex);
+    dtrain__os_mutex_init(&world->origin.mutex);
     return world;
 }
 
@@ -407,7 +407,7 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
 static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world,
                                             const dtrain__group_desc *desc)
 {
-    pthread_mutex_lock(&world->mutex);
+    dtrain__os_lock(&world->mutex);
     dtrain__seat *seat = dtrain__council_seat(&world->council, desc->id);
     dtrain__threads_group *group =
         seat != NULL ? ((dtrain__threads_rank *)(void *)seat)->group : dtrain__threads_make(world, desc->size);
@@ -425,7 +425,7 @@ static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain_
     } else if (group != NULL && group->ends == 0) {
         dtrain__threads_free(group);
     }
-    pthread_mutex_unlock(&world->mutex);
+    dtrain__os_unlock(&world->mutex);
     *out = group;
     return good ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", desc->size);
 }

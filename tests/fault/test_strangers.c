@@ -178,7 +178,7 @@ static void attack(scene *s, uint64_t seed)
             dtrain__put_le(bytes + 16, dice % 4 == 3 ? UINT64_MAX : 0, 4);
             dtrain__put_le(bytes + 20, 3, 4);
         }
-        dtrain__net_send(fd, bytes, dice >> 32 & 1 ? sizeof bytes : dice >> 33 & 127, 0);
+        dtrain__os_send(fd, bytes, dice >> 32 & 1 ? sizeof bytes : dice >> 33 & 127, 0);
         usleep((useconds_t)(dice >> 40 & 1023));
         close(fd);
     }

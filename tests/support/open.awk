@@ -43,7 +43,7 @@ skip != "" { # a body, or values, up to their last line
 
 {
     line = plain = $0
-    gsub(/__attribute__\(\(.*\)\) ?| *\/\*.*/, "", plain)
+    gsub(/__attribute__\(\(.*\)\) ?|DTRAIN__PRINTF\([0-9], [0-9]\) ?| *\/\*.*/, "", plain)
     variable = plain !~ /\(/ && plain ~ /[;{]$|=/
     if (!inlined && plain ~ /^static / && !(variable && plain ~ / const /)) {
         sub(/static /, variable && !bodies ? "extern " : "", line)

@@ -612,7 +612,7 @@ TEST(a_stream_whose_next_connection_is_not_sealed_sends_each_byte_once)
         data[i] = (unsigned char)(i * 7 + (i >> 8));
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0 && socketpair(AF_UNIX, SOCK_STREAM, 0, next) == 0);
     setsockopt(ends[0], SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
-    CHECK(dtrain__net_manners(ends[0]) == 0 && dtrain__net_manners(next[0]) == 0);
+    CHECK(dtrain__os_manners(ends[0]) == 0 && dtrain__os_manners(next[0]) == 0);
     stream.fd = ends[0];
     stream.seal = (dtrain__seal *)dtrain__alloc(&allocator, sizeof *stream.seal);
     stream.replay = (unsigned char *)dtrain__alloc(&allocator, DTRAIN__REPLAY_BYTES);

@@ -1,0 +1,722 @@
+/* ---- >>os posix ----
+ * What >>os asks of a POSIX system: threads, clock, memory, processes, and the signals of a fault. Threads that start
+ * here block all signals except those of a fault, so the program's handlers run on the program's own threads. */
+#ifndef DTRAIN__OS_POSIX
+#define DTRAIN__OS_POSIX
+#include "os.c"
+#ifndef _WIN32
+
+/* ---- time and processors ---- */
+
+static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Returns the time of day, in nanoseconds since 1970. */
+static int64_t dtrain__os_wall_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static struct timespec dtrain__os_timespec(int64_t ns)
+{
+    struct timespec span;
+    span.tv_sec = (time_t)(ns / 1000000000);
+    span.tv_nsec = (long)(ns % 1000000000);
+    return span;
+}
+
+/* Sleeps for about ns. A signal may end it early. */
+static void dtrain__os_sleep(int64_t ns)
+{
+    struct timespec span = dtrain__os_timespec(ns);
+    nanosleep(&span, NULL);
+}
+
+static void dtrain__os_yield(void)
+{
+    sched_yield();
+}
+
+static int dtrain__os_processors(void)
+{
+#if defined(__linux__) && defined(__NR_sched_getaffinity)
+    /* the affinity mask: containers and taskset give a process fewer processors than the machine has */
+    unsigned long mask[1024 / (8 * sizeof(unsigned long))];
+    long bytes = syscall(__NR_sched_getaffinity, 0, sizeof mask, mask);
+    int count = 0;
+    for (long i = 0; i < bytes / (long)sizeof(unsigned long); i++)
+        count += __builtin_popcountl(mask[i]);
+    if (count > 0)
+        return count;
+#endif
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return online > 0 && online < INT_MAX ? (int)online : 1;
+}
+
+/* Sleeps while *word == value, for at most ns. It may return early. */
+static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
+{
+#ifdef __linux__
+    struct timespec span = dtrain__os_timespec(ns);
+    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, &span, NULL, 0);
+#else
+    struct timespec span = dtrain__os_timespec(ns < 200000 ? ns : 200000);
+    if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)
+        nanosleep(&span, NULL);
+#endif
+}
+
+static void dtrain__os_wake_word(uint32_t *word)
+{
+#ifdef __linux__
+    syscall(__NR_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#else
+    (void)word;
+#endif
+}
+
+/* ---- processes and threads ---- */
+
+static long dtrain__os_self(void)
+{
+    return (long)getpid();
+}
+
+static long dtrain__os_parent(void)
+{
+    return (long)getppid();
+}
+
+static long dtrain__os_known_pid;     /* 0: unknown, as after a fork */
+static uint32_t dtrain__os_pid_state; /* 0: nobody has asked; 2: a fork makes it unknown */
+
+static void dtrain__os_forget_pid(void)
+{
+    __atomic_store_n(&dtrain__os_known_pid, 0, __ATOMIC_RELAXED);
+}
+
+/* Returns this process, and a forked child itself, without a call of the system where one costs more than 100 ns. */
+static long dtrain__os_pid(void)
+{
+    uint32_t nobody = 0;
+    long pid = __atomic_load_n(&dtrain__os_known_pid, __ATOMIC_RELAXED);
+    if (pid != 0)
+        return pid;
+    pid = dtrain__os_self();
+#ifdef __linux__
+    if (__atomic_compare_exchange_n(&dtrain__os_pid_state, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) &&
+        pthread_atfork(NULL, NULL, dtrain__os_forget_pid) == 0)
+        __atomic_store_n(&dtrain__os_pid_state, 2u, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&dtrain__os_pid_state, __ATOMIC_SEQ_CST) == 2)
+        __atomic_store_n(&dtrain__os_known_pid, pid, __ATOMIC_RELAXED);
+#else
+    (void)nobody;
+    (void)dtrain__os_forget_pid;
+#endif
+    return pid;
+}
+
+#define DTRAIN__OS_MUTEX PTHREAD_MUTEX_INITIALIZER
+typedef pthread_mutex_t dtrain__os_mutex;
+
+static void dtrain__os_mutex_init(dtrain__os_mutex *mutex)
+{
+    pthread_mutex_init(mutex, NULL);
+}
+
+static void dtrain__os_mutex_free(dtrain__os_mutex *mutex)
+{
+    pthread_mutex_destroy(mutex);
+}
+
+static void dtrain__os_lock(dtrain__os_mutex *mutex)
+{
+    pthread_mutex_lock(mutex);
+}
+
+/* Returns whether the mutex was free and is now held. */
+static int dtrain__os_try_lock(dtrain__os_mutex *mutex)
+{
+    return pthread_mutex_trylock(mutex) == 0;
+}
+
+static void dtrain__os_unlock(dtrain__os_mutex *mutex)
+{
+    pthread_mutex_unlock(mutex);
+}
+
+typedef struct dtrain__os_thread {
+    pthread_t id;
+    void (*body)(void *);
+    void *argument;
+} dtrain__os_thread;
+
+static void *dtrain__os_thread_main(void *pointer)
+{
+    dtrain__os_thread *thread = (dtrain__os_thread *)pointer;
+    thread->body(thread->argument);
+    return NULL;
+}
+
+/* Starts body(argument). The struct must stay in place until the join. Returns 0 or an errno. */
+static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument, size_t stack_bytes)
+{
+    pthread_attr_t attributes;
+    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* if blocked, they end the process without a handler */
+    sigset_t all, before;
+    int error = pthread_attr_init(&attributes);
+    if (error != 0)
+        return error;
+    if (stack_bytes > 0)
+        error = pthread_attr_setstacksize(&attributes, stack_bytes);
+    if (error == 0) {
+        thread->body = body;
+        thread->argument = argument;
+        sigfillset(&all);
+        for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++)
+            sigdelset(&all, faults[i]);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        error = pthread_create(&thread->id, &attributes, dtrain__os_thread_main, thread);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+    pthread_attr_destroy(&attributes);
+    return error;
+}
+
+static void dtrain__os_thread_join(dtrain__os_thread *thread)
+{
+    pthread_join(thread->id, NULL);
+}
+
+/* ---- memory ---- */
+
+/* Allocates a block; align is a power of two. Returns NULL without memory. */
+static void *dtrain__os_alloc(size_t bytes, size_t align)
+{
+    void *block = NULL;
+    return posix_memalign(&block, align, bytes) == 0 ? block : NULL;
+}
+
+static void dtrain__os_free(void *block)
+{
+    free(block);
+}
+
+/* Returns the size of a memory page. */
+static DTRAIN__NOINLINE size_t dtrain__os_page_bytes(void)
+{
+    long bytes = sysconf(_SC_PAGESIZE);
+    return bytes > 0 ? (size_t)bytes : 4096;
+}
+
+/* Reserves a range of addresses in whole pages. They read as zeros, and a page takes memory when it is first written.
+ * Returns NULL if the system refuses. */
+static void *dtrain__os_reserve(size_t bytes)
+{
+    int flags = MAP_PRIVATE | MAP_ANON;
+#ifdef MAP_NORESERVE
+    flags |= MAP_NORESERVE;
+#endif
+    void *range = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return range != MAP_FAILED ? range : NULL;
+}
+
+static void dtrain__os_unreserve(void *range, size_t bytes)
+{
+    munmap(range, bytes);
+}
+
+/* Returns the memory of whole pages to the system; they read as zeros again. Returns 0 or an errno. */
+static int dtrain__os_discard(void *pages, size_t bytes)
+{
+#ifdef __linux__
+    return madvise(pages, bytes, MADV_DONTNEED) == 0 ? 0 : errno;
+#else
+    /* elsewhere this advice does not promise zeros, so new pages replace them */
+    void *range = mmap(pages, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_FIXED, -1, 0);
+    return range != MAP_FAILED ? 0 : errno;
+#endif
+}
+
+/* Gets the memory of whole pages at once, which is cheaper than at each page's first write. Without such a call of the
+ * system, the pages come at their first write. */
+static void dtrain__os_populate(void *pages, size_t bytes)
+{
+#ifdef __linux__
+    if (!dtrain__without("populate"))
+        madvise(pages, bytes, 23); /* MADV_POPULATE_WRITE, since Linux 5.14; a refusal changes nothing */
+#else
+    (void)pages;
+    (void)bytes;
+#endif
+}
+
+/* Calls mremap with a fixed target. Returns 0 or an errno. */
+static int dtrain__os_remap(void *from, size_t old_bytes, void *to, size_t bytes, int flags)
+{
+#if defined(__linux__) && defined(__NR_mremap)
+    if (dtrain__without("mremap"))
+        return ENOSYS;
+    if (syscall(__NR_mremap, from, old_bytes, bytes, flags, to) != -1)
+        return 0;
+    int error = errno;
+    /* The failed call may have unmapped the target. 0x100000, MAP_FIXED_NOREPLACE, maps it again only if it has. Linux
+     * before 4.17 does not know the flag and may map elsewhere. */
+    void *back = mmap(to, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE | 0x100000, -1, 0);
+    if (back != MAP_FAILED && back != to)
+        munmap(back, bytes);
+    return error;
+#else
+    (void)from;
+    (void)old_bytes;
+    (void)to;
+    (void)bytes;
+    (void)flags;
+    return ENOSYS;
+#endif
+}
+
+/* Moves whole pages of a reserved range, with their contents, to the place of others. The others' contents are lost,
+ * and the pages that are left read as zeros. All pages of a range must have come from one mapping or move. Returns 0,
+ * or an errno and moves nothing. */
+static int dtrain__os_move(void *from, void *to, size_t bytes)
+{
+    return dtrain__os_remap(from, bytes, to, bytes, 7); /* MREMAP_MAYMOVE, FIXED, DONTUNMAP: since Linux 5.7 */
+}
+
+/* Maps shared pages at a second place, over what was there. Returns 0 or an errno. */
+static int dtrain__os_alias(void *pages, void *to, size_t bytes)
+{
+    return dtrain__os_remap(pages, 0, to, bytes, 3);
+}
+
+/* Returns whether the system can move pages, and discard them at both places. An emulator of a processor may move pages
+ * and then lose the ones that they left. */
+static int dtrain__os_moves(void)
+{
+    size_t page = dtrain__os_page_bytes();
+    unsigned char *from = (unsigned char *)dtrain__os_reserve(2 * page), *to = from + page;
+    int moves = 0;
+    if (from == NULL)
+        return 0;
+    *from = 1;
+    if (dtrain__os_move(from, to, page) == 0 && *from == 0 && *to == 1) {
+        *from = 2;
+        moves = dtrain__os_discard(from, page) == 0 && *from == 0 && dtrain__os_discard(to, page) == 0 && *to == 0;
+    }
+    dtrain__os_unreserve(from, 2 * page);
+    return moves;
+}
+
+/* Returns whether whole pages were neither read nor written since they were mapped or discarded; 0 if the system does
+ * not say. */
+static int dtrain__os_untouched(const void *pages, size_t bytes)
+{
+    int untouched = 0;
+#ifdef __linux__
+    uint64_t entries[512];
+    size_t page = dtrain__os_page_bytes(), count = bytes / page;
+    int fd = dtrain__without("pagemap") ? -1 : open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    untouched = fd >= 0;
+    for (size_t at = 0; at < count && untouched; at += sizeof entries / sizeof entries[0]) {
+        size_t n = count - at < sizeof entries / sizeof entries[0] ? count - at : sizeof entries / sizeof entries[0];
+        off_t offset = (off_t)(((uintptr_t)pages / page + at) * sizeof entries[0]);
+        untouched = pread(fd, entries, n * sizeof entries[0], offset) == (ssize_t)(n * sizeof entries[0]);
+        for (size_t i = 0; i < n && untouched; i++)
+            untouched = entries[i] >> 62 == 0; /* neither present nor swapped out */
+    }
+    if (fd >= 0)
+        close(fd);
+#else
+    (void)pages;
+    (void)bytes;
+#endif
+    return untouched;
+}
+
+/* Sets the access to whole pages: 0 none, 1 reading, 2 reading and writing. Returns 0 or an errno. */
+static int dtrain__os_protect(void *pages, size_t bytes, int access)
+{
+    int kinds[] = {PROT_NONE, PROT_READ, PROT_READ | PROT_WRITE};
+    if (dtrain__without("mprotect"))
+        return ENOSYS;
+    return mprotect(pages, bytes, kinds[access]) == 0 ? 0 : errno;
+}
+
+/* Fills out with up to 256 bytes that nobody can guess; systems return so many in one call. Returns 0 or an errno. */
+static int dtrain__os_random(void *out, size_t bytes)
+{
+    ssize_t n = -1;
+    int fd, error = 0;
+#if defined(__linux__) && defined(__NR_getrandom)
+    do
+        n = syscall(__NR_getrandom, out, bytes, 0);
+    while (n < 0 && errno == EINTR);
+    if (n == (ssize_t)bytes)
+        return 0;
+#endif
+    fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return errno;
+    do
+        n = read(fd, out, bytes);
+    while (n < 0 && errno == EINTR);
+    if (n != (ssize_t)bytes)
+        error = n < 0 ? errno : EIO;
+    close(fd);
+    return error;
+}
+
+/* Reads the start of a system file as text. Returns its length, or -errno and an empty text. */
+static int dtrain__os_read_text(const char *path, char *text, size_t room)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd >= 0 ? read(fd, text, room - 1) : -1;
+    int error = errno;
+    if (fd >= 0)
+        close(fd);
+    text[n > 0 ? n : 0] = 0;
+    return n >= 0 ? (int)n : -error;
+}
+
+/* Returns a number from a text of the system, after a word in it; fallback if there is none. */
+static uint64_t dtrain__os_read_number(const char *path, const char *word, uint64_t fallback)
+{
+    char text[4096];
+    unsigned long long value;
+    dtrain__os_read_text(path, text, sizeof text);
+    const char *at = strstr(text, word);
+    return at != NULL && sscanf(at + strlen(word), "%llu", &value) == 1 ? value : fallback;
+}
+
+/* Returns what a control group of Linux may still get. The system drops its clean copies of files when it needs room.
+ */
+static uint64_t dtrain__os_cgroup_left(const char *group)
+{
+    static const char *const cache[] = {"inactive_file ", "\nactive_file ", "slab_reclaimable "};
+    char path[400];
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.max", group);
+    uint64_t most = dtrain__os_read_number(path, "", UINT64_MAX);
+    if (most == UINT64_MAX)
+        return most;
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.current", group);
+    uint64_t used = dtrain__os_read_number(path, "", 0), spare = 0;
+    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.stat", group);
+    for (size_t i = 0; i < sizeof cache / sizeof cache[0]; i++)
+        spare += dtrain__os_read_number(path, cache[i], 0);
+    used -= spare < used ? spare : used;
+    return most > used ? most - used : 0;
+}
+
+/* Returns the bytes that this process can still get: more, and the system would kill a process. Source: Linux,
+ * Documentation/admin-guide/cgroup-v2.rst. */
+static uint64_t dtrain__os_memory_left(void)
+{
+    char text[512];
+    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10), least = kib << 10;
+    dtrain__os_read_text("/proc/self/cgroup", text, sizeof text);
+    char *group = strstr(text, "0::/"), *end;
+    group = group != NULL ? group + 3 : text + strlen(text);
+    group[strcspn(group, "\n")] = 0;
+    do { /* the group, and all that it is in */
+        uint64_t left = dtrain__os_cgroup_left(group);
+        least = left < least ? left : least;
+        if ((end = strrchr(group, '/')) != NULL)
+            *end = 0;
+    } while (end != NULL);
+    return least;
+}
+
+/* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
+static void dtrain__os_program(char *out, size_t room)
+{
+#if defined(__APPLE__) || defined(__FreeBSD__) || defined(__NetBSD__) || defined(__OpenBSD__)
+    const char *name = getprogname();
+#else
+    char name[32];
+    dtrain__os_read_text("/proc/self/comm", name, sizeof name);
+    name[strcspn(name, "\n")] = 0;
+#endif
+    snprintf(out, room, name[0] != 0 ? " (%.20s)" : "%s", name);
+}
+
+static void dtrain__os_host_name(char *out, size_t room)
+{
+    gethostname(out, room - 1);
+}
+
+static const char *dtrain__os_error_text(int error)
+{
+    return strerror(error);
+}
+
+/* Fills id with bytes that identify this host since its last start. All processes of the host get the same. */
+static void dtrain__os_host_id(unsigned char id[128])
+{
+    memset(id, 0, 128);
+    gethostname((char *)id, 63);
+    dtrain__os_read_text("/proc/sys/kernel/random/boot_id", (char *)id + 64, 64); /* only on Linux */
+}
+
+#define DTRAIN__OS_HUGE_BYTES ((size_t)2 << 20) /* of a huge page on x86-64, and on ARM with pages of 4 KiB */
+
+/* Maps a file whole, a large one so that huge pages fit. Returns MAP_FAILED if the system refuses. */
+static void *dtrain__os_map_file(int fd, size_t bytes)
+{
+    size_t slack = bytes >= DTRAIN__OS_HUGE_BYTES ? DTRAIN__OS_HUGE_BYTES : 0;
+    size_t page = dtrain__os_page_bytes(), whole = (bytes + page - 1) / page * page;
+    if (slack == 0)
+        return mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    unsigned char *range = (unsigned char *)dtrain__os_reserve(whole + slack);
+    if (range == NULL)
+        return MAP_FAILED;
+    size_t before = (size_t)(0 - (uintptr_t)range) % slack;
+    void *memory = mmap(range + before, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (memory == MAP_FAILED) {
+        munmap(range, whole + slack);
+        return memory;
+    }
+    if (before > 0)
+        munmap(range, before);
+    munmap(range + before + whole, slack - before);
+#ifdef __linux__
+    if (!dtrain__without("huge")) {
+        madvise(memory, bytes, 14);                 /* MADV_HUGEPAGE */
+        madvise(memory, bytes / slack * slack, 25); /* MADV_COLLAPSE, since Linux 6.1 */
+    }
+#endif
+    return memory;
+}
+
+/* Replaces shared pages by a private copy at the same place. Returns 0 or an errno. */
+static int dtrain__os_privately(void *pages, size_t bytes)
+{
+#if defined(__linux__) && defined(__NR_mremap)
+    void *copy = dtrain__os_reserve(bytes);
+    if (copy == NULL)
+        return errno;
+    memcpy(copy, pages, bytes);
+    if ((void *)syscall(__NR_mremap, copy, bytes, bytes, 3, pages) == pages) /* MAYMOVE | FIXED */
+        return 0;
+    int error = errno;
+    munmap(copy, bytes);
+    return error;
+#else
+    (void)pages;
+    (void)bytes;
+    return ENOSYS;
+#endif
+}
+
+#ifdef __linux__
+#define DTRAIN__OS_TMPFILE (020000000 | O_DIRECTORY) /* O_TMPFILE: a file without a name */
+#define DTRAIN__OS_SEALS (1 | 2 | 4) /* no more seals, shrinking or growing: shorter, it would kill all who map it */
+
+/* Makes a file without a name in memory, which can be sealed. Returns its descriptor, or -1. */
+static int dtrain__os_memfd(void)
+{
+#ifdef __NR_memfd_create
+    if (!dtrain__without("memfd"))
+        return (int)syscall(__NR_memfd_create, "dtrain", 3u); /* close-on-exec, may be sealed */
+#endif
+    return -1;
+}
+
+/* Whether another process cannot shorten the file or leave parts of it without memory. Files that cannot be sealed are
+ * taken only where this process could make no other. */
+static int dtrain__os_is_safe(int fd, size_t bytes)
+{
+    struct stat what;
+    if (fstat(fd, &what) != 0 || what.st_size != (off_t)bytes || (uint64_t)what.st_blocks * 512 < bytes)
+        return 0;
+    int seals = fcntl(fd, 1034); /* F_GET_SEALS */
+    if (seals >= 0 && (seals & DTRAIN__OS_SEALS) == DTRAIN__OS_SEALS)
+        return 1;
+    int own = dtrain__os_memfd();
+    if (own >= 0)
+        close(own);
+    return own < 0;
+}
+#endif
+
+/* Makes memory that other processes of the host can map; NULL if that is not possible. It is a file without a name,
+ * which ends with its last mapping, however the processes end. Others find it by the descriptor while that is open. */
+static void *dtrain__os_share(size_t bytes, int *fd)
+{
+    void *memory = MAP_FAILED;
+    *fd = -1;
+#ifdef __linux__ /* elsewhere processes do not find each other's files in /proc */
+    struct rlimit most;
+    if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur != RLIM_INFINITY && most.rlim_cur < bytes)
+        return NULL; /* the system would raise SIGXFSZ */
+    *fd = dtrain__os_memfd();
+    if (*fd < 0)
+        *fd = open("/dev/shm", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    if (*fd < 0)
+        *fd = open("/tmp", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    int error = *fd >= 0 && bytes < dtrain__os_memory_left() ? EINTR : ENOMEM;
+    while (error == EINTR)
+        error = posix_fallocate(*fd, 0, (off_t)bytes); /* so that no later write finds the disk full */
+    if (error == 0)
+        memory = dtrain__os_map_file(*fd, bytes);
+    if (memory != MAP_FAILED) {
+        fcntl(*fd, 1033, DTRAIN__OS_SEALS); /* F_ADD_SEALS; who opens it looks whether they are there */
+    } else if (*fd >= 0) {
+        close(*fd);
+        *fd = -1;
+    }
+#endif
+    return memory != MAP_FAILED ? memory : NULL;
+}
+
+/* Closes the descriptor; the memory stays mapped. */
+static void dtrain__os_share_close(int fd)
+{
+    close(fd);
+}
+
+/* Maps the memory that a process shares. Returns NULL if its descriptor now belongs to something else. */
+static void *dtrain__os_share_open(long process, int fd, size_t bytes)
+{
+    char path[64];
+    struct stat what;
+    void *memory = MAP_FAILED;
+    snprintf(path, sizeof path, "/proc/%ld/fd/%d", process, fd);
+    if (stat(path, &what) != 0 || !S_ISREG(what.st_mode) || what.st_nlink != 0 || what.st_size != (off_t)bytes)
+        return NULL;
+    int own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (own < 0)
+        return NULL;
+    if (dtrain__os_is_safe(own, bytes))
+        memory = dtrain__os_map_file(own, bytes);
+    close(own);
+    return memory != MAP_FAILED ? memory : NULL;
+}
+
+/* Returns when a process began, in the system's count. Two processes with the same id differ in it.
+ *
+ *   known     out: 0 if the system does not say
+ *   returns   if known: 0 means that the process has ended and the system has released all that it held */
+static uint64_t dtrain__os_process_began(long process, int *known)
+{
+    char path[40], text[512];
+    snprintf(path, sizeof path, "/proc/%ld/stat", process);
+    int length = dtrain__os_read_text(path, text, sizeof text);
+    /* after the program's name come a letter and numbers: the 17th counts threads, the 19th is the time */
+    char *at = strrchr(text, ')');
+    int told = at != NULL && strlen(at) >= 4;
+    *known = told || length == -ENOENT || length == -ESRCH;
+    if (!told)
+        return 0;
+    char state = at[2];
+    uint64_t numbers[20] = {0};
+    at += 3;
+    for (int i = 1; i < 20 && *at != 0; i++)
+        numbers[i] = (uint64_t)strtoull(at, &at, 10);
+    /* once its last thread has ended, nothing but the name of a process remains */
+    return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
+}
+
+/* ---- faults ----
+ * A handler of SIGSEGV and SIGBUS reports a fault, then calls the handler that was there before, or lets the fault
+ * happen again and end the process. */
+
+static const int dtrain__os_fault_signals[2] = {SIGSEGV, SIGBUS};
+static struct sigaction dtrain__os_fault_before[2];
+static int dtrain__os_fault_installed[2];
+static dtrain__os_fault_fn dtrain__os_fault_report;
+
+/* Returns whether a fault was a write (1) or a read (0), from the context of its signal handler; -1 if unknown. */
+static int dtrain__os_fault_writes(const void *context)
+{
+#if defined(__linux__) && defined(__x86_64__) && defined(__LP64__)
+    int64_t code; /* the processor's error code, whose bit 1 says so: the 20th saved register, after 40 bytes */
+    memcpy(&code, (const char *)context + 40 + 19 * sizeof code, sizeof code);
+    return (int)(code >> 1 & 1);
+#else
+    (void)context;
+    return -1;
+#endif
+}
+
+/* Treats a signal as it would be treated without this handler. */
+static void dtrain__os_fault_pass_on(int number, siginfo_t *info, void *context)
+{
+    const struct sigaction *before = &dtrain__os_fault_before[number == dtrain__os_fault_signals[1]];
+    struct sigaction normal;
+    int sent = info->si_code <= 0; /* by kill(). A fault would happen again */
+    int none = !(before->sa_flags & SA_SIGINFO) && (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN);
+    if (none && sent && before->sa_handler == SIG_IGN)
+        return;
+    if (none || (before->sa_flags & (int)SA_RESETHAND)) {
+        memset(&normal, 0, sizeof normal);
+        normal.sa_handler = SIG_DFL;
+        sigaction(number, &normal, NULL);
+    }
+    if (none && sent)
+        raise(number);
+    else if (!none && (before->sa_flags & SA_SIGINFO))
+        before->sa_sigaction(number, info, context);
+    else if (!none)
+        before->sa_handler(number);
+}
+
+static void dtrain__os_fault_handle(int number, siginfo_t *info, void *context)
+{
+    int kept = errno;
+    if (info->si_code > 0)
+        dtrain__os_fault_report((uintptr_t)info->si_addr, dtrain__os_fault_writes(context));
+    errno = kept;
+    dtrain__os_fault_pass_on(number, info, context);
+}
+
+/* Installs the handler once. If the program has replaced it, the program's handler may call it. A second one would then
+ * call itself through that. */
+static void dtrain__os_fault_install(int index)
+{
+    const int as_before = (int)SA_ONSTACK | (int)SA_RESTART | (int)SA_NODEFER;
+    struct sigaction now, ours;
+    if (dtrain__os_fault_installed[index] || sigaction(dtrain__os_fault_signals[index], NULL, &now) != 0)
+        return;
+    ours = now;
+    ours.sa_sigaction = dtrain__os_fault_handle;
+    ours.sa_flags = (int)SA_SIGINFO | (now.sa_flags & as_before);
+    if (!(now.sa_flags & SA_SIGINFO) && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN))
+        ours.sa_flags = (int)SA_SIGINFO | (int)SA_ONSTACK;
+    dtrain__os_fault_before[index] = now;
+    dtrain__os_fault_installed[index] = sigaction(dtrain__os_fault_signals[index], &ours, NULL) == 0;
+}
+
+static void dtrain__os_fault_uninstall(int index)
+{
+    struct sigaction now;
+    if (!dtrain__os_fault_installed[index] || sigaction(dtrain__os_fault_signals[index], NULL, &now) != 0 ||
+        !(now.sa_flags & SA_SIGINFO) || now.sa_sigaction != dtrain__os_fault_handle)
+        return;
+    dtrain__os_fault_installed[index] =
+        sigaction(dtrain__os_fault_signals[index], &dtrain__os_fault_before[index], NULL) != 0;
+}
+
+/* Reports each fault. Calls may repeat. */
+static void dtrain__os_watch_faults(dtrain__os_fault_fn report)
+{
+    dtrain__os_fault_report = report;
+    for (int i = 0; i < 2; i++)
+        dtrain__os_fault_install(i);
+}
+
+/* Removes the handlers, unless the program has replaced them. */
+static void dtrain__os_unwatch_faults(void)
+{
+    for (int i = 0; i < 2; i++)
+        dtrain__os_fault_uninstall(i);
+}
+
+#endif
+#endif
