@@ -116,8 +116,9 @@ static void dtrain__os_pause(void)
 static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
 {
 #ifdef __linux__
-    struct timespec span = dtrain__os_timespec(ns);
-    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, &span, NULL, 0);
+    ns = ns < 3600000000000 ? ns : 3600000000000;
+    long span[2] = {(long)(ns / 1000000000), (long)(ns % 1000000000)}; /* as the call has it; time_t may be wider */
+    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, span, NULL, 0);
 #else
     struct timespec span = dtrain__os_timespec(ns < 200000 ? ns : 200000);
     if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)

@@ -34,6 +34,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fenv.h>
 #include <float.h>
 #include <ifaddrs.h>
 #include <limits.h>
@@ -66,6 +67,8 @@
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #endif
+
+DTRAIN__SSE2_BEGIN
 
 #define DTRAIN__ERROR_BYTES 640
 #define DTRAIN__STATUS_CAUSE_BYTES 400 /* of those, for a quoted cause */
