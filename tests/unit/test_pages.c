@@ -142,14 +142,14 @@ static int system_moves_pages(void)
     int moves = dtrain__os_move(two, two + PAGE, PAGE) == 0;
     CHECK(*two == !moves && two[PAGE] == moves); /* there, or as it was */
     dtrain__os_unreserve(two, 2 * PAGE);
-    return moves;
+    return moves && dtrain__os_moves(); /* an emulator may move pages and not give them back then */
 }
 
 TEST(pages_that_go_come_again_elsewhere_without_new_ones)
 {
     int moves = system_moves_pages();
     if (!moves)
-        printf("this system does not move pages\n");
+        printf("skipped: that pages keep what they were, as this system does not move pages\n");
     for (int zeros = 0; zeros < 2; zeros++) {
         field f;
         size_t bytes = 32 * PAGE;
