@@ -401,6 +401,9 @@ TEST(packed_bytes_are_as_documented)
     unsigned char expected[] = {'D', 'T', 'S',  '1', 0xbf, 0x02, DTRAIN_BF16, 0, 3,    0,    0,    0,    0,    0,
                                 0,   0,   0xe8, 3,   0,    0,    0,           0, 0,    0,    4,    0,    0,    0,
                                 0,   0,   0,    0,   2,    0,    0xc4,        1, 0x80, 0x3f, 0x00, 0xc0, 0x00, 0x3f};
+    little_endian(expected, 1, 4);
+    little_endian(expected + 4, 2, 2);
+    little_endian(expected + 8, 3, 8);
     little_endian(expected + 36, 3, 2);
     CHECK_EQ(DTRAIN_INDEX_DELTA, 0x2bf);
     CHECK_EQ(pack(&sparse, DTRAIN_BF16, DTRAIN_INDEX_AUTO, out), sizeof expected);
