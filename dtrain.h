@@ -6206,24 +6206,6 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
 #endif
 }
 
-/* Returns whether the system can move pages, and discard them at both places. An emulator of a processor may move pages
- * and then lose the ones that they left. */
-static int dtrain__os_moves(void)
-{
-    size_t page = dtrain__os_page_bytes();
-    unsigned char *from = (unsigned char *)dtrain__os_reserve(2 * page), *to = from + page;
-    int moves = 0;
-    if (from == NULL)
-        return 0;
-    *from = 1;
-    if (dtrain__os_move(from, to, page) == 0 && *from == 0 && *to == 1) {
-        *from = 2;
-        moves = dtrain__os_discard(from, page) == 0 && *from == 0 && dtrain__os_discard(to, page) == 0 && *to == 0;
-    }
-    dtrain__os_unreserve(from, 2 * page);
-    return moves;
-}
-
 /* Returns whether whole pages were neither read nor written since they were mapped or discarded; 0 if the system does
  * not say. */
 static int dtrain__os_untouched(const void *pages, size_t bytes)
@@ -6294,6 +6276,24 @@ static int dtrain__os_random(void *out, size_t bytes)
         error = n < 0 ? errno : EIO;
     close(fd);
     return error;
+}
+
+/* Returns whether the system can move pages, and discard them at both places. An emulator of a processor may move pages
+ * and then lose the ones that they left: a call of the system finds out, where a load would end the process. */
+static int dtrain__os_moves(void)
+{
+    size_t page = dtrain__os_page_bytes();
+    unsigned char *from = (unsigned char *)dtrain__os_reserve(2 * page), *to = from + page;
+    int moves = 0;
+    if (from == NULL)
+        return 0;
+    from[1] = 1;
+    if (dtrain__os_move(from, to, page) == 0 && dtrain__os_random(from, 1) == 0 && from[1] == 0 && to[1] == 1) {
+        from[1] = 2;
+        moves = dtrain__os_discard(from, page) == 0 && from[1] == 0 && dtrain__os_discard(to, page) == 0 && to[1] == 0;
+    }
+    dtrain__os_unreserve(from, 2 * page);
+    return moves;
 }
 
 /* Reads the start of a system file as text. Returns its length, or -errno and an empty text. */

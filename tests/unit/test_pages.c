@@ -137,12 +137,14 @@ TEST(a_pass_over_stretches_holds_two_of_them_and_the_system_agrees)
 
 static int system_moves_pages(void)
 {
+    if (!dtrain__os_moves()) /* an emulator may move pages and lose those that they leave */
+        return 0;
     unsigned char *two = (unsigned char *)dtrain__os_reserve(2 * PAGE);
     *two = 1;
     int moves = dtrain__os_move(two, two + PAGE, PAGE) == 0;
     CHECK(*two == !moves && two[PAGE] == moves); /* there, or as it was */
     dtrain__os_unreserve(two, 2 * PAGE);
-    return moves && dtrain__os_moves(); /* an emulator may move pages and not give them back then */
+    return moves;
 }
 
 TEST(pages_that_go_come_again_elsewhere_without_new_ones)
