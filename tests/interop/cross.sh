@@ -41,7 +41,7 @@ for name; do
 done
 
 export DTRAIN_ISA=scalar
-small="--layers 2 --width 32 --heads 2 --context 32 --batch 2 --micro 6 --steps 4 --quiet --text examples/gpt.h"
+small="--layers 2 --width 32 --heads 2 --context 32 --batch 2 --micro 8 --steps 4 --quiet --text examples/gpt.h"
 small="$small --csv $here/csv --svg $here/svg"
 exact="-O2 -ffp-contract=off -fno-math-errno -I."
 weights() { # command...
@@ -52,7 +52,7 @@ is() { # name hash: the same as x86's
     check $? "$1"
 }
 ${CC:-cc} $exact examples/train_gpt.c -o $here/train_gpt -lpthread -lm && make -s build/dtrun >/dev/null || exit 1
-expected=$(weights $here/train_gpt --ranks 3)
+expected=$(weights $here/train_gpt --ranks 4)
 [ -n "$expected" ]
 check $? "train_gpt runs here"
 
@@ -76,15 +76,15 @@ alone() { # name
     done
     $cc $flags $exact examples/train_gpt.c -o "$dir/train_gpt" -lpthread -lm >$logs 2>&1
     check $? "$1: train_gpt compiles"
-    is "$1: the weights of x86, on threads" "$(weights $emulate "$dir/train_gpt" --ranks 3)"
-    is "$1: the weights of x86, on processes" "$(weights build/dtrun -n 3 --no-prefix $emulate "$dir/train_gpt")"
+    is "$1: the weights of x86, on threads" "$(weights $emulate "$dir/train_gpt" --ranks 4)"
+    is "$1: the weights of x86, on processes" "$(weights build/dtrun -n 4 --no-prefix $emulate "$dir/train_gpt")"
     for way in from to; do
         first="$here/train_gpt" second="$emulate $dir/train_gpt"
         [ $way = from ] || { first=$second second=$here/train_gpt; }
         rm -rf "$dir/run"
         weights $first --ranks 2 --strategy full --save "$dir/run" --every 2 --until 2 >/dev/null
         is "$1: goes on with the weights of x86, a checkpoint $way x86" \
-            "$(weights $second --ranks 3 --strategy full --save "$dir/run" --resume)"
+            "$(weights $second --ranks 4 --strategy full --save "$dir/run" --resume)"
     done
     rm -rf "$dir/run"
 }
@@ -116,7 +116,7 @@ done
 port=$((20000 + $$ % 10000))
 case $ran in
 *" aarch64 "*" armhf "*)
-    together aarch64 armhf
+    together aarch64 armhf aarch64
     cat $here/rank-* >$logs
     is "ranks on x86-64, aarch64 and armhf in one group have the weights of x86" \
         "$(sed -n 's/.*weights_sha256=\([0-9a-f]*\).*/\1/p' $here/rank-0)"
