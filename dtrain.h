@@ -6182,10 +6182,10 @@ static void dtrain__os_populate(void *pages, size_t bytes)
 
 /* Moves whole pages of a reserved range, with their contents, to the place of others. The others' contents are lost,
  * and the pages that are left read as zeros. All pages of a range must have come from one mapping or move. Returns 0,
- * or an errno and moves nothing. */
+ * or an errno and moves nothing. Programs of 32 bits do not try: under qemu others then get the pages that are left. */
 static int dtrain__os_move(void *from, void *to, size_t bytes)
 {
-#if defined(__linux__) && defined(__NR_mremap)
+#if defined(__linux__) && defined(__NR_mremap) && UINTPTR_MAX > UINT32_MAX
     const int flags = 7; /* MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: the last since Linux 5.7 */
     if (dtrain__without("mremap"))
         return ENOSYS;
@@ -6204,6 +6204,24 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
     (void)bytes;
     return ENOSYS;
 #endif
+}
+
+/* Returns whether the system can move pages, and discard them at both places. An emulator of a processor may move pages
+ * and then lose the ones that they left. */
+static int dtrain__os_moves(void)
+{
+    size_t page = dtrain__os_page_bytes();
+    unsigned char *from = (unsigned char *)dtrain__os_reserve(2 * page), *to = from + page;
+    int moves = 0;
+    if (from == NULL)
+        return 0;
+    *from = 1;
+    if (dtrain__os_move(from, to, page) == 0 && *from == 0 && *to == 1) {
+        *from = 2;
+        moves = dtrain__os_discard(from, page) == 0 && *from == 0 && dtrain__os_discard(to, page) == 0 && *to == 0;
+    }
+    dtrain__os_unreserve(from, 2 * page);
+    return moves;
 }
 
 /* Returns whether whole pages were neither read nor written since they were mapped or discarded; 0 if the system does
@@ -6276,24 +6294,6 @@ static int dtrain__os_random(void *out, size_t bytes)
         error = n < 0 ? errno : EIO;
     close(fd);
     return error;
-}
-
-/* Returns whether the system can move pages, and discard them at both places. An emulator of a processor may move pages
- * and then lose the ones that they left: a call of the system finds out, where a load would end the process. */
-static int dtrain__os_moves(void)
-{
-    size_t page = dtrain__os_page_bytes();
-    unsigned char *from = (unsigned char *)dtrain__os_reserve(2 * page), *to = from + page;
-    int moves = 0;
-    if (from == NULL)
-        return 0;
-    from[1] = 1;
-    if (dtrain__os_move(from, to, page) == 0 && dtrain__os_random(from, 1) == 0 && from[1] == 0 && to[1] == 1) {
-        from[1] = 2;
-        moves = dtrain__os_discard(from, page) == 0 && from[1] == 0 && dtrain__os_discard(to, page) == 0 && to[1] == 0;
-    }
-    dtrain__os_unreserve(from, 2 * page);
-    return moves;
 }
 
 /* Reads the start of a system file as text. Returns its length, or -errno and an empty text. */
