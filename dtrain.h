@@ -128,7 +128,8 @@
  *               DTRAIN_ORDER_ANY, or an algorithm with an order of its own (dtrain_algorithm), adds otherwise.
  *     Bits      Kernels, conversions, folds and optimizers give the same bits under any compiler flags and instruction
  *               set. Matrix products have two sets of bits. AVX2, AVX-512 and 64-bit ARM round each term once. SSE2,
- *               scalar code and other processors round it twice.
+ *               scalar code and other processors round it twice. With DTRAIN_ISA=scalar all processors have the same
+ *               bits. Ranks of one group may differ in system, word size and instruction set, but not in byte order.
  *     Threads   Each function has one line: any thread; one thread per object; collective. Library threads block all
  *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
  *     Memory    comes from the desc's allocator, which counts bytes and their peak. A warm training loop allocates
@@ -420,6 +421,7 @@
  *     -Ofast, -ffast-math      You may compile dtrain.h with them: by gcc and clang its arithmetic keeps its bits, and
  *                              the code of your own functions is as without the header.
  *     -ffp-contract=off        Compile your own arithmetic with it if runs on different machines shall have equal bits.
+ *     -msse2 -mfpmath=sse      On 32-bit x86, compile your own arithmetic with them for the same reason.
  *     -Ofast on your code      The compiler may reorder sums. Ranks of one build on equal processors still agree, as
  *                              they apply the same reduced gradients. Other flags, compilers or processors give
  *                              other weights.
