@@ -30,7 +30,8 @@ programs = $(patsubst examples/%.c,build/%,$(wildcard examples/*.c)) $(patsubst 
 test_dir = build/tests$(if $(SAN),-$(subst $(comma),-,$(SAN)))
 comma = ,
 test_programs = $(patsubst %.c,$(test_dir)/%,$(notdir $(wildcard tests/*/test_*.c)) soak.c)
-test_flags = -O2 $(if $(SAN),-g1 -fsanitize=$(SAN) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+# the two macros: tests include system headers before dtrain.h, which sets these where 32 bits need them
+test_flags = -O2 -D_FILE_OFFSET_BITS=64 -D_TIME_BITS=64 $(if $(SAN),-g1 -fsanitize=$(SAN) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
 private_tests = $(shell grep -l '^.define DTRAIN_IMPLEMENTATION' tests/*/*.c)
 own_tests = $(shell grep -l '^.define DTRAIN__' tests/*/test_*.c)
 
@@ -81,7 +82,7 @@ $(test_dir)/dtrain_cuda.o: dtrain_cuda.h tests/support/open.awk $(open)/dtrain.h
 	$(CC) $(test_flags) -w -I$(open) -c $(@:.o=.c) -o $@
 
 $(test_dir)/libdtrain.a: $(test_dir)/dtrain.o $(test_dir)/dtrain_cuda.o
-	ar rcs $@ $^
+	$(AR) rcs $@ $^
 
 $(test_dir)/%.o: %.c $(wildcard tests/support/*.h) $(open)/dtrain.h $(open)/dtrain_cuda.h $(wildcard examples/*) | $(test_dir)
 	$(CC) $(subst -O2,-O1,$(test_flags)) $(WARN) $(if $(filter $<,$(own_tests)),,-I$(open)) -I. -Itests/support -c $< -o $@
@@ -132,7 +133,7 @@ build/bench_cuda: tools/bench_cuda.cu $(wildcard tools/bench_cuda_*.h) dtrain_cu
 build/cuda/libdtrain.a: dtrain.h | build/cuda nvcc
 	printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >build/cuda/dtrain.c
 	$(CC) -O2 -I. -c build/cuda/dtrain.c -o build/cuda/dtrain.o
-	ar rcs $@ build/cuda/dtrain.o
+	$(AR) rcs $@ build/cuda/dtrain.o
 
 $(cuda_tests): build/cuda/%: %.c $(wildcard tests/support/*.h) build/cuda/libdtrain.a dtrain_cuda.h | nvcc
 	$(NVCC) -std=c++17 -O1 $(cuda_code) $(if $(filter $<,$(private_tests)),-w) -I. -Itests/support -x cu -c $< -o $@.o

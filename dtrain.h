@@ -129,7 +129,8 @@
  *               DTRAIN_ORDER_ANY, or an algorithm with an order of its own (dtrain_algorithm), adds otherwise.
  *     Bits      Kernels, conversions, folds and optimizers give the same bits under any compiler flags and instruction
  *               set. Matrix products have two sets of bits. AVX2, AVX-512 and 64-bit ARM round each term once. SSE2,
- *               scalar code and other processors round it twice.
+ *               scalar code and other processors round it twice. With DTRAIN_ISA=scalar all processors have the same
+ *               bits. Ranks of one group may differ in system, word size and instruction set, but not in byte order.
  *     Threads   Each function has one line: any thread; one thread per object; collective. Library threads block all
  *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
  *     Memory    comes from the desc's allocator, which counts bytes and their peak. A warm training loop allocates
@@ -439,6 +440,7 @@
  *     -Ofast, -ffast-math      You may compile dtrain.h with them: by gcc and clang its arithmetic keeps its bits, and
  *                              the code of your own functions is as without the header.
  *     -ffp-contract=off        Compile your own arithmetic with it if runs on different machines shall have equal bits.
+ *     -msse2 -mfpmath=sse      On 32-bit x86, compile your own arithmetic with them for the same reason.
  *     -Ofast on your code      The compiler may reorder sums. Ranks of one build on equal processors still agree, as
  *                              they apply the same reduced gradients. Other flags, compilers or processors give
  *                              other weights.
@@ -552,9 +554,18 @@
 #if defined(__APPLE__) && !defined(_DARWIN_C_SOURCE)
 #define _DARWIN_C_SOURCE 1
 #endif
+#ifndef _FILE_OFFSET_BITS /* a system of 32 bits else refuses files of 2 GiB, and files with large inode numbers */
+#define _FILE_OFFSET_BITS 64
+#endif
+#if !defined(_TIME_BITS) && _FILE_OFFSET_BITS == 64 /* and times after 2038 */
+#define _TIME_BITS 64
+#endif
 #include <limits.h>
 #if defined(__GLIBC__) && !(defined(__USE_MISC) && defined(__USE_XOPEN2K8))
 #error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
+#endif
+#if defined(__GLIBC__) && ULONG_MAX == 0xffffffff && !defined(__USE_FILE_OFFSET64)
+#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_FILE_OFFSET_BITS=64"
 #endif
 #endif
 
@@ -622,10 +633,21 @@
 #endif
 #endif
 
+/* gcc's default for 32-bit x86 is the x87 unit, which rounds in its own way. DTRAIN__SSE2_BEGIN and DTRAIN__SSE2_END
+ * enclose the implementation. */
+#if defined(__i386__) && defined(__GNUC__) && !defined(__clang__)
+#define DTRAIN__SSE2_BEGIN _Pragma("GCC push_options") _Pragma("GCC target(\"sse2,fpmath=sse\")")
+#define DTRAIN__SSE2_END _Pragma("GCC pop_options")
+#else
+#define DTRAIN__SSE2_BEGIN
+#define DTRAIN__SSE2_END
+#endif
+
 /* After the tensor kernels gcc compiles for size, since no step waits for that code. DTRAIN__FAST_BEGIN and
- * DTRAIN__FAST_END enclose the exceptions. Other compilers have no pragma for it. gcc saves macros ahead of its
- * pragmas, so a declaration must stand between DTRAIN__SMALL_BEGIN and the next of these macros. */
-#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
+ * DTRAIN__FAST_END enclose the exceptions. Other compilers have no pragma for it. On 32-bit x86 it would end the use of
+ * SSE2. gcc saves macros ahead of its pragmas, so a declaration must stand between DTRAIN__SMALL_BEGIN and the next of
+ * these macros. */
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__) && !defined(__i386__)
 #define DTRAIN__SMALL_BEGIN \
     DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
 #define DTRAIN__SMALL_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
@@ -5863,6 +5885,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 /* >>isa includes the headers of vector instructions. */
 #include <errno.h>
 #include <fcntl.h>
+#include <fenv.h>
 #include <float.h>
 #include <limits.h>
 #include <locale.h>
@@ -5911,6 +5934,8 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #endif
+
+DTRAIN__SSE2_BEGIN
 
 #define DTRAIN__ERROR_BYTES 640
 #define DTRAIN__STATUS_CAUSE_BYTES 400 /* of those, for a quoted cause */
@@ -6282,8 +6307,9 @@ static int dtrain__os_processors(void)
 static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
 {
 #ifdef __linux__
-    struct timespec span = dtrain__os_timespec(ns);
-    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, &span, NULL, 0);
+    ns = ns < 3600000000000 ? ns : 3600000000000;
+    long span[2] = {(long)(ns / 1000000000), (long)(ns % 1000000000)}; /* as the call has it; time_t may be wider */
+    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, span, NULL, 0);
 #else
     struct timespec span = dtrain__os_timespec(ns < 200000 ? ns : 200000);
     if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)
@@ -6476,10 +6502,11 @@ static void dtrain__os_populate(void *pages, size_t bytes)
 #endif
 }
 
-/* Calls mremap with a fixed target. Returns 0 or an errno. */
+/* Calls mremap with a fixed target. Returns 0 or an errno. Programs of 32 bits do not try: under qemu, others then get
+ * the pages that were left. */
 static int dtrain__os_remap(void *from, size_t old_bytes, void *to, size_t bytes, int flags)
 {
-#if defined(__linux__) && defined(__NR_mremap)
+#if defined(__linux__) && defined(__NR_mremap) && UINTPTR_MAX > UINT32_MAX
     if (dtrain__without("mremap"))
         return ENOSYS;
     if (syscall(__NR_mremap, from, old_bytes, bytes, flags, to) != -1)
@@ -9875,7 +9902,8 @@ static DTRAIN__NOINLINE int dtrain__isa(void)
     int widest = dtrain__isa_widest();
     isa = widest;
     for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i < widest; i++)
-        if (strcmp(asked, dtrain__isa_text(i)) == 0 && (i != DTRAIN__ISA_NEON || widest == DTRAIN__ISA_NEON))
+        if (strcmp(asked, dtrain__isa_text(i)) == 0 &&
+            (i == DTRAIN__ISA_SCALAR || (i != DTRAIN__ISA_NEON && widest != DTRAIN__ISA_NEON)))
             isa = i;
     __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
     return isa;
@@ -9886,10 +9914,12 @@ DTRAIN_API const char *dtrain_isa_name(void)
     return dtrain__isa_text(dtrain__isa());
 }
 
+#define DTRAIN__FPMODE_ARM 0x07f70000u /* rounding, flushed subnormals, default NaNs, half formats, short vectors */
+
 /* Sets the default floating-point mode. Returns the caller's mode, for dtrain__fpmode_restore. */
 static DTRAIN__NOINLINE uint64_t dtrain__fpmode_enter(void)
 {
-#if defined(DTRAIN__X86)
+#if defined(DTRAIN__X86) || defined(__SSE2_MATH__)
     uint32_t mode = __builtin_ia32_stmxcsr();
     if ((mode & 0xffc0u) != 0x1f80u)
         __builtin_ia32_ldmxcsr(0x1f80u);
@@ -9900,21 +9930,34 @@ static DTRAIN__NOINLINE uint64_t dtrain__fpmode_enter(void)
     if (mode != 0)
         __asm__ __volatile__("msr fpcr, %0" : : "r"((uint64_t)0));
     return mode;
+#elif defined(__arm__) && defined(__ARM_FP)
+    uint32_t mode;
+    __asm__ __volatile__("vmrs %0, fpscr" : "=r"(mode));
+    if ((mode & DTRAIN__FPMODE_ARM) != 0)
+        __asm__ __volatile__("vmsr fpscr, %0" : : "r"(mode & ~DTRAIN__FPMODE_ARM));
+    return mode;
 #else
-    return 0;
+    int mode = fegetround();
+    if (mode != FE_TONEAREST)
+        fesetround(FE_TONEAREST);
+    return (uint64_t)mode;
 #endif
 }
 
 static void dtrain__fpmode_restore(uint64_t mode)
 {
-#if defined(DTRAIN__X86)
+#if defined(DTRAIN__X86) || defined(__SSE2_MATH__)
     if ((mode & 0xffc0u) != 0x1f80u)
         __builtin_ia32_ldmxcsr((uint32_t)mode);
 #elif defined(__aarch64__)
     if (mode != 0)
         __asm__ __volatile__("msr fpcr, %0" : : "r"(mode));
+#elif defined(__arm__) && defined(__ARM_FP)
+    if ((mode & DTRAIN__FPMODE_ARM) != 0)
+        __asm__ __volatile__("vmsr fpscr, %0" : : "r"((uint32_t)mode));
 #else
-    (void)mode;
+    if (mode != FE_TONEAREST)
+        fesetround((int)mode);
 #endif
 }
 
@@ -10992,8 +11035,8 @@ static double dtrain__norm_value(const dtrain__norm *sum)
 #error "DTRAIN_SQUARES_LIMBS and DTRAIN__NORM_LIMBS differ"
 #endif
 
-#define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
-#define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* the most whose bytes can be counted for every dtype */
+#define DTRAIN__DEVICE_MOST 64                  /* inputs and outputs of a reduction */
+#define DTRAIN__DEVICE_ELEMENTS (SIZE_MAX / 16) /* the most whose bytes can be counted for every dtype */
 
 DTRAIN_API DTRAIN__NOINLINE const char *dtrain_device_name(const dtrain_device *device)
 {
@@ -11018,7 +11061,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *
 static dtrain_status dtrain__device_pointer(const dtrain_device *device, const char *call, const char *name,
                                             const void *pointer, size_t count)
 {
-    if ((uint64_t)count > DTRAIN__DEVICE_ELEMENTS)
+    if (count > DTRAIN__DEVICE_ELEMENTS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: count is %zu, more than memory holds", call,
                             dtrain_device_name(device), count);
     if (pointer != NULL || count == 0)
@@ -11246,7 +11289,7 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
     dtrain_status status = dtrain__device_list(device, "in", in, n, count);
     if (status == DTRAIN_OK)
         status = dtrain__device_list(device, "out", (const void *const *)out, m, count);
-    if (status == DTRAIN_OK && (count > SIZE_MAX - begin || (uint64_t)begin + count > DTRAIN__DEVICE_ELEMENTS))
+    if (status == DTRAIN_OK && (count > SIZE_MAX - begin || begin + count > DTRAIN__DEVICE_ELEMENTS))
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                               "device_reduce on %s: %zu elements from element %zu on are more than memory holds",
                               dtrain_device_name(device), count, begin);
@@ -13583,7 +13626,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const
     if (status != DTRAIN_OK || tensor->count == 0)
         return status;
     dtrain__safetensors_quote(quoted, tensor->name, tensor->name_length);
-    size_t align = tensor->dtype == DTRAIN_C64 ? 4 : reading.bits < 8 ? 1 : (size_t)reading.bits / 8;
+    size_t bits = dtrain_dtype_bits(tensor->dtype), align = tensor->dtype == DTRAIN_C64 ? 4 : bits < 8 ? 1 : bits / 8;
     if (file->memory == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "safetensors_view: %s is not mapped: open it with map = 1, or read the tensor",
@@ -31796,7 +31839,7 @@ static dtrain_status dtrain__split_by_color(dtrain_comm *comm, int color, int ke
         return status;
     split.bound = bound;
     status = dtrain__split_meet(&split, mine, key);
-    for (int taken = 0; status == DTRAIN_OK && mine != DTRAIN__SPLIT_NONE; taken++) {
+    while (status == DTRAIN_OK && mine != DTRAIN__SPLIT_NONE) {
         /* the next in order of key and rank: the lowest key of those that are not in yet */
         int next = -1;
         for (int rank = 0; rank < comm->size; rank++)
@@ -35919,7 +35962,8 @@ static size_t dtrain__topk_room(size_t n, size_t k)
 static dtrain_status dtrain__topk_open(dtrain__sparse *sparse, size_t count, size_t room)
 {
     sparse->original_count = count;
-    if ((uint64_t)count > UINT32_MAX)
+    const uint64_t most = UINT32_MAX; /* a constant would have compilers for 32 bits warn */
+    if (count > most)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "topk: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", count);
     return dtrain__topk_reserve(sparse, room);
@@ -36531,7 +36575,8 @@ static dtrain_status dtrain__device_check_k(const dtrain_device *device, const c
     if (k > count)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
                             dtrain_device_name(device), k, count);
-    if ((uint64_t)count > UINT32_MAX)
+    const uint64_t most = UINT32_MAX; /* a constant would have compilers for 32 bits warn */
+    if (count > most)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
                             dtrain_device_name(device), count);
@@ -38642,7 +38687,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
  * and those of the panel's padding, are not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op) \
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, fmadd) \
     attributes static void name(DTRAIN__GEMM_PARAMETERS) \
     { \
         vector sum[ROWS][VECTORS]; \
@@ -38659,7 +38704,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
             for (size_t i = 0; i < ROWS; i++) { \
                 vector x = op##_set1_ps(row[i][p * a_column]); \
                 for (size_t v = 0; v < VECTORS; v++) \
-                    sum[i][v] = op##_fmadd_ps(x, b[v], sum[i][v]); \
+                    sum[i][v] = fmadd(x, b[v], sum[i][v]); \
             } \
         } \
         if (rows == ROWS && columns == VECTORS * LANES) { \
@@ -38682,32 +38727,34 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 DTRAIN__EXACT_BEGIN
 
 #if defined(DTRAIN__X86)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, _mm512_fmadd_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, _mm256_fmadd_ps)
 #endif
 
-/* Two roundings, as on processors without a fused product; NEON always has one. */
-DTRAIN__INLINE dtrain__x4 dtrain__x4_fmadd_ps(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
+#if defined(__aarch64__) /* 16 accumulators fill half the registers */
+DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
 {
-#if defined(__aarch64__)
     __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
     return c;
-#else
+}
+
+DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 2, dtrain__x4, dtrain__gemm_fused)
+#endif
+
+/* Two roundings, as on processors without a fused product. */
+DTRAIN__INLINE dtrain__x4 dtrain__gemm_rounded(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
+{
     dtrain__x4 product = a * b;
 #if defined(__clang__) && defined(DTRAIN__X86)
     __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
+#elif defined(__clang__) && defined(__aarch64__)
+    __asm__("" : "+w"(product));
 #endif
     return product + c;
-#endif
 }
 
-/* 8 accumulators and their operands fill the 16 registers of SSE2. 16 accumulators fill half the 32 of NEON. */
-#if defined(__aarch64__)
-#define DTRAIN__GEMM_BASE_ROWS 8
-#else
-#define DTRAIN__GEMM_BASE_ROWS 4
-#endif
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4)
+/* 8 accumulators and their operands fill the 16 registers of SSE2. */
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__gemm_rounded)
 
 DTRAIN__EXACT_END
 
@@ -38770,7 +38817,7 @@ static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, 
 
 static dtrain__gemm_shape dtrain__gemm_choose(void)
 {
-    dtrain__gemm_shape shape = {dtrain__gemm_base, DTRAIN__GEMM_BASE_ROWS, 8};
+    dtrain__gemm_shape shape = {dtrain__gemm_base, 4, 8};
 #if defined(DTRAIN__X86)
     int isa = dtrain__isa();
     if (isa == DTRAIN__ISA_AVX512) {
@@ -38781,6 +38828,11 @@ static dtrain__gemm_shape dtrain__gemm_choose(void)
         shape.kernel = dtrain__gemm_avx2;
         shape.rows = 6;
         shape.width = 16;
+    }
+#elif defined(__aarch64__)
+    if (dtrain__isa() == DTRAIN__ISA_NEON) {
+        shape.kernel = dtrain__gemm_neon;
+        shape.rows = 8;
     }
 #endif
     return shape;
@@ -58168,6 +58220,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *
 #ifndef DTRAIN__END
 #define DTRAIN__END
 DTRAIN__SMALL_END
+DTRAIN__SSE2_END
 #if defined(__GNUC__)
 #pragma GCC diagnostic pop
 #endif

@@ -200,6 +200,19 @@ static inline void gpt_print_buckets(const gpt_flags *flags, const dtrain_fsdp *
            gpt_mib((size_t)(after->dense_bytes - before->dense_bytes)));
 }
 
+/* Hashes floats as little-endian bytes, the same on every machine. Leaves them so in memory. */
+static inline void gpt_hash(float *values, size_t count, unsigned char digest[32])
+{
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        const unsigned char bytes[4] = {(unsigned char)bits, (unsigned char)(bits >> 8), (unsigned char)(bits >> 16),
+                                        (unsigned char)(bits >> 24)};
+        memcpy(values + i, bytes, sizeof bytes);
+    }
+    dtrain_sha256(values, count * sizeof(float), digest);
+}
+
 /* Begins the line of the result, which the program ends. */
 static inline void gpt_print_result(const unsigned char digest[32], double loss, double validation)
 {

@@ -435,15 +435,15 @@ static dtrain_status gpt_digest(gpt *m, dtrain_comm *world, unsigned char digest
     unsigned char digests[GPT_PARAMS][32];
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; i < m->listed && status == DTRAIN_OK && (root || m->local == NULL); i++) {
-        size_t bytes = dtrain_param_elements(&m->table[i]) * sizeof(float);
-        float *value = root || m->mesh != NULL ? (float *)malloc(bytes) : NULL;
+        size_t elements = dtrain_param_elements(&m->table[i]);
+        float *value = root || m->mesh != NULL ? (float *)malloc(elements * sizeof(float)) : NULL;
         status = (root || m->mesh != NULL) && value == NULL ? DTRAIN_ERR_MEMORY : DTRAIN_OK;
         if (status == DTRAIN_OK && m->mesh != NULL)
             status = gpt_mesh_get(m->mesh, &m->table[i], world, (int32_t *)(void *)value);
         else if (status == DTRAIN_OK && (root || m->aggregate == NULL))
             status = dtrain_fsdp_get(m->fsdp, m->table[i].name, value, 0);
         if (root && status == DTRAIN_OK)
-            dtrain_sha256(value, bytes, digests[i]);
+            gpt_hash(value, elements, digests[i]);
         free(value);
     }
     if (root && status == DTRAIN_OK)

@@ -378,7 +378,7 @@ static dtrain_status gpt_digest(gpt_rank *r, unsigned char digest[32])
         if (status == DTRAIN_OK)
             status = dtrain_comm_check_equal(r->world, value, count, DTRAIN_F32);
         if (status == DTRAIN_OK)
-            dtrain_sha256(value, count * sizeof(float), digests[i]);
+            gpt_hash(value, count, digests[i]);
         free(value);
     }
     if (status == DTRAIN_OK)

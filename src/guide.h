@@ -197,6 +197,7 @@
  *     -Ofast, -ffast-math      You may compile dtrain.h with them: by gcc and clang its arithmetic keeps its bits, and
  *                              the code of your own functions is as without the header.
  *     -ffp-contract=off        Compile your own arithmetic with it if runs on different machines shall have equal bits.
+ *     -msse2 -mfpmath=sse      On 32-bit x86, compile your own arithmetic with them for the same reason.
  *     -Ofast on your code      The compiler may reorder sums. Ranks of one build on equal processors still agree, as
  *                              they apply the same reduced gradients. Other flags, compilers or processors give
  *                              other weights.

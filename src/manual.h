@@ -129,7 +129,8 @@
  *               DTRAIN_ORDER_ANY, or an algorithm with an order of its own (dtrain_algorithm), adds otherwise.
  *     Bits      Kernels, conversions, folds and optimizers give the same bits under any compiler flags and instruction
  *               set. Matrix products have two sets of bits. AVX2, AVX-512 and 64-bit ARM round each term once. SSE2,
- *               scalar code and other processors round it twice.
+ *               scalar code and other processors round it twice. With DTRAIN_ISA=scalar all processors have the same
+ *               bits. Ranks of one group may differ in system, word size and instruction set, but not in byte order.
  *     Threads   Each function has one line: any thread; one thread per object; collective. Library threads block all
  *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
  *     Memory    comes from the desc's allocator, which counts bytes and their peak. A warm training loop allocates

@@ -30,9 +30,18 @@
 #if defined(__APPLE__) && !defined(_DARWIN_C_SOURCE)
 #define _DARWIN_C_SOURCE 1
 #endif
+#ifndef _FILE_OFFSET_BITS /* a system of 32 bits else refuses files of 2 GiB, and files with large inode numbers */
+#define _FILE_OFFSET_BITS 64
+#endif
+#if !defined(_TIME_BITS) && _FILE_OFFSET_BITS == 64 /* and times after 2038 */
+#define _TIME_BITS 64
+#endif
 #include <limits.h>
 #if defined(__GLIBC__) && !(defined(__USE_MISC) && defined(__USE_XOPEN2K8))
 #error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
+#endif
+#if defined(__GLIBC__) && ULONG_MAX == 0xffffffff && !defined(__USE_FILE_OFFSET64)
+#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_FILE_OFFSET_BITS=64"
 #endif
 #endif
 
@@ -100,10 +109,21 @@
 #endif
 #endif
 
+/* gcc's default for 32-bit x86 is the x87 unit, which rounds in its own way. DTRAIN__SSE2_BEGIN and DTRAIN__SSE2_END
+ * enclose the implementation. */
+#if defined(__i386__) && defined(__GNUC__) && !defined(__clang__)
+#define DTRAIN__SSE2_BEGIN _Pragma("GCC push_options") _Pragma("GCC target(\"sse2,fpmath=sse\")")
+#define DTRAIN__SSE2_END _Pragma("GCC pop_options")
+#else
+#define DTRAIN__SSE2_BEGIN
+#define DTRAIN__SSE2_END
+#endif
+
 /* After the tensor kernels gcc compiles for size, since no step waits for that code. DTRAIN__FAST_BEGIN and
- * DTRAIN__FAST_END enclose the exceptions. Other compilers have no pragma for it. gcc saves macros ahead of its
- * pragmas, so a declaration must stand between DTRAIN__SMALL_BEGIN and the next of these macros. */
-#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
+ * DTRAIN__FAST_END enclose the exceptions. Other compilers have no pragma for it. On 32-bit x86 it would end the use of
+ * SSE2. gcc saves macros ahead of its pragmas, so a declaration must stand between DTRAIN__SMALL_BEGIN and the next of
+ * these macros. */
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__) && !defined(__i386__)
 #define DTRAIN__SMALL_BEGIN \
     DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
 #define DTRAIN__SMALL_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)

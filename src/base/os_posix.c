@@ -63,8 +63,9 @@ static int dtrain__os_processors(void)
 static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
 {
 #ifdef __linux__
-    struct timespec span = dtrain__os_timespec(ns);
-    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, &span, NULL, 0);
+    ns = ns < 3600000000000 ? ns : 3600000000000;
+    long span[2] = {(long)(ns / 1000000000), (long)(ns % 1000000000)}; /* as the call has it; time_t may be wider */
+    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, span, NULL, 0);
 #else
     struct timespec span = dtrain__os_timespec(ns < 200000 ? ns : 200000);
     if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value)
@@ -257,10 +258,11 @@ static void dtrain__os_populate(void *pages, size_t bytes)
 #endif
 }
 
-/* Calls mremap with a fixed target. Returns 0 or an errno. */
+/* Calls mremap with a fixed target. Returns 0 or an errno. Programs of 32 bits do not try: under qemu, others then get
+ * the pages that were left. */
 static int dtrain__os_remap(void *from, size_t old_bytes, void *to, size_t bytes, int flags)
 {
-#if defined(__linux__) && defined(__NR_mremap)
+#if defined(__linux__) && defined(__NR_mremap) && UINTPTR_MAX > UINT32_MAX
     if (dtrain__without("mremap"))
         return ENOSYS;
     if (syscall(__NR_mremap, from, old_bytes, bytes, flags, to) != -1)

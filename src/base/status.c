@@ -33,6 +33,7 @@
 /* >>isa includes the headers of vector instructions. */
 #include <errno.h>
 #include <fcntl.h>
+#include <fenv.h>
 #include <float.h>
 #include <limits.h>
 #include <locale.h>
@@ -81,6 +82,8 @@
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #endif
+
+DTRAIN__SSE2_BEGIN
 
 #define DTRAIN__ERROR_BYTES 640
 #define DTRAIN__STATUS_CAUSE_BYTES 400 /* of those, for a quoted cause */

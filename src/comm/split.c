@@ -207,7 +207,7 @@ static dtrain_status dtrain__split_by_color(dtrain_comm *comm, int color, int ke
         return status;
     split.bound = bound;
     status = dtrain__split_meet(&split, mine, key);
-    for (int taken = 0; status == DTRAIN_OK && mine != DTRAIN__SPLIT_NONE; taken++) {
+    while (status == DTRAIN_OK && mine != DTRAIN__SPLIT_NONE) {
         /* the next in order of key and rank: the lowest key of those that are not in yet */
         int next = -1;
         for (int rank = 0; rank < comm->size; rank++)

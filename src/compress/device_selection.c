@@ -26,7 +26,8 @@ static dtrain_status dtrain__device_check_k(const dtrain_device *device, const c
     if (k > count)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
                             dtrain_device_name(device), k, count);
-    if ((uint64_t)count > UINT32_MAX)
+    const uint64_t most = UINT32_MAX; /* a constant would have compilers for 32 bits warn */
+    if (count > most)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
                             dtrain_device_name(device), count);

@@ -398,7 +398,8 @@ static size_t dtrain__topk_room(size_t n, size_t k)
 static dtrain_status dtrain__topk_open(dtrain__sparse *sparse, size_t count, size_t room)
 {
     sparse->original_count = count;
-    if ((uint64_t)count > UINT32_MAX)
+    const uint64_t most = UINT32_MAX; /* a constant would have compilers for 32 bits warn */
+    if (count > most)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "topk: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", count);
     return dtrain__topk_reserve(sparse, room);

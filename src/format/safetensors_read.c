@@ -169,7 +169,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const
     if (status != DTRAIN_OK || tensor->count == 0)
         return status;
     dtrain__safetensors_quote(quoted, tensor->name, tensor->name_length);
-    size_t align = tensor->dtype == DTRAIN_C64 ? 4 : reading.bits < 8 ? 1 : (size_t)reading.bits / 8;
+    size_t bits = dtrain_dtype_bits(tensor->dtype), align = tensor->dtype == DTRAIN_C64 ? 4 : bits < 8 ? 1 : bits / 8;
     if (file->memory == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "safetensors_view: %s is not mapped: open it with map = 1, or read the tensor",

@@ -14,8 +14,8 @@
 #error "DTRAIN_SQUARES_LIMBS and DTRAIN__NORM_LIMBS differ"
 #endif
 
-#define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
-#define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* the most whose bytes can be counted for every dtype */
+#define DTRAIN__DEVICE_MOST 64                  /* inputs and outputs of a reduction */
+#define DTRAIN__DEVICE_ELEMENTS (SIZE_MAX / 16) /* the most whose bytes can be counted for every dtype */
 
 DTRAIN_API DTRAIN__NOINLINE const char *dtrain_device_name(const dtrain_device *device)
 {
@@ -40,7 +40,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *
 static dtrain_status dtrain__device_pointer(const dtrain_device *device, const char *call, const char *name,
                                             const void *pointer, size_t count)
 {
-    if ((uint64_t)count > DTRAIN__DEVICE_ELEMENTS)
+    if (count > DTRAIN__DEVICE_ELEMENTS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: count is %zu, more than memory holds", call,
                             dtrain_device_name(device), count);
     if (pointer != NULL || count == 0)
@@ -268,7 +268,7 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
     dtrain_status status = dtrain__device_list(device, "in", in, n, count);
     if (status == DTRAIN_OK)
         status = dtrain__device_list(device, "out", (const void *const *)out, m, count);
-    if (status == DTRAIN_OK && (count > SIZE_MAX - begin || (uint64_t)begin + count > DTRAIN__DEVICE_ELEMENTS))
+    if (status == DTRAIN_OK && (count > SIZE_MAX - begin || begin + count > DTRAIN__DEVICE_ELEMENTS))
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                               "device_reduce on %s: %zu elements from element %zu on are more than memory holds",
                               dtrain_device_name(device), count, begin);

@@ -52,7 +52,8 @@ static DTRAIN__NOINLINE int dtrain__isa(void)
     int widest = dtrain__isa_widest();
     isa = widest;
     for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i < widest; i++)
-        if (strcmp(asked, dtrain__isa_text(i)) == 0 && (i != DTRAIN__ISA_NEON || widest == DTRAIN__ISA_NEON))
+        if (strcmp(asked, dtrain__isa_text(i)) == 0 &&
+            (i == DTRAIN__ISA_SCALAR || (i != DTRAIN__ISA_NEON && widest != DTRAIN__ISA_NEON)))
             isa = i;
     __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
     return isa;
@@ -63,10 +64,12 @@ DTRAIN_API const char *dtrain_isa_name(void)
     return dtrain__isa_text(dtrain__isa());
 }
 
+#define DTRAIN__FPMODE_ARM 0x07f70000u /* rounding, flushed subnormals, default NaNs, half formats, short vectors */
+
 /* Sets the default floating-point mode. Returns the caller's mode, for dtrain__fpmode_restore. */
 static DTRAIN__NOINLINE uint64_t dtrain__fpmode_enter(void)
 {
-#if defined(DTRAIN__X86)
+#if defined(DTRAIN__X86) || defined(__SSE2_MATH__)
     uint32_t mode = __builtin_ia32_stmxcsr();
     if ((mode & 0xffc0u) != 0x1f80u)
         __builtin_ia32_ldmxcsr(0x1f80u);
@@ -77,21 +80,34 @@ static DTRAIN__NOINLINE uint64_t dtrain__fpmode_enter(void)
     if (mode != 0)
         __asm__ __volatile__("msr fpcr, %0" : : "r"((uint64_t)0));
     return mode;
+#elif defined(__arm__) && defined(__ARM_FP)
+    uint32_t mode;
+    __asm__ __volatile__("vmrs %0, fpscr" : "=r"(mode));
+    if ((mode & DTRAIN__FPMODE_ARM) != 0)
+        __asm__ __volatile__("vmsr fpscr, %0" : : "r"(mode & ~DTRAIN__FPMODE_ARM));
+    return mode;
 #else
-    return 0;
+    int mode = fegetround();
+    if (mode != FE_TONEAREST)
+        fesetround(FE_TONEAREST);
+    return (uint64_t)mode;
 #endif
 }
 
 static void dtrain__fpmode_restore(uint64_t mode)
 {
-#if defined(DTRAIN__X86)
+#if defined(DTRAIN__X86) || defined(__SSE2_MATH__)
     if ((mode & 0xffc0u) != 0x1f80u)
         __builtin_ia32_ldmxcsr((uint32_t)mode);
 #elif defined(__aarch64__)
     if (mode != 0)
         __asm__ __volatile__("msr fpcr, %0" : : "r"(mode));
+#elif defined(__arm__) && defined(__ARM_FP)
+    if ((mode & DTRAIN__FPMODE_ARM) != 0)
+        __asm__ __volatile__("vmsr fpscr, %0" : : "r"((uint32_t)mode));
 #else
-    (void)mode;
+    if (mode != FE_TONEAREST)
+        fesetround((int)mode);
 #endif
 }
 

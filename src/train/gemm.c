@@ -42,7 +42,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
  * and those of the panel's padding, are not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op) \
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, fmadd) \
     attributes static void name(DTRAIN__GEMM_PARAMETERS) \
     { \
         vector sum[ROWS][VECTORS]; \
@@ -59,7 +59,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
             for (size_t i = 0; i < ROWS; i++) { \
                 vector x = op##_set1_ps(row[i][p * a_column]); \
                 for (size_t v = 0; v < VECTORS; v++) \
-                    sum[i][v] = op##_fmadd_ps(x, b[v], sum[i][v]); \
+                    sum[i][v] = fmadd(x, b[v], sum[i][v]); \
             } \
         } \
         if (rows == ROWS && columns == VECTORS * LANES) { \
@@ -82,32 +82,34 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 DTRAIN__EXACT_BEGIN
 
 #if defined(DTRAIN__X86)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, _mm512_fmadd_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, _mm256_fmadd_ps)
 #endif
 
-/* Two roundings, as on processors without a fused product; NEON always has one. */
-DTRAIN__INLINE dtrain__x4 dtrain__x4_fmadd_ps(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
+#if defined(__aarch64__) /* 16 accumulators fill half the registers */
+DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
 {
-#if defined(__aarch64__)
     __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
     return c;
-#else
+}
+
+DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 2, dtrain__x4, dtrain__gemm_fused)
+#endif
+
+/* Two roundings, as on processors without a fused product. */
+DTRAIN__INLINE dtrain__x4 dtrain__gemm_rounded(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
+{
     dtrain__x4 product = a * b;
 #if defined(__clang__) && defined(DTRAIN__X86)
     __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
+#elif defined(__clang__) && defined(__aarch64__)
+    __asm__("" : "+w"(product));
 #endif
     return product + c;
-#endif
 }
 
-/* 8 accumulators and their operands fill the 16 registers of SSE2. 16 accumulators fill half the 32 of NEON. */
-#if defined(__aarch64__)
-#define DTRAIN__GEMM_BASE_ROWS 8
-#else
-#define DTRAIN__GEMM_BASE_ROWS 4
-#endif
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4)
+/* 8 accumulators and their operands fill the 16 registers of SSE2. */
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__gemm_rounded)
 
 DTRAIN__EXACT_END
 
@@ -170,7 +172,7 @@ static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, 
 
 static dtrain__gemm_shape dtrain__gemm_choose(void)
 {
-    dtrain__gemm_shape shape = {dtrain__gemm_base, DTRAIN__GEMM_BASE_ROWS, 8};
+    dtrain__gemm_shape shape = {dtrain__gemm_base, 4, 8};
 #if defined(DTRAIN__X86)
     int isa = dtrain__isa();
     if (isa == DTRAIN__ISA_AVX512) {
@@ -181,6 +183,11 @@ static dtrain__gemm_shape dtrain__gemm_choose(void)
         shape.kernel = dtrain__gemm_avx2;
         shape.rows = 6;
         shape.width = 16;
+    }
+#elif defined(__aarch64__)
+    if (dtrain__isa() == DTRAIN__ISA_NEON) {
+        shape.kernel = dtrain__gemm_neon;
+        shape.rows = 8;
     }
 #endif
     return shape;

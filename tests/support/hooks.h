@@ -32,7 +32,7 @@ extern const size_t hook_bounce_bytes HOOK;
 #define DTRAIN__FILE_FAULT(call) (hook_file_fault != NULL ? hook_file_fault(call) : 0)
 #define DTRAIN__FILE_LIMIT(call, bytes) (hook_file_limit != NULL ? hook_file_limit(call, bytes) : (bytes))
 #define DTRAIN__DEVICE_HOST(rank, host) (hook_device_host != NULL ? hook_device_host(rank) : (host))
-#define DTRAIN__FILE_SWAP (&hook_file_swap != NULL)
+#define DTRAIN__FILE_SWAP (&hook_file_swap != NULL || __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__)
 #define DTRAIN__TUNED(name, value) (&hook_##name != NULL ? hook_##name : (value))
 
 #endif

@@ -92,6 +92,20 @@ static inline uint32_t to_bits(float value)
     return bits;
 }
 
+/* Turns numbers of `width` bytes that stand as little-endian bytes into those of memory, or back. */
+static inline void little_endian(void *numbers, size_t count, size_t width)
+{
+    const uint16_t one = 1;
+    unsigned char low, *at = (unsigned char *)numbers;
+    memcpy(&low, &one, 1);
+    for (size_t i = 0; i < count && low == 0; i++, at += width)
+        for (size_t j = 0; j < width / 2; j++) {
+            unsigned char kept = at[j];
+            at[j] = at[width - 1 - j];
+            at[width - 1 - j] = kept;
+        }
+}
+
 static int test_wanted(int argc, char **argv, const char *name)
 {
     for (int i = 1; i < argc; i++)

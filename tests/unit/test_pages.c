@@ -137,6 +137,8 @@ TEST(a_pass_over_stretches_holds_two_of_them_and_the_system_agrees)
 
 static int system_moves_pages(void)
 {
+    if (!dtrain__os_moves()) /* an emulator may move pages and lose those that they leave */
+        return 0;
     unsigned char *two = (unsigned char *)dtrain__os_reserve(2 * PAGE);
     *two = 1;
     int moves = dtrain__os_move(two, two + PAGE, PAGE) == 0;
@@ -149,7 +151,7 @@ TEST(pages_that_go_come_again_elsewhere_without_new_ones)
 {
     int moves = system_moves_pages();
     if (!moves)
-        printf("this system does not move pages\n");
+        printf("skipped: that pages keep what they were, as this system does not move pages\n");
     for (int zeros = 0; zeros < 2; zeros++) {
         field f;
         size_t bytes = 32 * PAGE;

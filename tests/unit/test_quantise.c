@@ -63,10 +63,11 @@ TEST(int8_is_the_nearest_multiple_of_the_scale)
 TEST(int8_bytes_are_as_documented)
 {
     const float in[] = {127.0f, -63.5f, 0.5f, 1.5f, -2.4f, 0.0f, -127.0f, 2.6f, 12.0f};
-    const unsigned char expected[] = {0,   0,    0x80, 0x3f, 0x06, 0x83, 0xc1, 0x3d, /* 1, and 12 / 127 = 0x3dc18306 */
-                                      127, 0xc0, 0,    2,    0xfe, 0,    0x81, 3,
-                                      127}; /* halves to even: -64, 0, 2 */
+    unsigned char expected[] = {0,   0,    0x80, 0x3f, 0x06, 0x83, 0xc1, 0x3d, /* 1, and 12 / 127 = 0x3dc18306 */
+                                127, 0xc0, 0,    2,    0xfe, 0,    0x81, 3,
+                                127}; /* halves to even: -64, 0, 2 */
     dtrain_compressor c = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 8);
+    little_endian(expected, 2, 4);
     CHECK_EQ(c.bytes(&c, 9), sizeof expected);
     c.pack(&c, in, 9, packed);
     CHECK(memcmp(packed, expected, sizeof expected) == 0);
@@ -100,6 +101,7 @@ TEST(every_fp8_code_unpacks_to_its_number)
     dtrain_compressor c = dtrain_compressor_of(DTRAIN_COMPRESS_FP8, 256);
     unsigned char codes[4 + 256] = {0, 0, 0x80, 0x3f};
     size_t wrong = 0;
+    little_endian(codes, 1, 4);
     for (int i = 0; i < 256; i++)
         codes[4 + i] = (unsigned char)i;
     c.unpack(&c, codes, back, 256);
@@ -113,8 +115,9 @@ TEST(every_fp8_code_unpacks_to_its_number)
 TEST(signs_carry_the_mean_magnitude)
 {
     const float in[] = {1.0f, -2.0f, 3.0f, -0.0f, 5.0f, -6.0f, 7.0f, 8.0f, -4.0f, 2.0f};
-    const unsigned char expected[] = {0, 0, 0x80, 0x40, 0, 0, 0x40, 0x40, 0x2a, 0x01}; /* 32 / 8 = 4 and 6 / 2 = 3 */
+    unsigned char expected[] = {0, 0, 0x80, 0x40, 0, 0, 0x40, 0x40, 0x2a, 0x01}; /* 32 / 8 = 4 and 6 / 2 = 3 */
     dtrain_compressor c = dtrain_compressor_of(DTRAIN_COMPRESS_SIGN, 8);
+    little_endian(expected, 2, 4);
     CHECK_EQ(c.bytes(&c, 10), sizeof expected);
     c.pack(&c, in, 10, packed);
     CHECK(memcmp(packed, expected, sizeof expected) == 0);

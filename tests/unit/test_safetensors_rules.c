@@ -31,6 +31,9 @@ static void check(int line, const void *header, size_t length, size_t data_bytes
     unsigned char *file = files_make(header, length, data_bytes, &bytes);
     dtrain_status status = verdict(file, bytes);
     snprintf(expected, sizeof expected, " breaks R%d at byte ", rule);
+    int beyond = SIZE_MAX == UINT32_MAX && status == DTRAIN_ERR_UNSUPPORTED; /* a size that 32 bits do not count */
+    if (beyond && strstr(dtrain_last_error(), "and this machine counts to 4294967295") != NULL)
+        status = rule == 0 ? DTRAIN_OK : status, snprintf(expected, sizeof expected, "this machine");
     if (rule == 0 && status != DTRAIN_OK)
         TEST_FAIL("case of line %d: refused: %s", line, dtrain_last_error());
     if (rule != 0 && status == DTRAIN_OK)

@@ -153,7 +153,7 @@ static void refused(int line, const dtrain_safetensors_source *sources, size_t c
 TEST(what_nobody_could_read_back_is_refused)
 {
     static const unsigned char d[8] = {0};
-    static const size_t huge[3] = {(size_t)1 << 32, (size_t)1 << 32, 0}, odd[1] = {3};
+    static const size_t huge[4] = {SIZE_MAX, SIZE_MAX, SIZE_MAX, 0}, odd[1] = {3};
     dtrain_safetensors_pair pairs[2] = {{"k", 0, "1", 0}, {"k", 0, "2", 0}}, bad = {"k\377", 0, "", 0};
     dtrain_safetensors_write_desc twice = {pairs, 2, 0, NULL}, not_utf8 = {&bad, 1, 0, NULL};
     dtrain_safetensors_source s[2];
@@ -168,7 +168,7 @@ TEST(what_nobody_could_read_back_is_refused)
     refused(__LINE__, s, 1, NULL, "R4");
     s[0] = source("a", (dtrain_dtype)23, 1, one, d);
     refused(__LINE__, s, 1, NULL, "R13");
-    s[0] = source("a", DTRAIN_U8, 3, huge, d);
+    s[0] = source("a", DTRAIN_U8, 4, huge, d);
     refused(__LINE__, s, 1, NULL, "R17");
     s[0] = source("a", DTRAIN_F4, 1, odd, d);
     refused(__LINE__, s, 1, NULL, "R18");

@@ -274,7 +274,7 @@ TEST(the_store_keeps_byte_strings_on_processes_and_on_threads)
 static int store_without_rank_0(dtrain_comm *world, scene *s)
 {
     int rank = dtrain_comm_rank(world);
-    char value = 0;
+    char value = 0, own = (char)rank;
     size_t bytes;
     double begin;
     dtrain_comm *rest;
@@ -285,7 +285,7 @@ static int store_without_rank_0(dtrain_comm *world, scene *s)
         raise(SIGKILL);
     }
     begin = now_s();
-    CHECK_EQ(dtrain_store_set(rest, "key", &rank, 1), DTRAIN_OK);
+    CHECK_EQ(dtrain_store_set(rest, "key", &own, 1), DTRAIN_OK);
     CHECK_EQ(dtrain_store_wait(rest, "key", &value, 1, &bytes), DTRAIN_OK);
     CHECK(bytes == 1 && value > 0 && now_s() - begin < 1);
     CHECK_EQ(dtrain_store_wait(rank == 1 ? world : rest, "nobody", &value, 1, &bytes), DTRAIN_ERR_PEER_LOST);

@@ -83,6 +83,16 @@ static double nearest(double x, format f)
     return x;
 }
 
+/* Stores the lowest `width` bytes of a number as an integer of that width. */
+static void put_bits(void *memory, uint64_t bits, size_t width)
+{
+    unsigned char bytes[8];
+    for (size_t i = 0; i < width; i++)
+        bytes[i] = (unsigned char)(bits >> 8 * i);
+    little_endian(bytes, 1, width);
+    memcpy(memory, bytes, width);
+}
+
 static uint32_t bits_at(const void *memory, dtrain_dtype dtype)
 {
     uint8_t u8;
@@ -111,7 +121,7 @@ TEST(every_8_and_16_bit_pattern_widens_to_its_value_and_comes_back)
         int bits = (int)dtrain_dtype_bits(f.dtype);
         size_t count = (size_t)1 << bits, width = (size_t)bits / 8;
         for (uint32_t i = 0; i < count; i++)
-            memcpy(narrow + 1 + i * width, &i, width); /* an odd address, little-endian */
+            put_bits(narrow + 1 + i * width, i, width); /* an odd address */
         CHECK_EQ(dtrain_convert(narrow + 1, f.dtype, single, DTRAIN_F32, count), DTRAIN_OK);
         CHECK_EQ(dtrain_convert(narrow + 1, f.dtype, wide, DTRAIN_F64, count), DTRAIN_OK);
         for (int from_wide = 0; from_wide < 2; from_wide++) {
@@ -322,8 +332,12 @@ static double load_float(const unsigned char *from, dtrain_dtype dtype)
 static uint64_t load_int(const unsigned char *from, dtrain_dtype dtype)
 {
     uint64_t bits = 0;
+    unsigned char bytes[8];
     unsigned width = dtrain_dtype_bits(dtype);
-    memcpy(&bits, from, width / 8);
+    memcpy(bytes, from, width / 8);
+    little_endian(bytes, 1, width / 8);
+    for (unsigned i = 0; i < width / 8; i++)
+        bits |= (uint64_t)bytes[i] << 8 * i;
     if ((dtype == DTRAIN_I8 || dtype == DTRAIN_I32) && bits >> (width - 1) != 0)
         bits |= ~(uint64_t)0 << width;
     return bits;
@@ -363,7 +377,9 @@ static int fold_right(dtrain_dtype dtype, dtrain_op op, double divisor, const un
     }
     if (!is_float) {
         uint64_t value = tree_int(op, dtype == DTRAIN_I8 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64, ints, n);
-        return memcmp(got, &value, width) == 0;
+        unsigned char expected[8];
+        put_bits(expected, value, width);
+        return load_int(got, dtype) == load_int(expected, dtype);
     }
     result = tree_float(dtype, op, x, n);
     if (op == DTRAIN_MEAN && dtype == DTRAIN_F64)

@@ -694,10 +694,16 @@ TEST(a_train_step_names_what_is_missing)
 
 /* ---- bits ---- */
 
+/* The floats as little-endian bytes. */
 static uint64_t bits_hash(uint64_t hash, const void *data, size_t bytes)
 {
-    for (size_t i = 0; i < bytes; i++)
-        hash = (hash ^ ((const unsigned char *)data)[i]) * UINT64_C(1099511628211);
+    for (size_t i = 0; i < bytes; i += sizeof(float)) {
+        unsigned char word[sizeof(float)];
+        memcpy(word, (const unsigned char *)data + i, sizeof word);
+        little_endian(word, 1, sizeof word);
+        for (size_t b = 0; b < sizeof word; b++)
+            hash = (hash ^ word[b]) * UINT64_C(1099511628211);
+    }
     return hash;
 }
 

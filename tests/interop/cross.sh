@@ -1,0 +1,136 @@
+#!/bin/sh
+# Runs dtrain on other processors under qemu's user emulation, and with musl: it compiles without warnings, unit tests
+# pass, train_gpt has x86's weights with DTRAIN_ISA=scalar, checkpoints are exchanged, and ranks of several processors
+# train together. Cross compilers and qemu are installed where they are missing. Says what it skips.
+#   [CROSS=all] sh tests/interop/cross.sh [aarch64 armhf i386 riscv64 s390x musl]
+# CROSS=all runs every unit test; some fail under qemu alone, which does not emulate all of Linux.
+cd "$(dirname "$0")/../.." || exit 1
+unset MAKEFLAGS MFLAGS MAKELEVEL # a make of its own, also below make
+. tests/support/check.sh
+here=build/cross
+mkdir -p $here
+logs=$here/log
+# The fastest of those that depend on the processor: numbers, files, sockets, threads.
+few="test_base test_norm test_quantise test_train test_safetensors test_safetensors_rules test_safetensors_swap
+    test_safetensors_write test_checkpoint test_checkpoint_files test_chacha test_pages"
+[ "${CROSS:-}" != all ] || few=$(basename -a -s .c tests/unit/test_*.c)
+
+# Sets the compiler, its binutils' prefix and the emulator of a system.
+system() {
+    emulate= prefix= flags=
+    case $1 in
+    aarch64) prefix=aarch64-linux-gnu- emulate="qemu-aarch64 -L /usr/aarch64-linux-gnu" ;;
+    armhf) prefix=arm-linux-gnueabihf- emulate="qemu-arm -L /usr/arm-linux-gnueabihf" ;;
+    i386) prefix=i686-linux-gnu- flags="-msse2 -mfpmath=sse" emulate="qemu-i386 -L /usr/i686-linux-gnu" ;;
+    riscv64) prefix=riscv64-linux-gnu- emulate="qemu-riscv64 -L /usr/riscv64-linux-gnu" ;;
+    s390x) prefix=s390x-linux-gnu- emulate="qemu-s390x -L /usr/s390x-linux-gnu" ;;
+    musl) cc="musl-gcc -static -idirafter /usr/include -idirafter /usr/include/$(uname -m)-linux-gnu" && return ;;
+    esac
+    cc=${prefix}gcc
+}
+here_is() { command -v ${cc%% *} >/dev/null 2>&1 && { [ -z "$emulate" ] || command -v ${emulate%% *} >/dev/null 2>&1; }; }
+
+[ $# -gt 0 ] || set -- aarch64 armhf i386 riscv64 s390x musl
+for name; do
+    system $name
+    here_is && continue
+    (apt-get update && apt-get install -y --no-install-recommends gcc-aarch64-linux-gnu gcc-arm-linux-gnueabihf \
+        gcc-i686-linux-gnu gcc-riscv64-linux-gnu gcc-s390x-linux-gnu libc6-dev-arm64-cross libc6-dev-armhf-cross \
+        libc6-dev-i386-cross libc6-dev-riscv64-cross libc6-dev-s390x-cross musl-tools qemu-user) >$logs 2>&1
+    break
+done
+
+export DTRAIN_ISA=scalar
+small="--layers 2 --width 32 --heads 2 --context 32 --batch 2 --micro 8 --steps 4 --quiet --text examples/gpt.h"
+small="$small --csv $here/csv --svg $here/svg"
+warnings="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
+exact="-O2 -ffp-contract=off -fno-math-errno -I."
+weights() { # command...
+    timeout 200 "$@" $small 2>$logs | sed -n 's/.*weights_sha256=\([0-9a-f]*\).*/\1/p'
+}
+is() { # name hash: the same as x86's
+    [ -n "$2" ] && [ "$2" = "$expected" ]
+    check $? "$1"
+}
+${CC:-cc} $exact examples/train_gpt.c -o $here/train_gpt -lpthread -lm && make -s build/dtrun >/dev/null || exit 1
+expected=$(weights $here/train_gpt --ranks 4)
+[ -n "$expected" ]
+check $? "train_gpt runs here"
+
+# One system alone, and with the files of this one.
+alone() { # name
+    dir=$here/$1
+    mkdir -p "$dir"
+    $cc -O2 $warnings -DDTRAIN_IMPLEMENTATION -x c -c dtrain.h -o "$dir/impl.o" >$logs 2>&1
+    check $? "$1: dtrain.h compiles without warnings"
+    programs=
+    for test in $few; do programs="$programs $dir/$test"; done
+    make -k test_dir="$dir" CC="$cc $flags" AR="${prefix}ar" $programs >$logs 2>&1
+    check $? "$1: the tests compile"
+    for test in $few; do
+        timeout 280 $emulate "$dir/$test" >"$dir/log" 2>&1
+        status=$?
+        grep -v '^ok' "$dir/log" >$logs
+        check $status "$1: $test"
+        grep '^skipped' "$dir/log"
+    done
+    $cc $flags $exact examples/train_gpt.c -o "$dir/train_gpt" -lpthread -lm >$logs 2>&1
+    check $? "$1: train_gpt compiles"
+    is "$1: the weights of x86, on threads" "$(weights $emulate "$dir/train_gpt" --ranks 4)"
+    is "$1: the weights of x86, on processes" "$(weights build/dtrun -n 4 --no-prefix $emulate "$dir/train_gpt")"
+    for way in from to; do
+        first="$here/train_gpt" second="$emulate $dir/train_gpt"
+        [ $way = from ] || { first=$second second=$here/train_gpt; }
+        rm -rf "$dir/run"
+        weights $first --ranks 2 --strategy full --save "$dir/run" --every 2 --until 2 >/dev/null
+        is "$1: goes on with the weights of x86, a checkpoint $way x86" \
+            "$(weights $second --ranks 4 --strategy full --save "$dir/run" --resume)"
+    done
+    rm -rf "$dir/run"
+}
+
+# Ranks of these systems in one group over TCP, each with its output in $here/rank-N; x86 is rank 0.
+together() { # name...
+    rank=0
+    for name in x86 "$@"; do
+        command="$here/train_gpt"
+        [ $name = x86 ] || { system $name && command="$emulate $here/$name/train_gpt"; }
+        DTRAIN_RANK=$rank DTRAIN_WORLD_SIZE=$(($# + 1)) DTRAIN_ROOT=127.0.0.1:$port DTRAIN_TRANSPORT=tcp \
+            DTRAIN_TOKEN=$$-processors-in-one-group timeout 200 $command $small >$here/rank-$rank 2>&1 &
+        rank=$((rank + 1))
+    done
+    wait
+    port=$((port + 1))
+}
+
+ran=
+for name; do
+    system $name
+    if here_is; then
+        alone $name
+        ran="$ran $name "
+    else
+        echo "skipped: $name (${cc%% *} or ${emulate%% *} is not here and cannot be installed)"
+    fi
+done
+port=$((20000 + $$ % 10000))
+case $ran in
+*" aarch64 "*" armhf "*)
+    together aarch64 armhf aarch64
+    cat $here/rank-* >$logs
+    is "ranks on x86-64, aarch64 and armhf in one group have the weights of x86" \
+        "$(sed -n 's/.*weights_sha256=\([0-9a-f]*\).*/\1/p' $here/rank-0)"
+    ;;
+*) echo "skipped: ranks of several processors (they take aarch64 and armhf)" ;;
+esac
+case $ran in
+*" s390x "*)
+    export DTRAIN_TIMEOUT_MS=20000 # so long rank 0 waits for another
+    together s390x
+    cat $here/rank-* >$logs
+    grep -q "ranks of one group need one byte order" $here/rank-*
+    check $? "a rank on s390x is refused by one on x86, with the reason"
+    ;;
+*) echo "skipped: ranks of another byte order (they take s390x)" ;;
+esac
+checked
