@@ -7069,6 +7069,12 @@ static void dtrain__os_socket_directory(char *out, size_t capacity)
     snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
 }
 
+/* Starts a connection. Returns 0 or an errno. */
+static int dtrain__os_connect(int fd, const struct sockaddr *to, socklen_t bytes)
+{
+    return connect(fd, to, bytes) == 0 || errno == EINPROGRESS || errno == EINTR ? 0 : errno;
+}
+
 /* Makes a directory that nobody else may enter, if there is none. Returns 0, or -1 with errno. */
 static int dtrain__os_mkdir_private(const char *path)
 {
@@ -8304,6 +8310,13 @@ static int dtrain__os_socket_of(int family, int type, int *fd)
 static int dtrain__os_socket(int family, int *fd)
 {
     return family == AF_UNIX ? EAFNOSUPPORT : dtrain__os_socket_of(family, SOCK_STREAM, fd);
+}
+
+/* Starts a connection. Returns 0 or an errno. */
+static int dtrain__os_connect(int fd, const struct sockaddr *to, socklen_t bytes)
+{
+    int error = connect((SOCKET)fd, to, bytes) == 0 ? 0 : dtrain__os_socket_error();
+    return error == EWOULDBLOCK ? 0 : error;
 }
 
 /* Keeps others off the address. SO_REUSEADDR would let them take it; an old connection's address is free without. */
@@ -18897,7 +18910,7 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
     int fd;
     if (!dtrain__os_is_socket(path) || dtrain__net_socket(AF_UNIX, &fd) != 0)
         return;
-    if (connect(fd, &address->at.any, address->bytes) != 0 && dtrain__os_socket_error() == ECONNREFUSED)
+    if (dtrain__os_connect(fd, &address->at.any, address->bytes) == ECONNREFUSED)
         dtrain__os_unlink(DTRAIN__OS_HERE, path, 0);
     dtrain__os_hang_up(fd);
 }
@@ -18932,8 +18945,8 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     if (error != 0)
         return error;
     dtrain__os_plain(*fd);
-    error = connect(*fd, any, address->bytes) == 0 ? 0 : dtrain__os_socket_error();
-    if (error == 0 || error == EINPROGRESS || error == EINTR)
+    error = dtrain__os_connect(*fd, any, address->bytes);
+    if (error == 0)
         return 0;
     dtrain__os_hang_up(*fd);
     *fd = -1;

@@ -73,6 +73,12 @@ static void dtrain__os_socket_directory(char *out, size_t capacity)
     snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
 }
 
+/* Starts a connection. Returns 0 or an errno. */
+static int dtrain__os_connect(int fd, const struct sockaddr *to, socklen_t bytes)
+{
+    return connect(fd, to, bytes) == 0 || errno == EINPROGRESS || errno == EINTR ? 0 : errno;
+}
+
 /* Makes a directory that nobody else may enter, if there is none. Returns 0, or -1 with errno. */
 static int dtrain__os_mkdir_private(const char *path)
 {

@@ -67,6 +67,13 @@ static int dtrain__os_socket(int family, int *fd)
     return family == AF_UNIX ? EAFNOSUPPORT : dtrain__os_socket_of(family, SOCK_STREAM, fd);
 }
 
+/* Starts a connection. Returns 0 or an errno. */
+static int dtrain__os_connect(int fd, const struct sockaddr *to, socklen_t bytes)
+{
+    int error = connect((SOCKET)fd, to, bytes) == 0 ? 0 : dtrain__os_socket_error();
+    return error == EWOULDBLOCK ? 0 : error;
+}
+
 /* Keeps others off the address. SO_REUSEADDR would let them take it; an old connection's address is free without. */
 static void dtrain__os_reuse(int fd)
 {

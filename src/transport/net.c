@@ -340,7 +340,7 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
     int fd;
     if (!dtrain__os_is_socket(path) || dtrain__net_socket(AF_UNIX, &fd) != 0)
         return;
-    if (connect(fd, &address->at.any, address->bytes) != 0 && dtrain__os_socket_error() == ECONNREFUSED)
+    if (dtrain__os_connect(fd, &address->at.any, address->bytes) == ECONNREFUSED)
         dtrain__os_unlink(DTRAIN__OS_HERE, path, 0);
     dtrain__os_hang_up(fd);
 }
@@ -375,8 +375,8 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     if (error != 0)
         return error;
     dtrain__os_plain(*fd);
-    error = connect(*fd, any, address->bytes) == 0 ? 0 : dtrain__os_socket_error();
-    if (error == 0 || error == EINPROGRESS || error == EINTR)
+    error = dtrain__os_connect(*fd, any, address->bytes);
+    if (error == 0)
         return 0;
     dtrain__os_hang_up(*fd);
     *fd = -1;
