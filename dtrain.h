@@ -5856,8 +5856,8 @@ static void dtrain__status_once(char *text)
 }
 
 /* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
-DTRAIN__PRINTF(3, 4) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
-                                                                        const char *format, ...)
+DTRAIN__PRINTF(3, 4)
+static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list arguments;
@@ -7220,7 +7220,7 @@ static int dtrain__os_inherit(int fd)
 {
     int listens = 0;
     socklen_t bytes = sizeof listens;
-    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens || dtrain__os_manners(fd) != 0)
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens)
         return -1;
     return fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }
@@ -8347,19 +8347,23 @@ static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, sockl
     return error == EWOULDBLOCK || error == EINTR || error == ECONNABORTED || error == ECONNRESET ? EAGAIN : error;
 }
 
-/* Copies a listening socket that was inherited. Returns -1 if the number is not such a socket. */
+/* Copies a listening socket that was inherited. Returns -1 if the number is not such a socket. Wine knows only the copy
+ * as a socket. */
 static int dtrain__os_inherit(int fd)
 {
     int listens = 0, own = -1;
     socklen_t bytes = sizeof listens;
     WSAPROTOCOL_INFOW about;
     dtrain__os_sockets();
-    if (getsockopt((SOCKET)fd, SOL_SOCKET, SO_ACCEPTCONN, (char *)&listens, &bytes) == 0 && listens &&
-        WSADuplicateSocketW((SOCKET)fd, GetCurrentProcessId(), &about) == 0)
+    if (WSADuplicateSocketW((SOCKET)fd, GetCurrentProcessId(), &about) != 0 ||
         dtrain__os_socket_take(WSASocketW(FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, &about, 0,
                                           WSA_FLAG_OVERLAPPED | WSA_FLAG_NO_HANDLE_INHERIT),
-                               &own);
-    return own;
+                               &own) != 0)
+        return -1;
+    if (getsockopt((SOCKET)own, SOL_SOCKET, SO_ACCEPTCONN, (char *)&listens, &bytes) == 0 && listens)
+        return own;
+    dtrain__os_hang_up(own);
+    return -1;
 }
 
 /* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
@@ -22289,13 +22293,16 @@ static void dtrain__socket_set_port(dtrain__hub *hub, int port)
  * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
-    int fd, named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
-    if (dtrain__net_end(inherited, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
-        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub))
-        return 0;
-    fd = dtrain__os_inherit(inherited);
+    int named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
+    int fd = dtrain__os_inherit(inherited);
     if (fd < 0)
         return 0;
+    if (dtrain__net_end(fd, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
+        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__os_manners(fd) != 0) {
+        dtrain__os_hang_up(fd);
+        return 0;
+    }
+    dtrain__os_manners(inherited); /* programs that this one starts do not get it */
     dtrain__os_plain(fd);
     hub->listener = fd;
     return 1;

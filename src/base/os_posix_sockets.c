@@ -224,7 +224,7 @@ static int dtrain__os_inherit(int fd)
 {
     int listens = 0;
     socklen_t bytes = sizeof listens;
-    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens || dtrain__os_manners(fd) != 0)
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens)
         return -1;
     return fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }

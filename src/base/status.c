@@ -175,8 +175,8 @@ static void dtrain__status_once(char *text)
 }
 
 /* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
-DTRAIN__PRINTF(3, 4) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
-                                                                        const char *format, ...)
+DTRAIN__PRINTF(3, 4)
+static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list arguments;
