@@ -6674,6 +6674,25 @@ static uint64_t dtrain__os_process_began(long process, int *known)
     return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
 }
 
+#if !defined(DTRAIN_NO_MPI) && !defined(DTRAIN_MPI_HEADER)
+/* Loads a library whose plugins look for its symbols. Returns NULL if there is none. */
+static void *dtrain__os_library(const char *name)
+{
+    return dlopen(name, RTLD_NOW | RTLD_GLOBAL);
+}
+
+/* Returns why a library was not loaded; may be NULL. */
+static const char *dtrain__os_library_why(void)
+{
+    return dlerror();
+}
+
+static void *dtrain__os_symbol(void *library, const char *name)
+{
+    return dlsym(library, name);
+}
+#endif
+
 /* ---- faults ----
  * A handler of SIGSEGV and SIGBUS reports a fault, then calls the handler that was there before, or lets the fault
  * happen again and end the process. */
@@ -7000,6 +7019,8 @@ static void dtrain__os_release_signals(dtrain__os_signals *signals, int error)
 #ifndef DTRAIN__OS_POSIX_SOCKETS
 #define DTRAIN__OS_POSIX_SOCKETS
 #ifndef _WIN32
+
+#define DTRAIN__OS_SOCKET(fd) (fd) /* as the system takes it */
 
 /* Starts the system's sockets. */
 static void dtrain__os_sockets(void)
@@ -7791,6 +7812,28 @@ static void dtrain__os_host_id(unsigned char id[128])
                  &bytes);
 }
 
+#if !defined(DTRAIN_NO_MPI) && !defined(DTRAIN_MPI_HEADER)
+/* Loads a library. Returns NULL if there is none. */
+static void *dtrain__os_library(const char *name)
+{
+    return (void *)LoadLibraryA(name);
+}
+
+/* Returns why a library was not loaded; may be NULL. */
+static const char *dtrain__os_library_why(void)
+{
+    return NULL;
+}
+
+static void *dtrain__os_symbol(void *library, const char *name)
+{
+    FARPROC found = GetProcAddress((HMODULE)library, name);
+    void *symbol;
+    memcpy(&symbol, &found, sizeof symbol);
+    return symbol;
+}
+#endif
+
 /* ---- faults ---- */
 
 static dtrain__os_fault_fn dtrain__os_fault_report;
@@ -8250,6 +8293,8 @@ static void dtrain__os_release_signals(dtrain__os_signals *signals, int error)
 #ifndef DTRAIN__OS_WINDOWS_SOCKETS
 #define DTRAIN__OS_WINDOWS_SOCKETS
 #ifdef _WIN32
+
+#define DTRAIN__OS_SOCKET(fd) ((SOCKET)(fd)) /* as the system takes it */
 
 /* Starts the system's sockets. May be called again. */
 static void dtrain__os_sockets(void)
@@ -12589,9 +12634,9 @@ static const char *dtrain__safetensors_quote(char out[64], const char *text, siz
 }
 
 /* Reports a broken rule. at: the byte of the file. tensor: NULL if the rule is not about one. */
-DTRAIN__PRINTF(5, 6) static dtrain_status
-dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
-                           const dtrain_safetensors_tensor *tensor, const char *format, ...)
+DTRAIN__PRINTF(5, 6)
+static dtrain_status dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
+                                                const dtrain_safetensors_tensor *tensor, const char *format, ...)
 {
     char text[256], name[64];
     va_list arguments;
@@ -13009,11 +13054,10 @@ static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *f
         return dtrain__safetensors_broken(file, 18, at, tensor, "%zu elements of %u bits end inside a byte",
                                           tensor->count, (unsigned)bits);
     if (tensor->end - tensor->begin != tensor->count * bits / 8)
-        return dtrain__safetensors_broken(file, 19, at, tensor,
-                                          "it has %llu bytes of data, and its %zu elements of %s take %llu",
-                                          (unsigned long long)(tensor->end - tensor->begin), tensor->count,
-                                          dtrain_dtype_name(tensor->dtype),
-                                          (unsigned long long)(tensor->count * bits / 8));
+        return dtrain__safetensors_broken(
+            file, 19, at, tensor, "it has %llu bytes of data, and its %zu elements of %s take %llu",
+            (unsigned long long)(tensor->end - tensor->begin), tensor->count, dtrain_dtype_name(tensor->dtype),
+            (unsigned long long)(tensor->count * bits / 8));
     return DTRAIN_OK;
 }
 
@@ -13856,9 +13900,9 @@ struct dtrain_safetensors_model {
     int has_total;
 };
 
-DTRAIN__PRINTF(4, 5) static dtrain_status
-dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule, const dtrain__names_text *name,
-                           const char *format, ...)
+DTRAIN__PRINTF(4, 5)
+static dtrain_status dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule,
+                                                const dtrain__names_text *name, const char *format, ...)
 {
     char text[300], quoted[64];
     va_list arguments;
@@ -14768,8 +14812,8 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 DTRAIN__FAST_END
 
 /* Writes what ends a group. The thread's own last error stays. */
-DTRAIN__PRINTF(3, 4) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
-                                                                             const char *format, ...)
+DTRAIN__PRINTF(3, 4)
+static void dtrain__membership_because(dtrain__error *cause, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     dtrain__error kept = dtrain__thread_error;
@@ -18610,7 +18654,8 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     if (address->bytes > 0 && family == AF_UNIX) {
         const char *path = address->at.local.sun_path;
         size_t bytes = (size_t)address->bytes - offsetof(struct sockaddr_un, sun_path);
-        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
+        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path),
+            abstract = named && path[0] == 0;
         int most = abstract ? (int)bytes - 1 : 200;
         snprintf(out.text, sizeof out.text, "%s%.*s",
                  !named     ? "a unix socket"
@@ -18644,7 +18689,8 @@ static int dtrain__net_end(int fd, int peers, dtrain__address *out)
 {
     memset(out, 0, sizeof *out);
     out->bytes = (socklen_t)sizeof out->at.storage;
-    return (peers ? getpeername(fd, &out->at.any, &out->bytes) : getsockname(fd, &out->at.any, &out->bytes)) != 0
+    return (peers ? getpeername(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)
+                  : getsockname(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)) != 0
                ? dtrain__os_socket_error()
                : 0;
 }
@@ -18746,7 +18792,7 @@ static int dtrain__net_has_names(void)
     if (!good)
         return 0;
     dtrain__net_any_name(&any);
-    good = bind(fd, &any.at.any, any.bytes) == 0;
+    good = bind(DTRAIN__OS_SOCKET(fd), &any.at.any, any.bytes) == 0;
     dtrain__os_hang_up(fd);
     return good;
 #else
@@ -18850,7 +18896,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
             continue;
         memset(&out[*count], 0, sizeof *out);
         memcpy(&out[*count].at.storage, at->ai_addr, at->ai_addrlen);
-        out[(*count)++].bytes = at->ai_addrlen;
+        out[(*count)++].bytes = (socklen_t)at->ai_addrlen;
     }
     freeaddrinfo(list);
     return *count > 0 ? DTRAIN_OK
@@ -18898,12 +18944,12 @@ static void dtrain__net_unplain(int fd)
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 {
     int one = 1, buffer = (int)buffer_bytes;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
+    setsockopt(DTRAIN__OS_SOCKET(fd), IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
     if (!same_host)
         dtrain__net_unplain(fd);
     if (buffer > 0) {
-        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
-        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
+        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
+        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
     }
 }
 
@@ -18931,7 +18977,9 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
         dtrain__net_remove_stale(address);
     else
         dtrain__os_reuse(*fd);
-    error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : dtrain__os_socket_error();
+    error = bind(DTRAIN__OS_SOCKET(*fd), any, address->bytes) == 0 && listen(DTRAIN__OS_SOCKET(*fd), 1024) == 0
+                ? 0
+                : dtrain__os_socket_error();
     if (error == 0)
         error = dtrain__net_end(*fd, 0, address);
     if (error != 0) {
@@ -18974,12 +19022,12 @@ static int dtrain__net_is_mirror(int fd)
 {
     dtrain__address here, there;
     return dtrain__net_end(fd, 0, &here) == 0 && dtrain__net_end(fd, 1, &there) == 0 && !dtrain__net_is_unix(&here) &&
-           here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+           here.bytes == there.bytes && memcmp(&here.at, &there.at, (size_t)here.bytes) == 0;
 }
 
 static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
 {
-    fds[*count].fd = fd;
+    fds[*count].fd = DTRAIN__OS_SOCKET(fd);
     fds[*count].events = (short)events;
     fds[(*count)++].revents = 0;
 }
@@ -19000,7 +19048,7 @@ static int dtrain__net_connected(int fd)
     socklen_t bytes = sizeof error;
     if (!dtrain__net_writable(fd))
         return EINPROGRESS;
-    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
+    if (getsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
         return dtrain__os_socket_error();
     error = dtrain__os_errno(error);
     return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
@@ -21076,8 +21124,9 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
 }
 
 /* Admits a proved peer, or refuses it with a text. */
-DTRAIN__PRINTF(4, 5) static void
-dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
+DTRAIN__PRINTF(4, 5)
+static void dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status,
+                               const char *format, ...)
 {
     char text[DTRAIN__VERDICT_TEXT];
     va_list arguments;
@@ -21784,7 +21833,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     dtrain__os_lock(&hub->mutex);
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
-        dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
+        dtrain__hub_watch(hub, &count, (int)extra[i].fd, extra[i].events);
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     for (dtrain__channel *channel = dtrain__channel_first(hub); serviced && channel != NULL;
          channel = dtrain__channel_next(channel)) {
@@ -24682,7 +24731,7 @@ static dtrain_status dtrain__place_check_token(const char *what, const char *tok
 static dtrain_status dtrain__place_read_token(const char *what, const char *path, char token[256], size_t *bytes)
 {
     char text[512], from[300];
-    dtrain__os_facts file;
+    dtrain__os_facts file = {DTRAIN__OS_IS_OTHER, 0, 0, 0};
     ssize_t n = 0;
     int fd = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_READ), error = 0, regular = 0;
     snprintf(from, sizeof from, "%.60s \"%.200s\"", what, path);
@@ -29150,12 +29199,12 @@ static void *dtrain__mpi_library(void)
     void *library = NULL;
     for (size_t i = 0; library == NULL && i < (given ? 1 : sizeof names / sizeof names[0]); i++) {
         const char *name = given ? asked : names[i];
-        library = dlopen(name, RTLD_NOW | RTLD_GLOBAL); /* its plugins look for its symbols */
+        library = dtrain__os_library(name);
         snprintf(dtrain__mpi.library, sizeof dtrain__mpi.library, "%.256s", name);
     }
     if (library != NULL)
         return library;
-    const char *why = dlerror();
+    const char *why = dtrain__os_library_why();
     dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                  "MPI: no library with the standard ABI: %s: %.200s; set DTRAIN_MPI_LIBRARY to its path, or compile "
                  "with DTRAIN_MPI_HEADER",
@@ -29170,12 +29219,12 @@ static dtrain_status dtrain__mpi_find(void)
     if (library == NULL)
         return DTRAIN_ERR_UNSUPPORTED;
 #define DTRAIN__MPI_TAKE(name) \
-    found = dlsym(library, "MPI_" #name); \
+    found = dtrain__os_symbol(library, "MPI_" #name); \
     missing |= found == NULL; \
     memcpy(&dtrain__mpi.call.name, &found, sizeof found);
     DTRAIN__MPI_TAKE_ALL
 #undef DTRAIN__MPI_TAKE
-    found = dlsym(library, "MPI_Abi_get_version");
+    found = dtrain__os_symbol(library, "MPI_Abi_get_version");
     memcpy(&version, &found, sizeof found);
     if (!missing && found != NULL && version(&major, &minor) == 0 && major == 1)
         return DTRAIN_OK;

@@ -6,6 +6,8 @@
 #include "os_windows.c"
 #ifdef _WIN32
 
+#define DTRAIN__OS_SOCKET(fd) ((SOCKET)(fd)) /* as the system takes it */
+
 /* Starts the system's sockets. May be called again. */
 static void dtrain__os_sockets(void)
 {
