@@ -11,8 +11,8 @@
  * dtrain is no framework: it has no autograd and no graph. Its only layers are those that several ranks compute
  * together (>>tensor-parallel).
  *
- * dtrain.h compiles as C99 and later and as C++11 and later, by gcc and clang, on Linux and other POSIX systems. In C++
- * name a desc and set its fields.
+ * dtrain.h compiles as C99 and later and as C++11 and later, by gcc and clang, on Linux, other POSIX systems and
+ * Windows. In C++ name a desc and set its fields.
  *
  * CONTENTS (search for the mark)
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
@@ -189,6 +189,21 @@
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative
  *                             or longer than 44 bytes
+ *
+ * WINDOWS
+ *     Windows 10 and later, by gcc or clang of MinGW-w64; link with -lws2_32. Texts and paths are UTF-8. This is
+ *     different from POSIX systems:
+ *
+ *     unix sockets            There are none. Ranks of one host meet over TCP on loopback, which needs a token. dtrun
+ *                             makes one. Ranks of one host share memory as elsewhere
+ *     fork                    There is none. Start ranks with dtrun or as threads
+ *     signals                 dtrun ends ranks at once after --grace-ms: they get no SIGTERM first. Ctrl-C reaches them
+ *                             directly. The status of a rank that was ended so is 137
+ *     file modes              A token file is not checked for readers other than its owner
+ *     memory                  The system promises memory for all of a reserved range at once. Pages are not moved, so
+ *                             FSDP gives pages back and gets new ones
+ *     checkpoint lock         It tells jobs apart, but not two checkpointers of one process
+ *     dtrain_cuda.h           It is not for Windows
  *
  * MACROS, before the first include of dtrain.h
  *     DTRAIN_IMPLEMENTATION   in one file: the implementation as well
@@ -5729,7 +5744,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 /* these need the ones above */
 #include <afunix.h>
 #include <io.h>
-#include <iphlpapi.h>
+#include <iptypes.h>
 #include <malloc.h>
 #include <ntsecapi.h>
 #include <process.h>
@@ -8209,10 +8224,11 @@ static int dtrain__os_real_path(const char *path, char real[DTRAIN__OS_PATH_BYTE
 }
 
 /* ---- locks ----
- * A lock of the process is made of the system's locks, which belong to an open file: byte DTRAIN__OS_LOCKS + its id is
- * locked for reading by every file of the process that holds the lock. Whoever takes the lock first locks the byte
- * before those, the door, and then finds no other process's byte locked. These bytes lie beyond the file's end, since
- * a locked byte cannot be read. The range's own place does not count: there is one such lock a file. */
+ * A lock of the process is made of the system's locks, which belong to an open file. Each process has a byte, at
+ * DTRAIN__OS_LOCKS + its id. Every open file of the process that holds the lock has locked that byte for reading.
+ * Whoever wants the lock first locks the byte before all those, the door. Then it looks whether another process's byte
+ * is locked. These bytes lie beyond the file's end, since a locked byte cannot be read. The range's own place does not
+ * count: a file has one such lock. */
 
 #define DTRAIN__OS_LOCKS ((uint64_t)1 << 40)
 

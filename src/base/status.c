@@ -48,7 +48,7 @@
 /* these need the ones above */
 #include <afunix.h>
 #include <io.h>
-#include <iphlpapi.h>
+#include <iptypes.h>
 #include <malloc.h>
 #include <ntsecapi.h>
 #include <process.h>
