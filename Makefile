@@ -59,6 +59,8 @@ build/slow_link: examples/train_gpt.c
 build/bench: CFLAGS += -fno-math-errno
 build/bench: $(wildcard tools/bench_*.h)
 
+build/dtrun: $(wildcard tools/dtrun_*.h)
+
 build/plan: $(wildcard tools/plan_*.h) examples/report.h
 
 build/%: tools/%.c tools/tool.h dtrain.h | build

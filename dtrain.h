@@ -11,8 +11,8 @@
  * dtrain is no framework: it has no autograd and no graph. Its only layers are those that several ranks compute
  * together (>>tensor-parallel).
  *
- * dtrain.h compiles as C99 and later and as C++11 and later, by gcc and clang, on Linux and other POSIX systems. In C++
- * name a desc and set its fields.
+ * dtrain.h compiles as C99 and later and as C++11 and later, by gcc and clang, on Linux, other POSIX systems and
+ * Windows. In C++ name a desc and set its fields.
  *
  * CONTENTS (search for the mark)
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
@@ -193,6 +193,21 @@
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative
  *                             or longer than 44 bytes
+ *
+ * WINDOWS
+ *     Windows 10 and later, by gcc or clang of MinGW-w64; link with -lws2_32. Texts and paths are UTF-8. This is
+ *     different from POSIX systems:
+ *
+ *     unix sockets            There are none. Ranks of one host meet over TCP on loopback, which needs a token. dtrun
+ *                             makes one. Ranks of one host share memory as elsewhere
+ *     fork                    There is none. Start ranks with dtrun or as threads
+ *     signals                 dtrun ends ranks at once after --grace-ms: they get no SIGTERM first. Ctrl-C reaches them
+ *                             directly. The status of a rank that was ended so is 137
+ *     file modes              A token file is not checked for readers other than its owner
+ *     memory                  The system promises memory for all of a reserved range at once. Pages are not moved, so
+ *                             FSDP gives pages back and gets new ones
+ *     checkpoint lock         It tells jobs apart, but not two checkpointers of one process
+ *     dtrain_cuda.h           It is not for Windows
  *
  * MACROS, before the first include of dtrain.h
  *     DTRAIN_IMPLEMENTATION   in one file: the implementation as well
@@ -5901,7 +5916,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 /* these need the ones above */
 #include <afunix.h>
 #include <io.h>
-#include <iphlpapi.h>
+#include <iptypes.h>
 #include <malloc.h>
 #include <ntsecapi.h>
 #include <process.h>
@@ -6031,8 +6046,8 @@ static void dtrain__status_once(char *text)
 }
 
 /* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
-DTRAIN__PRINTF(3, 4) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
-                                                                        const char *format, ...)
+DTRAIN__PRINTF(3, 4)
+static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list arguments;
@@ -6869,6 +6884,25 @@ static uint64_t dtrain__os_process_began(long process, int *known)
     return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
 }
 
+#if !defined(DTRAIN_NO_MPI) && !defined(DTRAIN_MPI_HEADER)
+/* Loads a library whose plugins look for its symbols. Returns NULL if there is none. */
+static void *dtrain__os_library(const char *name)
+{
+    return dlopen(name, RTLD_NOW | RTLD_GLOBAL);
+}
+
+/* Returns why a library was not loaded; may be NULL. */
+static const char *dtrain__os_library_why(void)
+{
+    return dlerror();
+}
+
+static void *dtrain__os_symbol(void *library, const char *name)
+{
+    return dlsym(library, name);
+}
+#endif
+
 /* ---- faults ----
  * A handler of SIGSEGV and SIGBUS reports a fault, then calls the handler that was there before, or lets the fault
  * happen again and end the process. */
@@ -7196,6 +7230,8 @@ static void dtrain__os_release_signals(dtrain__os_signals *signals, int error)
 #define DTRAIN__OS_POSIX_SOCKETS
 #ifndef _WIN32
 
+#define DTRAIN__OS_SOCKET(fd) (fd) /* as the system takes it */
+
 /* Starts the system's sockets. */
 static void dtrain__os_sockets(void)
 {
@@ -7262,6 +7298,12 @@ static void dtrain__os_socket_directory(char *out, size_t capacity)
     if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
         base = "/tmp";
     snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
+}
+
+/* Starts a connection. Returns 0 or an errno. */
+static int dtrain__os_connect(int fd, const struct sockaddr *to, socklen_t bytes)
+{
+    return connect(fd, to, bytes) == 0 || errno == EINPROGRESS || errno == EINTR ? 0 : errno;
 }
 
 /* Makes a directory that nobody else may enter, if there is none. Returns 0, or -1 with errno. */
@@ -7409,7 +7451,7 @@ static int dtrain__os_inherit(int fd)
 {
     int listens = 0;
     socklen_t bytes = sizeof listens;
-    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens || dtrain__os_manners(fd) != 0)
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens)
         return -1;
     return fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }
@@ -8000,6 +8042,28 @@ static void dtrain__os_host_id(unsigned char id[128])
                  &bytes);
 }
 
+#if !defined(DTRAIN_NO_MPI) && !defined(DTRAIN_MPI_HEADER)
+/* Loads a library. Returns NULL if there is none. */
+static void *dtrain__os_library(const char *name)
+{
+    return (void *)LoadLibraryA(name);
+}
+
+/* Returns why a library was not loaded; may be NULL. */
+static const char *dtrain__os_library_why(void)
+{
+    return NULL;
+}
+
+static void *dtrain__os_symbol(void *library, const char *name)
+{
+    FARPROC found = GetProcAddress((HMODULE)library, name);
+    void *symbol;
+    memcpy(&symbol, &found, sizeof symbol);
+    return symbol;
+}
+#endif
+
 /* ---- faults ---- */
 
 static dtrain__os_fault_fn dtrain__os_fault_report;
@@ -8375,10 +8439,11 @@ static int dtrain__os_real_path(const char *path, char real[DTRAIN__OS_PATH_BYTE
 }
 
 /* ---- locks ----
- * A lock of the process is made of the system's locks, which belong to an open file. Each file of the process that
- * holds the lock has locked byte DTRAIN__OS_LOCKS + the process's id for reading. Whoever takes the lock first locks the
- * byte before those, the door, and then finds no other process's byte locked. These bytes lie beyond the file's end,
- * since a locked byte cannot be read. The range's own place does not count: there is one such lock a file. */
+ * A lock of the process is made of the system's locks, which belong to an open file. Each process has a byte, at
+ * DTRAIN__OS_LOCKS + its id. Every open file of the process that holds the lock has locked that byte for reading.
+ * Whoever wants the lock first locks the byte before all those, the door. Then it looks whether another process's byte
+ * is locked. These bytes lie beyond the file's end, since a locked byte cannot be read. The range's own place does not
+ * count: a file has one such lock. */
 
 #define DTRAIN__OS_LOCKS ((uint64_t)1 << 40)
 
@@ -8460,6 +8525,8 @@ static void dtrain__os_release_signals(dtrain__os_signals *signals, int error)
 #define DTRAIN__OS_WINDOWS_SOCKETS
 #ifdef _WIN32
 
+#define DTRAIN__OS_SOCKET(fd) ((SOCKET)(fd)) /* as the system takes it */
+
 /* Starts the system's sockets. May be called again. */
 static void dtrain__os_sockets(void)
 {
@@ -8521,6 +8588,13 @@ static int dtrain__os_socket(int family, int *fd)
     return family == AF_UNIX ? EAFNOSUPPORT : dtrain__os_socket_of(family, SOCK_STREAM, fd);
 }
 
+/* Starts a connection. Returns 0 or an errno. */
+static int dtrain__os_connect(int fd, const struct sockaddr *to, socklen_t bytes)
+{
+    int error = connect((SOCKET)fd, to, bytes) == 0 ? 0 : dtrain__os_socket_error();
+    return error == EWOULDBLOCK ? 0 : error;
+}
+
 /* Keeps others off the address. SO_REUSEADDR would let them take it; an old connection's address is free without. */
 static void dtrain__os_reuse(int fd)
 {
@@ -8549,19 +8623,23 @@ static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, sockl
     return error == EWOULDBLOCK || error == EINTR || error == ECONNABORTED || error == ECONNRESET ? EAGAIN : error;
 }
 
-/* Copies a listening socket that was inherited. Returns -1 if the number is not such a socket. */
+/* Copies a listening socket that was inherited. Returns -1 if the number is not such a socket. Wine knows only the copy
+ * as a socket. */
 static int dtrain__os_inherit(int fd)
 {
     int listens = 0, own = -1;
     socklen_t bytes = sizeof listens;
     WSAPROTOCOL_INFOW about;
     dtrain__os_sockets();
-    if (getsockopt((SOCKET)fd, SOL_SOCKET, SO_ACCEPTCONN, (char *)&listens, &bytes) == 0 && listens &&
-        WSADuplicateSocketW((SOCKET)fd, GetCurrentProcessId(), &about) == 0)
+    if (WSADuplicateSocketW((SOCKET)fd, GetCurrentProcessId(), &about) != 0 ||
         dtrain__os_socket_take(WSASocketW(FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, &about, 0,
                                           WSA_FLAG_OVERLAPPED | WSA_FLAG_NO_HANDLE_INHERIT),
-                               &own);
-    return own;
+                               &own) != 0)
+        return -1;
+    if (getsockopt((SOCKET)own, SOL_SOCKET, SO_ACCEPTCONN, (char *)&listens, &bytes) == 0 && listens)
+        return own;
+    dtrain__os_hang_up(own);
+    return -1;
 }
 
 /* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */
@@ -12812,9 +12890,9 @@ static const char *dtrain__safetensors_quote(char out[64], const char *text, siz
 }
 
 /* Reports a broken rule. at: the byte of the file. tensor: NULL if the rule is not about one. */
-DTRAIN__PRINTF(5, 6) static dtrain_status
-dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
-                           const dtrain_safetensors_tensor *tensor, const char *format, ...)
+DTRAIN__PRINTF(5, 6)
+static dtrain_status dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
+                                                const dtrain_safetensors_tensor *tensor, const char *format, ...)
 {
     char text[256], name[64];
     va_list arguments;
@@ -13232,11 +13310,10 @@ static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *f
         return dtrain__safetensors_broken(file, 18, at, tensor, "%zu elements of %u bits end inside a byte",
                                           tensor->count, (unsigned)bits);
     if (tensor->end - tensor->begin != tensor->count * bits / 8)
-        return dtrain__safetensors_broken(file, 19, at, tensor,
-                                          "it has %llu bytes of data, and its %zu elements of %s take %llu",
-                                          (unsigned long long)(tensor->end - tensor->begin), tensor->count,
-                                          dtrain_dtype_name(tensor->dtype),
-                                          (unsigned long long)(tensor->count * bits / 8));
+        return dtrain__safetensors_broken(
+            file, 19, at, tensor, "it has %llu bytes of data, and its %zu elements of %s take %llu",
+            (unsigned long long)(tensor->end - tensor->begin), tensor->count, dtrain_dtype_name(tensor->dtype),
+            (unsigned long long)(tensor->count * bits / 8));
     return DTRAIN_OK;
 }
 
@@ -14079,9 +14156,9 @@ struct dtrain_safetensors_model {
     int has_total;
 };
 
-DTRAIN__PRINTF(4, 5) static dtrain_status
-dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule, const dtrain__names_text *name,
-                           const char *format, ...)
+DTRAIN__PRINTF(4, 5)
+static dtrain_status dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule,
+                                                const dtrain__names_text *name, const char *format, ...)
 {
     char text[300], quoted[64];
     va_list arguments;
@@ -14991,8 +15068,8 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 DTRAIN__FAST_END
 
 /* Writes what ends a group. The thread's own last error stays. */
-DTRAIN__PRINTF(3, 4) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
-                                                                             const char *format, ...)
+DTRAIN__PRINTF(3, 4)
+static void dtrain__membership_because(dtrain__error *cause, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     dtrain__error kept = dtrain__thread_error;
@@ -17605,7 +17682,8 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     if (address->bytes > 0 && family == AF_UNIX) {
         const char *path = address->at.local.sun_path;
         size_t bytes = (size_t)address->bytes - offsetof(struct sockaddr_un, sun_path);
-        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
+        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path),
+            abstract = named && path[0] == 0;
         int most = abstract ? (int)bytes - 1 : 200;
         snprintf(out.text, sizeof out.text, "%s%.*s",
                  !named     ? "a unix socket"
@@ -17639,7 +17717,8 @@ static int dtrain__net_end(int fd, int peers, dtrain__address *out)
 {
     memset(out, 0, sizeof *out);
     out->bytes = (socklen_t)sizeof out->at.storage;
-    return (peers ? getpeername(fd, &out->at.any, &out->bytes) : getsockname(fd, &out->at.any, &out->bytes)) != 0
+    return (peers ? getpeername(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)
+                  : getsockname(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)) != 0
                ? dtrain__os_socket_error()
                : 0;
 }
@@ -17741,7 +17820,7 @@ static int dtrain__net_has_names(void)
     if (!good)
         return 0;
     dtrain__net_any_name(&any);
-    good = bind(fd, &any.at.any, any.bytes) == 0;
+    good = bind(DTRAIN__OS_SOCKET(fd), &any.at.any, any.bytes) == 0;
     dtrain__os_hang_up(fd);
     return good;
 #else
@@ -17845,7 +17924,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
             continue;
         memset(&out[*count], 0, sizeof *out);
         memcpy(&out[*count].at.storage, at->ai_addr, at->ai_addrlen);
-        out[(*count)++].bytes = at->ai_addrlen;
+        out[(*count)++].bytes = (socklen_t)at->ai_addrlen;
     }
     freeaddrinfo(list);
     return *count > 0 ? DTRAIN_OK
@@ -17893,12 +17972,12 @@ static void dtrain__net_unplain(int fd)
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 {
     int one = 1, buffer = (int)buffer_bytes;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
+    setsockopt(DTRAIN__OS_SOCKET(fd), IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
     if (!same_host)
         dtrain__net_unplain(fd);
     if (buffer > 0) {
-        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
-        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
+        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
+        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
     }
 }
 
@@ -17909,7 +17988,7 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
     int fd;
     if (!dtrain__os_is_socket(path) || dtrain__net_socket(AF_UNIX, &fd) != 0)
         return;
-    if (connect(fd, &address->at.any, address->bytes) != 0 && dtrain__os_socket_error() == ECONNREFUSED)
+    if (dtrain__os_connect(fd, &address->at.any, address->bytes) == ECONNREFUSED)
         dtrain__os_unlink(DTRAIN__OS_HERE, path, 0);
     dtrain__os_hang_up(fd);
 }
@@ -17926,7 +18005,9 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
         dtrain__net_remove_stale(address);
     else
         dtrain__os_reuse(*fd);
-    error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : dtrain__os_socket_error();
+    error = bind(DTRAIN__OS_SOCKET(*fd), any, address->bytes) == 0 && listen(DTRAIN__OS_SOCKET(*fd), 1024) == 0
+                ? 0
+                : dtrain__os_socket_error();
     if (error == 0)
         error = dtrain__net_end(*fd, 0, address);
     if (error != 0) {
@@ -17944,8 +18025,8 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     if (error != 0)
         return error;
     dtrain__os_plain(*fd);
-    error = connect(*fd, any, address->bytes) == 0 ? 0 : dtrain__os_socket_error();
-    if (error == 0 || error == EINPROGRESS || error == EINTR)
+    error = dtrain__os_connect(*fd, any, address->bytes);
+    if (error == 0)
         return 0;
     dtrain__os_hang_up(*fd);
     *fd = -1;
@@ -17969,12 +18050,12 @@ static int dtrain__net_is_mirror(int fd)
 {
     dtrain__address here, there;
     return dtrain__net_end(fd, 0, &here) == 0 && dtrain__net_end(fd, 1, &there) == 0 && !dtrain__net_is_unix(&here) &&
-           here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+           here.bytes == there.bytes && memcmp(&here.at, &there.at, (size_t)here.bytes) == 0;
 }
 
 static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
 {
-    fds[*count].fd = fd;
+    fds[*count].fd = DTRAIN__OS_SOCKET(fd);
     fds[*count].events = (short)events;
     fds[(*count)++].revents = 0;
 }
@@ -17995,7 +18076,7 @@ static int dtrain__net_connected(int fd)
     socklen_t bytes = sizeof error;
     if (!dtrain__net_writable(fd))
         return EINPROGRESS;
-    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
+    if (getsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
         return dtrain__os_socket_error();
     error = dtrain__os_errno(error);
     return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
@@ -20070,8 +20151,9 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
 }
 
 /* Admits a proved peer, or refuses it with a text. */
-DTRAIN__PRINTF(4, 5) static void
-dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
+DTRAIN__PRINTF(4, 5)
+static void dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status,
+                               const char *format, ...)
 {
     char text[DTRAIN__VERDICT_TEXT];
     va_list arguments;
@@ -20778,7 +20860,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     dtrain__os_lock(&hub->mutex);
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
-        dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
+        dtrain__hub_watch(hub, &count, (int)extra[i].fd, extra[i].events);
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     for (dtrain__channel *channel = dtrain__channel_first(hub); serviced && channel != NULL;
          channel = dtrain__channel_next(channel)) {
@@ -21283,13 +21365,16 @@ static void dtrain__socket_set_port(dtrain__hub *hub, int port)
  * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
-    int fd, named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
-    if (dtrain__net_end(inherited, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
-        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub))
-        return 0;
-    fd = dtrain__os_inherit(inherited);
+    int named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
+    int fd = dtrain__os_inherit(inherited);
     if (fd < 0)
         return 0;
+    if (dtrain__net_end(fd, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
+        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__os_manners(fd) != 0) {
+        dtrain__os_hang_up(fd);
+        return 0;
+    }
+    dtrain__os_manners(inherited); /* programs that this one starts do not get it */
     dtrain__os_plain(fd);
     hub->listener = fd;
     return 1;
@@ -25039,7 +25124,7 @@ static dtrain_status dtrain__place_check_token(const char *what, const char *tok
 static dtrain_status dtrain__place_read_token(const char *what, const char *path, char token[256], size_t *bytes)
 {
     char text[512], from[300];
-    dtrain__os_facts file;
+    dtrain__os_facts file = {DTRAIN__OS_IS_OTHER, 0, 0, 0};
     ssize_t n = 0;
     int fd = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_READ), error = 0, regular = 0;
     snprintf(from, sizeof from, "%.60s \"%.200s\"", what, path);
@@ -29717,12 +29802,12 @@ static void *dtrain__mpi_library(void)
     void *library = NULL;
     for (size_t i = 0; library == NULL && i < (given ? 1 : sizeof names / sizeof names[0]); i++) {
         const char *name = given ? asked : names[i];
-        library = dlopen(name, RTLD_NOW | RTLD_GLOBAL); /* its plugins look for its symbols */
+        library = dtrain__os_library(name);
         snprintf(dtrain__mpi.library, sizeof dtrain__mpi.library, "%.256s", name);
     }
     if (library != NULL)
         return library;
-    const char *why = dlerror();
+    const char *why = dtrain__os_library_why();
     dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                  "MPI: no library with the standard ABI: %s: %.200s; set DTRAIN_MPI_LIBRARY to its path, or compile "
                  "with DTRAIN_MPI_HEADER",
@@ -29737,12 +29822,12 @@ static dtrain_status dtrain__mpi_find(void)
     if (library == NULL)
         return DTRAIN_ERR_UNSUPPORTED;
 #define DTRAIN__MPI_TAKE(name) \
-    found = dlsym(library, "MPI_" #name); \
+    found = dtrain__os_symbol(library, "MPI_" #name); \
     missing |= found == NULL; \
     memcpy(&dtrain__mpi.call.name, &found, sizeof found);
     DTRAIN__MPI_TAKE_ALL
 #undef DTRAIN__MPI_TAKE
-    found = dlsym(library, "MPI_Abi_get_version");
+    found = dtrain__os_symbol(library, "MPI_Abi_get_version");
     memcpy(&version, &found, sizeof found);
     if (!missing && found != NULL && version(&major, &minor) == 0 && major == 1)
         return DTRAIN_OK;

@@ -11,8 +11,8 @@
  * dtrain is no framework: it has no autograd and no graph. Its only layers are those that several ranks compute
  * together (>>tensor-parallel).
  *
- * dtrain.h compiles as C99 and later and as C++11 and later, by gcc and clang, on Linux and other POSIX systems. In C++
- * name a desc and set its fields.
+ * dtrain.h compiles as C99 and later and as C++11 and later, by gcc and clang, on Linux, other POSIX systems and
+ * Windows. In C++ name a desc and set its fields.
  *
  * CONTENTS (search for the mark)
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
@@ -193,6 +193,21 @@
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative
  *                             or longer than 44 bytes
+ *
+ * WINDOWS
+ *     Windows 10 and later, by gcc or clang of MinGW-w64; link with -lws2_32. Texts and paths are UTF-8. This is
+ *     different from POSIX systems:
+ *
+ *     unix sockets            There are none. Ranks of one host meet over TCP on loopback, which needs a token. dtrun
+ *                             makes one. Ranks of one host share memory as elsewhere
+ *     fork                    There is none. Start ranks with dtrun or as threads
+ *     signals                 dtrun ends ranks at once after --grace-ms: they get no SIGTERM first. Ctrl-C reaches them
+ *                             directly. The status of a rank that was ended so is 137
+ *     file modes              A token file is not checked for readers other than its owner
+ *     memory                  The system promises memory for all of a reserved range at once. Pages are not moved, so
+ *                             FSDP gives pages back and gets new ones
+ *     checkpoint lock         It tells jobs apart, but not two checkpointers of one process
+ *     dtrain_cuda.h           It is not for Windows
  *
  * MACROS, before the first include of dtrain.h
  *     DTRAIN_IMPLEMENTATION   in one file: the implementation as well

@@ -625,6 +625,25 @@ static uint64_t dtrain__os_process_began(long process, int *known)
     return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
 }
 
+#if !defined(DTRAIN_NO_MPI) && !defined(DTRAIN_MPI_HEADER)
+/* Loads a library whose plugins look for its symbols. Returns NULL if there is none. */
+static void *dtrain__os_library(const char *name)
+{
+    return dlopen(name, RTLD_NOW | RTLD_GLOBAL);
+}
+
+/* Returns why a library was not loaded; may be NULL. */
+static const char *dtrain__os_library_why(void)
+{
+    return dlerror();
+}
+
+static void *dtrain__os_symbol(void *library, const char *name)
+{
+    return dlsym(library, name);
+}
+#endif
+
 /* ---- faults ----
  * A handler of SIGSEGV and SIGBUS reports a fault, then calls the handler that was there before, or lets the fault
  * happen again and end the process. */

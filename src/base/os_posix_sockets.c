@@ -5,6 +5,8 @@
 #include "os_posix.c"
 #ifndef _WIN32
 
+#define DTRAIN__OS_SOCKET(fd) (fd) /* as the system takes it */
+
 /* Starts the system's sockets. */
 static void dtrain__os_sockets(void)
 {
@@ -71,6 +73,12 @@ static void dtrain__os_socket_directory(char *out, size_t capacity)
     if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
         base = "/tmp";
     snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
+}
+
+/* Starts a connection. Returns 0 or an errno. */
+static int dtrain__os_connect(int fd, const struct sockaddr *to, socklen_t bytes)
+{
+    return connect(fd, to, bytes) == 0 || errno == EINPROGRESS || errno == EINTR ? 0 : errno;
 }
 
 /* Makes a directory that nobody else may enter, if there is none. Returns 0, or -1 with errno. */
@@ -218,7 +226,7 @@ static int dtrain__os_inherit(int fd)
 {
     int listens = 0;
     socklen_t bytes = sizeof listens;
-    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens || dtrain__os_manners(fd) != 0)
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens)
         return -1;
     return fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }

@@ -487,6 +487,28 @@ static void dtrain__os_host_id(unsigned char id[128])
                  &bytes);
 }
 
+#if !defined(DTRAIN_NO_MPI) && !defined(DTRAIN_MPI_HEADER)
+/* Loads a library. Returns NULL if there is none. */
+static void *dtrain__os_library(const char *name)
+{
+    return (void *)LoadLibraryA(name);
+}
+
+/* Returns why a library was not loaded; may be NULL. */
+static const char *dtrain__os_library_why(void)
+{
+    return NULL;
+}
+
+static void *dtrain__os_symbol(void *library, const char *name)
+{
+    FARPROC found = GetProcAddress((HMODULE)library, name);
+    void *symbol;
+    memcpy(&symbol, &found, sizeof symbol);
+    return symbol;
+}
+#endif
+
 /* ---- faults ---- */
 
 static dtrain__os_fault_fn dtrain__os_fault_report;

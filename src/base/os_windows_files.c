@@ -343,10 +343,11 @@ static int dtrain__os_real_path(const char *path, char real[DTRAIN__OS_PATH_BYTE
 }
 
 /* ---- locks ----
- * A lock of the process is made of the system's locks, which belong to an open file. Each file of the process that
- * holds the lock has locked byte DTRAIN__OS_LOCKS + the process's id for reading. Whoever takes the lock first locks the
- * byte before those, the door, and then finds no other process's byte locked. These bytes lie beyond the file's end,
- * since a locked byte cannot be read. The range's own place does not count: there is one such lock a file. */
+ * A lock of the process is made of the system's locks, which belong to an open file. Each process has a byte, at
+ * DTRAIN__OS_LOCKS + its id. Every open file of the process that holds the lock has locked that byte for reading.
+ * Whoever wants the lock first locks the byte before all those, the door. Then it looks whether another process's byte
+ * is locked. These bytes lie beyond the file's end, since a locked byte cannot be read. The range's own place does not
+ * count: a file has one such lock. */
 
 #define DTRAIN__OS_LOCKS ((uint64_t)1 << 40)
 

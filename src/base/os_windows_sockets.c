@@ -6,6 +6,8 @@
 #include "os_windows.c"
 #ifdef _WIN32
 
+#define DTRAIN__OS_SOCKET(fd) ((SOCKET)(fd)) /* as the system takes it */
+
 /* Starts the system's sockets. May be called again. */
 static void dtrain__os_sockets(void)
 {
@@ -67,6 +69,13 @@ static int dtrain__os_socket(int family, int *fd)
     return family == AF_UNIX ? EAFNOSUPPORT : dtrain__os_socket_of(family, SOCK_STREAM, fd);
 }
 
+/* Starts a connection. Returns 0 or an errno. */
+static int dtrain__os_connect(int fd, const struct sockaddr *to, socklen_t bytes)
+{
+    int error = connect((SOCKET)fd, to, bytes) == 0 ? 0 : dtrain__os_socket_error();
+    return error == EWOULDBLOCK ? 0 : error;
+}
+
 /* Keeps others off the address. SO_REUSEADDR would let them take it; an old connection's address is free without. */
 static void dtrain__os_reuse(int fd)
 {
@@ -95,19 +104,23 @@ static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, sockl
     return error == EWOULDBLOCK || error == EINTR || error == ECONNABORTED || error == ECONNRESET ? EAGAIN : error;
 }
 
-/* Copies a listening socket that was inherited. Returns -1 if the number is not such a socket. */
+/* Copies a listening socket that was inherited. Returns -1 if the number is not such a socket. Wine knows only the copy
+ * as a socket. */
 static int dtrain__os_inherit(int fd)
 {
     int listens = 0, own = -1;
     socklen_t bytes = sizeof listens;
     WSAPROTOCOL_INFOW about;
     dtrain__os_sockets();
-    if (getsockopt((SOCKET)fd, SOL_SOCKET, SO_ACCEPTCONN, (char *)&listens, &bytes) == 0 && listens &&
-        WSADuplicateSocketW((SOCKET)fd, GetCurrentProcessId(), &about) == 0)
+    if (WSADuplicateSocketW((SOCKET)fd, GetCurrentProcessId(), &about) != 0 ||
         dtrain__os_socket_take(WSASocketW(FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, FROM_PROTOCOL_INFO, &about, 0,
                                           WSA_FLAG_OVERLAPPED | WSA_FLAG_NO_HANDLE_INHERIT),
-                               &own);
-    return own;
+                               &own) != 0)
+        return -1;
+    if (getsockopt((SOCKET)own, SOL_SOCKET, SO_ACCEPTCONN, (char *)&listens, &bytes) == 0 && listens)
+        return own;
+    dtrain__os_hang_up(own);
+    return -1;
 }
 
 /* Sends without waiting. Returns the number of bytes sent; 0: none now; -1: the connection is broken (errno). */

@@ -49,7 +49,7 @@
 /* these need the ones above */
 #include <afunix.h>
 #include <io.h>
-#include <iphlpapi.h>
+#include <iptypes.h>
 #include <malloc.h>
 #include <ntsecapi.h>
 #include <process.h>
@@ -179,8 +179,8 @@ static void dtrain__status_once(char *text)
 }
 
 /* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
-DTRAIN__PRINTF(3, 4) static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status,
-                                                                        const char *format, ...)
+DTRAIN__PRINTF(3, 4)
+static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list arguments;

@@ -200,8 +200,9 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
 }
 
 /* Admits a proved peer, or refuses it with a text. */
-DTRAIN__PRINTF(4, 5) static void
-dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
+DTRAIN__PRINTF(4, 5)
+static void dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status,
+                               const char *format, ...)
 {
     char text[DTRAIN__VERDICT_TEXT];
     va_list arguments;

@@ -111,8 +111,8 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 DTRAIN__FAST_END
 
 /* Writes what ends a group. The thread's own last error stays. */
-DTRAIN__PRINTF(3, 4) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
-                                                                             const char *format, ...)
+DTRAIN__PRINTF(3, 4)
+static void dtrain__membership_because(dtrain__error *cause, dtrain_status status, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     dtrain__error kept = dtrain__thread_error;

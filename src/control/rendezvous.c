@@ -455,7 +455,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     dtrain__os_lock(&hub->mutex);
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
-        dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
+        dtrain__hub_watch(hub, &count, (int)extra[i].fd, extra[i].events);
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     for (dtrain__channel *channel = dtrain__channel_first(hub); serviced && channel != NULL;
          channel = dtrain__channel_next(channel)) {

@@ -39,9 +39,9 @@ struct dtrain_safetensors_model {
     int has_total;
 };
 
-DTRAIN__PRINTF(4, 5) static dtrain_status
-dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule, const dtrain__names_text *name,
-                           const char *format, ...)
+DTRAIN__PRINTF(4, 5)
+static dtrain_status dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule,
+                                                const dtrain__names_text *name, const char *format, ...)
 {
     char text[300], quoted[64];
     va_list arguments;

@@ -80,9 +80,9 @@ static const char *dtrain__safetensors_quote(char out[64], const char *text, siz
 }
 
 /* Reports a broken rule. at: the byte of the file. tensor: NULL if the rule is not about one. */
-DTRAIN__PRINTF(5, 6) static dtrain_status
-dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
-                           const dtrain_safetensors_tensor *tensor, const char *format, ...)
+DTRAIN__PRINTF(5, 6)
+static dtrain_status dtrain__safetensors_broken(const dtrain_safetensors *file, int rule, uint64_t at,
+                                                const dtrain_safetensors_tensor *tensor, const char *format, ...)
 {
     char text[256], name[64];
     va_list arguments;
@@ -500,11 +500,10 @@ static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *f
         return dtrain__safetensors_broken(file, 18, at, tensor, "%zu elements of %u bits end inside a byte",
                                           tensor->count, (unsigned)bits);
     if (tensor->end - tensor->begin != tensor->count * bits / 8)
-        return dtrain__safetensors_broken(file, 19, at, tensor,
-                                          "it has %llu bytes of data, and its %zu elements of %s take %llu",
-                                          (unsigned long long)(tensor->end - tensor->begin), tensor->count,
-                                          dtrain_dtype_name(tensor->dtype),
-                                          (unsigned long long)(tensor->count * bits / 8));
+        return dtrain__safetensors_broken(
+            file, 19, at, tensor, "it has %llu bytes of data, and its %zu elements of %s take %llu",
+            (unsigned long long)(tensor->end - tensor->begin), tensor->count, dtrain_dtype_name(tensor->dtype),
+            (unsigned long long)(tensor->count * bits / 8));
     return DTRAIN_OK;
 }
 

@@ -156,12 +156,12 @@ static void *dtrain__mpi_library(void)
     void *library = NULL;
     for (size_t i = 0; library == NULL && i < (given ? 1 : sizeof names / sizeof names[0]); i++) {
         const char *name = given ? asked : names[i];
-        library = dlopen(name, RTLD_NOW | RTLD_GLOBAL); /* its plugins look for its symbols */
+        library = dtrain__os_library(name);
         snprintf(dtrain__mpi.library, sizeof dtrain__mpi.library, "%.256s", name);
     }
     if (library != NULL)
         return library;
-    const char *why = dlerror();
+    const char *why = dtrain__os_library_why();
     dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                  "MPI: no library with the standard ABI: %s: %.200s; set DTRAIN_MPI_LIBRARY to its path, or compile "
                  "with DTRAIN_MPI_HEADER",
@@ -176,12 +176,12 @@ static dtrain_status dtrain__mpi_find(void)
     if (library == NULL)
         return DTRAIN_ERR_UNSUPPORTED;
 #define DTRAIN__MPI_TAKE(name) \
-    found = dlsym(library, "MPI_" #name); \
+    found = dtrain__os_symbol(library, "MPI_" #name); \
     missing |= found == NULL; \
     memcpy(&dtrain__mpi.call.name, &found, sizeof found);
     DTRAIN__MPI_TAKE_ALL
 #undef DTRAIN__MPI_TAKE
-    found = dlsym(library, "MPI_Abi_get_version");
+    found = dtrain__os_symbol(library, "MPI_Abi_get_version");
     memcpy(&version, &found, sizeof found);
     if (!missing && found != NULL && version(&major, &minor) == 0 && major == 1)
         return DTRAIN_OK;

@@ -36,7 +36,8 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
     if (address->bytes > 0 && family == AF_UNIX) {
         const char *path = address->at.local.sun_path;
         size_t bytes = (size_t)address->bytes - offsetof(struct sockaddr_un, sun_path);
-        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path), abstract = named && path[0] == 0;
+        int named = address->bytes > (socklen_t)offsetof(struct sockaddr_un, sun_path),
+            abstract = named && path[0] == 0;
         int most = abstract ? (int)bytes - 1 : 200;
         snprintf(out.text, sizeof out.text, "%s%.*s",
                  !named     ? "a unix socket"
@@ -70,7 +71,8 @@ static int dtrain__net_end(int fd, int peers, dtrain__address *out)
 {
     memset(out, 0, sizeof *out);
     out->bytes = (socklen_t)sizeof out->at.storage;
-    return (peers ? getpeername(fd, &out->at.any, &out->bytes) : getsockname(fd, &out->at.any, &out->bytes)) != 0
+    return (peers ? getpeername(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)
+                  : getsockname(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)) != 0
                ? dtrain__os_socket_error()
                : 0;
 }
@@ -172,7 +174,7 @@ static int dtrain__net_has_names(void)
     if (!good)
         return 0;
     dtrain__net_any_name(&any);
-    good = bind(fd, &any.at.any, any.bytes) == 0;
+    good = bind(DTRAIN__OS_SOCKET(fd), &any.at.any, any.bytes) == 0;
     dtrain__os_hang_up(fd);
     return good;
 #else
@@ -276,7 +278,7 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
             continue;
         memset(&out[*count], 0, sizeof *out);
         memcpy(&out[*count].at.storage, at->ai_addr, at->ai_addrlen);
-        out[(*count)++].bytes = at->ai_addrlen;
+        out[(*count)++].bytes = (socklen_t)at->ai_addrlen;
     }
     freeaddrinfo(list);
     return *count > 0 ? DTRAIN_OK
@@ -324,12 +326,12 @@ static void dtrain__net_unplain(int fd)
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 {
     int one = 1, buffer = (int)buffer_bytes;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
+    setsockopt(DTRAIN__OS_SOCKET(fd), IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
     if (!same_host)
         dtrain__net_unplain(fd);
     if (buffer > 0) {
-        setsockopt(fd, SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
-        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
+        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
+        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
     }
 }
 
@@ -340,7 +342,7 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
     int fd;
     if (!dtrain__os_is_socket(path) || dtrain__net_socket(AF_UNIX, &fd) != 0)
         return;
-    if (connect(fd, &address->at.any, address->bytes) != 0 && dtrain__os_socket_error() == ECONNREFUSED)
+    if (dtrain__os_connect(fd, &address->at.any, address->bytes) == ECONNREFUSED)
         dtrain__os_unlink(DTRAIN__OS_HERE, path, 0);
     dtrain__os_hang_up(fd);
 }
@@ -357,7 +359,9 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
         dtrain__net_remove_stale(address);
     else
         dtrain__os_reuse(*fd);
-    error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : dtrain__os_socket_error();
+    error = bind(DTRAIN__OS_SOCKET(*fd), any, address->bytes) == 0 && listen(DTRAIN__OS_SOCKET(*fd), 1024) == 0
+                ? 0
+                : dtrain__os_socket_error();
     if (error == 0)
         error = dtrain__net_end(*fd, 0, address);
     if (error != 0) {
@@ -375,8 +379,8 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
     if (error != 0)
         return error;
     dtrain__os_plain(*fd);
-    error = connect(*fd, any, address->bytes) == 0 ? 0 : dtrain__os_socket_error();
-    if (error == 0 || error == EINPROGRESS || error == EINTR)
+    error = dtrain__os_connect(*fd, any, address->bytes);
+    if (error == 0)
         return 0;
     dtrain__os_hang_up(*fd);
     *fd = -1;
@@ -400,12 +404,12 @@ static int dtrain__net_is_mirror(int fd)
 {
     dtrain__address here, there;
     return dtrain__net_end(fd, 0, &here) == 0 && dtrain__net_end(fd, 1, &there) == 0 && !dtrain__net_is_unix(&here) &&
-           here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+           here.bytes == there.bytes && memcmp(&here.at, &there.at, (size_t)here.bytes) == 0;
 }
 
 static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
 {
-    fds[*count].fd = fd;
+    fds[*count].fd = DTRAIN__OS_SOCKET(fd);
     fds[*count].events = (short)events;
     fds[(*count)++].revents = 0;
 }
@@ -426,7 +430,7 @@ static int dtrain__net_connected(int fd)
     socklen_t bytes = sizeof error;
     if (!dtrain__net_writable(fd))
         return EINPROGRESS;
-    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
+    if (getsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
         return dtrain__os_socket_error();
     error = dtrain__os_errno(error);
     return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;

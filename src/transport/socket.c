@@ -269,13 +269,16 @@ static void dtrain__socket_set_port(dtrain__hub *hub, int port)
  * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
-    int fd, named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
-    if (dtrain__net_end(inherited, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
-        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub))
-        return 0;
-    fd = dtrain__os_inherit(inherited);
+    int named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
+    int fd = dtrain__os_inherit(inherited);
     if (fd < 0)
         return 0;
+    if (dtrain__net_end(fd, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
+        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__os_manners(fd) != 0) {
+        dtrain__os_hang_up(fd);
+        return 0;
+    }
+    dtrain__os_manners(inherited); /* programs that this one starts do not get it */
     dtrain__os_plain(fd);
     hub->listener = fd;
     return 1;

@@ -1,6 +1,7 @@
 /* Ranks as real processes for tests: run_ranks() forks them, a body returns 0 when its checks held. With TEST_SEALED=1
  * in the environment their connections are sealed. Ranks that meet over unix sockets share memory where they can, and
- * those that meet over TCP do not; TEST_TRANSPORT=tcp, unix or shm says otherwise. */
+ * those that meet over TCP do not; TEST_TRANSPORT=tcp, unix or shm says otherwise. On Windows ranks are threads, which
+ * meet over TCP. */
 #ifndef DTRAIN_TEST_PROCESSES_H
 #define DTRAIN_TEST_PROCESSES_H
 #include <arpa/inet.h>
@@ -17,6 +18,12 @@
 #include "pairs.h"
 
 #define MAX_PROCESSES 64
+
+#ifdef _WIN32
+#define SCENE_THREADS 1 /* ranks are threads, which cannot close the pairs of others: they meet over TCP */
+#else
+#define SCENE_THREADS 0
+#endif
 
 /* How the ranks of a scene meet: over unix sockets, TCP, or a transport of the user's own, without and with `alive`,
  * and with `host` too. */
@@ -120,8 +127,8 @@ __attribute__((unused)) static void scene_begin_by(scene *s, int ranks, int way)
     static pairs *last;
     scene_begin(s, ranks, way == TCP);
     free(last);
-    s->own = last = way >= OWN ? pairs_new(ranks, way >= OWN_ASKED) : NULL;
-    if (way == OWN_HOST)
+    s->own = last = way >= OWN && !SCENE_THREADS ? pairs_new(ranks, way >= OWN_ASKED) : NULL;
+    if (way == OWN_HOST && s->own != NULL)
         s->own->hosts = 1;
 }
 
@@ -147,6 +154,8 @@ static dtrain_comm_desc scene_desc(scene *s, int rank)
 {
     dtrain_comm_desc desc = s->desc;
     const char *transport = getenv("TEST_TRANSPORT");
+    if (desc.token == NULL && SCENE_THREADS)
+        desc.token = "what TCP takes to meet";
     if (transport == NULL)
         transport = s->transport != NULL                                      ? s->transport
                     : strncmp(s->root, "unix:", 5) != 0 && desc.token != NULL ? "tcp"
@@ -207,6 +216,41 @@ static int rank_main(scene *s, int rank, rank_body body)
     return bad || test_failures != before;
 }
 
+#ifdef _WIN32 /* no fork: a rank is a thread, its pid the address of this */
+typedef struct scene_rank {
+    scene *s;
+    rank_body body;
+    HANDLE thread;
+    int rank, end;
+} scene_rank;
+
+static unsigned __stdcall scene_rank_main(void *pointer)
+{
+    scene_rank *own = (scene_rank *)pointer;
+    own->end = rank_main(own->s, own->rank, own->body);
+    return 0;
+}
+
+__attribute__((unused)) static pid_t start_rank(scene *s, int rank, rank_body body)
+{
+    scene_rank *own = (scene_rank *)calloc(1, sizeof *own);
+    own->s = s;
+    own->rank = rank;
+    own->body = body;
+    own->thread = (HANDLE)_beginthreadex(NULL, 0, scene_rank_main, own, 0, NULL);
+    return (pid_t)own;
+}
+
+static int end_of(pid_t pid, double seconds)
+{
+    scene_rank *own = (scene_rank *)pid;
+    int end = WaitForSingleObject(own->thread, (DWORD)(seconds * 1000)) == WAIT_OBJECT_0 ? own->end : -1;
+    CloseHandle(own->thread);
+    if (end >= 0)
+        free(own);
+    return end;
+}
+#else
 __attribute__((unused)) static pid_t start_rank(scene *s, int rank, rank_body body)
 {
     fflush(stdout);
@@ -234,6 +278,7 @@ static int end_of(pid_t pid, double seconds)
     }
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
+#endif
 
 /* Under mpiexec this process is a rank of the scenes that have as many. Others are skipped, and those with a victim. */
 static int run_rank_of_mpi(scene *s, int victim, rank_body body)

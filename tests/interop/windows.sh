@@ -1,0 +1,172 @@
+#!/bin/sh
+# Builds dtrain for Windows with MinGW-w64 and runs it under Wine: tests, ranks as threads and as processes over TCP and
+# in shared memory, dtrun, and train_gpt, whose weights are those of Linux. With clang it checks the syntax for x86-64
+# and ARM64. Packages are installed where they are missing. Says what it skips.
+#   sh tests/interop/windows.sh
+cd "$(dirname "$0")/../.." || exit 1
+. tests/support/check.sh
+unset DTRAIN_TRANSPORT DTRAIN_ISA DTRAIN_WITHOUT
+here=build/windows
+cross=x86_64-w64-mingw32
+mkdir -p "$here/open" "$here/posix/arpa" "$here/posix/netinet" "$here/posix/sys"
+logs=$here/log
+export WINEDEBUG=-all WINEPREFIX="$PWD/$here/prefix"
+mkdir -p "$WINEPREFIX"
+
+command -v $cross-gcc >/dev/null 2>&1 && command -v $cross-g++ >/dev/null 2>&1 ||
+    (apt-get update && apt-get install -y --no-install-recommends gcc-mingw-w64-x86-64 g++-mingw-w64-x86-64) >"$logs" 2>&1
+if ! command -v $cross-gcc >/dev/null 2>&1; then
+    echo "skipped: everything for Windows (there is no $cross-gcc, and none can be installed)"
+    checked
+    exit
+fi
+wine=$(command -v wine64 || ls /usr/lib/wine/wine64 2>/dev/null)
+if [ -z "$wine" ]; then
+    (apt-get update && apt-get install -y --no-install-recommends wine64) >"$logs" 2>&1
+    wine=$(command -v wine64 || ls /usr/lib/wine/wine64 2>/dev/null)
+fi
+# Wine has sockets and processes of its own session: a terminal's stop signals must not reach its server.
+run() { # seconds program arguments...
+    seconds=$1
+    shift
+    timeout "$seconds" setsid "$wine" "$@" </dev/null
+}
+weights() { grep -o 'weights_sha256=[0-9a-f]*' "$1" | sort -u; }
+
+# ---- compilers ----
+warn="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion"
+printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$here/all.c"
+for compiler in "gcc -x c" "g++ -x c++ -std=c++11"; do
+    command -v $cross-${compiler%% *} >/dev/null 2>&1 || { echo "skipped: $cross-${compiler%% *} (not installed)"; continue; }
+    # shellcheck disable=SC2086
+    $cross-$compiler $warn -Werror -I. -fsyntax-only "$here/all.c" >"$logs" 2>&1
+    check $? "$cross-$compiler compiles dtrain.h without a warning"
+    $cross-$compiler $warn -Werror -I. -DDTRAIN_MPI -DDTRAIN_NO_SOCKETS -fsyntax-only "$here/all.c" >"$logs" 2>&1
+    check $? "$cross-$compiler: without sockets, with MPI"
+done
+for target in $cross aarch64-w64-mingw32; do
+    if ! command -v clang >/dev/null 2>&1 || [ ! -d /usr/$cross/include ]; then
+        echo "skipped: clang for $target (there is no clang, or no headers)"
+        continue
+    fi
+    # shellcheck disable=SC2086
+    clang --target=$target -isystem /usr/$cross/include $warn -Werror -Wno-ignored-pragmas -I. -fsyntax-only "$here/all.c" >"$logs" 2>&1
+    check $? "clang compiles dtrain.h for $target"
+done
+echo "skipped: clang for MSVC (Microsoft's headers are not in packages, and MinGW's do not do)"
+$cross-gcc -O0 -I. -S "$here/all.c" -o "$here/all.s" >"$logs" 2>&1 &&
+    ! grep -E 'vmov(dqa[0-9]*|ap[sd])[[:space:]].*\(%r[sb]p.*' "$here/all.s" | grep -E '%[yz]mm' >"$logs"
+check $? "no wide move to or from the stack wants more than the 16 bytes of alignment that Windows keeps"
+if [ -z "$wine" ]; then
+    echo "skipped: all that runs (there is no wine64, and none can be installed)"
+    checked
+    exit
+fi
+
+# ---- tests ----
+: >"$logs"
+for header in arpa/inet netinet/in netinet/tcp sys/socket sys/wait sys/mman sys/resource sys/un poll; do
+    : >"$here/posix/$header.h"
+done
+awk -v bodies=0 -f tests/support/open.awk dtrain.h >"$here/open/dtrain.h"
+{ echo '#define DTRAIN_IMPLEMENTATION'; awk -v bodies=1 -f tests/support/open.awk dtrain.h; } >"$here/dtrain.c"
+$cross-gcc -O2 -ffp-contract=off -w -I. -c "$here/dtrain.c" -o "$here/dtrain.o" >"$logs" 2>&1
+check $? "the library of the tests compiles"
+test_of() { # file names... (none: all of its tests)
+    name=$1
+    shift
+    $cross-gcc -O1 -w -include tests/support/on_windows.h -I"$here/open" -I. -Itests/support -I"$here/posix" \
+        tests/*/"$name".c "$here/dtrain.o" -o "$here/$name.exe" -static -lws2_32 -lpthread >"$logs" 2>&1 &&
+        run 300 "$here/$name.exe" "$@" >"$logs" 2>&1
+    check $? "$name: $(tail -1 "$logs" | tr -d '\r')"
+}
+for name in test_alike test_async test_checkpoint_plan test_chacha test_comm test_ddp test_fsdp test_json test_module test_nn \
+    test_norm test_parts test_pieces test_quantise test_safetensors_hostile test_safetensors_rules \
+    test_safetensors_write test_tensor test_topk test_train; do
+    test_of $name
+done
+
+# ---- programs ----
+static="-O2 -ffp-contract=off -fno-math-errno -I."
+for program in examples/quickstart examples/train_gpt tools/dtrun tools/dtrace tools/plan tools/safetensors; do
+    # shellcheck disable=SC2086
+    $cross-gcc $static -Wall -Wextra -Werror $program.c -o "$here/${program##*/}.exe" -static -lws2_32 -lpthread >"$logs" 2>&1
+    check $? "$program.c compiles"
+done
+for file in examples/*.c; do
+    case $file in
+    */checkpoint.c | */custom_transport.c | */robot_swarm.c) echo "skipped: $file (it forks)" ;;
+    */quickstart.c | */train_gpt.c) ;;
+    *)
+        $cross-gcc -fsyntax-only -Wall -Wextra -Werror -I. "$file" >"$logs" 2>&1
+        check $? "$file compiles"
+        ;;
+    esac
+done
+run 60 "$here/quickstart.exe" 2>"$logs" | tr -d '\r' | grep -qx '4 ranks agree: y = 3.000 x + -1.000'
+check $? "README's first program: four threads agree"
+# shellcheck disable=SC2086
+${CC:-cc} $static examples/train_gpt.c -o "$here/train_gpt" -lpthread -lm >"$logs" 2>&1
+train="--steps 3 --quiet"
+for flags in "" "--strategy full" "--mesh dp=2,pp=2" "--mesh dp=2,tp=2"; do
+    # shellcheck disable=SC2086
+    "$here/train_gpt" --ranks 4 $train $flags >"$here/linux" 2>"$logs"
+    # shellcheck disable=SC2086
+    run 300 "$here/train_gpt.exe" --ranks 4 $train $flags >"$here/wine" 2>"$logs"
+    [ -n "$(weights "$here/wine")" ] && [ "$(weights "$here/wine")" = "$(weights "$here/linux")" ]
+    check $? "train_gpt${flags:+ $flags} on 4 threads has the weights of Linux"
+done
+# shellcheck disable=SC2086
+"$here/train_gpt" --ranks 2 $train >"$here/linux" 2>"$logs"
+for transport in tcp shm; do
+    # shellcheck disable=SC2086
+    DTRAIN_TRANSPORT=$transport run 300 "$here/dtrun.exe" -n 2 "$here/train_gpt.exe" $train >"$here/wine" 2>"$logs"
+    [ $? -eq 0 ] && [ -n "$(weights "$here/wine")" ] && [ "$(weights "$here/wine")" = "$(weights "$here/linux")" ]
+    check $? "dtrun -n 2 train_gpt over $transport has the weights of Linux"
+done
+
+# ---- dtrun ----
+cat >"$here/rank.c" <<'END'
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <windows.h>
+int main(int argc, char **argv)
+{
+    int rank = atoi(getenv("DTRAIN_RANK"));
+    for (int i = 2; strcmp(argv[1], "say") == 0 && i < argc; i++)
+        printf("<%s>\n", argv[i]);
+    if (strcmp(argv[1], "say") != 0 && (rank != 1 || strcmp(argv[1], "fail") != 0))
+        Sleep(60000);
+    return strcmp(argv[1], "fail") == 0 && rank == 1 ? 7 : 0;
+}
+END
+$cross-gcc -O1 "$here/rank.c" -o "$here/rank.exe" >"$logs" 2>&1
+run 60 "$here/dtrun.exe" -n 2 "$here/rank.exe" say 'a b' 'c"d' 'e\' '*.c' 2>"$logs" | tr -d '\r' | sort >"$here/said"
+printf '[0] <*.c>\n[0] <a b>\n[0] <c"d>\n[0] <e\\>\n[1] <*.c>\n[1] <a b>\n[1] <c"d>\n[1] <e\\>\n' | LC_ALL=C sort >"$here/expected"
+LC_ALL=C sort "$here/said" | cmp -s - "$here/expected"
+check $? "dtrun passes arguments on as they are, and prefixes lines"
+begun=$(date +%s)
+run 50 "$here/dtrun.exe" -n 3 --grace-ms 500 "$here/rank.exe" fail >"$logs" 2>&1
+[ $? -eq 7 ] && [ $(($(date +%s) - begun)) -lt 40 ] && grep -q 'rank 1 .*status 7, the first to fail' "$logs"
+check $? "dtrun ends the ranks when one has failed, with its status"
+run 50 "$here/dtrun.exe" -n 1 "$here/none.exe" >"$logs" 2>&1
+[ $? -eq 127 ]
+check $? "dtrun says 127 where there is no such program"
+mark=wait-$$
+setsid "$wine" "$here/dtrun.exe" -n 2 "$here/rank.exe" $mark </dev/null >"$logs" 2>&1 &
+dtrun=$!
+for _ in 1 2 3 4 5 6 7 8 9 10; do
+    sleep 1
+    [ "$(pgrep -fc "rank.exe.*$mark")" -lt 3 ] || break # dtrun and two ranks
+done
+[ "$(pgrep -fc "rank.exe.*$mark")" -ge 3 ]
+check $? "dtrun and its ranks run"
+kill -9 $dtrun
+for _ in 1 2 3 4 5 6 7 8 9 10; do
+    pgrep -f "rank.exe.*$mark" >/dev/null || break
+    sleep 1
+done
+! pgrep -af "rank.exe.*$mark" >"$logs"
+check $? "the ranks end when dtrun is killed"
+checked
