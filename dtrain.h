@@ -16501,6 +16501,7 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
+#define DTRAIN__POST_LINE_BYTES 48 /* of those, in the cache line that says that they are there */
 
 /* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
 typedef struct dtrain__post {
@@ -16509,8 +16510,10 @@ typedef struct dtrain__post {
     void *out;
     const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
     uint64_t windows[2], places[2]; /* between processes: where in and out are (see >>window); 0: not reachable */
-    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call; if equal, peers need not read call */
-    unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
+    /* 2 x turn of the operation, + 1 if it was withdrawn at its deadline; peers read what follows in the same line */
+    uint64_t arrived __attribute__((aligned(DTRAIN__CACHE_LINE)));
+    uint64_t check;                                /* of call; if equal, peers need not read call */
+    unsigned char data[DTRAIN__POST_INLINE_BYTES]; /* small inputs */
 } dtrain__post;
 
 /* What a rank's device does with its peers' memory: see >>device_events. */
@@ -16520,14 +16523,14 @@ typedef struct dtrain__device_word {
 } dtrain__device_word;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;   /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
-    uint64_t finished;  /* turn of the last operation whose buffers this rank no longer reads */
-    uint64_t put;       /* rounds that this rank has put into bounce buffers, of all operations (see >>bounce) */
-    uint64_t taken;     /* those of which it has taken its cells */
-    uint64_t withdrawn; /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it */
+    uint64_t finished; /* turn of the last operation whose buffers this rank no longer reads */
+    uint64_t put;      /* rounds that this rank has put into bounce buffers, of all operations (see >>bounce) */
+    uint64_t taken;    /* those of which it has taken its cells */
     uint32_t inside;
-    uint32_t asleep; /* between processes: this rank waits for its doorbell */
     uint32_t closed; /* between processes: the group is broken, and nobody enters this rank's buffers any more */
+    /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it. Peers read it in each call */
+    uint64_t withdrawn __attribute__((aligned(DTRAIN__CACHE_LINE)));
+    uint32_t asleep; /* between processes: this rank waits for its doorbell */
     dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
@@ -26980,8 +26983,9 @@ static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain
 /* Where a rank's small input lies. */
 static unsigned char *dtrain__fused_data(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
-    return comm->shared->bounce != NULL ? dtrain__bounce_buffer(comm, op, rank, 0)
-                                        : dtrain__fused_post_of(comm, op, rank)->data;
+    return comm->shared->bounce != NULL && dtrain__op_bytes(op) > DTRAIN__POST_LINE_BYTES
+               ? dtrain__bounce_buffer(comm, op, rank, 0)
+               : dtrain__fused_post_of(comm, op, rank)->data;
 }
 
 /* Makes room beside the caller's buffers. An all-to-all in place lends a copy of its input, as peers read it while this
@@ -27064,9 +27068,9 @@ static int dtrain__fused_name(dtrain_comm *comm, const dtrain__op *op, dtrain__p
  * that are. */
 static int dtrain__fused_named(const dtrain_comm *comm, const dtrain__op *op, int *needed)
 {
-    int named = 0;
+    int named = 0, inlined = dtrain__fused_inline(comm, op) && dtrain__op_bytes(op) <= DTRAIN__POST_INLINE_BYTES;
     *needed = 0;
-    for (int i = 0; i < 2 * comm->size; i++)
+    for (int i = 0; i < 2 * comm->size && !inlined; i++) /* those never have names */
         if (dtrain__fused_reach(comm, op, i / 2, i % 2) > 0) {
             named += dtrain__fused_post_of(comm, op, i / 2)->windows[i % 2] != 0;
             *needed += 1;
@@ -27126,7 +27130,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
         dtrain__bounce_put(comm, op);
     }
     __atomic_store_n(&slot->put, comm->rounds + op->put, __ATOMIC_RELAXED); /* peers look once it has arrived */
-    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&post->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
@@ -27134,8 +27138,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 
 static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
 {
-    uint64_t word = __atomic_load_n(&comm->shared->slots[peer].arrived, __ATOMIC_SEQ_CST);
-    return word == 2 * op->turn || word / 2 > op->turn;
+    return __atomic_load_n(&dtrain__fused_post_of(comm, op, peer)->arrived, __ATOMIC_SEQ_CST) == 2 * op->turn;
 }
 
 #define DTRAIN__FUSED_STUCK_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
@@ -27279,7 +27282,7 @@ static int dtrain__fused_lock(dtrain_comm *comm, uint64_t *withdrawn)
 static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
-    uint64_t *arrived = &shared->slots[comm->rank].arrived, withdrawn;
+    uint64_t *arrived = &dtrain__fused_post_of(comm, op, comm->rank)->arrived, withdrawn;
     int missing = -1;
     if (!dtrain__fused_lock(comm, &withdrawn)) {
         op->touched = 1;
@@ -28982,19 +28985,18 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
     }
 }
 
-/* Counts the caller's wait since started_ns for the group's work, wherever it waited. */
-static void dtrain__work_blocked(dtrain_comm *comm, int64_t started_ns)
+/* Counts the caller's wait for the group's work, wherever it waited. */
+static void dtrain__work_blocked(dtrain_comm *comm, int64_t ns)
 {
-    int64_t ns = dtrain__os_now_ns() - started_ns;
     for (dtrain__blocked *blocked = comm->blocked; blocked != NULL; blocked = blocked->above)
         __atomic_add_fetch(&blocked->ns, ns, __ATOMIC_RELAXED);
 }
 
 /* The same for a wait inside a call of the group. */
-static void dtrain__work_blocked_in(dtrain_comm *comm, int64_t started_ns)
+static void dtrain__work_blocked_in(dtrain_comm *comm, int64_t ns)
 {
     if (!comm->apart)
-        dtrain__work_blocked(comm, started_ns);
+        dtrain__work_blocked(comm, ns);
 }
 
 static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_allocator *allocator)
@@ -29031,7 +29033,7 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
         return status;
     started = dtrain__os_now_ns();
     dtrain__work_help(work, until_ns);
-    dtrain__work_blocked_in(comm, started);
+    dtrain__work_blocked_in(comm, dtrain__os_now_ns() - started);
     *ended = dtrain_work_done(work);
     if (!*ended)
         return DTRAIN_OK;
@@ -29150,7 +29152,7 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
     now = dtrain__os_now_ns();
     dtrain__queue_ended(comm, op, now);
-    dtrain__work_blocked_in(comm, op->started_ns);
+    dtrain__work_blocked_in(comm, now - op->started_ns);
     if (op->error.status != DTRAIN_OK)
         comm->error = op->error;
     return dtrain__report(&op->error);
@@ -29933,13 +29935,13 @@ static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
 #ifndef DTRAIN__MPI
 #define DTRAIN__MPI
 
-#define DTRAIN__MPI_SLOTS 4
-#define DTRAIN__MPI_SLOT ((size_t)68 << 10) /* a frame of the mux fits */
-#define DTRAIN__MPI_LONG ((size_t)16 << 10) /* runs from here on wait for an offer */
-#define DTRAIN__MPI_MOST ((size_t)1 << 30)  /* of a message, as counts are ints */
-#define DTRAIN__MPI_PATIENCE_NS 1000000     /* for an offer */
-#define DTRAIN__MPI_HASTE 2000u             /* looks before a caller rests between two */
-#define DTRAIN__MPI_LAST_NS 1000000000      /* for what is under way when a lane ends */
+#define DTRAIN__MPI_SLOTS 8
+#define DTRAIN__MPI_SLOT ((size_t)60 << 10)  /* MPIs over TCP send so much without asking the receiver first */
+#define DTRAIN__MPI_LONG ((size_t)512 << 10) /* runs from here on wait for an offer */
+#define DTRAIN__MPI_MOST ((size_t)1 << 30)   /* of a message, as counts are ints */
+#define DTRAIN__MPI_PATIENCE_NS 1000000      /* for an offer */
+#define DTRAIN__MPI_HASTE 2000u              /* looks before a caller rests between two */
+#define DTRAIN__MPI_LAST_NS 1000000000       /* for what is under way when a lane ends */
 
 /* A message under way. */
 typedef struct dtrain__mpi_flight {
@@ -31224,7 +31226,7 @@ DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, v
     int64_t began = dtrain__os_now_ns();
     dtrain_status status = dtrain__store_do(comm, DTRAIN__STORE_WAIT, key, value, capacity, bytes);
     if (comm != NULL && __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
-        dtrain__work_blocked_in(comm, began);
+        dtrain__work_blocked_in(comm, dtrain__os_now_ns() - began);
     return status;
 }
 
@@ -32466,7 +32468,7 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     for (int rank = 0; done && rank < comm->size; rank++)
         if (part->vote.goes_on[rank])
             dtrain__split_add(&part->split, rank, dtrain__seat_world(comm->seat, rank));
-    dtrain__work_blocked_in(comm, now);
+    dtrain__work_blocked_in(comm, dtrain__os_now_ns() - now);
     if (part->vote.starved) /* nothing is pending: the next call votes again */
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
                             "%s on rank %d: no memory for its vote; it can be called again", part->split.call,
@@ -34985,7 +34987,7 @@ static int dtrain__async_wait(dtrain__async *async, uint64_t number, int64_t unt
     int64_t began = dtrain__os_now_ns();
     int over = dtrain__worker_wait(&async->worker, number, until_ns);
     if (async->group->comm->apart)
-        dtrain__work_blocked(async->group->comm, began);
+        dtrain__work_blocked(async->group->comm, dtrain__os_now_ns() - began);
     return over;
 }
 
@@ -43444,7 +43446,7 @@ static int dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64
     int64_t began = dtrain__os_now_ns();
     int ended = dtrain__worker_wait(&reducer->worker, number, until_ns);
     if (reducer->worker.threaded)
-        dtrain__work_blocked(reducer->comm, began);
+        dtrain__work_blocked(reducer->comm, dtrain__os_now_ns() - began);
     return ended;
 }
 
@@ -52926,7 +52928,7 @@ static void dtrain__rounds_wait_for_news(dtrain_local_sgd *local, uint32_t news,
         dtrain__bell_wait(&local->to_caller, turn, until_ns, dtrain__rounds_has_news, &wait);
     dtrain__os_lock(&local->mutex);
     if (local->group != NULL)
-        dtrain__work_blocked(local->group, began);
+        dtrain__work_blocked(local->group, dtrain__os_now_ns() - began);
     dtrain__os_unlock(&local->mutex);
 }
 

@@ -41,8 +41,9 @@ static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain
 /* Where a rank's small input lies. */
 static unsigned char *dtrain__fused_data(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
-    return comm->shared->bounce != NULL ? dtrain__bounce_buffer(comm, op, rank, 0)
-                                        : dtrain__fused_post_of(comm, op, rank)->data;
+    return comm->shared->bounce != NULL && dtrain__op_bytes(op) > DTRAIN__POST_LINE_BYTES
+               ? dtrain__bounce_buffer(comm, op, rank, 0)
+               : dtrain__fused_post_of(comm, op, rank)->data;
 }
 
 /* Makes room beside the caller's buffers. An all-to-all in place lends a copy of its input, as peers read it while this
@@ -125,9 +126,9 @@ static int dtrain__fused_name(dtrain_comm *comm, const dtrain__op *op, dtrain__p
  * that are. */
 static int dtrain__fused_named(const dtrain_comm *comm, const dtrain__op *op, int *needed)
 {
-    int named = 0;
+    int named = 0, inlined = dtrain__fused_inline(comm, op) && dtrain__op_bytes(op) <= DTRAIN__POST_INLINE_BYTES;
     *needed = 0;
-    for (int i = 0; i < 2 * comm->size; i++)
+    for (int i = 0; i < 2 * comm->size && !inlined; i++) /* those never have names */
         if (dtrain__fused_reach(comm, op, i / 2, i % 2) > 0) {
             named += dtrain__fused_post_of(comm, op, i / 2)->windows[i % 2] != 0;
             *needed += 1;
@@ -187,7 +188,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
         dtrain__bounce_put(comm, op);
     }
     __atomic_store_n(&slot->put, comm->rounds + op->put, __ATOMIC_RELAXED); /* peers look once it has arrived */
-    __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&post->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
@@ -195,8 +196,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 
 static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
 {
-    uint64_t word = __atomic_load_n(&comm->shared->slots[peer].arrived, __ATOMIC_SEQ_CST);
-    return word == 2 * op->turn || word / 2 > op->turn;
+    return __atomic_load_n(&dtrain__fused_post_of(comm, op, peer)->arrived, __ATOMIC_SEQ_CST) == 2 * op->turn;
 }
 
 #define DTRAIN__FUSED_STUCK_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
@@ -340,7 +340,7 @@ static int dtrain__fused_lock(dtrain_comm *comm, uint64_t *withdrawn)
 static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
-    uint64_t *arrived = &shared->slots[comm->rank].arrived, withdrawn;
+    uint64_t *arrived = &dtrain__fused_post_of(comm, op, comm->rank)->arrived, withdrawn;
     int missing = -1;
     if (!dtrain__fused_lock(comm, &withdrawn)) {
         op->touched = 1;

@@ -59,7 +59,7 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     for (int rank = 0; done && rank < comm->size; rank++)
         if (part->vote.goes_on[rank])
             dtrain__split_add(&part->split, rank, dtrain__seat_world(comm->seat, rank));
-    dtrain__work_blocked_in(comm, now);
+    dtrain__work_blocked_in(comm, dtrain__os_now_ns() - now);
     if (part->vote.starved) /* nothing is pending: the next call votes again */
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
                             "%s on rank %d: no memory for its vote; it can be called again", part->split.call,

@@ -144,19 +144,18 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
     }
 }
 
-/* Counts the caller's wait since started_ns for the group's work, wherever it waited. */
-static void dtrain__work_blocked(dtrain_comm *comm, int64_t started_ns)
+/* Counts the caller's wait for the group's work, wherever it waited. */
+static void dtrain__work_blocked(dtrain_comm *comm, int64_t ns)
 {
-    int64_t ns = dtrain__os_now_ns() - started_ns;
     for (dtrain__blocked *blocked = comm->blocked; blocked != NULL; blocked = blocked->above)
         __atomic_add_fetch(&blocked->ns, ns, __ATOMIC_RELAXED);
 }
 
 /* The same for a wait inside a call of the group. */
-static void dtrain__work_blocked_in(dtrain_comm *comm, int64_t started_ns)
+static void dtrain__work_blocked_in(dtrain_comm *comm, int64_t ns)
 {
     if (!comm->apart)
-        dtrain__work_blocked(comm, started_ns);
+        dtrain__work_blocked(comm, ns);
 }
 
 static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_allocator *allocator)
@@ -193,7 +192,7 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
         return status;
     started = dtrain__os_now_ns();
     dtrain__work_help(work, until_ns);
-    dtrain__work_blocked_in(comm, started);
+    dtrain__work_blocked_in(comm, dtrain__os_now_ns() - started);
     *ended = dtrain_work_done(work);
     if (!*ended)
         return DTRAIN_OK;
@@ -312,7 +311,7 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
     now = dtrain__os_now_ns();
     dtrain__queue_ended(comm, op, now);
-    dtrain__work_blocked_in(comm, op->started_ns);
+    dtrain__work_blocked_in(comm, now - op->started_ns);
     if (op->error.status != DTRAIN_OK)
         comm->error = op->error;
     return dtrain__report(&op->error);

@@ -210,7 +210,7 @@ static int dtrain__async_wait(dtrain__async *async, uint64_t number, int64_t unt
     int64_t began = dtrain__os_now_ns();
     int over = dtrain__worker_wait(&async->worker, number, until_ns);
     if (async->group->comm->apart)
-        dtrain__work_blocked(async->group->comm, began);
+        dtrain__work_blocked(async->group->comm, dtrain__os_now_ns() - began);
     return over;
 }
 

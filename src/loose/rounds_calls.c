@@ -199,7 +199,7 @@ static void dtrain__rounds_wait_for_news(dtrain_local_sgd *local, uint32_t news,
         dtrain__bell_wait(&local->to_caller, turn, until_ns, dtrain__rounds_has_news, &wait);
     dtrain__os_lock(&local->mutex);
     if (local->group != NULL)
-        dtrain__work_blocked(local->group, began);
+        dtrain__work_blocked(local->group, dtrain__os_now_ns() - began);
     dtrain__os_unlock(&local->mutex);
 }
 

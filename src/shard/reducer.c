@@ -74,7 +74,7 @@ static int dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64
     int64_t began = dtrain__os_now_ns();
     int ended = dtrain__worker_wait(&reducer->worker, number, until_ns);
     if (reducer->worker.threaded)
-        dtrain__work_blocked(reducer->comm, began);
+        dtrain__work_blocked(reducer->comm, dtrain__os_now_ns() - began);
     return ended;
 }
 

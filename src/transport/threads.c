@@ -17,6 +17,7 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
+#define DTRAIN__POST_LINE_BYTES 48 /* of those, in the cache line that says that they are there */
 
 /* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
 typedef struct dtrain__post {
@@ -25,8 +26,10 @@ typedef struct dtrain__post {
     void *out;
     const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
     uint64_t windows[2], places[2]; /* between processes: where in and out are (see >>window); 0: not reachable */
-    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call; if equal, peers need not read call */
-    unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
+    /* 2 x turn of the operation, + 1 if it was withdrawn at its deadline; peers read what follows in the same line */
+    uint64_t arrived __attribute__((aligned(DTRAIN__CACHE_LINE)));
+    uint64_t check;                                /* of call; if equal, peers need not read call */
+    unsigned char data[DTRAIN__POST_INLINE_BYTES]; /* small inputs */
 } dtrain__post;
 
 /* What a rank's device does with its peers' memory: see >>device_events. */
@@ -36,14 +39,14 @@ typedef struct dtrain__device_word {
 } dtrain__device_word;
 
 typedef struct dtrain__slot {
-    uint64_t arrived;   /* 2 x turn of the posted operation, + 1 if it was withdrawn at its deadline */
-    uint64_t finished;  /* turn of the last operation whose buffers this rank no longer reads */
-    uint64_t put;       /* rounds that this rank has put into bounce buffers, of all operations (see >>bounce) */
-    uint64_t taken;     /* those of which it has taken its cells */
-    uint64_t withdrawn; /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it */
+    uint64_t finished; /* turn of the last operation whose buffers this rank no longer reads */
+    uint64_t put;      /* rounds that this rank has put into bounce buffers, of all operations (see >>bounce) */
+    uint64_t taken;    /* those of which it has taken its cells */
     uint32_t inside;
-    uint32_t asleep; /* between processes: this rank waits for its doorbell */
     uint32_t closed; /* between processes: the group is broken, and nobody enters this rank's buffers any more */
+    /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it. Peers read it in each call */
+    uint64_t withdrawn __attribute__((aligned(DTRAIN__CACHE_LINE)));
+    uint32_t asleep; /* between processes: this rank waits for its doorbell */
     dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */

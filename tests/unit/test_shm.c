@@ -410,7 +410,8 @@ static int suffers_rank_1(dtrain_comm *world, scene *s)
             __atomic_store_n(&world->shared->slots[1].put, UINT64_MAX, __ATOMIC_SEQ_CST);
             __atomic_store_n(&world->shared->slots[1].taken, UINT64_MAX, __ATOMIC_SEQ_CST);
             __atomic_store_n(&world->shared->slots[1].finished, UINT64_MAX, __ATOMIC_SEQ_CST);
-            __atomic_store_n(&world->shared->slots[1].arrived, UINT64_MAX, __ATOMIC_SEQ_CST);
+            uint64_t next = world->turn + 1;
+            __atomic_store_n(&world->shared->slots[1].posts[next & 1].arrived, 2 * next, __ATOMIC_SEQ_CST);
             usleep(300000);
         }
         kill(getpid(), what == HOLDS_AND_STOPS ? SIGSTOP : SIGKILL);
