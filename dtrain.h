@@ -38879,6 +38879,13 @@ static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t 
             memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, rows * sizeof(float));
 }
 
+/* Asks for a row of a that a later tile reads. Processors do not foresee it, as rows may lie pages apart. */
+static void dtrain__gemm_fetch(const float *row, size_t k)
+{
+    for (size_t p = 0; p < k; p += DTRAIN__CACHE_LINE / sizeof(float))
+        __builtin_prefetch(row + p);
+}
+
 /* Computes c (+)= op(a) x the packed nc columns of op(b). */
 static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, size_t lda, int transpose_a, size_t m,
                                size_t nc, size_t kc, const float *pack, float *c, size_t ldc, int accumulate)
@@ -38895,10 +38902,14 @@ static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, 
             rows = pack_a;
         }
         for (size_t i = low; i < high; i += shape->rows)
-            for (size_t j = 0; j < nc; j += shape->width)
+            for (size_t j = 0; j < nc; j += shape->width) {
+                size_t panel = j / shape->width, next = i + shape->rows + panel;
+                if (!transpose_a && panel < shape->rows && next < high)
+                    dtrain__gemm_fetch(a + next * lda, kc);
                 shape->kernel(kc, rows + (i - low) * a_row, a_row, a_column, pack + j * kc, c + i * ldc + j, ldc,
                               high - i < shape->rows ? high - i : shape->rows,
                               nc - j < shape->width ? nc - j : shape->width, accumulate);
+            }
     }
 }
 
