@@ -21,14 +21,23 @@ system() {
     case $1 in
     aarch64) prefix=aarch64-linux-gnu- emulate="qemu-aarch64 -L /usr/aarch64-linux-gnu" ;;
     armhf) prefix=arm-linux-gnueabihf- emulate="qemu-arm -L /usr/arm-linux-gnueabihf" ;;
-    i386) prefix=i686-linux-gnu- flags="-msse2 -mfpmath=sse" emulate="qemu-i386 -L /usr/i686-linux-gnu" ;;
+    i386) prefix=i686-linux-gnu- flags="-msse2 -mfpmath=sse" emulate=$i386 ;;
     riscv64) prefix=riscv64-linux-gnu- emulate="qemu-riscv64 -L /usr/riscv64-linux-gnu" ;;
     s390x) prefix=s390x-linux-gnu- emulate="qemu-s390x -L /usr/s390x-linux-gnu" ;;
+    windows) prefix=x86_64-w64-mingw32- emulate=$(command -v wine64 || ls /usr/lib/wine/wine64 2>/dev/null || echo wine64) ;;
     musl) cc="musl-gcc -static -idirafter /usr/include -idirafter /usr/include/$(uname -m)-linux-gnu" && return ;;
     esac
     cc=${prefix}gcc
 }
 here_is() { command -v ${cc%% *} >/dev/null 2>&1 && { [ -z "$emulate" ] || command -v ${emulate%% *} >/dev/null 2>&1; }; }
+
+# Most x86-64 kernels run 32-bit programs, by their own loader. qemu is for the others.
+i386="qemu-i386 -L /usr/i686-linux-gnu"
+loads_i386() {
+    own=/usr/i686-linux-gnu/lib
+    echo 'int main(void) { return 0; }' >$here/none.c
+    i686-linux-gnu-gcc $here/none.c -o $here/none 2>/dev/null && $own/ld-linux.so.2 --library-path $own $here/none 2>/dev/null
+}
 
 [ $# -gt 0 ] || set -- aarch64 armhf i386 riscv64 s390x musl
 for name; do
@@ -40,6 +49,7 @@ for name; do
     break
 done
 
+loads_i386 && i386="$own/ld-linux.so.2 --library-path $own"
 export DTRAIN_ISA=scalar
 small="--layers 2 --width 32 --heads 2 --context 32 --batch 2 --micro 8 --steps 4 --quiet --text examples/gpt.h"
 small="$small --csv $here/csv --svg $here/svg"
@@ -94,9 +104,9 @@ together() { # name...
     rank=0
     for name in x86 "$@"; do
         command="$here/train_gpt"
-        [ $name = x86 ] || { system $name && command="$emulate $here/$name/train_gpt"; }
+        [ $name = x86 ] || { system $name && command="$emulate $(ls $here/$name/train_gpt*)"; }
         DTRAIN_RANK=$rank DTRAIN_WORLD_SIZE=$(($# + 1)) DTRAIN_ROOT=127.0.0.1:$port DTRAIN_TRANSPORT=tcp \
-            DTRAIN_TOKEN=$$-processors-in-one-group timeout 200 $command $small >$here/rank-$rank 2>&1 &
+            DTRAIN_TOKEN=$$-processors-in-one-group timeout 200 $command $small >$here/rank-$rank 2>&1 </dev/null &
         rank=$((rank + 1))
     done
     wait
@@ -116,9 +126,19 @@ done
 port=$((20000 + $$ % 10000))
 case $ran in
 *" aarch64 "*" armhf "*)
-    together aarch64 armhf aarch64
+    others="aarch64 armhf aarch64" windows=
+    system windows
+    if here_is; then # as tests/interop/windows.sh installs it
+        export WINEDEBUG=-all WINEPREFIX="$PWD/$here/prefix"
+        mkdir -p $here/windows $WINEPREFIX
+        $cc $exact examples/train_gpt.c -o $here/windows/train_gpt.exe -static -lws2_32 -lpthread >$logs 2>&1
+        others="windows aarch64 armhf" windows=", Windows"
+    else
+        echo "skipped: a rank on Windows (${cc%% *} or wine64 is not here; tests/interop/windows.sh installs them)"
+    fi
+    together $others
     cat $here/rank-* >$logs
-    is "ranks on x86-64, aarch64 and armhf in one group have the weights of x86" \
+    is "ranks on x86-64$windows, aarch64 and armhf in one group have the weights of x86" \
         "$(sed -n 's/.*weights_sha256=\([0-9a-f]*\).*/\1/p' $here/rank-0)"
     ;;
 *) echo "skipped: ranks of several processors (they take aarch64 and armhf)" ;;
