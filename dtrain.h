@@ -7517,7 +7517,7 @@ static void dtrain__os_rest(int fd, int64_t ns)
         return;
     }
     FD_ZERO(&watched);
-    FD_SET(fd, &watched);
+    FD_SET((unsigned)fd, &watched); /* the macro of musl counts without a sign */
     if (pselect(fd + 1, &watched, NULL, NULL, &rest, NULL) > 0) /* poll() counts in milliseconds */
         dtrain__os_drain(fd);
 }
