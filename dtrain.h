@@ -5947,6 +5947,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #endif
 #ifdef __linux__
 #include <linux/futex.h>
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #endif
 
@@ -6147,9 +6148,9 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 #define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
-static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2",    "populate", "mremap",
-                                                       "pagemap", "memfd",  "unix",    "ipv6",     "mprotect",
-                                                       "shm",     "huge",   "abstract"};
+static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2",     "populate", "mremap",
+                                                       "pagemap", "memfd",  "unix",     "ipv6",     "mprotect",
+                                                       "shm",     "huge",   "abstract", "bf16"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {
@@ -9941,11 +9942,20 @@ static DTRAIN__NOINLINE void dtrain__json_member_text(dtrain__json_writer *write
 #include <immintrin.h>
 #elif defined(__SSE2__)
 #include <emmintrin.h>
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && defined(__ARM_NEON) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define DTRAIN__NEON 1
 #include <arm_neon.h>
 #endif
 
-enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_AVX2, DTRAIN__ISA_AVX512 };
+/* NEON_BF16 differs from NEON by instructions that round to bfloat16. */
+enum {
+    DTRAIN__ISA_SCALAR = 1,
+    DTRAIN__ISA_SSE2,
+    DTRAIN__ISA_NEON,
+    DTRAIN__ISA_NEON_BF16,
+    DTRAIN__ISA_AVX2,
+    DTRAIN__ISA_AVX512
+};
 
 static int dtrain__isa_widest(void)
 {
@@ -9957,31 +9967,45 @@ static int dtrain__isa_widest(void)
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return DTRAIN__ISA_AVX2;
     return DTRAIN__ISA_AVX512;
-#elif defined(__aarch64__)
+#elif defined(DTRAIN__NEON) && defined(__linux__)
+    const unsigned long bf16 = 1ul << 14; /* HWCAP2_BF16, which older headers lack */
+    return getauxval(AT_HWCAP2) & bf16 && !dtrain__without("bf16") ? DTRAIN__ISA_NEON_BF16 : DTRAIN__ISA_NEON;
+#elif defined(DTRAIN__NEON)
     return DTRAIN__ISA_NEON;
 #else
     return DTRAIN__ISA_SCALAR;
 #endif
 }
 
+static int dtrain__isa_is_neon(int isa)
+{
+    return isa == DTRAIN__ISA_NEON || isa == DTRAIN__ISA_NEON_BF16;
+}
+
+/* Returns whether this processor has an instruction set. */
+static int dtrain__isa_has(int isa)
+{
+    int widest = dtrain__isa_widest();
+    return isa == DTRAIN__ISA_SCALAR ||
+           (isa > 0 && isa <= widest && dtrain__isa_is_neon(isa) == dtrain__isa_is_neon(widest));
+}
+
 static const char *dtrain__isa_text(int isa)
 {
-    static const char *const names[] = {"?", "scalar", "sse2", "neon", "avx2", "avx512"};
+    static const char *const names[] = {"?", "scalar", "sse2", "neon", "neon-bf16", "avx2", "avx512"};
     return names[isa];
 }
 
 static DTRAIN__NOINLINE int dtrain__isa(void)
 {
     static int chosen;
-    int isa = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    int isa = DTRAIN__TUNED(isa, __atomic_load_n(&chosen, __ATOMIC_RELAXED));
     if (isa != 0)
         return isa;
     const char *asked = getenv("DTRAIN_ISA");
-    int widest = dtrain__isa_widest();
-    isa = widest;
-    for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i < widest; i++)
-        if (strcmp(asked, dtrain__isa_text(i)) == 0 &&
-            (i == DTRAIN__ISA_SCALAR || (i != DTRAIN__ISA_NEON && widest != DTRAIN__ISA_NEON)))
+    isa = dtrain__isa_widest();
+    for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i <= DTRAIN__ISA_AVX512; i++)
+        if (strcmp(asked, dtrain__isa_text(i)) == 0 && dtrain__isa_has(i))
             isa = i;
     __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
     return isa;
@@ -10063,8 +10087,13 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 
-/* DTRAIN__DISPATCH defines name(...), which calls name_avx512, name_avx2 or name_base. DTRAIN__KERNEL also defines
- * these three, from name_body(...). */
+/* DTRAIN__DISPATCH defines name(...), which calls the form of name for the instruction set in use: name_avx512,
+ * name_avx2, name_neon or name_base. DTRAIN__KERNEL also defines these forms, from name_body(...). */
+#define DTRAIN__ISA_FORM(name, isa, target, parameters, arguments) \
+    static __attribute__((noinline)) target void name##_##isa parameters \
+    { \
+        name##_body arguments; \
+    }
 #if defined(DTRAIN__X86)
 #define DTRAIN__DISPATCH(name, parameters, arguments) \
     static void name parameters \
@@ -10078,18 +10107,28 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
             name##_base arguments; \
     }
 #define DTRAIN__KERNEL(name, parameters, arguments) \
-    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters \
+    DTRAIN__ISA_FORM(name, avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))), parameters, \
+                     arguments) \
+    DTRAIN__ISA_FORM(name, avx2, __attribute__((target("avx2,fma"))), parameters, arguments) \
+    DTRAIN__ISA_FORM(name, base, , parameters, arguments) \
+    DTRAIN__DISPATCH(name, parameters, arguments)
+#elif defined(DTRAIN__NEON)
+#if defined(__clang__)
+#define DTRAIN__ISA_PLAIN /* a compiler that vectorises base too */
+#else
+#define DTRAIN__ISA_PLAIN __attribute__((optimize("no-tree-vectorize")))
+#endif
+#define DTRAIN__DISPATCH(name, parameters, arguments) \
+    static void name parameters \
     { \
-        name##_body arguments; \
-    } \
-    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters \
-    { \
-        name##_body arguments; \
-    } \
-    static __attribute__((noinline)) void name##_base parameters \
-    { \
-        name##_body arguments; \
-    } \
+        if (dtrain__isa() == DTRAIN__ISA_SCALAR) \
+            name##_base arguments; \
+        else \
+            name##_neon arguments; \
+    }
+#define DTRAIN__KERNEL(name, parameters, arguments) \
+    DTRAIN__ISA_FORM(name, neon, , parameters, arguments) \
+    DTRAIN__ISA_FORM(name, base, DTRAIN__ISA_PLAIN, parameters, arguments) \
     DTRAIN__DISPATCH(name, parameters, arguments)
 #else
 #define DTRAIN__DISPATCH(name, parameters, arguments) \
@@ -10149,8 +10188,9 @@ DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f32, float, uint32_t)
 DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f64, double, uint64_t)
 
 /* Four floats in the compiler's own vectors: SSE2, NEON or others. Kernels that are written in vectors take a prefix
- * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones. */
+ * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones, dtrain__x1 for one float. */
 typedef float dtrain__x4 __attribute__((vector_size(16)));
+typedef float dtrain__x1;
 
 DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)
 {
@@ -10166,6 +10206,23 @@ DTRAIN__INLINE dtrain__x4 dtrain__x4_loadu_ps(const float *from)
 }
 
 DTRAIN__INLINE void dtrain__x4_storeu_ps(float *to, dtrain__x4 x)
+{
+    memcpy(to, &x, sizeof x);
+}
+
+DTRAIN__INLINE dtrain__x1 dtrain__x1_set1_ps(float value)
+{
+    return value;
+}
+
+DTRAIN__INLINE dtrain__x1 dtrain__x1_loadu_ps(const float *from)
+{
+    dtrain__x1 x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+DTRAIN__INLINE void dtrain__x1_storeu_ps(float *to, dtrain__x1 x)
 {
     memcpy(to, &x, sizeof x);
 }
@@ -38752,7 +38809,7 @@ DTRAIN__FAST_BEGIN
 typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
                                     float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
 
-/* A kernel and the tile of c that it makes. width divides DTRAIN__GEMM_NC; rows are at most DTRAIN__GEMM_MC. */
+/* A kernel and the tile of c that it makes. width is at most DTRAIN__GEMM_NC, and rows at most DTRAIN__GEMM_MC. */
 typedef struct dtrain__gemm_shape {
     dtrain__gemm_kernel kernel;
     size_t rows, width;
@@ -38771,8 +38828,8 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 }
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
- * and those of the panel's padding, are not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, fmadd) \
+ * and those of the panel's padding, are not stored. fmadd takes its first factor as spread(float), a `factor`. */
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, factor, spread, fmadd) \
     attributes static void name(DTRAIN__GEMM_PARAMETERS) \
     { \
         vector sum[ROWS][VECTORS]; \
@@ -38787,7 +38844,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
             for (size_t v = 0; v < VECTORS; v++) \
                 b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES); \
             for (size_t i = 0; i < ROWS; i++) { \
-                vector x = op##_set1_ps(row[i][p * a_column]); \
+                factor x = spread(row[i][p * a_column]); \
                 for (size_t v = 0; v < VECTORS; v++) \
                     sum[i][v] = fmadd(x, b[v], sum[i][v]); \
             } \
@@ -38812,18 +38869,22 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 DTRAIN__EXACT_BEGIN
 
 #if defined(DTRAIN__X86)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, _mm512_fmadd_ps)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, _mm256_fmadd_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, __m512,
+                    _mm512_set1_ps, _mm512_fmadd_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, __m256,
+                    _mm256_set1_ps, _mm256_fmadd_ps)
 #endif
 
-#if defined(__aarch64__) /* 16 accumulators fill half the registers */
-DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
+#if defined(DTRAIN__NEON)
+/* Multiplies by a lane, so that the factor need not be spread over a vector. */
+DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(float a, dtrain__x4 b, dtrain__x4 c)
 {
-    __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
+    __asm__("fmla %0.4s, %2.4s, %1.s[0]" : "+w"(c) : "w"(a), "w"(b));
     return c;
 }
 
-DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 2, dtrain__x4, dtrain__gemm_fused)
+/* 24 accumulators and their operands fill 28 of the 32 registers. */
+DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 3, dtrain__x4, float, , dtrain__gemm_fused)
 #endif
 
 /* Two roundings, as on processors without a fused product. */
@@ -38839,7 +38900,8 @@ DTRAIN__INLINE dtrain__x4 dtrain__gemm_rounded(dtrain__x4 a, dtrain__x4 b, dtrai
 }
 
 /* 8 accumulators and their operands fill the 16 registers of SSE2. */
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__gemm_rounded)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__x4, dtrain__x4_set1_ps,
+                    dtrain__gemm_rounded)
 
 DTRAIN__EXACT_END
 
@@ -38914,10 +38976,11 @@ static dtrain__gemm_shape dtrain__gemm_choose(void)
         shape.rows = 6;
         shape.width = 16;
     }
-#elif defined(__aarch64__)
-    if (dtrain__isa() == DTRAIN__ISA_NEON) {
+#elif defined(DTRAIN__NEON)
+    if (dtrain__isa() != DTRAIN__ISA_SCALAR) {
         shape.kernel = dtrain__gemm_neon;
         shape.rows = 8;
+        shape.width = 12;
     }
 #endif
     return shape;
@@ -38930,6 +38993,7 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
     float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
     dtrain__gemm_shape shape = dtrain__gemm_choose();
     size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+    size_t most = DTRAIN__GEMM_NC / shape.width * shape.width; /* whole panels fit into pack */
     if (m == 0 || n == 0)
         return;
     if (alpha == 0)
@@ -38940,8 +39004,8 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
         else if (beta != 0 && beta != 1)
             dtrain__fold_weigh_f32(c + i * ldc, (double)beta, c + i * ldc, n);
     }
-    for (size_t jc = 0; jc < n; jc += DTRAIN__GEMM_NC) {
-        size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;
+    for (size_t jc = 0; jc < n; jc += most) {
+        size_t nc = n - jc < most ? n - jc : most;
         for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
             size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
             dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, shape.width, alpha, pack);
@@ -38995,15 +39059,14 @@ DTRAIN__EXACT_BEGIN
 #endif
 #define DTRAIN__TRAIN_ROOT_avx2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
 #define DTRAIN__TRAIN_ROOT_avx512(x) __asm__("vsqrtps %0, %0" : "+v"(x))
-#elif defined(__aarch64__)
+#elif defined(DTRAIN__NEON)
 #define DTRAIN__TRAIN_ROUNDED_base(x) __asm__("" : "+w"(x))
-#define DTRAIN__TRAIN_ROOT_base(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
+#define DTRAIN__TRAIN_ROUNDED_neon(x) __asm__("" : "+w"(x))
+#define DTRAIN__TRAIN_ROOT_base(x) __asm__("fsqrt %s0, %s0" : "+w"(x))
+#define DTRAIN__TRAIN_ROOT_neon(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
 #else
-#define DTRAIN__TRAIN_EACH(x, function) \
-    for (int lane = 0; lane < 4; lane++) \
-    (x)[lane] = function
-#define DTRAIN__TRAIN_ROUNDED_base(x) DTRAIN__TRAIN_EACH(x, dtrain__isa_rounded_f32((x)[lane], dtrain__isa_zero))
-#define DTRAIN__TRAIN_ROOT_base(x) DTRAIN__TRAIN_EACH(x, __builtin_sqrtf((x)[lane]))
+#define DTRAIN__TRAIN_ROUNDED_base(x) x = dtrain__isa_rounded_f32(x, dtrain__isa_zero)
+#define DTRAIN__TRAIN_ROOT_base(x) x = __builtin_sqrtf(x)
 #endif
 
 #define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
@@ -39077,10 +39140,15 @@ DTRAIN__EXACT_BEGIN
     DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
     DTRAIN__TRAIN_SGD(isa, target, vector, width, op)
 
-DTRAIN__TRAIN_STEPS(base, , dtrain__x4, 4, dtrain__x4)
 #if defined(DTRAIN__X86)
+DTRAIN__TRAIN_STEPS(base, , dtrain__x4, 4, dtrain__x4)
 DTRAIN__TRAIN_STEPS(avx2, __attribute__((target("avx2"))), __m256, 8, _mm256)
 DTRAIN__TRAIN_STEPS(avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512)
+#else
+#if defined(DTRAIN__NEON)
+DTRAIN__TRAIN_STEPS(neon, , dtrain__x4, 4, dtrain__x4)
+#endif
+DTRAIN__TRAIN_STEPS(base, , dtrain__x1, 1, dtrain__x1)
 #endif
 DTRAIN__DISPATCH(dtrain__train_adamw_blocks, (float *const x[4], size_t count, const void *step), (x, count, step))
 DTRAIN__DISPATCH(dtrain__train_sgd_blocks, (float *const x[4], size_t count, const void *step), (x, count, step))
