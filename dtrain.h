@@ -10422,6 +10422,53 @@ DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_bf16, dtrain__u16, dtrain__u32, (uint3
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_f16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_f16(from[i]))
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain__dtype_f16_to_f32(from[i]))
 
+#if defined(DTRAIN__NEON)
+DTRAIN__INLINE float32x4_t dtrain__dtype_four(const unsigned char *from)
+{
+    return vreinterpretq_f32_u8(vld1q_u8(from));
+}
+
+DTRAIN__INLINE void dtrain__dtype_narrow_f16_eight(const unsigned char *from, unsigned char *to)
+{
+    float16x4_t low = vcvt_f16_f32(dtrain__dtype_four(from));
+    vst1q_u8(to, vreinterpretq_u8_f16(vcvt_high_f16_f32(low, dtrain__dtype_four(from + 16))));
+}
+
+DTRAIN__INLINE void dtrain__dtype_widen_f16_eight(const unsigned char *from, unsigned char *to)
+{
+    float16x8_t x = vreinterpretq_f16_u8(vld1q_u8(from));
+    vst1q_u8(to, vreinterpretq_u8_f32(vcvt_f32_f16(vget_low_f16(x))));
+    vst1q_u8(to + 16, vreinterpretq_u8_f32(vcvt_high_f32_f16(x)));
+}
+
+/* The numbers are bfcvtn v0.4h, v0.4s and bfcvtn2 v0.8h, v1.4s, which older assemblers do not know. */
+DTRAIN__INLINE void dtrain__dtype_narrow_bf16_eight(const unsigned char *from, unsigned char *to)
+{
+    register float32x4_t low __asm__("v0") = dtrain__dtype_four(from),
+                             high __asm__("v1") = dtrain__dtype_four(from + 16);
+    __asm__(".inst 0x0ea16800\n\t.inst 0x4ea16820" : "+w"(low) : "w"(high));
+    vst1q_u8(to, vreinterpretq_u8_f32(low));
+}
+
+/* Converts eight at a time by instructions of the processor, which give the same bits; the rest by name. */
+#define DTRAIN__DTYPE_EIGHTS(name, isa, from_bytes, to_bytes) \
+    static void name##_eights(const void *in, void *out, size_t count) \
+    { \
+        const unsigned char *from = (const unsigned char *)in; \
+        unsigned char *to = (unsigned char *)out; \
+        size_t i = 0, end = dtrain__isa() >= isa ? count - count % 8 : 0; \
+        for (; i < end; i += 8) \
+            name##_eight(from + i * from_bytes, to + i * to_bytes); \
+        name(from + i * from_bytes, to + i * to_bytes, count - i); \
+    }
+DTRAIN__DTYPE_EIGHTS(dtrain__dtype_narrow_f16, DTRAIN__ISA_NEON, 4, 2)
+DTRAIN__DTYPE_EIGHTS(dtrain__dtype_widen_f16, DTRAIN__ISA_NEON, 2, 4)
+DTRAIN__DTYPE_EIGHTS(dtrain__dtype_narrow_bf16, DTRAIN__ISA_NEON_BF16, 4, 2)
+#define DTRAIN__DTYPE_BEST(name) name##_eights
+#else
+#define DTRAIN__DTYPE_BEST(name) name
+#endif
+
 DTRAIN__EXACT_END
 
 /* Converts by way of float64. A magnitude above `largest`, infinity too, becomes that; NaN stays. */
@@ -10446,13 +10493,13 @@ static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, 
     if (from == to) {
         memcpy(out, in, count * (dtrain_dtype_bits(from) / 8));
     } else if (from == DTRAIN_F32 && to == DTRAIN_BF16) {
-        dtrain__dtype_narrow_bf16(in, out, count);
+        DTRAIN__DTYPE_BEST(dtrain__dtype_narrow_bf16)(in, out, count);
     } else if (from == DTRAIN_F32 && to == DTRAIN_F16) {
-        dtrain__dtype_narrow_f16(in, out, count);
+        DTRAIN__DTYPE_BEST(dtrain__dtype_narrow_f16)(in, out, count);
     } else if (from == DTRAIN_BF16 && to == DTRAIN_F32) {
         dtrain__dtype_widen_bf16(in, out, count);
     } else if (from == DTRAIN_F16 && to == DTRAIN_F32) {
-        dtrain__dtype_widen_f16(in, out, count);
+        DTRAIN__DTYPE_BEST(dtrain__dtype_widen_f16)(in, out, count);
     } else {
         dtrain__dtype_convert_any(in, from, out, to, count, UINT64_MAX);
     }
@@ -10634,8 +10681,8 @@ DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
 #define DTRAIN__FOLD_PAIR(name, type, expression) \
-    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), \
-                 type *a = (type *)left; const type *b = (const type *)right, a[i] = expression)
+    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), type *a = (type *)left; \
+                 const type *b = (const type *)right, a[i] = expression)
 
 /* The same for integers. The base instruction set is fast enough for their loops. */
 #define DTRAIN__FOLD_PAIR_INT(name, type, expression) \
@@ -10656,7 +10703,7 @@ DTRAIN__EXACT_BEGIN
     { \
         const type size = (type)(((uint64_t)1 << top) - 1); \
         type a_nan = -(type)((a & size) > infinity), b_nan = -(type)((b & size) > infinity); \
-        type first = -(type)((a ^ (a >> top & size))relation(b ^ (b >> top & size))); \
+        type first = -(type)((a ^ (a >> top & size)) relation(b ^ (b >> top & size))); \
         return b ^ ((a ^ b) & (a_nan | (first & ~b_nan))); \
     }
 DTRAIN__FOLD_PICK(dtrain__fold_lower_f32, int32_t, 31, 0x7f800000, <)
@@ -10696,8 +10743,8 @@ DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[
 
 /* x[i] = x[i] / divisor */
 #define DTRAIN__FOLD_DIVIDE(name, type) \
-    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count), \
-                 type *x = (type *)data; type by = (type)divisor, x[i] = x[i] / by)
+    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count), type *x = (type *)data; \
+                 type by = (type)divisor, x[i] = x[i] / by)
 
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f32, dtrain__f32)
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
@@ -10705,7 +10752,8 @@ DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 /* y[i] = x[i] * factor; y may be x */
 #define DTRAIN__FOLD_WEIGH(name, type) \
     DTRAIN__LOOP(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count), \
-                 const type *x = (const type *)in; type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
+                 const type *x = (const type *)in; \
+                 type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
 
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
@@ -17313,10 +17361,7 @@ DTRAIN__EXACT_BEGIN
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_base, __attribute__((noinline)), dtrain__u32x4, 4, DTRAIN__CHACHA_TURN16,
                       DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_WORDS)
 
-#if defined(DTRAIN__X86)
-typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
-typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
-
+#if defined(DTRAIN__X86) || defined(DTRAIN__NEON)
 /* Transposes four rows of words to four columns, within each 128 bits. */
 #define DTRAIN__CHACHA_COLUMNS(wide, vec, integer, i) \
     { \
@@ -17337,6 +17382,11 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 8) \
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 12) \
     blocks(0) blocks(1) blocks(2) blocks(3)
+#endif
+
+#if defined(DTRAIN__X86)
+typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
+typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
 
 #define DTRAIN__CHACHA_PUT_AVX2(at, x) \
     _mm256_storeu_si256((__m256i *)(void *)(out + (at)), \
@@ -17387,6 +17437,23 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx2, __attribute__((target("avx2"), noinli
 
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)),
                       dtrain__u32x16, 16, DTRAIN__CHACHA_TURN16, DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_AVX512)
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__CHACHA_NEON_unpacklo_epi32(a, b) vzip1q_u32(a, b)
+#define DTRAIN__CHACHA_NEON_unpackhi_epi32(a, b) vzip2q_u32(a, b)
+#define DTRAIN__CHACHA_NEON_unpacklo_epi64(a, b) vzip1q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b))
+#define DTRAIN__CHACHA_NEON_unpackhi_epi64(a, b) vzip2q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b))
+#define DTRAIN__CHACHA_PUT_NEON(at, x) vst1q_u8(out + (at), veorq_u8((uint8x16_t)(x), vld1q_u8(in + (at))));
+#define DTRAIN__CHACHA_BLOCKS_NEON(j) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64, v[j]) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64 + 16, v[(j) + 4]) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64 + 32, v[(j) + 8]) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64 + 48, v[(j) + 12])
+#define DTRAIN__CHACHA_WRITE_NEON \
+    DTRAIN__CHACHA_WRITE(DTRAIN__CHACHA_NEON, dtrain__u32x4, uint32x4_t, DTRAIN__CHACHA_BLOCKS_NEON)
+#define DTRAIN__CHACHA_TURN16_NEON(x) (dtrain__u32x4) vrev32q_u16((uint16x8_t)(x))
+
+DTRAIN__CHACHA_KERNEL(dtrain__chacha_neon, __attribute__((noinline)), dtrain__u32x4, 4, DTRAIN__CHACHA_TURN16_NEON,
+                      DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_NEON)
 #endif
 
 /* Poly1305. A number is five limbs of 26 bits, each in 64 bits. r[5 + i] is 5 r[1 + i]. */
@@ -17421,8 +17488,8 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
     static target void name(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data, \
                             size_t groups) \
     { \
-        static const unsigned char order[3][8] = {{0}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}}; \
-        const unsigned char *block = order[(lanes) == 1 ? 0 : (lanes) == 4 ? 1 : 2]; \
+        static const unsigned char order[3][8] = {{0, 1}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}}; \
+        const unsigned char *block = order[(lanes) <= 2 ? 0 : (lanes) == 4 ? 1 : 2]; \
         uint64_t spread[9][lanes]; \
         vec h[5], all[9], last[9], zero = {0}; \
         for (int i = 0; i < 9; i++) { \
@@ -17494,6 +17561,14 @@ DTRAIN__POLY_KERNEL(dtrain__poly_avx2, __attribute__((target("avx2"), noinline))
                     DTRAIN__POLY_MUL_AVX2, DTRAIN__POLY_LOAD_AVX2)
 DTRAIN__POLY_KERNEL(dtrain__poly_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)), dtrain__u64x8,
                     8, DTRAIN__POLY_MUL_AVX512, DTRAIN__POLY_LOAD_AVX512)
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__POLY_MUL_NEON(a, b) vmull_u32(vmovn_u64(a), vmovn_u64(b))
+#define DTRAIN__POLY_LOAD_NEON \
+    uint64x2_t a = vreinterpretq_u64_u8(vld1q_u8(data)), b = vreinterpretq_u64_u8(vld1q_u8(data + 16)); \
+    low = vzip1q_u64(a, b); \
+    high = vzip2q_u64(a, b);
+DTRAIN__POLY_KERNEL(dtrain__poly_neon, __attribute__((noinline)), uint64x2_t, 2, DTRAIN__POLY_MUL_NEON,
+                    DTRAIN__POLY_LOAD_NEON)
 #endif
 DTRAIN__EXACT_END
 
@@ -17512,6 +17587,10 @@ static const dtrain__chacha_way *dtrain__chacha_choose(int isa)
     static const dtrain__chacha_way avx512 = {16, dtrain__chacha_avx512, 8, dtrain__poly_avx512};
     if (isa >= DTRAIN__ISA_AVX2)
         return isa == DTRAIN__ISA_AVX512 ? &avx512 : &avx2;
+#elif defined(DTRAIN__NEON)
+    static const dtrain__chacha_way neon = {4, dtrain__chacha_neon, 2, dtrain__poly_neon};
+    if (dtrain__isa_is_neon(isa))
+        return &neon;
 #endif
     (void)isa;
     return &base;
@@ -35778,7 +35857,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
     return found;
 }
 
-#if defined(DTRAIN__X86)
+#if defined(DTRAIN__X86) || defined(DTRAIN__NEON)
 /* A form for vectors of `width` numbers; the scalar form does the rest of a block. */
 #define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list) \
     target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count, \
@@ -35787,7 +35866,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
         size_t found = 0, i = 0; \
         for (; count - i >= width; i += width) { \
             if (sum != NULL) \
-                op##_storeu_ps(sum + i, op##_add_ps(op##_loadu_ps(sum + i), op##_loadu_ps(add + i))); \
+                op##_storeu_ps(sum + i, op##_loadu_ps(sum + i) + op##_loadu_ps(add + i)); \
             list \
         } \
         return found + dtrain__topk_block_scalar(data + i, sum != NULL ? sum + i : NULL, sum != NULL ? add + i : NULL, \
@@ -35795,24 +35874,28 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
                                                  values + found); \
     }
 
-/* mask: a bit for each number that passes. */
-#define DTRAIN__TOPK_LIST(mask) \
-    for (unsigned left = (unsigned)(mask); left != 0; left &= left - 1) { \
-        unsigned lane = (unsigned)__builtin_ctz(left); \
+/* mask: one of `bits` bits for each number that passes. */
+#define DTRAIN__TOPK_LIST(mask, bits) \
+    for (uint64_t left = (mask); left != 0; left &= left - 1) { \
+        unsigned lane = (unsigned)__builtin_ctzll(left) / bits; \
         indices[found] = first + (uint32_t)i + lane; \
         values[found++] = data[i + lane]; \
     }
+#endif
 
+#if defined(DTRAIN__X86)
 /* Keys are not negative, so that a signed "greater than bar - 1" serves. It holds for DTRAIN__TOPK_NEVER, too. */
 #define DTRAIN__TOPK_PASS_sse2 \
     __m128i keys = \
         _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff)); \
-    DTRAIN__TOPK_LIST(_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))))
+    DTRAIN__TOPK_LIST( \
+        (unsigned)_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))), 1)
 #define DTRAIN__TOPK_PASS_avx2 \
     __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(data + i)), \
                                     _mm256_set1_epi32(0x7fffffff)); \
-    DTRAIN__TOPK_LIST( \
-        _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))))
+    DTRAIN__TOPK_LIST((unsigned)_mm256_movemask_ps( \
+                          _mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))), \
+                      1)
 #define DTRAIN__TOPK_PASS_avx512 \
     __m512i bits = _mm512_loadu_si512((const void *)(data + i)); \
     __mmask16 mask = \
@@ -35828,6 +35911,12 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
 DTRAIN__TOPK_BLOCK_OF(sse2, , 4, _mm, DTRAIN__TOPK_PASS_sse2)
 DTRAIN__TOPK_BLOCK_OF(avx2, __attribute__((target("avx2"))), 8, _mm256, DTRAIN__TOPK_PASS_avx2)
 DTRAIN__TOPK_BLOCK_OF(avx512, __attribute__((target("avx512f"))), 16, _mm512, DTRAIN__TOPK_PASS_avx512)
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__TOPK_PASS_neon \
+    uint32x4_t keys = vreinterpretq_u32_u8(vld1q_u8((const unsigned char *)(data + i))); \
+    uint16x4_t pass = vmovn_u32(vcgeq_u32(vandq_u32(keys, vdupq_n_u32(0x7fffffff)), vdupq_n_u32(bar))); \
+    DTRAIN__TOPK_LIST(vget_lane_u64(vreinterpret_u64_u16(pass), 0) & UINT64_C(0x0001000100010001), 16)
+DTRAIN__TOPK_BLOCK_OF(neon, , 4, dtrain__x4, DTRAIN__TOPK_PASS_neon)
 #endif
 
 DTRAIN__EXACT_END
@@ -35839,6 +35928,9 @@ static dtrain__topk_block dtrain__topk_block_get(void)
     case DTRAIN__ISA_SSE2: return dtrain__topk_block_sse2;
     case DTRAIN__ISA_AVX2: return dtrain__topk_block_avx2;
     case DTRAIN__ISA_AVX512: return dtrain__topk_block_avx512;
+#elif defined(DTRAIN__NEON)
+    case DTRAIN__ISA_NEON:
+    case DTRAIN__ISA_NEON_BF16: return dtrain__topk_block_neon;
 #endif
     default: return dtrain__topk_block_scalar;
     }
@@ -36487,14 +36579,15 @@ DTRAIN__INLINE unsigned char dtrain__quantise_fp8(float x)
     float magnitude;
     memcpy(&magnitude, &size, sizeof size);
     uint32_t small = dtrain__quantise_float_bits(magnitude + 24576.0f); /* 1.5 * 2^14: its last place is 2^-9 */
-    return (unsigned char)((bits >> 24 & 0x80u) | ((size < 121u << 23 ? small : normal) & 0x7fu));
+    uint32_t is_small = 0u - (uint32_t)(size < 121u << 23); /* not every compiler vectorises a conditional */
+    return (unsigned char)((bits >> 24 & 0x80u) | ((normal ^ ((normal ^ small) & is_small)) & 0x7fu));
 }
 
 DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
 {
     uint32_t size = code & 0x7fu, bits = (size << 20) + (120u << 23);
     uint32_t small = dtrain__quantise_float_bits((float)(int32_t)size * 0.001953125f);
-    bits = (size < 8 ? small : bits) | (uint32_t)(code & 0x80u) << 24;
+    bits = (bits ^ ((bits ^ small) & (0u - (uint32_t)(size < 8)))) | (uint32_t)(code & 0x80u) << 24;
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
@@ -36571,10 +36664,14 @@ DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count
         scale = bad ? 0x7fc00000u : scale;
         memcpy(out, &scale, 4);
         for (size_t i = 0; i < n; i += 8) {
-            unsigned code = 0;
-            for (size_t k = 0; k < 8 && i + k < n && !bad; k++)
-                code |= (unsigned)(bits[at + i + k] >> 31) << k;
-            codes[(at + i) / 8] = (unsigned char)code;
+            uint32_t code = 0;
+            if (n - i >= 8)
+                for (uint32_t k = 0; k < 8; k++)
+                    code |= bits[at + i + k] >> 31 << k;
+            else
+                for (uint32_t k = 0; i + k < n; k++)
+                    code |= bits[at + i + k] >> 31 << k;
+            codes[(at + i) / 8] = (unsigned char)(bad ? 0 : code);
         }
     }
 }
@@ -36587,8 +36684,15 @@ DTRAIN__INLINE void dtrain__quantise_sign_unpack_body(const unsigned char *in, v
         size_t n = count - at < block ? count - at : block;
         uint32_t scale;
         memcpy(&scale, in, 4);
-        for (size_t i = at; i < at + n; i++)
-            x[i] = scale ^ (uint32_t)(codes[i / 8] >> (i % 8) & 1) << 31;
+        for (size_t i = at; i < at + n; i += 8) {
+            uint32_t code = codes[i / 8];
+            if (at + n - i >= 8)
+                for (uint32_t k = 0; k < 8; k++)
+                    x[i + k] = scale ^ (code << (31 - k) & 0x80000000u);
+            else
+                for (uint32_t k = 0; i + k < at + n; k++)
+                    x[i + k] = scale ^ (code << (31 - k) & 0x80000000u);
+        }
     }
 }
 
@@ -55295,8 +55399,9 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
 }
 
 DTRAIN__FAST_BEGIN
-#ifdef __SSE2__
 /* Copies 64 bytes past the caches; `to` is aligned. */
+#ifdef __SSE2__
+#define DTRAIN__PART_STREAM_END() _mm_sfence()
 static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 {
     __m128i line[4];
@@ -55306,6 +55411,14 @@ static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
     for (int i = 0; i < 4; i++)
         _mm_stream_si128((__m128i *)(void *)(to + 16 * i), line[i]);
 }
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__PART_STREAM_END() (void)0
+static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
+{
+    __builtin_prefetch(from + 256);
+    uint8x16_t a = vld1q_u8(from), b = vld1q_u8(from + 16), c = vld1q_u8(from + 32), d = vld1q_u8(from + 48);
+    __asm__("stnp %q1, %q2, [%0]\n\tstnp %q3, %q4, [%0, 32]" : : "r"(to), "w"(a), "w"(b), "w"(c), "w"(d) : "memory");
+}
 #endif
 
 /* Copies to a buffer that another thread reads much later; `to` is aligned to 64 bytes. Streaming stores spare reading
@@ -55314,13 +55427,13 @@ static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     size_t done = 0;
-#ifdef __SSE2__
+#ifdef DTRAIN__PART_STREAM_END
     enum { PAGE = 4096, PAGES = 4 };
     for (; bytes - done >= PAGES * PAGE; done += PAGES * PAGE)
         for (size_t at = done; at < done + PAGE; at += 64)
             for (size_t page = 0; page < PAGES; page++)
                 dtrain__part_stream(to + at + page * PAGE, from + at + page * PAGE);
-    _mm_sfence();
+    DTRAIN__PART_STREAM_END();
 #endif
     if (bytes > done)
         memcpy(to + done, from + done, bytes - done);

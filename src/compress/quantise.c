@@ -75,14 +75,15 @@ DTRAIN__INLINE unsigned char dtrain__quantise_fp8(float x)
     float magnitude;
     memcpy(&magnitude, &size, sizeof size);
     uint32_t small = dtrain__quantise_float_bits(magnitude + 24576.0f); /* 1.5 * 2^14: its last place is 2^-9 */
-    return (unsigned char)((bits >> 24 & 0x80u) | ((size < 121u << 23 ? small : normal) & 0x7fu));
+    uint32_t is_small = 0u - (uint32_t)(size < 121u << 23); /* not every compiler vectorises a conditional */
+    return (unsigned char)((bits >> 24 & 0x80u) | ((normal ^ ((normal ^ small) & is_small)) & 0x7fu));
 }
 
 DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
 {
     uint32_t size = code & 0x7fu, bits = (size << 20) + (120u << 23);
     uint32_t small = dtrain__quantise_float_bits((float)(int32_t)size * 0.001953125f);
-    bits = (size < 8 ? small : bits) | (uint32_t)(code & 0x80u) << 24;
+    bits = (bits ^ ((bits ^ small) & (0u - (uint32_t)(size < 8)))) | (uint32_t)(code & 0x80u) << 24;
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
@@ -159,10 +160,14 @@ DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count
         scale = bad ? 0x7fc00000u : scale;
         memcpy(out, &scale, 4);
         for (size_t i = 0; i < n; i += 8) {
-            unsigned code = 0;
-            for (size_t k = 0; k < 8 && i + k < n && !bad; k++)
-                code |= (unsigned)(bits[at + i + k] >> 31) << k;
-            codes[(at + i) / 8] = (unsigned char)code;
+            uint32_t code = 0;
+            if (n - i >= 8)
+                for (uint32_t k = 0; k < 8; k++)
+                    code |= bits[at + i + k] >> 31 << k;
+            else
+                for (uint32_t k = 0; i + k < n; k++)
+                    code |= bits[at + i + k] >> 31 << k;
+            codes[(at + i) / 8] = (unsigned char)(bad ? 0 : code);
         }
     }
 }
@@ -175,8 +180,15 @@ DTRAIN__INLINE void dtrain__quantise_sign_unpack_body(const unsigned char *in, v
         size_t n = count - at < block ? count - at : block;
         uint32_t scale;
         memcpy(&scale, in, 4);
-        for (size_t i = at; i < at + n; i++)
-            x[i] = scale ^ (uint32_t)(codes[i / 8] >> (i % 8) & 1) << 31;
+        for (size_t i = at; i < at + n; i += 8) {
+            uint32_t code = codes[i / 8];
+            if (at + n - i >= 8)
+                for (uint32_t k = 0; k < 8; k++)
+                    x[i + k] = scale ^ (code << (31 - k) & 0x80000000u);
+            else
+                for (uint32_t k = 0; i + k < at + n; k++)
+                    x[i + k] = scale ^ (code << (31 - k) & 0x80000000u);
+        }
     }
 }
 
