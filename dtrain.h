@@ -186,9 +186,9 @@
  *                             MPI's own collectives, see >>from_mpi
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
- *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
+ *     DTRAIN_ISA              scalar, sse2, avx2, avx512, neon or neon-bf16: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
- *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
+ *         avx512, avx2, bf16, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
  *         pkeys (see CONTRIBUTING.md)
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative
@@ -991,7 +991,8 @@ DTRAIN_API_MUST dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_d
  * one thread per object */
 DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor);
 
-/* Returns the name of the instruction set in use: "scalar", "sse2", "avx2", "avx512" or "neon".
+/* Returns the name of the instruction set in use: "scalar", "sse2", "avx2", "avx512", "neon", or "neon-bf16" for NEON
+ * with the instructions of ARM64 that round to bfloat16.
  *
  * The first use chooses the widest that the processor has. The environment variable DTRAIN_ISA can name a narrower
  * one; any other value has no effect.
@@ -3875,8 +3876,8 @@ DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dt
  *   beta                       0: c is overwritten, and not read
  *   override                   define DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c,
  *                              ldc) before the implementation to replace the built-in product
- *   bits                       the same for one shape under any compiler flags. avx2, avx512 and neon round each term
- *                              once and agree with each other; elsewhere each term is rounded twice
+ *   bits                       the same for one shape under any compiler flags. avx2, avx512, neon and neon-bf16 round each
+ *                              term once and agree with each other; elsewhere each term is rounded twice
  *   source                     Goto and van de Geijn, ACM TOMS 34(3), 2008
  *
  * any thread; c overlaps neither a nor b; allocates nothing */
@@ -10191,6 +10192,7 @@ DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f64, double, uint64_t)
  * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones, dtrain__x1 for one float. */
 typedef float dtrain__x4 __attribute__((vector_size(16)));
 typedef float dtrain__x1;
+typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
 
 DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)
 {
@@ -17286,8 +17288,6 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__POLY_LANES 8u
 #define DTRAIN__KEY_BYTES 32
 #define DTRAIN__TAG_BYTES 16
-
-typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
 
 static uint32_t dtrain__load_le32(const unsigned char *in)
 {
@@ -36679,19 +36679,20 @@ DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count
 DTRAIN__INLINE void dtrain__quantise_sign_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)
 {
     const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
-    dtrain__u32 *x = (dtrain__u32 *)out;
+    const dtrain__u32x4 zero = {0}, low = {1, 2, 4, 8}, high = {16, 32, 64, 128};
+    unsigned char *x = (unsigned char *)out;
     for (size_t at = 0; at < count; at += block, in += 4) {
         size_t n = count - at < block ? count - at : block;
         uint32_t scale;
         memcpy(&scale, in, 4);
-        for (size_t i = at; i < at + n; i += 8) {
-            uint32_t code = codes[i / 8];
-            if (at + n - i >= 8)
-                for (uint32_t k = 0; k < 8; k++)
-                    x[i + k] = scale ^ (code << (31 - k) & 0x80000000u);
+        for (size_t i = 0; i < n; i += 8) {
+            dtrain__u32x4 code = zero + codes[(at + i) / 8], eight[2];
+            eight[0] = (dtrain__u32x4)((code & low) == low) << 31 ^ scale;
+            eight[1] = (dtrain__u32x4)((code & high) == high) << 31 ^ scale;
+            if (n - i >= 8)
+                memcpy(x + 4 * (at + i), eight, sizeof eight);
             else
-                for (uint32_t k = 0; i + k < at + n; k++)
-                    x[i + k] = scale ^ (code << (31 - k) & 0x80000000u);
+                memcpy(x + 4 * (at + i), eight, 4 * (n - i));
         }
     }
 }

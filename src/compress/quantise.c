@@ -175,19 +175,20 @@ DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count
 DTRAIN__INLINE void dtrain__quantise_sign_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)
 {
     const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
-    dtrain__u32 *x = (dtrain__u32 *)out;
+    const dtrain__u32x4 zero = {0}, low = {1, 2, 4, 8}, high = {16, 32, 64, 128};
+    unsigned char *x = (unsigned char *)out;
     for (size_t at = 0; at < count; at += block, in += 4) {
         size_t n = count - at < block ? count - at : block;
         uint32_t scale;
         memcpy(&scale, in, 4);
-        for (size_t i = at; i < at + n; i += 8) {
-            uint32_t code = codes[i / 8];
-            if (at + n - i >= 8)
-                for (uint32_t k = 0; k < 8; k++)
-                    x[i + k] = scale ^ (code << (31 - k) & 0x80000000u);
+        for (size_t i = 0; i < n; i += 8) {
+            dtrain__u32x4 code = zero + codes[(at + i) / 8], eight[2];
+            eight[0] = (dtrain__u32x4)((code & low) == low) << 31 ^ scale;
+            eight[1] = (dtrain__u32x4)((code & high) == high) << 31 ^ scale;
+            if (n - i >= 8)
+                memcpy(x + 4 * (at + i), eight, sizeof eight);
             else
-                for (uint32_t k = 0; i + k < at + n; k++)
-                    x[i + k] = scale ^ (code << (31 - k) & 0x80000000u);
+                memcpy(x + 4 * (at + i), eight, 4 * (n - i));
         }
     }
 }

@@ -262,6 +262,7 @@ DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f64, double, uint64_t)
  * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones, dtrain__x1 for one float. */
 typedef float dtrain__x4 __attribute__((vector_size(16)));
 typedef float dtrain__x1;
+typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
 
 DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)
 {

@@ -15,8 +15,6 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__KEY_BYTES 32
 #define DTRAIN__TAG_BYTES 16
 
-typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
-
 static uint32_t dtrain__load_le32(const unsigned char *in)
 {
     return (uint32_t)in[0] | (uint32_t)in[1] << 8 | (uint32_t)in[2] << 16 | (uint32_t)in[3] << 24;
