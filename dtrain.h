@@ -186,9 +186,9 @@
  *                             MPI's own collectives, see >>from_mpi
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
- *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
+ *     DTRAIN_ISA              scalar, sse2, avx2, avx512, neon or neon-bf16: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
- *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
+ *         avx512, avx2, bf16, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
  *         pkeys (see CONTRIBUTING.md)
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative
@@ -991,7 +991,8 @@ DTRAIN_API_MUST dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_d
  * one thread per object */
 DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor);
 
-/* Returns the name of the instruction set in use: "scalar", "sse2", "avx2", "avx512" or "neon".
+/* Returns the name of the instruction set in use: "scalar", "sse2", "avx2", "avx512", "neon", or "neon-bf16" for NEON
+ * with the instructions of ARM64 that round to bfloat16.
  *
  * The first use chooses the widest that the processor has. The environment variable DTRAIN_ISA can name a narrower
  * one; any other value has no effect.
@@ -3875,8 +3876,8 @@ DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dt
  *   beta                       0: c is overwritten, and not read
  *   override                   define DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c,
  *                              ldc) before the implementation to replace the built-in product
- *   bits                       the same for one shape under any compiler flags. avx2, avx512 and neon round each term
- *                              once and agree with each other; elsewhere each term is rounded twice
+ *   bits                       the same for one shape under any compiler flags. avx2, avx512, neon and neon-bf16 round each
+ *                              term once and agree with each other; elsewhere each term is rounded twice
  *   source                     Goto and van de Geijn, ACM TOMS 34(3), 2008
  *
  * any thread; c overlaps neither a nor b; allocates nothing */
@@ -5947,6 +5948,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #endif
 #ifdef __linux__
 #include <linux/futex.h>
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #endif
 
@@ -6147,9 +6149,9 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 #define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
-static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2",    "populate", "mremap",
-                                                       "pagemap", "memfd",  "unix",    "ipv6",     "mprotect",
-                                                       "shm",     "huge",   "abstract"};
+static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2",     "populate", "mremap",
+                                                       "pagemap", "memfd",  "unix",     "ipv6",     "mprotect",
+                                                       "shm",     "huge",   "abstract", "bf16"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {
@@ -9941,11 +9943,20 @@ static DTRAIN__NOINLINE void dtrain__json_member_text(dtrain__json_writer *write
 #include <immintrin.h>
 #elif defined(__SSE2__)
 #include <emmintrin.h>
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && defined(__ARM_NEON) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define DTRAIN__NEON 1
 #include <arm_neon.h>
 #endif
 
-enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_AVX2, DTRAIN__ISA_AVX512 };
+/* NEON_BF16 differs from NEON by instructions that round to bfloat16. */
+enum {
+    DTRAIN__ISA_SCALAR = 1,
+    DTRAIN__ISA_SSE2,
+    DTRAIN__ISA_NEON,
+    DTRAIN__ISA_NEON_BF16,
+    DTRAIN__ISA_AVX2,
+    DTRAIN__ISA_AVX512
+};
 
 static int dtrain__isa_widest(void)
 {
@@ -9957,31 +9968,45 @@ static int dtrain__isa_widest(void)
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return DTRAIN__ISA_AVX2;
     return DTRAIN__ISA_AVX512;
-#elif defined(__aarch64__)
+#elif defined(DTRAIN__NEON) && defined(__linux__)
+    const unsigned long bf16 = 1ul << 14; /* HWCAP2_BF16, which older headers lack */
+    return getauxval(AT_HWCAP2) & bf16 && !dtrain__without("bf16") ? DTRAIN__ISA_NEON_BF16 : DTRAIN__ISA_NEON;
+#elif defined(DTRAIN__NEON)
     return DTRAIN__ISA_NEON;
 #else
     return DTRAIN__ISA_SCALAR;
 #endif
 }
 
+static int dtrain__isa_is_neon(int isa)
+{
+    return isa == DTRAIN__ISA_NEON || isa == DTRAIN__ISA_NEON_BF16;
+}
+
+/* Returns whether this processor has an instruction set. */
+static int dtrain__isa_has(int isa)
+{
+    int widest = dtrain__isa_widest();
+    return isa == DTRAIN__ISA_SCALAR ||
+           (isa > 0 && isa <= widest && dtrain__isa_is_neon(isa) == dtrain__isa_is_neon(widest));
+}
+
 static const char *dtrain__isa_text(int isa)
 {
-    static const char *const names[] = {"?", "scalar", "sse2", "neon", "avx2", "avx512"};
+    static const char *const names[] = {"?", "scalar", "sse2", "neon", "neon-bf16", "avx2", "avx512"};
     return names[isa];
 }
 
 static DTRAIN__NOINLINE int dtrain__isa(void)
 {
     static int chosen;
-    int isa = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    int isa = DTRAIN__TUNED(isa, __atomic_load_n(&chosen, __ATOMIC_RELAXED));
     if (isa != 0)
         return isa;
     const char *asked = getenv("DTRAIN_ISA");
-    int widest = dtrain__isa_widest();
-    isa = widest;
-    for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i < widest; i++)
-        if (strcmp(asked, dtrain__isa_text(i)) == 0 &&
-            (i == DTRAIN__ISA_SCALAR || (i != DTRAIN__ISA_NEON && widest != DTRAIN__ISA_NEON)))
+    isa = dtrain__isa_widest();
+    for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i <= DTRAIN__ISA_AVX512; i++)
+        if (strcmp(asked, dtrain__isa_text(i)) == 0 && dtrain__isa_has(i))
             isa = i;
     __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
     return isa;
@@ -10063,8 +10088,13 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 
-/* DTRAIN__DISPATCH defines name(...), which calls name_avx512, name_avx2 or name_base. DTRAIN__KERNEL also defines
- * these three, from name_body(...). */
+/* DTRAIN__DISPATCH defines name(...), which calls the form of name for the instruction set in use: name_avx512,
+ * name_avx2, name_neon or name_base. DTRAIN__KERNEL also defines these forms, from name_body(...). */
+#define DTRAIN__ISA_FORM(name, isa, target, parameters, arguments) \
+    static __attribute__((noinline)) target void name##_##isa parameters \
+    { \
+        name##_body arguments; \
+    }
 #if defined(DTRAIN__X86)
 #define DTRAIN__DISPATCH(name, parameters, arguments) \
     static void name parameters \
@@ -10078,18 +10108,28 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
             name##_base arguments; \
     }
 #define DTRAIN__KERNEL(name, parameters, arguments) \
-    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters \
+    DTRAIN__ISA_FORM(name, avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))), parameters, \
+                     arguments) \
+    DTRAIN__ISA_FORM(name, avx2, __attribute__((target("avx2,fma"))), parameters, arguments) \
+    DTRAIN__ISA_FORM(name, base, , parameters, arguments) \
+    DTRAIN__DISPATCH(name, parameters, arguments)
+#elif defined(DTRAIN__NEON)
+#if defined(__clang__)
+#define DTRAIN__ISA_PLAIN /* a compiler that vectorises base too */
+#else
+#define DTRAIN__ISA_PLAIN __attribute__((optimize("no-tree-vectorize")))
+#endif
+#define DTRAIN__DISPATCH(name, parameters, arguments) \
+    static void name parameters \
     { \
-        name##_body arguments; \
-    } \
-    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters \
-    { \
-        name##_body arguments; \
-    } \
-    static __attribute__((noinline)) void name##_base parameters \
-    { \
-        name##_body arguments; \
-    } \
+        if (dtrain__isa() == DTRAIN__ISA_SCALAR) \
+            name##_base arguments; \
+        else \
+            name##_neon arguments; \
+    }
+#define DTRAIN__KERNEL(name, parameters, arguments) \
+    DTRAIN__ISA_FORM(name, neon, , parameters, arguments) \
+    DTRAIN__ISA_FORM(name, base, DTRAIN__ISA_PLAIN, parameters, arguments) \
     DTRAIN__DISPATCH(name, parameters, arguments)
 #else
 #define DTRAIN__DISPATCH(name, parameters, arguments) \
@@ -10149,8 +10189,10 @@ DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f32, float, uint32_t)
 DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f64, double, uint64_t)
 
 /* Four floats in the compiler's own vectors: SSE2, NEON or others. Kernels that are written in vectors take a prefix
- * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones. */
+ * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones, dtrain__x1 for one float. */
 typedef float dtrain__x4 __attribute__((vector_size(16)));
+typedef float dtrain__x1;
+typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
 
 DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)
 {
@@ -10166,6 +10208,23 @@ DTRAIN__INLINE dtrain__x4 dtrain__x4_loadu_ps(const float *from)
 }
 
 DTRAIN__INLINE void dtrain__x4_storeu_ps(float *to, dtrain__x4 x)
+{
+    memcpy(to, &x, sizeof x);
+}
+
+DTRAIN__INLINE dtrain__x1 dtrain__x1_set1_ps(float value)
+{
+    return value;
+}
+
+DTRAIN__INLINE dtrain__x1 dtrain__x1_loadu_ps(const float *from)
+{
+    dtrain__x1 x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+DTRAIN__INLINE void dtrain__x1_storeu_ps(float *to, dtrain__x1 x)
 {
     memcpy(to, &x, sizeof x);
 }
@@ -10365,6 +10424,53 @@ DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_bf16, dtrain__u16, dtrain__u32, (uint3
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_f16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_f16(from[i]))
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain__dtype_f16_to_f32(from[i]))
 
+#if defined(DTRAIN__NEON)
+DTRAIN__INLINE float32x4_t dtrain__dtype_four(const unsigned char *from)
+{
+    return vreinterpretq_f32_u8(vld1q_u8(from));
+}
+
+DTRAIN__INLINE void dtrain__dtype_narrow_f16_eight(const unsigned char *from, unsigned char *to)
+{
+    float16x4_t low = vcvt_f16_f32(dtrain__dtype_four(from));
+    vst1q_u8(to, vreinterpretq_u8_f16(vcvt_high_f16_f32(low, dtrain__dtype_four(from + 16))));
+}
+
+DTRAIN__INLINE void dtrain__dtype_widen_f16_eight(const unsigned char *from, unsigned char *to)
+{
+    float16x8_t x = vreinterpretq_f16_u8(vld1q_u8(from));
+    vst1q_u8(to, vreinterpretq_u8_f32(vcvt_f32_f16(vget_low_f16(x))));
+    vst1q_u8(to + 16, vreinterpretq_u8_f32(vcvt_high_f32_f16(x)));
+}
+
+/* The numbers are bfcvtn v0.4h, v0.4s and bfcvtn2 v0.8h, v1.4s, which older assemblers do not know. */
+DTRAIN__INLINE void dtrain__dtype_narrow_bf16_eight(const unsigned char *from, unsigned char *to)
+{
+    register float32x4_t low __asm__("v0") = dtrain__dtype_four(from),
+                             high __asm__("v1") = dtrain__dtype_four(from + 16);
+    __asm__(".inst 0x0ea16800\n\t.inst 0x4ea16820" : "+w"(low) : "w"(high));
+    vst1q_u8(to, vreinterpretq_u8_f32(low));
+}
+
+/* Converts eight at a time by instructions of the processor, which give the same bits; the rest by name. */
+#define DTRAIN__DTYPE_EIGHTS(name, isa, from_bytes, to_bytes) \
+    static void name##_eights(const void *in, void *out, size_t count) \
+    { \
+        const unsigned char *from = (const unsigned char *)in; \
+        unsigned char *to = (unsigned char *)out; \
+        size_t i = 0, end = dtrain__isa() >= isa ? count - count % 8 : 0; \
+        for (; i < end; i += 8) \
+            name##_eight(from + i * from_bytes, to + i * to_bytes); \
+        name(from + i * from_bytes, to + i * to_bytes, count - i); \
+    }
+DTRAIN__DTYPE_EIGHTS(dtrain__dtype_narrow_f16, DTRAIN__ISA_NEON, 4, 2)
+DTRAIN__DTYPE_EIGHTS(dtrain__dtype_widen_f16, DTRAIN__ISA_NEON, 2, 4)
+DTRAIN__DTYPE_EIGHTS(dtrain__dtype_narrow_bf16, DTRAIN__ISA_NEON_BF16, 4, 2)
+#define DTRAIN__DTYPE_BEST(name) name##_eights
+#else
+#define DTRAIN__DTYPE_BEST(name) name
+#endif
+
 DTRAIN__EXACT_END
 
 /* Converts by way of float64. A magnitude above `largest`, infinity too, becomes that; NaN stays. */
@@ -10389,13 +10495,13 @@ static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, 
     if (from == to) {
         memcpy(out, in, count * (dtrain_dtype_bits(from) / 8));
     } else if (from == DTRAIN_F32 && to == DTRAIN_BF16) {
-        dtrain__dtype_narrow_bf16(in, out, count);
+        DTRAIN__DTYPE_BEST(dtrain__dtype_narrow_bf16)(in, out, count);
     } else if (from == DTRAIN_F32 && to == DTRAIN_F16) {
-        dtrain__dtype_narrow_f16(in, out, count);
+        DTRAIN__DTYPE_BEST(dtrain__dtype_narrow_f16)(in, out, count);
     } else if (from == DTRAIN_BF16 && to == DTRAIN_F32) {
         dtrain__dtype_widen_bf16(in, out, count);
     } else if (from == DTRAIN_F16 && to == DTRAIN_F32) {
-        dtrain__dtype_widen_f16(in, out, count);
+        DTRAIN__DTYPE_BEST(dtrain__dtype_widen_f16)(in, out, count);
     } else {
         dtrain__dtype_convert_any(in, from, out, to, count, UINT64_MAX);
     }
@@ -10577,8 +10683,8 @@ DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
 #define DTRAIN__FOLD_PAIR(name, type, expression) \
-    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), \
-                 type *a = (type *)left; const type *b = (const type *)right, a[i] = expression)
+    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), type *a = (type *)left; \
+                 const type *b = (const type *)right, a[i] = expression)
 
 /* The same for integers. The base instruction set is fast enough for their loops. */
 #define DTRAIN__FOLD_PAIR_INT(name, type, expression) \
@@ -10592,22 +10698,29 @@ DTRAIN__EXACT_BEGIN
             a[i] = (type)(expression); \
     }
 
-/* Minimum and maximum of floats by the order of their bits: -0 is below +0, and a NaN wins. */
-#define DTRAIN__FOLD_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
-#define DTRAIN__FOLD_PICK(type, top, infinity, relation) \
-    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i] \
-     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                         ? b[i] \
-     : DTRAIN__FOLD_KEY(a[i], type, top) relation DTRAIN__FOLD_KEY(b[i], type, top) ? a[i] \
-                                                                                    : b[i])
+/* Minimum and maximum of floats by the order of their bits: -0 is below +0, and a NaN wins. Masks take the place of
+ * conditions, which not every compiler vectorises. */
+#define DTRAIN__FOLD_PICK(name, type, top, infinity, relation) \
+    DTRAIN__INLINE type name(type a, type b) \
+    { \
+        const type size = (type)(((uint64_t)1 << top) - 1); \
+        type a_nan = -(type)((a & size) > infinity), b_nan = -(type)((b & size) > infinity); \
+        type first = -(type)((a ^ (a >> top & size)) relation(b ^ (b >> top & size))); \
+        return b ^ ((a ^ b) & (a_nan | (first & ~b_nan))); \
+    }
+DTRAIN__FOLD_PICK(dtrain__fold_lower_f32, int32_t, 31, 0x7f800000, <)
+DTRAIN__FOLD_PICK(dtrain__fold_upper_f32, int32_t, 31, 0x7f800000, >)
+DTRAIN__FOLD_PICK(dtrain__fold_lower_f64, int64_t, 63, 0x7ff0000000000000, <)
+DTRAIN__FOLD_PICK(dtrain__fold_upper_f64, int64_t, 63, 0x7ff0000000000000, >)
 
 DTRAIN__FOLD_PAIR(dtrain__fold_sum_f32, dtrain__f32, a[i] + b[i])
 DTRAIN__FOLD_PAIR(dtrain__fold_sum_f64, dtrain__f64, a[i] + b[i])
 DTRAIN__FOLD_PAIR(dtrain__fold_prod_f32, dtrain__f32, a[i] * b[i])
 DTRAIN__FOLD_PAIR(dtrain__fold_prod_f64, dtrain__f64, a[i] * b[i])
-DTRAIN__FOLD_PAIR(dtrain__fold_min_f32, dtrain__i32, DTRAIN__FOLD_PICK(int32_t, 31, 0x7f800000, <))
-DTRAIN__FOLD_PAIR(dtrain__fold_max_f32, dtrain__i32, DTRAIN__FOLD_PICK(int32_t, 31, 0x7f800000, >))
-DTRAIN__FOLD_PAIR(dtrain__fold_min_f64, dtrain__i64, DTRAIN__FOLD_PICK(int64_t, 63, 0x7ff0000000000000, <))
-DTRAIN__FOLD_PAIR(dtrain__fold_max_f64, dtrain__i64, DTRAIN__FOLD_PICK(int64_t, 63, 0x7ff0000000000000, >))
+DTRAIN__FOLD_PAIR(dtrain__fold_min_f32, dtrain__i32, dtrain__fold_lower_f32(a[i], b[i]))
+DTRAIN__FOLD_PAIR(dtrain__fold_max_f32, dtrain__i32, dtrain__fold_upper_f32(a[i], b[i]))
+DTRAIN__FOLD_PAIR(dtrain__fold_min_f64, dtrain__i64, dtrain__fold_lower_f64(a[i], b[i]))
+DTRAIN__FOLD_PAIR(dtrain__fold_max_f64, dtrain__i64, dtrain__fold_upper_f64(a[i], b[i]))
 DTRAIN__FOLD_PAIR_INT(dtrain__fold_sum_u8, uint8_t, (unsigned)a[i] + b[i])
 DTRAIN__FOLD_PAIR_INT(dtrain__fold_sum_u32, dtrain__u32, a[i] + b[i])
 DTRAIN__FOLD_PAIR_INT(dtrain__fold_sum_u64, dtrain__u64, a[i] + b[i])
@@ -10632,8 +10745,8 @@ DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[
 
 /* x[i] = x[i] / divisor */
 #define DTRAIN__FOLD_DIVIDE(name, type) \
-    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count), \
-                 type *x = (type *)data; type by = (type)divisor, x[i] = x[i] / by)
+    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count), type *x = (type *)data; \
+                 type by = (type)divisor, x[i] = x[i] / by)
 
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f32, dtrain__f32)
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
@@ -10641,7 +10754,8 @@ DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 /* y[i] = x[i] * factor; y may be x */
 #define DTRAIN__FOLD_WEIGH(name, type) \
     DTRAIN__LOOP(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count), \
-                 const type *x = (const type *)in; type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
+                 const type *x = (const type *)in; \
+                 type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
 
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
@@ -17178,8 +17292,6 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__KEY_BYTES 32
 #define DTRAIN__TAG_BYTES 16
 
-typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
-
 static uint32_t dtrain__load_le32(const unsigned char *in)
 {
     return (uint32_t)in[0] | (uint32_t)in[1] << 8 | (uint32_t)in[2] << 16 | (uint32_t)in[3] << 24;
@@ -17252,10 +17364,7 @@ DTRAIN__EXACT_BEGIN
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_base, __attribute__((noinline)), dtrain__u32x4, 4, DTRAIN__CHACHA_TURN16,
                       DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_WORDS)
 
-#if defined(DTRAIN__X86)
-typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
-typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
-
+#if defined(DTRAIN__X86) || defined(DTRAIN__NEON)
 /* Transposes four rows of words to four columns, within each 128 bits. */
 #define DTRAIN__CHACHA_COLUMNS(wide, vec, integer, i) \
     { \
@@ -17276,6 +17385,11 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 8) \
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 12) \
     blocks(0) blocks(1) blocks(2) blocks(3)
+#endif
+
+#if defined(DTRAIN__X86)
+typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
+typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
 
 #define DTRAIN__CHACHA_PUT_AVX2(at, x) \
     _mm256_storeu_si256((__m256i *)(void *)(out + (at)), \
@@ -17326,6 +17440,23 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx2, __attribute__((target("avx2"), noinli
 
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)),
                       dtrain__u32x16, 16, DTRAIN__CHACHA_TURN16, DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_AVX512)
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__CHACHA_NEON_unpacklo_epi32(a, b) vzip1q_u32(a, b)
+#define DTRAIN__CHACHA_NEON_unpackhi_epi32(a, b) vzip2q_u32(a, b)
+#define DTRAIN__CHACHA_NEON_unpacklo_epi64(a, b) vzip1q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b))
+#define DTRAIN__CHACHA_NEON_unpackhi_epi64(a, b) vzip2q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b))
+#define DTRAIN__CHACHA_PUT_NEON(at, x) vst1q_u8(out + (at), veorq_u8((uint8x16_t)(x), vld1q_u8(in + (at))));
+#define DTRAIN__CHACHA_BLOCKS_NEON(j) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64, v[j]) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64 + 16, v[(j) + 4]) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64 + 32, v[(j) + 8]) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64 + 48, v[(j) + 12])
+#define DTRAIN__CHACHA_WRITE_NEON \
+    DTRAIN__CHACHA_WRITE(DTRAIN__CHACHA_NEON, dtrain__u32x4, uint32x4_t, DTRAIN__CHACHA_BLOCKS_NEON)
+#define DTRAIN__CHACHA_TURN16_NEON(x) (dtrain__u32x4) vrev32q_u16((uint16x8_t)(x))
+
+DTRAIN__CHACHA_KERNEL(dtrain__chacha_neon, __attribute__((noinline)), dtrain__u32x4, 4, DTRAIN__CHACHA_TURN16_NEON,
+                      DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_NEON)
 #endif
 
 /* Poly1305. A number is five limbs of 26 bits, each in 64 bits. r[5 + i] is 5 r[1 + i]. */
@@ -17360,8 +17491,8 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
     static target void name(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data, \
                             size_t groups) \
     { \
-        static const unsigned char order[3][8] = {{0}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}}; \
-        const unsigned char *block = order[(lanes) == 1 ? 0 : (lanes) == 4 ? 1 : 2]; \
+        static const unsigned char order[3][8] = {{0, 1}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}}; \
+        const unsigned char *block = order[(lanes) <= 2 ? 0 : (lanes) == 4 ? 1 : 2]; \
         uint64_t spread[9][lanes]; \
         vec h[5], all[9], last[9], zero = {0}; \
         for (int i = 0; i < 9; i++) { \
@@ -17433,6 +17564,14 @@ DTRAIN__POLY_KERNEL(dtrain__poly_avx2, __attribute__((target("avx2"), noinline))
                     DTRAIN__POLY_MUL_AVX2, DTRAIN__POLY_LOAD_AVX2)
 DTRAIN__POLY_KERNEL(dtrain__poly_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)), dtrain__u64x8,
                     8, DTRAIN__POLY_MUL_AVX512, DTRAIN__POLY_LOAD_AVX512)
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__POLY_MUL_NEON(a, b) vmull_u32(vmovn_u64(a), vmovn_u64(b))
+#define DTRAIN__POLY_LOAD_NEON \
+    uint64x2_t a = vreinterpretq_u64_u8(vld1q_u8(data)), b = vreinterpretq_u64_u8(vld1q_u8(data + 16)); \
+    low = vzip1q_u64(a, b); \
+    high = vzip2q_u64(a, b);
+DTRAIN__POLY_KERNEL(dtrain__poly_neon, __attribute__((noinline)), uint64x2_t, 2, DTRAIN__POLY_MUL_NEON,
+                    DTRAIN__POLY_LOAD_NEON)
 #endif
 DTRAIN__EXACT_END
 
@@ -17451,6 +17590,10 @@ static const dtrain__chacha_way *dtrain__chacha_choose(int isa)
     static const dtrain__chacha_way avx512 = {16, dtrain__chacha_avx512, 8, dtrain__poly_avx512};
     if (isa >= DTRAIN__ISA_AVX2)
         return isa == DTRAIN__ISA_AVX512 ? &avx512 : &avx2;
+#elif defined(DTRAIN__NEON)
+    static const dtrain__chacha_way neon = {4, dtrain__chacha_neon, 2, dtrain__poly_neon};
+    if (dtrain__isa_is_neon(isa))
+        return &neon;
 #endif
     (void)isa;
     return &base;
@@ -35716,7 +35859,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
     return found;
 }
 
-#if defined(DTRAIN__X86)
+#if defined(DTRAIN__X86) || defined(DTRAIN__NEON)
 /* A form for vectors of `width` numbers; the scalar form does the rest of a block. */
 #define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list) \
     target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count, \
@@ -35725,7 +35868,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
         size_t found = 0, i = 0; \
         for (; count - i >= width; i += width) { \
             if (sum != NULL) \
-                op##_storeu_ps(sum + i, op##_add_ps(op##_loadu_ps(sum + i), op##_loadu_ps(add + i))); \
+                op##_storeu_ps(sum + i, op##_loadu_ps(sum + i) + op##_loadu_ps(add + i)); \
             list \
         } \
         return found + dtrain__topk_block_scalar(data + i, sum != NULL ? sum + i : NULL, sum != NULL ? add + i : NULL, \
@@ -35733,24 +35876,28 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
                                                  values + found); \
     }
 
-/* mask: a bit for each number that passes. */
-#define DTRAIN__TOPK_LIST(mask) \
-    for (unsigned left = (unsigned)(mask); left != 0; left &= left - 1) { \
-        unsigned lane = (unsigned)__builtin_ctz(left); \
+/* mask: one of `bits` bits for each number that passes. */
+#define DTRAIN__TOPK_LIST(mask, bits) \
+    for (uint64_t left = (mask); left != 0; left &= left - 1) { \
+        unsigned lane = (unsigned)__builtin_ctzll(left) / bits; \
         indices[found] = first + (uint32_t)i + lane; \
         values[found++] = data[i + lane]; \
     }
+#endif
 
+#if defined(DTRAIN__X86)
 /* Keys are not negative, so that a signed "greater than bar - 1" serves. It holds for DTRAIN__TOPK_NEVER, too. */
 #define DTRAIN__TOPK_PASS_sse2 \
     __m128i keys = \
         _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff)); \
-    DTRAIN__TOPK_LIST(_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))))
+    DTRAIN__TOPK_LIST( \
+        (unsigned)_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))), 1)
 #define DTRAIN__TOPK_PASS_avx2 \
     __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(data + i)), \
                                     _mm256_set1_epi32(0x7fffffff)); \
-    DTRAIN__TOPK_LIST( \
-        _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))))
+    DTRAIN__TOPK_LIST((unsigned)_mm256_movemask_ps( \
+                          _mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))), \
+                      1)
 #define DTRAIN__TOPK_PASS_avx512 \
     __m512i bits = _mm512_loadu_si512((const void *)(data + i)); \
     __mmask16 mask = \
@@ -35766,6 +35913,12 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
 DTRAIN__TOPK_BLOCK_OF(sse2, , 4, _mm, DTRAIN__TOPK_PASS_sse2)
 DTRAIN__TOPK_BLOCK_OF(avx2, __attribute__((target("avx2"))), 8, _mm256, DTRAIN__TOPK_PASS_avx2)
 DTRAIN__TOPK_BLOCK_OF(avx512, __attribute__((target("avx512f"))), 16, _mm512, DTRAIN__TOPK_PASS_avx512)
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__TOPK_PASS_neon \
+    uint32x4_t keys = vreinterpretq_u32_u8(vld1q_u8((const unsigned char *)(data + i))); \
+    uint16x4_t pass = vmovn_u32(vcgeq_u32(vandq_u32(keys, vdupq_n_u32(0x7fffffff)), vdupq_n_u32(bar))); \
+    DTRAIN__TOPK_LIST(vget_lane_u64(vreinterpret_u64_u16(pass), 0) & UINT64_C(0x0001000100010001), 16)
+DTRAIN__TOPK_BLOCK_OF(neon, , 4, dtrain__x4, DTRAIN__TOPK_PASS_neon)
 #endif
 
 DTRAIN__EXACT_END
@@ -35777,6 +35930,9 @@ static dtrain__topk_block dtrain__topk_block_get(void)
     case DTRAIN__ISA_SSE2: return dtrain__topk_block_sse2;
     case DTRAIN__ISA_AVX2: return dtrain__topk_block_avx2;
     case DTRAIN__ISA_AVX512: return dtrain__topk_block_avx512;
+#elif defined(DTRAIN__NEON)
+    case DTRAIN__ISA_NEON:
+    case DTRAIN__ISA_NEON_BF16: return dtrain__topk_block_neon;
 #endif
     default: return dtrain__topk_block_scalar;
     }
@@ -36425,14 +36581,15 @@ DTRAIN__INLINE unsigned char dtrain__quantise_fp8(float x)
     float magnitude;
     memcpy(&magnitude, &size, sizeof size);
     uint32_t small = dtrain__quantise_float_bits(magnitude + 24576.0f); /* 1.5 * 2^14: its last place is 2^-9 */
-    return (unsigned char)((bits >> 24 & 0x80u) | ((size < 121u << 23 ? small : normal) & 0x7fu));
+    uint32_t is_small = 0u - (uint32_t)(size < 121u << 23); /* not every compiler vectorises a conditional */
+    return (unsigned char)((bits >> 24 & 0x80u) | ((normal ^ ((normal ^ small) & is_small)) & 0x7fu));
 }
 
 DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
 {
     uint32_t size = code & 0x7fu, bits = (size << 20) + (120u << 23);
     uint32_t small = dtrain__quantise_float_bits((float)(int32_t)size * 0.001953125f);
-    bits = (size < 8 ? small : bits) | (uint32_t)(code & 0x80u) << 24;
+    bits = (bits ^ ((bits ^ small) & (0u - (uint32_t)(size < 8)))) | (uint32_t)(code & 0x80u) << 24;
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
@@ -36509,10 +36666,14 @@ DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count
         scale = bad ? 0x7fc00000u : scale;
         memcpy(out, &scale, 4);
         for (size_t i = 0; i < n; i += 8) {
-            unsigned code = 0;
-            for (size_t k = 0; k < 8 && i + k < n && !bad; k++)
-                code |= (unsigned)(bits[at + i + k] >> 31) << k;
-            codes[(at + i) / 8] = (unsigned char)code;
+            uint32_t code = 0;
+            if (n - i >= 8)
+                for (uint32_t k = 0; k < 8; k++)
+                    code |= bits[at + i + k] >> 31 << k;
+            else
+                for (uint32_t k = 0; i + k < n; k++)
+                    code |= bits[at + i + k] >> 31 << k;
+            codes[(at + i) / 8] = (unsigned char)(bad ? 0 : code);
         }
     }
 }
@@ -36520,13 +36681,21 @@ DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count
 DTRAIN__INLINE void dtrain__quantise_sign_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)
 {
     const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
-    dtrain__u32 *x = (dtrain__u32 *)out;
+    const dtrain__u32x4 zero = {0}, low = {1, 2, 4, 8}, high = {16, 32, 64, 128};
+    unsigned char *x = (unsigned char *)out;
     for (size_t at = 0; at < count; at += block, in += 4) {
         size_t n = count - at < block ? count - at : block;
         uint32_t scale;
         memcpy(&scale, in, 4);
-        for (size_t i = at; i < at + n; i++)
-            x[i] = scale ^ (uint32_t)(codes[i / 8] >> (i % 8) & 1) << 31;
+        for (size_t i = 0; i < n; i += 8) {
+            dtrain__u32x4 code = zero + codes[(at + i) / 8], eight[2];
+            eight[0] = (dtrain__u32x4)((code & low) == low) << 31 ^ scale;
+            eight[1] = (dtrain__u32x4)((code & high) == high) << 31 ^ scale;
+            if (n - i >= 8)
+                memcpy(x + 4 * (at + i), eight, sizeof eight);
+            else
+                memcpy(x + 4 * (at + i), eight, 4 * (n - i));
+        }
     }
 }
 
@@ -38754,7 +38923,7 @@ DTRAIN__FAST_BEGIN
 typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
                                     float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
 
-/* A kernel and the tile of c that it makes. width divides DTRAIN__GEMM_NC; rows are at most DTRAIN__GEMM_MC. */
+/* A kernel and the tile of c that it makes. width is at most DTRAIN__GEMM_NC, and rows at most DTRAIN__GEMM_MC. */
 typedef struct dtrain__gemm_shape {
     dtrain__gemm_kernel kernel;
     size_t rows, width;
@@ -38773,8 +38942,8 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 }
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
- * and those of the panel's padding, are not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, fmadd) \
+ * and those of the panel's padding, are not stored. fmadd takes its first factor as spread(float), a `factor`. */
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, factor, spread, fmadd) \
     attributes static void name(DTRAIN__GEMM_PARAMETERS) \
     { \
         vector sum[ROWS][VECTORS]; \
@@ -38789,7 +38958,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
             for (size_t v = 0; v < VECTORS; v++) \
                 b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES); \
             for (size_t i = 0; i < ROWS; i++) { \
-                vector x = op##_set1_ps(row[i][p * a_column]); \
+                factor x = spread(row[i][p * a_column]); \
                 for (size_t v = 0; v < VECTORS; v++) \
                     sum[i][v] = fmadd(x, b[v], sum[i][v]); \
             } \
@@ -38814,18 +38983,22 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 DTRAIN__EXACT_BEGIN
 
 #if defined(DTRAIN__X86)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, _mm512_fmadd_ps)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, _mm256_fmadd_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, __m512,
+                    _mm512_set1_ps, _mm512_fmadd_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, __m256,
+                    _mm256_set1_ps, _mm256_fmadd_ps)
 #endif
 
-#if defined(__aarch64__) /* 16 accumulators fill half the registers */
-DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
+#if defined(DTRAIN__NEON)
+/* Multiplies by a lane, so that the factor need not be spread over a vector. */
+DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(float a, dtrain__x4 b, dtrain__x4 c)
 {
-    __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
+    __asm__("fmla %0.4s, %2.4s, %1.s[0]" : "+w"(c) : "w"(a), "w"(b));
     return c;
 }
 
-DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 2, dtrain__x4, dtrain__gemm_fused)
+/* 24 accumulators and their operands fill 28 of the 32 registers. */
+DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 3, dtrain__x4, float, , dtrain__gemm_fused)
 #endif
 
 /* Two roundings, as on processors without a fused product. */
@@ -38841,7 +39014,8 @@ DTRAIN__INLINE dtrain__x4 dtrain__gemm_rounded(dtrain__x4 a, dtrain__x4 b, dtrai
 }
 
 /* 8 accumulators and their operands fill the 16 registers of SSE2. */
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__gemm_rounded)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__x4, dtrain__x4_set1_ps,
+                    dtrain__gemm_rounded)
 
 DTRAIN__EXACT_END
 
@@ -38927,10 +39101,11 @@ static dtrain__gemm_shape dtrain__gemm_choose(void)
         shape.rows = 6;
         shape.width = 16;
     }
-#elif defined(__aarch64__)
-    if (dtrain__isa() == DTRAIN__ISA_NEON) {
+#elif defined(DTRAIN__NEON)
+    if (dtrain__isa() != DTRAIN__ISA_SCALAR) {
         shape.kernel = dtrain__gemm_neon;
         shape.rows = 8;
+        shape.width = 12;
     }
 #endif
     return shape;
@@ -38943,6 +39118,7 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
     float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
     dtrain__gemm_shape shape = dtrain__gemm_choose();
     size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+    size_t most = DTRAIN__GEMM_NC / shape.width * shape.width; /* whole panels fit into pack */
     if (m == 0 || n == 0)
         return;
     if (alpha == 0)
@@ -38953,8 +39129,8 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
         else if (beta != 0 && beta != 1)
             dtrain__fold_weigh_f32(c + i * ldc, (double)beta, c + i * ldc, n);
     }
-    for (size_t jc = 0; jc < n; jc += DTRAIN__GEMM_NC) {
-        size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;
+    for (size_t jc = 0; jc < n; jc += most) {
+        size_t nc = n - jc < most ? n - jc : most;
         for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
             size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
             dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, shape.width, alpha, pack);
@@ -39008,15 +39184,14 @@ DTRAIN__EXACT_BEGIN
 #endif
 #define DTRAIN__TRAIN_ROOT_avx2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
 #define DTRAIN__TRAIN_ROOT_avx512(x) __asm__("vsqrtps %0, %0" : "+v"(x))
-#elif defined(__aarch64__)
+#elif defined(DTRAIN__NEON)
 #define DTRAIN__TRAIN_ROUNDED_base(x) __asm__("" : "+w"(x))
-#define DTRAIN__TRAIN_ROOT_base(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
+#define DTRAIN__TRAIN_ROUNDED_neon(x) __asm__("" : "+w"(x))
+#define DTRAIN__TRAIN_ROOT_base(x) __asm__("fsqrt %s0, %s0" : "+w"(x))
+#define DTRAIN__TRAIN_ROOT_neon(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
 #else
-#define DTRAIN__TRAIN_EACH(x, function) \
-    for (int lane = 0; lane < 4; lane++) \
-    (x)[lane] = function
-#define DTRAIN__TRAIN_ROUNDED_base(x) DTRAIN__TRAIN_EACH(x, dtrain__isa_rounded_f32((x)[lane], dtrain__isa_zero))
-#define DTRAIN__TRAIN_ROOT_base(x) DTRAIN__TRAIN_EACH(x, __builtin_sqrtf((x)[lane]))
+#define DTRAIN__TRAIN_ROUNDED_base(x) x = dtrain__isa_rounded_f32(x, dtrain__isa_zero)
+#define DTRAIN__TRAIN_ROOT_base(x) x = __builtin_sqrtf(x)
 #endif
 
 #define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
@@ -39090,10 +39265,15 @@ DTRAIN__EXACT_BEGIN
     DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
     DTRAIN__TRAIN_SGD(isa, target, vector, width, op)
 
-DTRAIN__TRAIN_STEPS(base, , dtrain__x4, 4, dtrain__x4)
 #if defined(DTRAIN__X86)
+DTRAIN__TRAIN_STEPS(base, , dtrain__x4, 4, dtrain__x4)
 DTRAIN__TRAIN_STEPS(avx2, __attribute__((target("avx2"))), __m256, 8, _mm256)
 DTRAIN__TRAIN_STEPS(avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512)
+#else
+#if defined(DTRAIN__NEON)
+DTRAIN__TRAIN_STEPS(neon, , dtrain__x4, 4, dtrain__x4)
+#endif
+DTRAIN__TRAIN_STEPS(base, , dtrain__x1, 1, dtrain__x1)
 #endif
 DTRAIN__DISPATCH(dtrain__train_adamw_blocks, (float *const x[4], size_t count, const void *step), (x, count, step))
 DTRAIN__DISPATCH(dtrain__train_sgd_blocks, (float *const x[4], size_t count, const void *step), (x, count, step))
@@ -55233,8 +55413,9 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
 }
 
 DTRAIN__FAST_BEGIN
-#ifdef __SSE2__
 /* Copies 64 bytes past the caches; `to` is aligned. */
+#ifdef __SSE2__
+#define DTRAIN__PART_STREAM_END() _mm_sfence()
 static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 {
     __m128i line[4];
@@ -55244,6 +55425,14 @@ static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
     for (int i = 0; i < 4; i++)
         _mm_stream_si128((__m128i *)(void *)(to + 16 * i), line[i]);
 }
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__PART_STREAM_END() (void)0
+static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
+{
+    __builtin_prefetch(from + 256);
+    uint8x16_t a = vld1q_u8(from), b = vld1q_u8(from + 16), c = vld1q_u8(from + 32), d = vld1q_u8(from + 48);
+    __asm__("stnp %q1, %q2, [%0]\n\tstnp %q3, %q4, [%0, 32]" : : "r"(to), "w"(a), "w"(b), "w"(c), "w"(d) : "memory");
+}
 #endif
 
 /* Copies to a buffer that another thread reads much later; `to` is aligned to 64 bytes. Streaming stores spare reading
@@ -55252,13 +55441,13 @@ static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     size_t done = 0;
-#ifdef __SSE2__
+#ifdef DTRAIN__PART_STREAM_END
     enum { PAGE = 4096, PAGES = 4 };
     for (; bytes - done >= PAGES * PAGE; done += PAGES * PAGE)
         for (size_t at = done; at < done + PAGE; at += 64)
             for (size_t page = 0; page < PAGES; page++)
                 dtrain__part_stream(to + at + page * PAGE, from + at + page * PAGE);
-    _mm_sfence();
+    DTRAIN__PART_STREAM_END();
 #endif
     if (bytes > done)
         memcpy(to + done, from + done, bytes - done);

@@ -186,9 +186,9 @@
  *                             MPI's own collectives, see >>from_mpi
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
- *     DTRAIN_ISA              scalar, sse2, avx2 or avx512: at most this instruction set
+ *     DTRAIN_ISA              scalar, sse2, avx2, avx512, neon or neon-bf16: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
- *         avx512, avx2, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
+ *         avx512, avx2, bf16, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
  *         pkeys (see CONTRIBUTING.md)
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative

@@ -23,9 +23,9 @@
 #define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
-static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2",    "populate", "mremap",
-                                                       "pagemap", "memfd",  "unix",    "ipv6",     "mprotect",
-                                                       "shm",     "huge",   "abstract"};
+static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2",     "populate", "mremap",
+                                                       "pagemap", "memfd",  "unix",     "ipv6",     "mprotect",
+                                                       "shm",     "huge",   "abstract", "bf16"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {

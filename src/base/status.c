@@ -80,6 +80,7 @@
 #endif
 #ifdef __linux__
 #include <linux/futex.h>
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #endif
 

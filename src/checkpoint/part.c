@@ -309,8 +309,9 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
 }
 
 DTRAIN__FAST_BEGIN
-#ifdef __SSE2__
 /* Copies 64 bytes past the caches; `to` is aligned. */
+#ifdef __SSE2__
+#define DTRAIN__PART_STREAM_END() _mm_sfence()
 static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 {
     __m128i line[4];
@@ -320,6 +321,14 @@ static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
     for (int i = 0; i < 4; i++)
         _mm_stream_si128((__m128i *)(void *)(to + 16 * i), line[i]);
 }
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__PART_STREAM_END() (void)0
+static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
+{
+    __builtin_prefetch(from + 256);
+    uint8x16_t a = vld1q_u8(from), b = vld1q_u8(from + 16), c = vld1q_u8(from + 32), d = vld1q_u8(from + 48);
+    __asm__("stnp %q1, %q2, [%0]\n\tstnp %q3, %q4, [%0, 32]" : : "r"(to), "w"(a), "w"(b), "w"(c), "w"(d) : "memory");
+}
 #endif
 
 /* Copies to a buffer that another thread reads much later; `to` is aligned to 64 bytes. Streaming stores spare reading
@@ -328,13 +337,13 @@ static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
 static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     size_t done = 0;
-#ifdef __SSE2__
+#ifdef DTRAIN__PART_STREAM_END
     enum { PAGE = 4096, PAGES = 4 };
     for (; bytes - done >= PAGES * PAGE; done += PAGES * PAGE)
         for (size_t at = done; at < done + PAGE; at += 64)
             for (size_t page = 0; page < PAGES; page++)
                 dtrain__part_stream(to + at + page * PAGE, from + at + page * PAGE);
-    _mm_sfence();
+    DTRAIN__PART_STREAM_END();
 #endif
     if (bytes > done)
         memcpy(to + done, from + done, bytes - done);

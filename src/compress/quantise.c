@@ -75,14 +75,15 @@ DTRAIN__INLINE unsigned char dtrain__quantise_fp8(float x)
     float magnitude;
     memcpy(&magnitude, &size, sizeof size);
     uint32_t small = dtrain__quantise_float_bits(magnitude + 24576.0f); /* 1.5 * 2^14: its last place is 2^-9 */
-    return (unsigned char)((bits >> 24 & 0x80u) | ((size < 121u << 23 ? small : normal) & 0x7fu));
+    uint32_t is_small = 0u - (uint32_t)(size < 121u << 23); /* not every compiler vectorises a conditional */
+    return (unsigned char)((bits >> 24 & 0x80u) | ((normal ^ ((normal ^ small) & is_small)) & 0x7fu));
 }
 
 DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
 {
     uint32_t size = code & 0x7fu, bits = (size << 20) + (120u << 23);
     uint32_t small = dtrain__quantise_float_bits((float)(int32_t)size * 0.001953125f);
-    bits = (size < 8 ? small : bits) | (uint32_t)(code & 0x80u) << 24;
+    bits = (bits ^ ((bits ^ small) & (0u - (uint32_t)(size < 8)))) | (uint32_t)(code & 0x80u) << 24;
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
@@ -159,10 +160,14 @@ DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count
         scale = bad ? 0x7fc00000u : scale;
         memcpy(out, &scale, 4);
         for (size_t i = 0; i < n; i += 8) {
-            unsigned code = 0;
-            for (size_t k = 0; k < 8 && i + k < n && !bad; k++)
-                code |= (unsigned)(bits[at + i + k] >> 31) << k;
-            codes[(at + i) / 8] = (unsigned char)code;
+            uint32_t code = 0;
+            if (n - i >= 8)
+                for (uint32_t k = 0; k < 8; k++)
+                    code |= bits[at + i + k] >> 31 << k;
+            else
+                for (uint32_t k = 0; i + k < n; k++)
+                    code |= bits[at + i + k] >> 31 << k;
+            codes[(at + i) / 8] = (unsigned char)(bad ? 0 : code);
         }
     }
 }
@@ -170,13 +175,21 @@ DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count
 DTRAIN__INLINE void dtrain__quantise_sign_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)
 {
     const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
-    dtrain__u32 *x = (dtrain__u32 *)out;
+    const dtrain__u32x4 zero = {0}, low = {1, 2, 4, 8}, high = {16, 32, 64, 128};
+    unsigned char *x = (unsigned char *)out;
     for (size_t at = 0; at < count; at += block, in += 4) {
         size_t n = count - at < block ? count - at : block;
         uint32_t scale;
         memcpy(&scale, in, 4);
-        for (size_t i = at; i < at + n; i++)
-            x[i] = scale ^ (uint32_t)(codes[i / 8] >> (i % 8) & 1) << 31;
+        for (size_t i = 0; i < n; i += 8) {
+            dtrain__u32x4 code = zero + codes[(at + i) / 8], eight[2];
+            eight[0] = (dtrain__u32x4)((code & low) == low) << 31 ^ scale;
+            eight[1] = (dtrain__u32x4)((code & high) == high) << 31 ^ scale;
+            if (n - i >= 8)
+                memcpy(x + 4 * (at + i), eight, sizeof eight);
+            else
+                memcpy(x + 4 * (at + i), eight, 4 * (n - i));
+        }
     }
 }
 

@@ -65,7 +65,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
     return found;
 }
 
-#if defined(DTRAIN__X86)
+#if defined(DTRAIN__X86) || defined(DTRAIN__NEON)
 /* A form for vectors of `width` numbers; the scalar form does the rest of a block. */
 #define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list) \
     target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count, \
@@ -74,7 +74,7 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
         size_t found = 0, i = 0; \
         for (; count - i >= width; i += width) { \
             if (sum != NULL) \
-                op##_storeu_ps(sum + i, op##_add_ps(op##_loadu_ps(sum + i), op##_loadu_ps(add + i))); \
+                op##_storeu_ps(sum + i, op##_loadu_ps(sum + i) + op##_loadu_ps(add + i)); \
             list \
         } \
         return found + dtrain__topk_block_scalar(data + i, sum != NULL ? sum + i : NULL, sum != NULL ? add + i : NULL, \
@@ -82,24 +82,28 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
                                                  values + found); \
     }
 
-/* mask: a bit for each number that passes. */
-#define DTRAIN__TOPK_LIST(mask) \
-    for (unsigned left = (unsigned)(mask); left != 0; left &= left - 1) { \
-        unsigned lane = (unsigned)__builtin_ctz(left); \
+/* mask: one of `bits` bits for each number that passes. */
+#define DTRAIN__TOPK_LIST(mask, bits) \
+    for (uint64_t left = (mask); left != 0; left &= left - 1) { \
+        unsigned lane = (unsigned)__builtin_ctzll(left) / bits; \
         indices[found] = first + (uint32_t)i + lane; \
         values[found++] = data[i + lane]; \
     }
+#endif
 
+#if defined(DTRAIN__X86)
 /* Keys are not negative, so that a signed "greater than bar - 1" serves. It holds for DTRAIN__TOPK_NEVER, too. */
 #define DTRAIN__TOPK_PASS_sse2 \
     __m128i keys = \
         _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff)); \
-    DTRAIN__TOPK_LIST(_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))))
+    DTRAIN__TOPK_LIST( \
+        (unsigned)_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))), 1)
 #define DTRAIN__TOPK_PASS_avx2 \
     __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(data + i)), \
                                     _mm256_set1_epi32(0x7fffffff)); \
-    DTRAIN__TOPK_LIST( \
-        _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))))
+    DTRAIN__TOPK_LIST((unsigned)_mm256_movemask_ps( \
+                          _mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))), \
+                      1)
 #define DTRAIN__TOPK_PASS_avx512 \
     __m512i bits = _mm512_loadu_si512((const void *)(data + i)); \
     __mmask16 mask = \
@@ -115,6 +119,12 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
 DTRAIN__TOPK_BLOCK_OF(sse2, , 4, _mm, DTRAIN__TOPK_PASS_sse2)
 DTRAIN__TOPK_BLOCK_OF(avx2, __attribute__((target("avx2"))), 8, _mm256, DTRAIN__TOPK_PASS_avx2)
 DTRAIN__TOPK_BLOCK_OF(avx512, __attribute__((target("avx512f"))), 16, _mm512, DTRAIN__TOPK_PASS_avx512)
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__TOPK_PASS_neon \
+    uint32x4_t keys = vreinterpretq_u32_u8(vld1q_u8((const unsigned char *)(data + i))); \
+    uint16x4_t pass = vmovn_u32(vcgeq_u32(vandq_u32(keys, vdupq_n_u32(0x7fffffff)), vdupq_n_u32(bar))); \
+    DTRAIN__TOPK_LIST(vget_lane_u64(vreinterpret_u64_u16(pass), 0) & UINT64_C(0x0001000100010001), 16)
+DTRAIN__TOPK_BLOCK_OF(neon, , 4, dtrain__x4, DTRAIN__TOPK_PASS_neon)
 #endif
 
 DTRAIN__EXACT_END
@@ -126,6 +136,9 @@ static dtrain__topk_block dtrain__topk_block_get(void)
     case DTRAIN__ISA_SSE2: return dtrain__topk_block_sse2;
     case DTRAIN__ISA_AVX2: return dtrain__topk_block_avx2;
     case DTRAIN__ISA_AVX512: return dtrain__topk_block_avx512;
+#elif defined(DTRAIN__NEON)
+    case DTRAIN__ISA_NEON:
+    case DTRAIN__ISA_NEON_BF16: return dtrain__topk_block_neon;
 #endif
     default: return dtrain__topk_block_scalar;
     }

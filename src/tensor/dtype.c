@@ -194,6 +194,53 @@ DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_bf16, dtrain__u16, dtrain__u32, (uint3
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_f16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_f16(from[i]))
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain__dtype_f16_to_f32(from[i]))
 
+#if defined(DTRAIN__NEON)
+DTRAIN__INLINE float32x4_t dtrain__dtype_four(const unsigned char *from)
+{
+    return vreinterpretq_f32_u8(vld1q_u8(from));
+}
+
+DTRAIN__INLINE void dtrain__dtype_narrow_f16_eight(const unsigned char *from, unsigned char *to)
+{
+    float16x4_t low = vcvt_f16_f32(dtrain__dtype_four(from));
+    vst1q_u8(to, vreinterpretq_u8_f16(vcvt_high_f16_f32(low, dtrain__dtype_four(from + 16))));
+}
+
+DTRAIN__INLINE void dtrain__dtype_widen_f16_eight(const unsigned char *from, unsigned char *to)
+{
+    float16x8_t x = vreinterpretq_f16_u8(vld1q_u8(from));
+    vst1q_u8(to, vreinterpretq_u8_f32(vcvt_f32_f16(vget_low_f16(x))));
+    vst1q_u8(to + 16, vreinterpretq_u8_f32(vcvt_high_f32_f16(x)));
+}
+
+/* The numbers are bfcvtn v0.4h, v0.4s and bfcvtn2 v0.8h, v1.4s, which older assemblers do not know. */
+DTRAIN__INLINE void dtrain__dtype_narrow_bf16_eight(const unsigned char *from, unsigned char *to)
+{
+    register float32x4_t low __asm__("v0") = dtrain__dtype_four(from),
+                             high __asm__("v1") = dtrain__dtype_four(from + 16);
+    __asm__(".inst 0x0ea16800\n\t.inst 0x4ea16820" : "+w"(low) : "w"(high));
+    vst1q_u8(to, vreinterpretq_u8_f32(low));
+}
+
+/* Converts eight at a time by instructions of the processor, which give the same bits; the rest by name. */
+#define DTRAIN__DTYPE_EIGHTS(name, isa, from_bytes, to_bytes) \
+    static void name##_eights(const void *in, void *out, size_t count) \
+    { \
+        const unsigned char *from = (const unsigned char *)in; \
+        unsigned char *to = (unsigned char *)out; \
+        size_t i = 0, end = dtrain__isa() >= isa ? count - count % 8 : 0; \
+        for (; i < end; i += 8) \
+            name##_eight(from + i * from_bytes, to + i * to_bytes); \
+        name(from + i * from_bytes, to + i * to_bytes, count - i); \
+    }
+DTRAIN__DTYPE_EIGHTS(dtrain__dtype_narrow_f16, DTRAIN__ISA_NEON, 4, 2)
+DTRAIN__DTYPE_EIGHTS(dtrain__dtype_widen_f16, DTRAIN__ISA_NEON, 2, 4)
+DTRAIN__DTYPE_EIGHTS(dtrain__dtype_narrow_bf16, DTRAIN__ISA_NEON_BF16, 4, 2)
+#define DTRAIN__DTYPE_BEST(name) name##_eights
+#else
+#define DTRAIN__DTYPE_BEST(name) name
+#endif
+
 DTRAIN__EXACT_END
 
 /* Converts by way of float64. A magnitude above `largest`, infinity too, becomes that; NaN stays. */
@@ -218,13 +265,13 @@ static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, 
     if (from == to) {
         memcpy(out, in, count * (dtrain_dtype_bits(from) / 8));
     } else if (from == DTRAIN_F32 && to == DTRAIN_BF16) {
-        dtrain__dtype_narrow_bf16(in, out, count);
+        DTRAIN__DTYPE_BEST(dtrain__dtype_narrow_bf16)(in, out, count);
     } else if (from == DTRAIN_F32 && to == DTRAIN_F16) {
-        dtrain__dtype_narrow_f16(in, out, count);
+        DTRAIN__DTYPE_BEST(dtrain__dtype_narrow_f16)(in, out, count);
     } else if (from == DTRAIN_BF16 && to == DTRAIN_F32) {
         dtrain__dtype_widen_bf16(in, out, count);
     } else if (from == DTRAIN_F16 && to == DTRAIN_F32) {
-        dtrain__dtype_widen_f16(in, out, count);
+        DTRAIN__DTYPE_BEST(dtrain__dtype_widen_f16)(in, out, count);
     } else {
         dtrain__dtype_convert_any(in, from, out, to, count, UINT64_MAX);
     }

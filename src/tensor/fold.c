@@ -51,8 +51,8 @@ DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
 #define DTRAIN__FOLD_PAIR(name, type, expression) \
-    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), \
-                 type *a = (type *)left; const type *b = (const type *)right, a[i] = expression)
+    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), type *a = (type *)left; \
+                 const type *b = (const type *)right, a[i] = expression)
 
 /* The same for integers. The base instruction set is fast enough for their loops. */
 #define DTRAIN__FOLD_PAIR_INT(name, type, expression) \
@@ -66,22 +66,29 @@ DTRAIN__EXACT_BEGIN
             a[i] = (type)(expression); \
     }
 
-/* Minimum and maximum of floats by the order of their bits: -0 is below +0, and a NaN wins. */
-#define DTRAIN__FOLD_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
-#define DTRAIN__FOLD_PICK(type, top, infinity, relation) \
-    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i] \
-     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                         ? b[i] \
-     : DTRAIN__FOLD_KEY(a[i], type, top) relation DTRAIN__FOLD_KEY(b[i], type, top) ? a[i] \
-                                                                                    : b[i])
+/* Minimum and maximum of floats by the order of their bits: -0 is below +0, and a NaN wins. Masks take the place of
+ * conditions, which not every compiler vectorises. */
+#define DTRAIN__FOLD_PICK(name, type, top, infinity, relation) \
+    DTRAIN__INLINE type name(type a, type b) \
+    { \
+        const type size = (type)(((uint64_t)1 << top) - 1); \
+        type a_nan = -(type)((a & size) > infinity), b_nan = -(type)((b & size) > infinity); \
+        type first = -(type)((a ^ (a >> top & size)) relation(b ^ (b >> top & size))); \
+        return b ^ ((a ^ b) & (a_nan | (first & ~b_nan))); \
+    }
+DTRAIN__FOLD_PICK(dtrain__fold_lower_f32, int32_t, 31, 0x7f800000, <)
+DTRAIN__FOLD_PICK(dtrain__fold_upper_f32, int32_t, 31, 0x7f800000, >)
+DTRAIN__FOLD_PICK(dtrain__fold_lower_f64, int64_t, 63, 0x7ff0000000000000, <)
+DTRAIN__FOLD_PICK(dtrain__fold_upper_f64, int64_t, 63, 0x7ff0000000000000, >)
 
 DTRAIN__FOLD_PAIR(dtrain__fold_sum_f32, dtrain__f32, a[i] + b[i])
 DTRAIN__FOLD_PAIR(dtrain__fold_sum_f64, dtrain__f64, a[i] + b[i])
 DTRAIN__FOLD_PAIR(dtrain__fold_prod_f32, dtrain__f32, a[i] * b[i])
 DTRAIN__FOLD_PAIR(dtrain__fold_prod_f64, dtrain__f64, a[i] * b[i])
-DTRAIN__FOLD_PAIR(dtrain__fold_min_f32, dtrain__i32, DTRAIN__FOLD_PICK(int32_t, 31, 0x7f800000, <))
-DTRAIN__FOLD_PAIR(dtrain__fold_max_f32, dtrain__i32, DTRAIN__FOLD_PICK(int32_t, 31, 0x7f800000, >))
-DTRAIN__FOLD_PAIR(dtrain__fold_min_f64, dtrain__i64, DTRAIN__FOLD_PICK(int64_t, 63, 0x7ff0000000000000, <))
-DTRAIN__FOLD_PAIR(dtrain__fold_max_f64, dtrain__i64, DTRAIN__FOLD_PICK(int64_t, 63, 0x7ff0000000000000, >))
+DTRAIN__FOLD_PAIR(dtrain__fold_min_f32, dtrain__i32, dtrain__fold_lower_f32(a[i], b[i]))
+DTRAIN__FOLD_PAIR(dtrain__fold_max_f32, dtrain__i32, dtrain__fold_upper_f32(a[i], b[i]))
+DTRAIN__FOLD_PAIR(dtrain__fold_min_f64, dtrain__i64, dtrain__fold_lower_f64(a[i], b[i]))
+DTRAIN__FOLD_PAIR(dtrain__fold_max_f64, dtrain__i64, dtrain__fold_upper_f64(a[i], b[i]))
 DTRAIN__FOLD_PAIR_INT(dtrain__fold_sum_u8, uint8_t, (unsigned)a[i] + b[i])
 DTRAIN__FOLD_PAIR_INT(dtrain__fold_sum_u32, dtrain__u32, a[i] + b[i])
 DTRAIN__FOLD_PAIR_INT(dtrain__fold_sum_u64, dtrain__u64, a[i] + b[i])
@@ -106,8 +113,8 @@ DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[
 
 /* x[i] = x[i] / divisor */
 #define DTRAIN__FOLD_DIVIDE(name, type) \
-    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count), \
-                 type *x = (type *)data; type by = (type)divisor, x[i] = x[i] / by)
+    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count), type *x = (type *)data; \
+                 type by = (type)divisor, x[i] = x[i] / by)
 
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f32, dtrain__f32)
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
@@ -115,7 +122,8 @@ DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 /* y[i] = x[i] * factor; y may be x */
 #define DTRAIN__FOLD_WEIGH(name, type) \
     DTRAIN__LOOP(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count), \
-                 const type *x = (const type *)in; type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
+                 const type *x = (const type *)in; \
+                 type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
 
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)

@@ -13,11 +13,20 @@
 #include <immintrin.h>
 #elif defined(__SSE2__)
 #include <emmintrin.h>
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && defined(__ARM_NEON) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define DTRAIN__NEON 1
 #include <arm_neon.h>
 #endif
 
-enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_AVX2, DTRAIN__ISA_AVX512 };
+/* NEON_BF16 differs from NEON by instructions that round to bfloat16. */
+enum {
+    DTRAIN__ISA_SCALAR = 1,
+    DTRAIN__ISA_SSE2,
+    DTRAIN__ISA_NEON,
+    DTRAIN__ISA_NEON_BF16,
+    DTRAIN__ISA_AVX2,
+    DTRAIN__ISA_AVX512
+};
 
 static int dtrain__isa_widest(void)
 {
@@ -29,31 +38,45 @@ static int dtrain__isa_widest(void)
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return DTRAIN__ISA_AVX2;
     return DTRAIN__ISA_AVX512;
-#elif defined(__aarch64__)
+#elif defined(DTRAIN__NEON) && defined(__linux__)
+    const unsigned long bf16 = 1ul << 14; /* HWCAP2_BF16, which older headers lack */
+    return getauxval(AT_HWCAP2) & bf16 && !dtrain__without("bf16") ? DTRAIN__ISA_NEON_BF16 : DTRAIN__ISA_NEON;
+#elif defined(DTRAIN__NEON)
     return DTRAIN__ISA_NEON;
 #else
     return DTRAIN__ISA_SCALAR;
 #endif
 }
 
+static int dtrain__isa_is_neon(int isa)
+{
+    return isa == DTRAIN__ISA_NEON || isa == DTRAIN__ISA_NEON_BF16;
+}
+
+/* Returns whether this processor has an instruction set. */
+static int dtrain__isa_has(int isa)
+{
+    int widest = dtrain__isa_widest();
+    return isa == DTRAIN__ISA_SCALAR ||
+           (isa > 0 && isa <= widest && dtrain__isa_is_neon(isa) == dtrain__isa_is_neon(widest));
+}
+
 static const char *dtrain__isa_text(int isa)
 {
-    static const char *const names[] = {"?", "scalar", "sse2", "neon", "avx2", "avx512"};
+    static const char *const names[] = {"?", "scalar", "sse2", "neon", "neon-bf16", "avx2", "avx512"};
     return names[isa];
 }
 
 static DTRAIN__NOINLINE int dtrain__isa(void)
 {
     static int chosen;
-    int isa = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    int isa = DTRAIN__TUNED(isa, __atomic_load_n(&chosen, __ATOMIC_RELAXED));
     if (isa != 0)
         return isa;
     const char *asked = getenv("DTRAIN_ISA");
-    int widest = dtrain__isa_widest();
-    isa = widest;
-    for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i < widest; i++)
-        if (strcmp(asked, dtrain__isa_text(i)) == 0 &&
-            (i == DTRAIN__ISA_SCALAR || (i != DTRAIN__ISA_NEON && widest != DTRAIN__ISA_NEON)))
+    isa = dtrain__isa_widest();
+    for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i <= DTRAIN__ISA_AVX512; i++)
+        if (strcmp(asked, dtrain__isa_text(i)) == 0 && dtrain__isa_has(i))
             isa = i;
     __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
     return isa;
@@ -135,8 +158,13 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 
-/* DTRAIN__DISPATCH defines name(...), which calls name_avx512, name_avx2 or name_base. DTRAIN__KERNEL also defines
- * these three, from name_body(...). */
+/* DTRAIN__DISPATCH defines name(...), which calls the form of name for the instruction set in use: name_avx512,
+ * name_avx2, name_neon or name_base. DTRAIN__KERNEL also defines these forms, from name_body(...). */
+#define DTRAIN__ISA_FORM(name, isa, target, parameters, arguments) \
+    static __attribute__((noinline)) target void name##_##isa parameters \
+    { \
+        name##_body arguments; \
+    }
 #if defined(DTRAIN__X86)
 #define DTRAIN__DISPATCH(name, parameters, arguments) \
     static void name parameters \
@@ -150,18 +178,28 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
             name##_base arguments; \
     }
 #define DTRAIN__KERNEL(name, parameters, arguments) \
-    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters \
+    DTRAIN__ISA_FORM(name, avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))), parameters, \
+                     arguments) \
+    DTRAIN__ISA_FORM(name, avx2, __attribute__((target("avx2,fma"))), parameters, arguments) \
+    DTRAIN__ISA_FORM(name, base, , parameters, arguments) \
+    DTRAIN__DISPATCH(name, parameters, arguments)
+#elif defined(DTRAIN__NEON)
+#if defined(__clang__)
+#define DTRAIN__ISA_PLAIN /* a compiler that vectorises base too */
+#else
+#define DTRAIN__ISA_PLAIN __attribute__((optimize("no-tree-vectorize")))
+#endif
+#define DTRAIN__DISPATCH(name, parameters, arguments) \
+    static void name parameters \
     { \
-        name##_body arguments; \
-    } \
-    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters \
-    { \
-        name##_body arguments; \
-    } \
-    static __attribute__((noinline)) void name##_base parameters \
-    { \
-        name##_body arguments; \
-    } \
+        if (dtrain__isa() == DTRAIN__ISA_SCALAR) \
+            name##_base arguments; \
+        else \
+            name##_neon arguments; \
+    }
+#define DTRAIN__KERNEL(name, parameters, arguments) \
+    DTRAIN__ISA_FORM(name, neon, , parameters, arguments) \
+    DTRAIN__ISA_FORM(name, base, DTRAIN__ISA_PLAIN, parameters, arguments) \
     DTRAIN__DISPATCH(name, parameters, arguments)
 #else
 #define DTRAIN__DISPATCH(name, parameters, arguments) \
@@ -221,8 +259,10 @@ DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f32, float, uint32_t)
 DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f64, double, uint64_t)
 
 /* Four floats in the compiler's own vectors: SSE2, NEON or others. Kernels that are written in vectors take a prefix
- * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones. */
+ * of function names: dtrain__x4 for these, _mm256 or _mm512 for wider ones, dtrain__x1 for one float. */
 typedef float dtrain__x4 __attribute__((vector_size(16)));
+typedef float dtrain__x1;
+typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
 
 DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)
 {
@@ -238,6 +278,23 @@ DTRAIN__INLINE dtrain__x4 dtrain__x4_loadu_ps(const float *from)
 }
 
 DTRAIN__INLINE void dtrain__x4_storeu_ps(float *to, dtrain__x4 x)
+{
+    memcpy(to, &x, sizeof x);
+}
+
+DTRAIN__INLINE dtrain__x1 dtrain__x1_set1_ps(float value)
+{
+    return value;
+}
+
+DTRAIN__INLINE dtrain__x1 dtrain__x1_loadu_ps(const float *from)
+{
+    dtrain__x1 x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+DTRAIN__INLINE void dtrain__x1_storeu_ps(float *to, dtrain__x1 x)
 {
     memcpy(to, &x, sizeof x);
 }

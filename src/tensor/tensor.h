@@ -138,7 +138,8 @@ DTRAIN_API_MUST dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_d
  * one thread per object */
 DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor);
 
-/* Returns the name of the instruction set in use: "scalar", "sse2", "avx2", "avx512" or "neon".
+/* Returns the name of the instruction set in use: "scalar", "sse2", "avx2", "avx512", "neon", or "neon-bf16" for NEON
+ * with the instructions of ARM64 that round to bfloat16.
  *
  * The first use chooses the widest that the processor has. The environment variable DTRAIN_ISA can name a narrower
  * one; any other value has no effect.

@@ -22,7 +22,7 @@ DTRAIN__FAST_BEGIN
 typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
                                     float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
 
-/* A kernel and the tile of c that it makes. width divides DTRAIN__GEMM_NC; rows are at most DTRAIN__GEMM_MC. */
+/* A kernel and the tile of c that it makes. width is at most DTRAIN__GEMM_NC, and rows at most DTRAIN__GEMM_MC. */
 typedef struct dtrain__gemm_shape {
     dtrain__gemm_kernel kernel;
     size_t rows, width;
@@ -41,8 +41,8 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 }
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
- * and those of the panel's padding, are not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, fmadd) \
+ * and those of the panel's padding, are not stored. fmadd takes its first factor as spread(float), a `factor`. */
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, factor, spread, fmadd) \
     attributes static void name(DTRAIN__GEMM_PARAMETERS) \
     { \
         vector sum[ROWS][VECTORS]; \
@@ -57,7 +57,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
             for (size_t v = 0; v < VECTORS; v++) \
                 b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES); \
             for (size_t i = 0; i < ROWS; i++) { \
-                vector x = op##_set1_ps(row[i][p * a_column]); \
+                factor x = spread(row[i][p * a_column]); \
                 for (size_t v = 0; v < VECTORS; v++) \
                     sum[i][v] = fmadd(x, b[v], sum[i][v]); \
             } \
@@ -82,18 +82,22 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 DTRAIN__EXACT_BEGIN
 
 #if defined(DTRAIN__X86)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, _mm512_fmadd_ps)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, _mm256_fmadd_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, __m512,
+                    _mm512_set1_ps, _mm512_fmadd_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, __m256,
+                    _mm256_set1_ps, _mm256_fmadd_ps)
 #endif
 
-#if defined(__aarch64__) /* 16 accumulators fill half the registers */
-DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
+#if defined(DTRAIN__NEON)
+/* Multiplies by a lane, so that the factor need not be spread over a vector. */
+DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(float a, dtrain__x4 b, dtrain__x4 c)
 {
-    __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
+    __asm__("fmla %0.4s, %2.4s, %1.s[0]" : "+w"(c) : "w"(a), "w"(b));
     return c;
 }
 
-DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 2, dtrain__x4, dtrain__gemm_fused)
+/* 24 accumulators and their operands fill 28 of the 32 registers. */
+DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 3, dtrain__x4, float, , dtrain__gemm_fused)
 #endif
 
 /* Two roundings, as on processors without a fused product. */
@@ -109,7 +113,8 @@ DTRAIN__INLINE dtrain__x4 dtrain__gemm_rounded(dtrain__x4 a, dtrain__x4 b, dtrai
 }
 
 /* 8 accumulators and their operands fill the 16 registers of SSE2. */
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__gemm_rounded)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__x4, dtrain__x4_set1_ps,
+                    dtrain__gemm_rounded)
 
 DTRAIN__EXACT_END
 
@@ -195,10 +200,11 @@ static dtrain__gemm_shape dtrain__gemm_choose(void)
         shape.rows = 6;
         shape.width = 16;
     }
-#elif defined(__aarch64__)
-    if (dtrain__isa() == DTRAIN__ISA_NEON) {
+#elif defined(DTRAIN__NEON)
+    if (dtrain__isa() != DTRAIN__ISA_SCALAR) {
         shape.kernel = dtrain__gemm_neon;
         shape.rows = 8;
+        shape.width = 12;
     }
 #endif
     return shape;
@@ -211,6 +217,7 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
     float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
     dtrain__gemm_shape shape = dtrain__gemm_choose();
     size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+    size_t most = DTRAIN__GEMM_NC / shape.width * shape.width; /* whole panels fit into pack */
     if (m == 0 || n == 0)
         return;
     if (alpha == 0)
@@ -221,8 +228,8 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
         else if (beta != 0 && beta != 1)
             dtrain__fold_weigh_f32(c + i * ldc, (double)beta, c + i * ldc, n);
     }
-    for (size_t jc = 0; jc < n; jc += DTRAIN__GEMM_NC) {
-        size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;
+    for (size_t jc = 0; jc < n; jc += most) {
+        size_t nc = n - jc < most ? n - jc : most;
         for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
             size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
             dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, shape.width, alpha, pack);

@@ -481,8 +481,8 @@ DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dt
  *   beta                       0: c is overwritten, and not read
  *   override                   define DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c,
  *                              ldc) before the implementation to replace the built-in product
- *   bits                       the same for one shape under any compiler flags. avx2, avx512 and neon round each term
- *                              once and agree with each other; elsewhere each term is rounded twice
+ *   bits                       the same for one shape under any compiler flags. avx2, avx512, neon and neon-bf16 round each
+ *                              term once and agree with each other; elsewhere each term is rounded twice
  *   source                     Goto and van de Geijn, ACM TOMS 34(3), 2008
  *
  * any thread; c overlaps neither a nor b; allocates nothing */

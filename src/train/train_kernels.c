@@ -31,15 +31,14 @@ DTRAIN__EXACT_BEGIN
 #endif
 #define DTRAIN__TRAIN_ROOT_avx2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
 #define DTRAIN__TRAIN_ROOT_avx512(x) __asm__("vsqrtps %0, %0" : "+v"(x))
-#elif defined(__aarch64__)
+#elif defined(DTRAIN__NEON)
 #define DTRAIN__TRAIN_ROUNDED_base(x) __asm__("" : "+w"(x))
-#define DTRAIN__TRAIN_ROOT_base(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
+#define DTRAIN__TRAIN_ROUNDED_neon(x) __asm__("" : "+w"(x))
+#define DTRAIN__TRAIN_ROOT_base(x) __asm__("fsqrt %s0, %s0" : "+w"(x))
+#define DTRAIN__TRAIN_ROOT_neon(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
 #else
-#define DTRAIN__TRAIN_EACH(x, function) \
-    for (int lane = 0; lane < 4; lane++) \
-    (x)[lane] = function
-#define DTRAIN__TRAIN_ROUNDED_base(x) DTRAIN__TRAIN_EACH(x, dtrain__isa_rounded_f32((x)[lane], dtrain__isa_zero))
-#define DTRAIN__TRAIN_ROOT_base(x) DTRAIN__TRAIN_EACH(x, __builtin_sqrtf((x)[lane]))
+#define DTRAIN__TRAIN_ROUNDED_base(x) x = dtrain__isa_rounded_f32(x, dtrain__isa_zero)
+#define DTRAIN__TRAIN_ROOT_base(x) x = __builtin_sqrtf(x)
 #endif
 
 #define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
@@ -113,10 +112,15 @@ DTRAIN__EXACT_BEGIN
     DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
     DTRAIN__TRAIN_SGD(isa, target, vector, width, op)
 
-DTRAIN__TRAIN_STEPS(base, , dtrain__x4, 4, dtrain__x4)
 #if defined(DTRAIN__X86)
+DTRAIN__TRAIN_STEPS(base, , dtrain__x4, 4, dtrain__x4)
 DTRAIN__TRAIN_STEPS(avx2, __attribute__((target("avx2"))), __m256, 8, _mm256)
 DTRAIN__TRAIN_STEPS(avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512)
+#else
+#if defined(DTRAIN__NEON)
+DTRAIN__TRAIN_STEPS(neon, , dtrain__x4, 4, dtrain__x4)
+#endif
+DTRAIN__TRAIN_STEPS(base, , dtrain__x1, 1, dtrain__x1)
 #endif
 DTRAIN__DISPATCH(dtrain__train_adamw_blocks, (float *const x[4], size_t count, const void *step), (x, count, step))
 DTRAIN__DISPATCH(dtrain__train_sgd_blocks, (float *const x[4], size_t count, const void *step), (x, count, step))

@@ -15,8 +15,6 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__KEY_BYTES 32
 #define DTRAIN__TAG_BYTES 16
 
-typedef uint32_t dtrain__u32x4 __attribute__((vector_size(16)));
-
 static uint32_t dtrain__load_le32(const unsigned char *in)
 {
     return (uint32_t)in[0] | (uint32_t)in[1] << 8 | (uint32_t)in[2] << 16 | (uint32_t)in[3] << 24;
@@ -89,10 +87,7 @@ DTRAIN__EXACT_BEGIN
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_base, __attribute__((noinline)), dtrain__u32x4, 4, DTRAIN__CHACHA_TURN16,
                       DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_WORDS)
 
-#if defined(DTRAIN__X86)
-typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
-typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
-
+#if defined(DTRAIN__X86) || defined(DTRAIN__NEON)
 /* Transposes four rows of words to four columns, within each 128 bits. */
 #define DTRAIN__CHACHA_COLUMNS(wide, vec, integer, i) \
     { \
@@ -113,6 +108,11 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 8) \
     DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 12) \
     blocks(0) blocks(1) blocks(2) blocks(3)
+#endif
+
+#if defined(DTRAIN__X86)
+typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
+typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
 
 #define DTRAIN__CHACHA_PUT_AVX2(at, x) \
     _mm256_storeu_si256((__m256i *)(void *)(out + (at)), \
@@ -163,6 +163,23 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx2, __attribute__((target("avx2"), noinli
 
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)),
                       dtrain__u32x16, 16, DTRAIN__CHACHA_TURN16, DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_AVX512)
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__CHACHA_NEON_unpacklo_epi32(a, b) vzip1q_u32(a, b)
+#define DTRAIN__CHACHA_NEON_unpackhi_epi32(a, b) vzip2q_u32(a, b)
+#define DTRAIN__CHACHA_NEON_unpacklo_epi64(a, b) vzip1q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b))
+#define DTRAIN__CHACHA_NEON_unpackhi_epi64(a, b) vzip2q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b))
+#define DTRAIN__CHACHA_PUT_NEON(at, x) vst1q_u8(out + (at), veorq_u8((uint8x16_t)(x), vld1q_u8(in + (at))));
+#define DTRAIN__CHACHA_BLOCKS_NEON(j) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64, v[j]) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64 + 16, v[(j) + 4]) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64 + 32, v[(j) + 8]) \
+    DTRAIN__CHACHA_PUT_NEON((j)*64 + 48, v[(j) + 12])
+#define DTRAIN__CHACHA_WRITE_NEON \
+    DTRAIN__CHACHA_WRITE(DTRAIN__CHACHA_NEON, dtrain__u32x4, uint32x4_t, DTRAIN__CHACHA_BLOCKS_NEON)
+#define DTRAIN__CHACHA_TURN16_NEON(x) (dtrain__u32x4) vrev32q_u16((uint16x8_t)(x))
+
+DTRAIN__CHACHA_KERNEL(dtrain__chacha_neon, __attribute__((noinline)), dtrain__u32x4, 4, DTRAIN__CHACHA_TURN16_NEON,
+                      DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_NEON)
 #endif
 
 /* Poly1305. A number is five limbs of 26 bits, each in 64 bits. r[5 + i] is 5 r[1 + i]. */
@@ -197,8 +214,8 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
     static target void name(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data, \
                             size_t groups) \
     { \
-        static const unsigned char order[3][8] = {{0}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}}; \
-        const unsigned char *block = order[(lanes) == 1 ? 0 : (lanes) == 4 ? 1 : 2]; \
+        static const unsigned char order[3][8] = {{0, 1}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}}; \
+        const unsigned char *block = order[(lanes) <= 2 ? 0 : (lanes) == 4 ? 1 : 2]; \
         uint64_t spread[9][lanes]; \
         vec h[5], all[9], last[9], zero = {0}; \
         for (int i = 0; i < 9; i++) { \
@@ -270,6 +287,14 @@ DTRAIN__POLY_KERNEL(dtrain__poly_avx2, __attribute__((target("avx2"), noinline))
                     DTRAIN__POLY_MUL_AVX2, DTRAIN__POLY_LOAD_AVX2)
 DTRAIN__POLY_KERNEL(dtrain__poly_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)), dtrain__u64x8,
                     8, DTRAIN__POLY_MUL_AVX512, DTRAIN__POLY_LOAD_AVX512)
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__POLY_MUL_NEON(a, b) vmull_u32(vmovn_u64(a), vmovn_u64(b))
+#define DTRAIN__POLY_LOAD_NEON \
+    uint64x2_t a = vreinterpretq_u64_u8(vld1q_u8(data)), b = vreinterpretq_u64_u8(vld1q_u8(data + 16)); \
+    low = vzip1q_u64(a, b); \
+    high = vzip2q_u64(a, b);
+DTRAIN__POLY_KERNEL(dtrain__poly_neon, __attribute__((noinline)), uint64x2_t, 2, DTRAIN__POLY_MUL_NEON,
+                    DTRAIN__POLY_LOAD_NEON)
 #endif
 DTRAIN__EXACT_END
 
@@ -288,6 +313,10 @@ static const dtrain__chacha_way *dtrain__chacha_choose(int isa)
     static const dtrain__chacha_way avx512 = {16, dtrain__chacha_avx512, 8, dtrain__poly_avx512};
     if (isa >= DTRAIN__ISA_AVX2)
         return isa == DTRAIN__ISA_AVX512 ? &avx512 : &avx2;
+#elif defined(DTRAIN__NEON)
+    static const dtrain__chacha_way neon = {4, dtrain__chacha_neon, 2, dtrain__poly_neon};
+    if (dtrain__isa_is_neon(isa))
+        return &neon;
 #endif
     (void)isa;
     return &base;

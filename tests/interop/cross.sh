@@ -12,7 +12,7 @@ mkdir -p $here
 logs=$here/log
 # The fastest of those that depend on the processor: numbers, files, sockets, threads.
 few="test_base test_norm test_quantise test_train test_safetensors test_safetensors_rules test_safetensors_swap
-    test_safetensors_write test_checkpoint test_checkpoint_files test_chacha test_pages"
+    test_safetensors_write test_checkpoint test_checkpoint_files test_chacha test_isa test_pages"
 [ "${CROSS:-}" != all ] || few=$(basename -a -s .c tests/unit/test_*.c)
 
 # Sets the compiler, its binutils' prefix and the emulator of a system.

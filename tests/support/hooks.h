@@ -21,6 +21,7 @@ extern const size_t hook_block_bytes HOOK, hook_block_alone HOOK, hook_message_c
 extern const int64_t hook_save_left_ns HOOK;
 extern int64_t hook_handshake_ns HOOK;
 extern const size_t hook_bounce_bytes HOOK;
+extern int hook_isa HOOK; /* the instruction set of all kernels; 0: the library chooses */
 
 #ifdef __cplusplus
 }

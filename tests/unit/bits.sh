@@ -38,7 +38,7 @@ build_and_run() { # name, compiler and flags: leaves an output for each instruct
 }
 
 case $(uname -m) in
-aarch64 | arm64) isas="scalar neon" ;;
+aarch64 | arm64) isas="scalar neon neon-bf16" ;;
 *) isas="scalar sse2 avx2 avx512" ;;
 esac
 builds >"$dir/builds"
@@ -75,8 +75,8 @@ while read -r name flags; do
             all=${all% *}
             [ -n "$bits" ] || bits=$all
             verdict "$flags, $isa, subnormals $mode" "$all" "$bits"
-            case $isa-$(uname -m) in
-            avx2-* | avx512-* | *-aarch64 | *-arm64) rounds=once ;;
+            case $isa in
+            avx2 | avx512 | neon*) rounds=once ;;
             *) rounds=twice ;;
             esac
             eval "first=\${product_$rounds:-}"

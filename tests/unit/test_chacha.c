@@ -21,12 +21,11 @@ static int is_hex(const unsigned char *data, size_t bytes, const char *hex)
 /* The kernels that this machine has; returns how many. */
 static int kernels(const dtrain__chacha_way *ways[3])
 {
-    int widest = dtrain__isa_widest(), count = 1;
-    ways[0] = dtrain__chacha_choose(DTRAIN__ISA_SCALAR);
-    if (widest >= DTRAIN__ISA_AVX2)
-        ways[count++] = dtrain__chacha_choose(DTRAIN__ISA_AVX2);
-    if (widest >= DTRAIN__ISA_AVX512)
-        ways[count++] = dtrain__chacha_choose(DTRAIN__ISA_AVX512);
+    static const int sets[] = {DTRAIN__ISA_SCALAR, DTRAIN__ISA_NEON, DTRAIN__ISA_AVX2, DTRAIN__ISA_AVX512};
+    int count = 0;
+    for (int i = 0; i < 4; i++)
+        if (dtrain__isa_has(sets[i]))
+            ways[count++] = dtrain__chacha_choose(sets[i]);
     return count;
 }
 

@@ -31,13 +31,13 @@ ends_as() { # hash program...
 
 hash_of() { # instruction set
     case $1 in
-    avx2 | avx512 | neon) echo $once ;;
+    avx2 | avx512 | neon*) echo $once ;;
     *) echo $twice ;;
     esac
 }
 
 every_isa() { # what, program: on each instruction set of this machine
-    for asked in scalar sse2 neon avx2 avx512; do
+    for asked in scalar sse2 neon neon-bf16 avx2 avx512; do
         isa=$(DTRAIN_ISA=$asked "$dir/isa")
         [ "$isa" = $asked ] || continue
         DTRAIN_ISA=$asked ends_as "$(hash_of $isa)" "$2"
