@@ -10200,34 +10200,24 @@ DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)
     return x;
 }
 
-DTRAIN__INLINE dtrain__x4 dtrain__x4_loadu_ps(const float *from)
-{
-    dtrain__x4 x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-
-DTRAIN__INLINE void dtrain__x4_storeu_ps(float *to, dtrain__x4 x)
-{
-    memcpy(to, &x, sizeof x);
-}
-
 DTRAIN__INLINE dtrain__x1 dtrain__x1_set1_ps(float value)
 {
     return value;
 }
 
-DTRAIN__INLINE dtrain__x1 dtrain__x1_loadu_ps(const float *from)
-{
-    dtrain__x1 x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-
-DTRAIN__INLINE void dtrain__x1_storeu_ps(float *to, dtrain__x1 x)
-{
-    memcpy(to, &x, sizeof x);
-}
+#define DTRAIN__ISA_MOVES(vector) \
+    DTRAIN__INLINE vector vector##_loadu_ps(const float *from) \
+    { \
+        vector x; \
+        memcpy(&x, from, sizeof x); \
+        return x; \
+    } \
+    DTRAIN__INLINE void vector##_storeu_ps(float *to, vector x) \
+    { \
+        memcpy(to, &x, sizeof x); \
+    }
+DTRAIN__ISA_MOVES(dtrain__x4)
+DTRAIN__ISA_MOVES(dtrain__x1)
 
 #endif
 

@@ -78,12 +78,6 @@ alone() { # name
     make -k test_dir="$dir" CC="$cc $flags" AR="${prefix}ar" $programs >$logs 2>&1
     check $? "$1: the tests compile"
     for test in $few; do
-        case $1-$test in
-        s390x-test_safetensors | s390x-test_safetensors_rules | s390x-test_safetensors_write)
-            echo "skipped: s390x: $test (it compares a file's bytes with memory's; test_safetensors_swap runs)"
-            continue
-            ;;
-        esac
         timeout 280 $emulate "$dir/$test" >"$dir/log" 2>&1
         status=$?
         grep -v '^ok' "$dir/log" >$logs

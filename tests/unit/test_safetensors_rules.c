@@ -365,6 +365,7 @@ TEST(r21_data_may_begin_anywhere)
         data = files_make(header, length + pad, 17, &bytes);
         CHECK_EQ(dtrain_safetensors_open_memory(&file, data, bytes, NULL), DTRAIN_OK);
         CHECK_EQ(dtrain_safetensors_load(file, "d", out, 2, DTRAIN_F64), DTRAIN_OK);
+        little_endian(out, 2, 8);
         for (int i = 0; i < 16; i++)
             CHECK_EQ(out[i], 1 + i);
         dtrain_safetensors_close(file);
@@ -386,6 +387,7 @@ TEST(r22_values_are_not_looked_at)
     CHECK_EQ(dtrain_safetensors_load(opened, "b", out, 2, DTRAIN_BOOL), DTRAIN_OK);
     CHECK(out[0] == 2 && out[1] == 255);
     CHECK_EQ(dtrain_safetensors_load(opened, "f", out, 3, DTRAIN_F16), DTRAIN_OK);
+    little_endian(out, 3, 2);
     CHECK(memcmp(out, "\0\174\1\176\0\374", 6) == 0);
     dtrain_safetensors_close(opened);
 }

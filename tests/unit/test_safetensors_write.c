@@ -28,8 +28,10 @@ static void written_is(int line, const dtrain_safetensors_source *sources, size_
 
 TEST(the_widest_dtype_is_first_then_the_name_that_sorts_first)
 {
-    static const unsigned char b[2] = {1, 2}, a[4] = {3, 4, 5, 6}, z[4] = {7, 8, 9, 10};
+    unsigned char b[2] = {1, 2}, a[4] = {3, 4, 5, 6}, z[4] = {7, 8, 9, 10};
     dtrain_safetensors_source sources[3];
+    little_endian(a, 1, 4);
+    little_endian(z, 1, 4);
     sources[0] = source("b", DTRAIN_U8, 1, two, b);
     sources[1] = source("z", DTRAIN_F32, 0, NULL, z);
     sources[2] = source("a", DTRAIN_F32, 1, one, a);
@@ -230,7 +232,7 @@ TEST(a_tensor_need_not_be_in_memory)
     s.bytes = s.most = 0;
     CHECK_EQ(dtrain_safetensors_write(spool_take, &s, &held, 1, NULL), DTRAIN_OK);
     CHECK(s.bytes == filled_bytes && memcmp(first, s.data, s.bytes) == 0);
-    CHECK_EQ(s.most, 8 << 20);
+    CHECK_EQ(s.most, DTRAIN__FILE_SWAP ? DTRAIN__SAFETENSORS_FILL : 8 << 20); /* or what is turned around at once */
     s.bytes = s.calls = 0;
     s.fail_at = 3;
     CHECK_EQ(dtrain_safetensors_write(spool_take, &s, &held, 1, NULL), DTRAIN_ERR_ABORTED);
