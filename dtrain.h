@@ -35808,9 +35808,11 @@ typedef struct dtrain__sparse {
 } dtrain__sparse;
 
 #define DTRAIN__TOPK_BLOCK ((size_t)1024)      /* elements collected at once, and room beyond the last in arrays */
-#define DTRAIN__TOPK_SAMPLE ((size_t)65536)    /* keys of the largest sample */
+#define DTRAIN__TOPK_SAMPLE ((size_t)32768)    /* keys of the largest sample */
 #define DTRAIN__TOPK_SAMPLED ((size_t)1 << 16) /* smaller vectors are not sampled */
 #define DTRAIN__TOPK_BINS 2048
+#define DTRAIN__TOPK_KEY_BITS 31
+#define DTRAIN__TOPK_NEAR_BITS 20      /* an eighth of a power of two above a bar */
 #define DTRAIN__TOPK_NEVER 0x80000000u /* a bar above every key */
 #define DTRAIN__TOPK_KEY_NAN 0x7f800001u
 
@@ -36013,25 +36015,28 @@ static double dtrain__topk_ratio(const dtrain_topk_schedule *schedule, uint64_t 
 
 DTRAIN__EXACT_END
 
-/* A search for the k-th largest key by its bits, from the top: 11, 10 and 10 of them. */
+/* A search for the k-th largest key by its bits, from the top: 11, 10 and 10 of them. If a base is known that no key is
+ * below, it looks at what keys are above that, and takes more than `most` for `most`. */
 typedef struct dtrain__topk_search {
+    uint32_t base, most;
     uint32_t prefix; /* its bits found so far */
     int shift;       /* how many are not found yet */
     size_t left;     /* its place among the keys with this prefix: 1 is the largest */
     size_t equal;    /* how many keys have this prefix */
 } dtrain__topk_search;
 
-/* Finds the next bits of the key. Two tables take turns: equal neighbours would wait for each other's increment. */
+/* Finds the next bits of the key. Two tables take turns: equal neighbours would wait for each other's increment. Keys
+ * with another prefix are counted in a bin that no other key has then, as a branch would often be guessed wrong. */
 static void dtrain__topk_narrow(dtrain__topk_search *search, const float *data, size_t count)
 {
     uint32_t bins[2][DTRAIN__TOPK_BINS];
-    int known = search->shift, shift = known == 31 ? 20 : known - 10;
-    uint32_t mask = known == 31 ? 2047 : 1023, bin = mask;
+    int known = search->shift, shift = known == DTRAIN__TOPK_KEY_BITS ? 20 : known - 10;
+    uint32_t mask = known == DTRAIN__TOPK_KEY_BITS ? 2047 : 1023, bin = mask;
     memset(bins, 0, sizeof bins);
     for (size_t i = 0; i < count; i++) {
-        uint32_t key = dtrain__topk_key(data + i);
-        if (known == 31 || key >> known == search->prefix)
-            bins[i & 1][key >> shift & mask]++;
+        uint32_t above = dtrain__topk_key(data + i) - search->base, key = above < search->most ? above : search->most;
+        uint32_t other = 0u - (uint32_t)(key >> known != search->prefix);
+        bins[i & 1][(key >> shift & mask) | (other & (DTRAIN__TOPK_BINS - 1))]++;
     }
     size_t here = (size_t)bins[0][bin] + bins[1][bin];
     while (here < search->left) {
@@ -36039,35 +36044,41 @@ static void dtrain__topk_narrow(dtrain__topk_search *search, const float *data, 
         bin--;
         here = (size_t)bins[0][bin] + bins[1][bin];
     }
-    search->prefix = known == 31 ? bin : search->prefix << 10 | bin;
+    search->prefix = known == DTRAIN__TOPK_KEY_BITS ? bin : search->prefix << 10 | bin;
     search->shift = shift;
     search->equal = here;
 }
 
-static dtrain__topk_search dtrain__topk_begin(size_t k)
+static dtrain__topk_search dtrain__topk_begin(size_t k, uint32_t base, int bits)
 {
     dtrain__topk_search search;
     memset(&search, 0, sizeof search);
-    search.shift = 31;
+    search.base = base;
+    search.most = ((uint32_t)1 << bits) - 1;
+    search.shift = bits;
     search.left = k;
     return search;
 }
 
-/* Finds the k-th largest key of count, 1 <= k <= count. */
-static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, size_t k)
+/* Finds the k-th largest of count keys, 1 <= k <= count. bits: how many of them are looked at. */
+static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, size_t k, uint32_t base, int bits)
 {
-    dtrain__topk_search search = dtrain__topk_begin(k);
+    dtrain__topk_search search = dtrain__topk_begin(k, base, bits);
     while (search.shift > 0)
         dtrain__topk_narrow(&search, data, count);
+    search.prefix += base;
     return search;
 }
 
-/* Keeps the k largest of the collected elements: those above the k-th key, and the first of those equal to it. */
-static void dtrain__topk_keep(dtrain__sparse *sparse, size_t k)
+/* Keeps the k largest of the collected elements: those above the k-th key, and the first of those equal to it. No key
+ * is below the bar, and the k-th is seldom far above. */
+static void dtrain__topk_keep(dtrain__sparse *sparse, size_t k, uint32_t bar)
 {
     if (sparse->count == k)
         return;
-    dtrain__topk_search search = dtrain__topk_find(sparse->values, sparse->count, k);
+    dtrain__topk_search search = dtrain__topk_find(sparse->values, sparse->count, k, bar, DTRAIN__TOPK_NEAR_BITS);
+    if (search.prefix == bar + search.most)
+        search = dtrain__topk_find(sparse->values, sparse->count, k, 0, DTRAIN__TOPK_KEY_BITS);
     size_t kept = 0, ties = search.left;
     for (size_t i = 0; i < sparse->count; i++) {
         uint32_t key = dtrain__topk_key(sparse->values + i), index = sparse->indices[i];
@@ -36162,21 +36173,22 @@ static uint32_t dtrain__topk_guess(const dtrain__topk_source *from, float *value
     }
     dtrain__fpmode_restore(mode);
     size_t place = expected + 4 * dtrain__topk_root(expected) + 8;
-    return dtrain__topk_find(values, sample, place < sample ? place : sample).prefix;
+    return dtrain__topk_find(values, sample, place < sample ? place : sample, 0, DTRAIN__TOPK_KEY_BITS).prefix;
 }
 
 /* Selects by a histogram of the upper bits of all keys, which always works. If too many keys share those bits, it finds
  * the k-th key exactly. */
 static void dtrain__topk_surely(dtrain__topk_source *from, dtrain__sparse *sparse)
 {
-    dtrain__topk_search search = dtrain__topk_begin(from->k);
+    dtrain__topk_search search = dtrain__topk_begin(from->k, 0, DTRAIN__TOPK_KEY_BITS);
     if (from->sum != NULL)
         dtrain__topk_collect(from, DTRAIN__TOPK_NEVER, sparse);
     dtrain__topk_narrow(&search, from->data, from->count);
     size_t passing = from->k - search.left + search.equal;
     if (passing <= sparse->capacity - DTRAIN__TOPK_BLOCK) {
-        dtrain__topk_collect(from, search.prefix << search.shift, sparse);
-        dtrain__topk_keep(sparse, from->k);
+        uint32_t bar = search.prefix << search.shift;
+        dtrain__topk_collect(from, bar, sparse);
+        dtrain__topk_keep(sparse, from->k, bar);
         return;
     }
     while (search.shift > 0)
@@ -36208,11 +36220,13 @@ static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain__spar
     dtrain_status status = dtrain__topk_open(sparse, n, dtrain__topk_room(n, k));
     if (status != DTRAIN_OK)
         return status;
-    if (k == 0 || k == n)
+    if (k == 0 || k == n) {
         dtrain__topk_collect(from, k == 0 ? DTRAIN__TOPK_NEVER : 0, sparse);
-    else if (n >= DTRAIN__TOPK_SAMPLED && k < n / 2 &&
-             dtrain__topk_collect(from, dtrain__topk_guess(from, sparse->values, sample), sparse) && sparse->count >= k)
-        dtrain__topk_keep(sparse, k);
+        return DTRAIN_OK;
+    }
+    uint32_t bar = n >= DTRAIN__TOPK_SAMPLED && k < n / 2 ? dtrain__topk_guess(from, sparse->values, sample) : 0;
+    if (bar > 0 && dtrain__topk_collect(from, bar, sparse) && sparse->count >= k)
+        dtrain__topk_keep(sparse, k, bar);
     else
         dtrain__topk_surely(from, sparse);
     return DTRAIN_OK;

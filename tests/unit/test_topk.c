@@ -14,7 +14,7 @@ static uint32_t rank_of(float value)
     return bits > 0x7f800000u ? 0x7f800001u : bits;
 }
 
-enum { NOISE, CONSTANT, RISING, FALLING, SUBNORMAL, SPECIAL, SPARSE, FEW, KINDS };
+enum { NOISE, CONSTANT, RISING, FALLING, SUBNORMAL, SPECIAL, SPARSE, FEW, STEPS, KINDS };
 
 static void fill(float *data, size_t n, int kind, uint64_t seed)
 {
@@ -32,6 +32,7 @@ static void fill(float *data, size_t n, int kind, uint64_t seed)
                                       : noise;
             break;
         case SPARSE: data[i] = bits % 50 == 0 ? noise : from_bits((uint32_t)bits & 0x80000000u); break;
+        case STEPS: data[i] = bits % 1000 < 11 ? 100 : bits % 1000 < 14 ? 50 : noise / 1000; break;
         case FEW: data[i] = (float)((int)(bits % 5) - 2); break;
         default: data[i] = noise * noise * noise;
         }
