@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs dtrain over MPI: one binary under each MPI that has the standard ABI, and builds with the mpi.h of those that do
 # not. Packages are installed where they are missing: MPICH 5 by pip, Open MPI by the system's. Says what it skips.
-# MPI=all adds Intel MPI, and gives MPI's collectives to all tests of processes.
+# MPI=all adds Intel MPI, Open MPI 5 and MPICH 4, and gives MPI's collectives to all tests of processes.
 #   [MPI=all] sh tests/interop/mpi.sh
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/check.sh
@@ -149,20 +149,39 @@ abi() { # name directory
     under "$1" ""
 }
 
-package() { # directory package
-    [ -e "$here/$1/lib/libmpi_abi.so.1" ] && return 0
+package() { # directory package file
+    [ -e "$here/$1/$3" ] && return 0
     python3 -m venv "$here/$1" >"$logs" 2>&1 && timeout 600 "$here/$1/bin/python" -m pip install -q "$2" >>"$logs" 2>&1 &&
-        [ -e "$here/$1/lib/libmpi_abi.so.1" ] && return 0
+        [ -e "$here/$1/$3" ] && return 0
     echo "skipped: $2 (there is no python3, or the package index cannot be reached)"
     return 1
 }
 
-if package mpich 'mpich>=5,<6'; then
+# Builds with the mpi.h of an installation and runs under it.
+header() { # name suffix directory-of-programs launcher...
+    what=$1
+    own=$2
+    compiler=$3mpicc
+    shift 3
+    build "$own" "$compiler" "-DDTRAIN_MPI_HEADER=<mpi.h>" &&
+        "$compiler" $exact "-DDTRAIN_MPI_HEADER=<mpi.h>" tests/interop/mpi_beside.c -o "$here/beside$own" -lpthread -lm >>"$logs" 2>&1
+    check $? "the programs compile with the mpi.h of $what"
+    launch=$*
+    under "$what" "$own"
+    if "${compiler%mpicc}mpirun" --version 2>/dev/null | grep -q 'Open MPI' && $launch 2 true >/dev/null 2>&1; then
+        # shellcheck disable=SC2086
+        timeout 120 $launch 4 --enable-recovery "$here/beside$own" dies >"$logs" 2>&1
+        [ "$(grep -c survived "$logs")" -eq 3 ]
+        check $? "$what with --enable-recovery: survivors of a killed rank go on"
+    fi
+}
+
+if package mpich 'mpich>=5,<6' lib/libmpi_abi.so.1; then
     build "" "${CC:-cc}" && "$here/mpich/bin/mpicc_abi" $exact tests/interop/mpi_beside.c -o "$here/beside" -lpthread -lm -ldl >>"$logs" 2>&1
     check $? "the programs compile without an mpi.h"
     (abi "MPICH 5" "$here/mpich"; echo "$passed $failed" >"$here/sums")
     read -r passed failed <"$here/sums"
-    if [ "${MPI:-}" = all ] && package impi 'impi-rt==2021.18.1'; then
+    if [ "${MPI:-}" = all ] && package impi 'impi-rt==2021.18.1' lib/libmpi_abi.so.1; then
         (export FI_PROVIDER=tcp; abi "Intel MPI" "$here/impi"; echo "$passed $failed" >"$here/sums")
         read -r passed failed <"$here/sums"
     fi
@@ -179,20 +198,16 @@ check $? "a program without DTRAIN_MPI names the macro"
 
 command -v mpirun >/dev/null 2>&1 && command -v mpicc >/dev/null 2>&1 ||
     (apt-get update && apt-get install -y --no-install-recommends openmpi-bin libopenmpi-dev) >"$logs" 2>&1
+root=
+[ "$(id -u)" -ne 0 ] || root=--allow-run-as-root
 if command -v mpirun >/dev/null 2>&1 && command -v mpicc >/dev/null 2>&1; then
-    root=
-    [ "$(id -u)" -ne 0 ] || root=--allow-run-as-root
-    build _header mpicc "-DDTRAIN_MPI_HEADER=<mpi.h>" &&
-        mpicc $exact "-DDTRAIN_MPI_HEADER=<mpi.h>" tests/interop/mpi_beside.c -o "$here/beside_header" -lpthread -lm >>"$logs" 2>&1
-    check $? "the programs compile with the installation's mpi.h"
-    launch="mpirun $root --oversubscribe -n"
-    under "the system's MPI" _header
-    if mpirun --version 2>/dev/null | grep -q 'Open MPI' && $launch 2 true >/dev/null 2>&1; then
-        timeout 120 $launch 4 --enable-recovery "$here/beside_header" dies >"$logs" 2>&1
-        [ "$(grep -c survived "$logs")" -eq 3 ]
-        check $? "Open MPI with --enable-recovery: survivors of a killed rank go on"
-    fi
+    header "the system's MPI" _header "" mpirun $root --oversubscribe -n
 else
     echo "skipped: an MPI with its mpi.h (no mpicc and mpirun, and none can be installed)"
+fi
+if [ "${MPI:-}" = all ]; then
+    package ompi5 'openmpi>=5,<6' bin/mpicc &&
+        header "Open MPI 5" _ompi5 "$here/ompi5/bin/" "$here/ompi5/bin/mpirun" $root --oversubscribe -n
+    package mpich4 'mpich>=4,<5' bin/mpicc && header "MPICH 4" _mpich4 "$here/mpich4/bin/" "$here/mpich4/bin/mpiexec" -n
 fi
 checked
