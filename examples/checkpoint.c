@@ -86,10 +86,11 @@ static int run(int ranks, uint64_t killed_in)
 
 int main(int argc, char **argv)
 {
-    int before = argc > 1 ? atoi(argv[1]) : 4, after = argc > 2 ? atoi(argv[2]) : 2, status;
+    int before = argc > 1 ? atoi(argv[1]) : 4, after = argc > 2 ? atoi(argv[2]) : 2, status, end;
     directory = argc > 3 ? argv[3] : directory;
     status = run(before, NEVER);
-    dprintf(1, "%d ranks ended by signal %d\n", before, WTERMSIG(run(before, 25)));
+    end = run(before, 25);
+    dprintf(1, "%d ranks ended by signal %d\n", before, WTERMSIG(end));
     status |= run(after, RESUME);
     DTRAIN_CHECK(dtrain_checkpoint_verify(directory));
     return status != 0;

@@ -42,7 +42,7 @@ static inline int32_t gpt_text_token(const gpt_flags *flags, const unsigned char
     const unsigned char *at = text + i * (size_t)flags->token_bytes;
     if (flags->token_bytes == 1)
         return at[0];
-    return (int32_t)(at[0] | at[1] << 8 |
+    return (int32_t)((uint32_t)at[0] | (uint32_t)at[1] << 8 |
                      (flags->token_bytes == 4 ? (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24 : 0));
 }
 

@@ -189,7 +189,7 @@
  *     DTRAIN_ISA              scalar, sse2, avx2, avx512, neon or neon-bf16: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
  *         avx512, avx2, bf16, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
- *         pkeys (see CONTRIBUTING.md)
+ *         futex, pkeys (see CONTRIBUTING.md)
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative
  *                             or longer than 44 bytes
@@ -208,6 +208,27 @@
  *                             FSDP gives pages back and gets new ones
  *     checkpoint lock         It tells jobs apart, but not two checkpointers of one process
  *     dtrain_cuda.h           It is not for Windows
+ *
+ * MACOS AND THE BSDS
+ *     dtrain compiles and links for macOS, FreeBSD, NetBSD and OpenBSD, but has never run there. This is different from
+ *     Linux:
+ *
+ *     shared memory           There is none between processes. Ranks of one host talk over unix sockets, which are
+ *                             files. dtrain_comm_alloc gives memory of the process
+ *     waiting                 Before macOS 14.4, and on NetBSD, nothing wakes a thread that sleeps. It looks again
+ *                             after 0.2 ms
+ *     files                   On macOS a saved file is flushed by F_FULLFSYNC, to the disk itself
+ *     memory                  Pages are not moved, so FSDP gives pages back and gets new ones
+ *     checkpoint lock         It tells jobs apart, but not two checkpointers of one process
+ *
+ * WASM
+ *     Emscripten compiles a program whose ranks are threads:
+ *
+ *       emcc -pthread -O2 -ffp-contract=off -DDTRAIN_NO_SOCKETS main.c -o main.js \
+ *           -sPROXY_TO_PTHREAD -sEXIT_RUNTIME -sINITIAL_MEMORY=512MB
+ *
+ *     -sPROXY_TO_PTHREAD keeps waiting ranks off a browser's main thread. The bits are those of DTRAIN_ISA=scalar.
+ *     There are no processes. It is tested under node, not in a browser.
  *
  * MACROS, before the first include of dtrain.h
  *     DTRAIN_IMPLEMENTATION   in one file: the implementation as well

@@ -73,10 +73,10 @@
  * The program's own code after them keeps its flags. gcc's pragma also redefines the macros that stand for flags, and
  * its end does not restore them: DTRAIN__EXACT_MACROS does. Without that, a <math.h> that the program includes later
  * would not declare the SIMD functions that -Ofast uses. */
-#if defined(__clang__)
+#if defined(__clang__) && !defined(__wasm__) /* which has neither the pragma nor fused products */
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__clang__)
 #define DTRAIN__EXACT_GCC \
     _Pragma("GCC push_options") \
         _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")

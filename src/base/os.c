@@ -5,8 +5,8 @@
  * Some features are not on every machine. The library tries them and has another way without each. The environment
  * variable DTRAIN_WITHOUT names features not to try, so tests can take the other ways on any machine.
  *
- * Waiting is on a 32-bit word: with a futex on Linux, a condition variable on Windows, a timed sleep elsewhere. A
- * wake-up may be spurious, so callers check again. */
+ * Waiting is on a 32-bit word, see >>os posix wait; on Windows with a condition variable. A wake-up may be spurious, so
+ * callers check again. */
 #ifndef DTRAIN__OS
 #define DTRAIN__OS
 #include "base.h"
@@ -25,7 +25,7 @@
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
 static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2",     "populate", "mremap",
                                                        "pagemap", "memfd",  "unix",     "ipv6",     "mprotect",
-                                                       "shm",     "huge",   "abstract", "bf16"};
+                                                       "shm",     "huge",   "abstract", "bf16",     "futex"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {

@@ -104,7 +104,7 @@ static int dtrain__os_is_socket(const char *path)
  * to this user. */
 static int dtrain__os_same_user(int fd)
 {
-#ifdef SO_PEERCRED
+#ifdef __linux__
     struct { /* struct ucred of the system, which the C library hides from standard C */
         int32_t pid;
         uint32_t uid, gid;
@@ -112,10 +112,13 @@ static int dtrain__os_same_user(int fd)
     socklen_t bytes = sizeof peer;
     return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && bytes == sizeof peer &&
            peer.uid == (uint32_t)geteuid();
-#else
+#elif defined(DTRAIN__OS_BSD)
     uid_t user;
     gid_t group;
     return getpeereid(fd, &user, &group) == 0 && user == geteuid();
+#else
+    (void)fd;
+    return 0;
 #endif
 }
 
@@ -292,7 +295,7 @@ static void dtrain__os_rest(int fd, int64_t ns)
         return;
     }
     FD_ZERO(&watched);
-    FD_SET((unsigned)fd, &watched); /* the macro of musl counts without a sign */
+    FD_SET((unsigned)fd, &watched);                             /* the macro of musl counts without a sign */
     if (pselect(fd + 1, &watched, NULL, NULL, &rest, NULL) > 0) /* poll() counts in milliseconds */
         dtrain__os_drain(fd);
 }

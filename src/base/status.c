@@ -78,10 +78,20 @@
 #elif !defined(DTRAIN_NO_MPI) && !defined(_WIN32)
 #include <dlfcn.h>
 #endif
-#ifdef __linux__
+#if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/auxv.h>
 #include <sys/syscall.h>
+#elif defined(__APPLE__)
+#include <dlfcn.h>
+#elif defined(__FreeBSD__)
+#include <sys/umtx.h>
+#elif defined(__OpenBSD__)
+#include <sys/futex.h>
+#endif
+#if defined(__APPLE__) || defined(__FreeBSD__) || defined(__NetBSD__) || defined(__OpenBSD__)
+#define DTRAIN__OS_BSD
+#include <sys/sysctl.h>
 #endif
 
 DTRAIN__SSE2_BEGIN

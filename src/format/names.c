@@ -137,7 +137,7 @@ static size_t dtrain__names_enter(dtrain__names *names, dtrain__names_bins *bins
     for (size_t i = 0; i < twice; i++) {
         dtrain__names_text name = dtrain__names_at(names, i);
         uint32_t hash = (uint32_t)dtrain__names_hash(names->key, name.text, name.length);
-        size_t bin = (uint64_t)hash >> bin_shift;
+        size_t bin = (size_t)((uint64_t)hash >> bin_shift);
         dtrain__names_entry *slot = &bins->slots[bin][bins->used[bin]++];
         slot->hash = hash;
         slot->index = (uint32_t)(i + 1);
