@@ -57,6 +57,14 @@ echo "skipped: clang for MSVC (Microsoft's headers are not in packages, and MinG
 $cross-gcc -O0 -I. -S "$here/all.c" -o "$here/all.s" >"$logs" 2>&1 &&
     ! grep -E 'vmov(dqa[0-9]*|ap[sd])[[:space:]].*\(%r[sb]p.*' "$here/all.s" | grep -E '%[yz]mm' >"$logs"
 check $? "no wide move to or from the stack wants more than the 16 bytes of alignment that Windows keeps"
+printf '#define DTRAIN_MPI\n#include "dtrain.h"\n' >"$here/names.c"
+$cross-gcc -DDTRAIN_API=dtrain_public -I. -E -P "$here/names.c" 2>"$logs" | tr '\n' ' ' | grep -o 'dtrain_public [^(]*(' |
+    sed 's/.*[ *]\([a-z0-9_]*\)($/\1/' | sort >"$here/public"
+$cross-gcc -O1 -fvisibility=hidden -I. -shared tools/package/dtrain.c -o "$here/dtrain.dll" -lws2_32 >"$logs" 2>&1
+# objdump of before 2.42 writes an index and the name, a later one more between them
+$cross-objdump -p "$here/dtrain.dll" | sed -n '/Ordinal\/Name/,/^$/s/^.*[] ]\(dtrain[a-z0-9_]*\)$/\1/p' | sort >"$here/exported"
+[ "$(wc -l <"$here/public")" -gt 200 ] && diff "$here/public" "$here/exported" >>"$logs"
+check $? "dtrain.dll exports the $(wc -l <"$here/public") public functions, and no other of dtrain"
 if [ -z "$wine" ]; then
     echo "skipped: all that runs (there is no wine64, and none can be installed)"
     checked
