@@ -1,6 +1,6 @@
 /* ---- >>os posix wait ----
- * Waiting for a 32-bit word of this process to change, by the system's own call: futex on Linux and OpenBSD, _umtx_op
- * on FreeBSD, os_sync_wait_on_address on macOS from 14.4 on. Where there is none, a thread sleeps a little. */
+ * Waiting for a 32-bit word of this process to change. Linux and OpenBSD have futex for it, FreeBSD _umtx_op, and macOS
+ * from 14.4 on os_sync_wait_on_address. Where there is none, a thread sleeps a little. */
 #ifndef DTRAIN__OS_POSIX_WAIT
 #define DTRAIN__OS_POSIX_WAIT
 #include "os_posix.c"
