@@ -667,24 +667,33 @@ static int dtrain__fused_await(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+/* Lets a little time pass before the next look. Beside other programs a yield may take many milliseconds, so the clock
+ * is read after each. Returns `turn`, or after until_ns DTRAIN__FUSED_LOOKS. */
+static unsigned dtrain__fused_look(const dtrain_comm *comm, unsigned turn, int64_t until_ns)
+{
+    if (!comm->shared->crowded || turn % 4 != 3) { /* the awaited one may run on another processor */
+        dtrain__os_pause();
+        return turn;
+    }
+    dtrain__os_yield();
+    return dtrain__os_now_ns() < until_ns ? turn : DTRAIN__FUSED_LOOKS;
+}
+
 /* Waits once between processes: looks again, then sleeps until the doorbell or news of the world. turn: how many waits
- * came before, since something moved. */
-static void dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t until_ns, int (*ready)(void *), void *context)
+ * came before, since something moved. Returns how many these count as. */
+static unsigned dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t until_ns, int (*ready)(void *),
+                                   void *context)
 {
     dtrain__council *council = comm->seat->council;
     uint32_t *asleep = &comm->shared->slots[comm->rank].asleep;
-    if (turn < DTRAIN__FUSED_LOOKS) {
-        if (comm->shared->crowded && turn % 4 == 3) /* the awaited one may run on another processor */
-            dtrain__os_yield();
-        else
-            dtrain__os_pause();
-        return;
-    }
+    if (turn < DTRAIN__FUSED_LOOKS)
+        return dtrain__fused_look(comm, turn, until_ns);
     uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
     __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
     if (!ready(context))
         council->wait(comm->seat, turn, until_ns, seen);
     __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
+    return turn;
 }
 
 /* The service thread cannot advance the operation and will sleep. Returns 1 if it must look once more before. */

@@ -388,6 +388,50 @@ TEST(ranks_that_come_late_are_waited_for_and_wake_the_others)
     }
 }
 
+#ifdef __linux__
+static int has_a_deadline(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (posts(world) && dtrain_comm_rank(world) == 0) {
+        double begin = now_s();
+        world->desc.timeout_ms = 300;
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_TIMEOUT);
+        CHECK(now_s() - begin < 1.5);
+    }
+    scene_meet(s->ranks);
+    return 0;
+}
+
+/* Two ranks and four busy programs share one processor: each sched_yield() may take as long as all of these run. */
+TEST(a_deadline_holds_beside_programs_that_keep_the_processor_busy)
+{
+    cpu_set_t all, one;
+    pid_t busy[4];
+    size_t first = 0;
+    scene s;
+    CHECK_EQ(sched_getaffinity(0, sizeof all, &all), 0);
+    while (!CPU_ISSET(first, &all))
+        first++;
+    CPU_ZERO(&one);
+    CPU_SET(first, &one);
+    CHECK_EQ(sched_setaffinity(0, sizeof one, &one), 0);
+    for (int i = 0; i < 4; i++)
+        if ((busy[i] = fork()) == 0)
+            for (;;)
+                dtrain__os_pause();
+    for (int way = UNIX; way <= OWN_HOST; way += OWN_HOST) {
+        scene_begin_by(&s, 2, way);
+        run_ranks(&s, has_a_deadline);
+    }
+    for (int i = 0; i < 4; i++) {
+        kill(busy[i], SIGKILL);
+        waitpid(busy[i], NULL, 0);
+    }
+    CHECK_EQ(sched_setaffinity(0, sizeof all, &all), 0);
+}
+#endif
+
 /* What rank 1 does to the memory before it is killed or stopped. */
 typedef enum misdeed { DIES, HOLDS_AND_DIES, HOLDS_AND_STOPS, LIES } misdeed;
 
