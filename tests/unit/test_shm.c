@@ -432,6 +432,46 @@ TEST(a_deadline_holds_beside_programs_that_keep_the_processor_busy)
 }
 #endif
 
+/* Rank 0 hears that rank 1 has left, and takes its post back because rank 2 has not posted. Before it can, rank 2 posts
+ * as well. Rank 1 left a post behind, so the others end the call, and rank 0 must, too. */
+static int hears_of_a_leaver(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world);
+    float x = 1;
+    dtrain_work *work = NULL;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (!posts(world))
+        return 0;
+    dtrain__slot *slots = world->shared->slots;
+    uint64_t next = world->turn + 1, *first = &slots[0].posts[next & 1].arrived;
+    scene_meet(s->ranks); /* the barrier has ended everywhere */
+    if (rank == 0) {
+        __atomic_store_n(&slots[0].withdrawn, 1u, __ATOMIC_SEQ_CST); /* somebody is at it */
+        dtrain__seat_skipped(world->seat, 1, world->number);
+    }
+    scene_meet(s->ranks);
+    while (rank == 2 && __atomic_load_n(first, __ATOMIC_SEQ_CST) != 2 * next)
+        usleep(100);
+    usleep(rank == 2 ? 100000 : 0);
+    CHECK_EQ(dtrain_all_reduce_async(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+    while (rank == 2 && __atomic_load_n(&slots[2].posts[next & 1].arrived, __ATOMIC_SEQ_CST) != 2 * next)
+        usleep(100);
+    if (rank == 2)
+        __atomic_store_n(&slots[0].withdrawn, 2u, __ATOMIC_SEQ_CST);
+    CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+    CHECK(x == 3);
+    return 0;
+}
+
+TEST(a_post_that_cannot_be_taken_back_any_more_ends_as_with_the_others)
+{
+    for (int way = UNIX; way <= OWN_HOST; way += OWN_HOST) {
+        scene s;
+        scene_begin_by(&s, 3, way);
+        run_ranks(&s, hears_of_a_leaver);
+    }
+}
+
 /* What rank 1 does to the memory before it is killed or stopped. */
 typedef enum misdeed { DIES, HOLDS_AND_DIES, HOLDS_AND_STOPS, LIES } misdeed;
 
