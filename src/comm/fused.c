@@ -400,28 +400,36 @@ static int dtrain__fused_pass(dtrain_comm *comm, dtrain__op *op)
     return 0;
 }
 
+/* A peer has not posted; left: it had left before this rank looked. Returns 1 if that ends the operation. */
+static int dtrain__fused_lacks(dtrain_comm *comm, dtrain__op *op, int peer, int left)
+{
+    int missing = dtrain__membership_misses(comm->members, op->number);
+    op->at = (size_t)peer;
+    op->awaited = peer;
+    left |= missing >= 0; /* it will not post, and nothing has moved */
+    if (left)
+        dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
+    if (dtrain__membership_broken(comm->members))
+        return dtrain__fused_end_broken(comm, op);
+    if (!left)
+        return 0;
+    if (dtrain__fused_retract(comm, op) < 0) { /* all have posted by now, so the others do not wait for who left */
+        op->error.status = DTRAIN_OK;
+        return 0;
+    }
+    if (op->touched)
+        dtrain__fused_break(comm, op);
+    return 1;
+}
+
 /* Returns 1 if the operation has ended; else op->phase says whether all ranks have posted. */
 static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
 {
     int peer = (int)op->at;
     for (; peer < comm->size; peer++) {
-        int missing, left = dtrain__membership_left(comm->members, peer);
-        if (dtrain__fused_arrived(comm, op, peer))
-            continue;
-        op->at = (size_t)peer;
-        op->awaited = peer;
-        missing = dtrain__membership_misses(comm->members, op->number);
-        left |= missing >= 0; /* it will not post, and nothing has moved */
-        if (left)
-            dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
-        if (dtrain__membership_broken(comm->members))
-            return dtrain__fused_end_broken(comm, op);
-        if (left) {
-            dtrain__fused_retract(comm, op);
-            if (op->touched)
-                dtrain__fused_break(comm, op);
-        }
-        return left;
+        int left = dtrain__membership_left(comm->members, peer);
+        if (!dtrain__fused_arrived(comm, op, peer))
+            return dtrain__fused_lacks(comm, op, peer, left);
     }
     op->at = 0;
     uint64_t *word = &comm->shared->slots[0].withdrawn, withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST);
@@ -667,24 +675,33 @@ static int dtrain__fused_await(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+/* Lets a little time pass before the next look. Beside other programs a yield may take many milliseconds, so the clock
+ * is read after each. Returns `turn`, or after until_ns DTRAIN__FUSED_LOOKS. */
+static unsigned dtrain__fused_look(const dtrain_comm *comm, unsigned turn, int64_t until_ns)
+{
+    if (!comm->shared->crowded || turn % 4 != 3) { /* the awaited one may run on another processor */
+        dtrain__os_pause();
+        return turn;
+    }
+    dtrain__os_yield();
+    return dtrain__os_now_ns() < until_ns ? turn : DTRAIN__FUSED_LOOKS;
+}
+
 /* Waits once between processes: looks again, then sleeps until the doorbell or news of the world. turn: how many waits
- * came before, since something moved. */
-static void dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t until_ns, int (*ready)(void *), void *context)
+ * came before, since something moved. Returns how many these count as. */
+static unsigned dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t until_ns, int (*ready)(void *),
+                                   void *context)
 {
     dtrain__council *council = comm->seat->council;
     uint32_t *asleep = &comm->shared->slots[comm->rank].asleep;
-    if (turn < DTRAIN__FUSED_LOOKS) {
-        if (comm->shared->crowded && turn % 4 == 3) /* the awaited one may run on another processor */
-            dtrain__os_yield();
-        else
-            dtrain__os_pause();
-        return;
-    }
+    if (turn < DTRAIN__FUSED_LOOKS)
+        return dtrain__fused_look(comm, turn, until_ns);
     uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
     __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
     if (!ready(context))
         council->wait(comm->seat, turn, until_ns, seen);
     __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
+    return turn;
 }
 
 /* The service thread cannot advance the operation and will sleep. Returns 1 if it must look once more before. */

@@ -388,6 +388,90 @@ TEST(ranks_that_come_late_are_waited_for_and_wake_the_others)
     }
 }
 
+#ifdef __linux__
+static int has_a_deadline(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (posts(world) && dtrain_comm_rank(world) == 0) {
+        double begin = now_s();
+        world->desc.timeout_ms = 300;
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_TIMEOUT);
+        CHECK(now_s() - begin < 2);
+    }
+    scene_meet(s->ranks);
+    return 0;
+}
+
+/* Two ranks and eight busy programs share one processor: each sched_yield() may take as long as all of these run. */
+TEST(a_deadline_holds_beside_programs_that_keep_the_processor_busy)
+{
+    cpu_set_t all, one;
+    pid_t busy[8];
+    size_t first = 0;
+    scene s;
+    CHECK_EQ(sched_getaffinity(0, sizeof all, &all), 0);
+    while (!CPU_ISSET(first, &all))
+        first++;
+    CPU_ZERO(&one);
+    CPU_SET(first, &one);
+    CHECK_EQ(sched_setaffinity(0, sizeof one, &one), 0);
+    for (int i = 0; i < 8; i++)
+        if ((busy[i] = fork()) == 0)
+            for (;;)
+                dtrain__os_pause();
+    for (int way = UNIX; way <= OWN_HOST; way += OWN_HOST) {
+        scene_begin_by(&s, 2, way);
+        run_ranks(&s, has_a_deadline);
+    }
+    for (int i = 0; i < 8; i++) {
+        kill(busy[i], SIGKILL);
+        waitpid(busy[i], NULL, 0);
+    }
+    CHECK_EQ(sched_setaffinity(0, sizeof all, &all), 0);
+}
+#endif
+
+/* Rank 0 hears that rank 1 has left, and takes its post back because rank 2 has not posted. Before it can, rank 2 posts
+ * as well. Rank 1 left a post behind, so the others end the call, and rank 0 must, too. */
+static int hears_of_a_leaver(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world);
+    float x = 1;
+    dtrain_work *work = NULL;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (!posts(world))
+        return 0;
+    dtrain__slot *slots = world->shared->slots;
+    uint64_t next = world->turn + 1, *first = &slots[0].posts[next & 1].arrived;
+    scene_meet(s->ranks); /* the barrier has ended everywhere */
+    if (rank == 0) {
+        __atomic_store_n(&slots[0].withdrawn, 1u, __ATOMIC_SEQ_CST); /* somebody is at it */
+        dtrain__seat_skipped(world->seat, 1, world->number);
+    }
+    scene_meet(s->ranks);
+    while (rank == 2 && __atomic_load_n(first, __ATOMIC_SEQ_CST) != 2 * next)
+        usleep(100);
+    usleep(rank == 2 ? 100000 : 0);
+    CHECK_EQ(dtrain_all_reduce_async(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+    while (rank == 2 && __atomic_load_n(&slots[2].posts[next & 1].arrived, __ATOMIC_SEQ_CST) != 2 * next)
+        usleep(100);
+    if (rank == 2)
+        __atomic_store_n(&slots[0].withdrawn, 2u, __ATOMIC_SEQ_CST);
+    CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+    CHECK(x == 3);
+    return 0;
+}
+
+TEST(a_post_that_cannot_be_taken_back_any_more_ends_as_with_the_others)
+{
+    for (int way = UNIX; way <= OWN_HOST; way += OWN_HOST) {
+        scene s;
+        scene_begin_by(&s, 3, way);
+        run_ranks(&s, hears_of_a_leaver);
+    }
+}
+
 /* What rank 1 does to the memory before it is killed or stopped. */
 typedef enum misdeed { DIES, HOLDS_AND_DIES, HOLDS_AND_STOPS, LIES } misdeed;
 
