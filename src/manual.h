@@ -189,7 +189,7 @@
  *     DTRAIN_ISA              scalar, sse2, avx2, avx512, neon or neon-bf16: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
  *         avx512, avx2, bf16, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
- *         futex, pkeys (see CONTRIBUTING.md)
+ *         futex, proc, pkeys (see CONTRIBUTING.md)
  *     DTRAIN_CUDA_EMULATED_BYTES   memory of each emulated GPU, 2^34 unless set
  *     TMPDIR                  unix sockets are named TMPDIR/dtrain-UID/...; /tmp/dtrain-UID/... if it is unset, relative
  *                             or longer than 44 bytes
@@ -213,10 +213,10 @@
  *     dtrain compiles and links for macOS, FreeBSD, NetBSD and OpenBSD, but has never run there. This is different from
  *     Linux:
  *
- *     shared memory           There is none between processes. Ranks of one host talk over unix sockets, which are
- *                             files. dtrain_comm_alloc gives memory of the process
- *     waiting                 Before macOS 14.4, and on NetBSD, nothing wakes a thread that sleeps. It looks again
- *                             after 0.2 ms
+ *     unix sockets            They are files
+ *     shared memory           It has a name of shm_open while ranks open it. If a rank is killed before it has removed
+ *                             the name, a later process removes it. A rank wakes another by a datagram on loopback
+ *     GPUs                    Processes do not share the memory of devices
  *     files                   On macOS a saved file is flushed by F_FULLFSYNC, to the disk itself
  *     memory                  Pages are not moved, so FSDP gives pages back and gets new ones
  *     checkpoint lock         It tells jobs apart, but not two checkpointers of one process

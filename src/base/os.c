@@ -5,7 +5,7 @@
  * Some features are not on every machine. The library tries them and has another way without each. The environment
  * variable DTRAIN_WITHOUT names features not to try, so tests can take the other ways on any machine.
  *
- * Waiting is on a 32-bit word, see >>os posix wait; on Windows with a condition variable. A wake-up may be spurious, so
+ * Waiting is on a 32-bit word: by a call of the system, or on a condition variable. A wake-up may be spurious, so
  * callers check again. */
 #ifndef DTRAIN__OS
 #define DTRAIN__OS
@@ -23,9 +23,9 @@
 #define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been read */
 
 static uint32_t dtrain__os_without_mask; /* bit i: row i of this table */
-static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2",     "populate", "mremap",
-                                                       "pagemap", "memfd",  "unix",     "ipv6",     "mprotect",
-                                                       "shm",     "huge",   "abstract", "bf16",     "futex"};
+static const char *const dtrain__os_without_names[] = {"pkeys",    "avx512", "avx2",  "populate", "mremap", "pagemap",
+                                                       "memfd",    "unix",   "ipv6",  "mprotect", "shm",    "huge",
+                                                       "abstract", "bf16",   "futex", "proc"};
 
 static size_t dtrain__os_without_find(const char *name, size_t bytes)
 {
@@ -61,6 +61,8 @@ DTRAIN_API int dtrain__without(const char *what)
         mask = dtrain__os_without_read();
         __atomic_store_n(&dtrain__os_without_mask, mask, __ATOMIC_RELAXED);
     }
+    if (mask == DTRAIN__OS_WITHOUT_READ)
+        return 0;
     return (mask >> dtrain__os_without_find(what, strlen(what)) & 1) != 0;
 }
 

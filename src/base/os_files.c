@@ -3,7 +3,6 @@
 #ifndef DTRAIN__OS_FILES
 #define DTRAIN__OS_FILES
 #include "os_posix_files.c"
-#include "os_posix_host.c"
 #include "os_posix_sockets.c"
 #include "os_posix_wait.c"
 #include "os_windows_files.c"

@@ -328,30 +328,6 @@ static int dtrain__os_protect(void *pages, size_t bytes, int access)
     return mprotect(pages, bytes, kinds[access]) == 0 ? 0 : errno;
 }
 
-/* Fills out with up to 256 bytes that nobody can guess; systems return so many in one call. Returns 0 or an errno. */
-static int dtrain__os_random(void *out, size_t bytes)
-{
-    ssize_t n = -1;
-    int fd, error = 0;
-#if defined(__linux__) && defined(__NR_getrandom)
-    do
-        n = syscall(__NR_getrandom, out, bytes, 0);
-    while (n < 0 && errno == EINTR);
-    if (n == (ssize_t)bytes)
-        return 0;
-#endif
-    fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return errno;
-    do
-        n = read(fd, out, bytes);
-    while (n < 0 && errno == EINTR);
-    if (n != (ssize_t)bytes)
-        error = n < 0 ? errno : EIO;
-    close(fd);
-    return error;
-}
-
 /* ---- faults ----
  * A handler of SIGSEGV and SIGBUS reports a fault, then calls the handler that was there before, or lets the fault
  * happen again and end the process. */

@@ -1,12 +1,49 @@
 /* ---- >>os posix host ----
- * What a process of a POSIX system learns of its host, memory that processes of one host share, and libraries that are
- * loaded at run time. */
+ * What >>os asks of the host: random bytes, its name and number, memory that is left, when processes began, and
+ * libraries. */
 #ifndef DTRAIN__OS_POSIX_HOST
 #define DTRAIN__OS_POSIX_HOST
 #include "os_posix.c"
 #ifndef _WIN32
 
-/* ---- the host ---- */
+/* Fills out with up to 256 bytes that nobody can guess; systems return so many in one call. Returns 0 or an errno. */
+static int dtrain__os_random(void *out, size_t bytes)
+{
+#ifdef DTRAIN__OS_BSD
+    arc4random_buf(out, bytes);
+    return 0;
+#else
+    ssize_t n = -1;
+    int fd, error = 0;
+#if defined(__linux__) && defined(__NR_getrandom)
+    do
+        n = syscall(__NR_getrandom, out, bytes, 0);
+    while (n < 0 && errno == EINTR);
+    if (n == (ssize_t)bytes)
+        return 0;
+#endif
+    fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return errno;
+    do
+        n = read(fd, out, bytes);
+    while (n < 0 && errno == EINTR);
+    if (n != (ssize_t)bytes)
+        error = n < 0 ? errno : EIO;
+    close(fd);
+    return error;
+#endif
+}
+
+/* Returns whether processes can open each other's descriptors, in /proc. */
+static int dtrain__os_shows_files(void)
+{
+#ifdef __linux__
+    return !dtrain__without("proc");
+#else
+    return 0;
+#endif
+}
 
 /* Reads the start of a system file as text. Returns its length, or -errno and an empty text. */
 static int dtrain__os_read_text(const char *path, char *text, size_t room)
@@ -97,164 +134,21 @@ static void dtrain__os_host_id(unsigned char id[128])
 {
     memset(id, 0, 128);
     gethostname((char *)id, 63);
-#if defined(__linux__)
-    dtrain__os_read_text("/proc/sys/kernel/random/boot_id", (char *)id + 64, 64);
-#elif defined(__OpenBSD__)
+#if defined(__OpenBSD__)
     int name[] = {CTL_HW, HW_UUID};
-    size_t bytes = 63;
-    sysctl(name, 2, id + 64, &bytes, NULL, 0);
+    size_t room = 63;
+    sysctl(name, 2, id + 64, &room, NULL, 0);
 #elif defined(DTRAIN__OS_BSD)
-    static const char *const names[] = {"kern.bootsessionuuid", "kern.boot_id", "kern.hostuuid"};
-    size_t i = 0, bytes = 63;
-    while (i < sizeof names / sizeof names[0] && sysctlbyname(names[i], id + 64, &bytes, NULL, 0) != 0) {
-        bytes = 63;
+    static const char *const names[] = {"kern.bootsessionuuid", "kern.boot_id", "kern.hostuuid",
+                                        "machdep.dmi.system-uuid"};
+    size_t i = 0, room = 63;
+    while (i < sizeof names / sizeof names[0] && sysctlbyname(names[i], id + 64, &room, NULL, 0) != 0) {
+        room = 63;
         i++;
     }
-#endif
-}
-
-#define DTRAIN__OS_HUGE_BYTES ((size_t)2 << 20) /* of a huge page on x86-64, and on ARM with pages of 4 KiB */
-
-/* Maps a file whole, a large one so that huge pages fit. Returns MAP_FAILED if the system refuses. */
-static void *dtrain__os_map_file(int fd, size_t bytes)
-{
-    size_t slack = bytes >= DTRAIN__OS_HUGE_BYTES ? DTRAIN__OS_HUGE_BYTES : 0;
-    size_t page = dtrain__os_page_bytes(), whole = (bytes + page - 1) / page * page;
-    if (slack == 0)
-        return mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    unsigned char *range = (unsigned char *)dtrain__os_reserve(whole + slack);
-    if (range == NULL)
-        return MAP_FAILED;
-    size_t before = (size_t)(0 - (uintptr_t)range) % slack;
-    void *memory = mmap(range + before, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
-    if (memory == MAP_FAILED) {
-        munmap(range, whole + slack);
-        return memory;
-    }
-    if (before > 0)
-        munmap(range, before);
-    munmap(range + before + whole, slack - before);
-#ifdef __linux__
-    if (!dtrain__without("huge")) {
-        madvise(memory, bytes, 14);                 /* MADV_HUGEPAGE */
-        madvise(memory, bytes / slack * slack, 25); /* MADV_COLLAPSE, since Linux 6.1 */
-    }
-#endif
-    return memory;
-}
-
-/* Replaces shared pages by a private copy at the same place. Returns 0 or an errno. */
-static int dtrain__os_privately(void *pages, size_t bytes)
-{
-#if defined(__linux__) && defined(__NR_mremap)
-    void *copy = dtrain__os_reserve(bytes);
-    if (copy == NULL)
-        return errno;
-    memcpy(copy, pages, bytes);
-    if ((void *)syscall(__NR_mremap, copy, bytes, bytes, 3, pages) == pages) /* MAYMOVE | FIXED */
-        return 0;
-    int error = errno;
-    munmap(copy, bytes);
-    return error;
 #else
-    (void)pages;
-    (void)bytes;
-    return ENOSYS;
+    dtrain__os_read_text("/proc/sys/kernel/random/boot_id", (char *)id + 64, 64);
 #endif
-}
-
-#ifdef __linux__
-#define DTRAIN__OS_TMPFILE (020000000 | O_DIRECTORY) /* O_TMPFILE: a file without a name */
-#define DTRAIN__OS_SEALS (1 | 2 | 4) /* no more seals, shrinking or growing: shorter, it would kill all who map it */
-
-/* Makes a file without a name in memory, which can be sealed. Returns its descriptor, or -1. */
-static int dtrain__os_memfd(void)
-{
-#ifdef __NR_memfd_create
-    if (!dtrain__without("memfd"))
-        return (int)syscall(__NR_memfd_create, "dtrain", 3u); /* close-on-exec, may be sealed */
-#endif
-    return -1;
-}
-
-/* Whether another process cannot shorten the file or leave parts of it without memory. Files that cannot be sealed are
- * taken only where this process could make no other. */
-static int dtrain__os_is_safe(int fd, size_t bytes)
-{
-    struct stat what;
-    if (fstat(fd, &what) != 0 || what.st_size != (off_t)bytes || (uint64_t)what.st_blocks * 512 < bytes)
-        return 0;
-    int seals = fcntl(fd, 1034); /* F_GET_SEALS */
-    if (seals >= 0 && (seals & DTRAIN__OS_SEALS) == DTRAIN__OS_SEALS)
-        return 1;
-    int own = dtrain__os_memfd();
-    if (own >= 0)
-        close(own);
-    return own < 0;
-}
-#endif
-
-/* Makes memory that other processes of the host can map; NULL if that is not possible. It is a file without a name,
- * which ends with its last mapping, however the processes end. Others find it by the descriptor while that is open.
- * Only Linux has such files where others find them: elsewhere processes of a host talk over sockets. */
-static void *dtrain__os_share(size_t bytes, int *fd)
-{
-    void *memory = MAP_FAILED;
-    *fd = -1;
-#ifdef __linux__
-    struct rlimit most;
-    if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur != RLIM_INFINITY && most.rlim_cur < bytes)
-        return NULL; /* the system would raise SIGXFSZ */
-    *fd = dtrain__os_memfd();
-    if (*fd < 0)
-        *fd = open("/dev/shm", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    if (*fd < 0)
-        *fd = open("/tmp", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    int error = *fd >= 0 && bytes < dtrain__os_memory_left() ? EINTR : ENOMEM;
-    while (error == EINTR)
-        error = posix_fallocate(*fd, 0, (off_t)bytes); /* so that no later write finds the disk full */
-    if (error == 0)
-        memory = dtrain__os_map_file(*fd, bytes);
-    if (memory != MAP_FAILED) {
-        fcntl(*fd, 1033, DTRAIN__OS_SEALS); /* F_ADD_SEALS; who opens it looks whether they are there */
-    } else if (*fd >= 0) {
-        close(*fd);
-        *fd = -1;
-    }
-#else
-    (void)bytes;
-#endif
-    return memory != MAP_FAILED ? memory : NULL;
-}
-
-/* Closes the descriptor; the memory stays mapped. */
-static void dtrain__os_share_close(int fd)
-{
-    close(fd);
-}
-
-/* Maps the memory that a process shares. Returns NULL if its descriptor now belongs to something else. */
-static void *dtrain__os_share_open(long process, int fd, size_t bytes)
-{
-    void *memory = MAP_FAILED;
-#ifdef __linux__
-    char path[64];
-    struct stat what;
-    snprintf(path, sizeof path, "/proc/%ld/fd/%d", process, fd);
-    if (stat(path, &what) != 0 || !S_ISREG(what.st_mode) || what.st_nlink != 0 || what.st_size != (off_t)bytes)
-        return NULL;
-    int own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
-    if (own < 0)
-        return NULL;
-    if (dtrain__os_is_safe(own, bytes))
-        memory = dtrain__os_map_file(own, bytes);
-    close(own);
-#else
-    (void)process;
-    (void)fd;
-    (void)bytes;
-#endif
-    return memory != MAP_FAILED ? memory : NULL;
 }
 
 /* Returns when a process began, in the system's count. Two processes with the same id differ in it.

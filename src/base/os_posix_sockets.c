@@ -2,7 +2,7 @@
  * Sockets of POSIX, and pipes that wake a poll(). Sockets are non-blocking, close-on-exec, and raise no SIGPIPE. */
 #ifndef DTRAIN__OS_POSIX_SOCKETS
 #define DTRAIN__OS_POSIX_SOCKETS
-#include "os_posix.c"
+#include "os_posix_share.c"
 #ifndef _WIN32
 
 #define DTRAIN__OS_SOCKET(fd) (fd) /* as the system takes it */
@@ -234,8 +234,11 @@ static int dtrain__os_inherit(int fd)
     return fcntl(fd, F_DUPFD_CLOEXEC, 0);
 }
 
-/* Makes a pipe that wakes a poll(). Both ends are non-blocking. Returns 0 or an errno. */
-static int dtrain__os_pipe(int ends[2])
+/* ---- pipes ----
+ * A pipe wakes a poll(), also that of a peer. Linux opens a peer's pipe in /proc. Elsewhere a pipe is a pair of
+ * datagram sockets on loopback: a peer knows it by its port. */
+
+static int dtrain__os_true_pipe(int ends[2])
 {
     int error = ENOSYS;
 #if defined(__linux__) && defined(__NR_pipe2)
@@ -251,14 +254,55 @@ static int dtrain__os_pipe(int ends[2])
     return error;
 }
 
+/* Makes a datagram socket on loopback that sends to a port, or with port 0 has one. Returns -1 if that fails. */
+static int dtrain__os_datagrams(uint16_t port)
+{
+    struct sockaddr_in at;
+    int fd = socket(AF_INET, SOCK_DGRAM, 0);
+    memset(&at, 0, sizeof at);
+    at.sin_family = AF_INET;
+    at.sin_port = htons(port);
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (fd >= 0 && dtrain__os_manners(fd) == 0 &&
+        (port != 0 ? connect(fd, (struct sockaddr *)&at, sizeof at) : bind(fd, (struct sockaddr *)&at, sizeof at)) == 0)
+        return fd;
+    if (fd >= 0)
+        close(fd);
+    return -1;
+}
+
+/* Returns the port of a datagram socket, or the one that it sends to; 0 if it is no such socket. */
+static uint16_t dtrain__os_port(int fd, int peers)
+{
+    struct sockaddr_in at;
+    socklen_t bytes = sizeof at;
+    memset(&at, 0, sizeof at);
+    if ((peers ? getpeername(fd, (struct sockaddr *)&at, &bytes) : getsockname(fd, (struct sockaddr *)&at, &bytes)) !=
+            0 ||
+        at.sin_family != AF_INET)
+        return 0;
+    return ntohs(at.sin_port);
+}
+
+/* Makes a pipe. Both ends are non-blocking. A pipe that no peer can open is better than none. Returns 0 or an errno. */
+static int dtrain__os_pipe(int ends[2])
+{
+    if (dtrain__os_shows_files() || (ends[0] = dtrain__os_datagrams(0)) < 0)
+        return dtrain__os_true_pipe(ends);
+    if ((ends[1] = dtrain__os_datagrams(dtrain__os_port(ends[0], 0))) >= 0)
+        return 0;
+    close(ends[0]);
+    return dtrain__os_true_pipe(ends);
+}
+
 /* Gives the number by which dtrain__os_pipe_open knows a pipe. Returns 0 if it has none. */
 static int dtrain__os_pipe_number(int fd, uint64_t *number)
 {
     struct stat pipe;
     if (fstat(fd, &pipe) != 0)
         return 0;
-    *number = (uint64_t)pipe.st_ino;
-    return 1;
+    *number = dtrain__os_shows_files() ? (uint64_t)pipe.st_ino : dtrain__os_port(fd, 1);
+    return dtrain__os_shows_files() || *number != 0;
 }
 
 /* Opens a pipe of another process of this user, to write to it. Returns -1 if it is not the pipe with this number. It
@@ -268,6 +312,8 @@ static int dtrain__os_pipe_open(long process, int fd, uint64_t number)
     char path[64];
     struct stat what;
     int own = -1;
+    if (!dtrain__os_shows_files())
+        return number > 0 && number < 65536 ? dtrain__os_datagrams((uint16_t)number) : -1;
     snprintf(path, sizeof path, "/proc/%ld/fd/%d", process, fd);
     if (stat(path, &what) == 0 && S_ISFIFO(what.st_mode) && (uint64_t)what.st_ino == number)
         own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
@@ -278,10 +324,12 @@ static int dtrain__os_pipe_open(long process, int fd, uint64_t number)
     return own;
 }
 
+/* Empties a pipe. A datagram has one byte. */
 static void dtrain__os_drain(int fd)
 {
     char bytes[64];
-    while (read(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes)
+    ssize_t least = dtrain__os_shows_files() ? (ssize_t)sizeof bytes : 1;
+    for (int i = 0; i < 1000 && read(fd, bytes, sizeof bytes) >= least; i++)
         continue;
 }
 

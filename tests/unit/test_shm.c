@@ -29,7 +29,7 @@ static int open_pair(pair *p)
     }
     pages[1] = dtrain__shm_open(offer);
     CHECK(pages[1] != NULL && pages[1] != pages[0]);
-    close(fd);
+    dtrain__os_share_close(fd);
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, fds), 0);
     for (int side = 0; side < 2; side++) {
         CHECK_EQ(fcntl(fds[side], F_SETFL, O_NONBLOCK), 0);
@@ -199,7 +199,7 @@ TEST(an_offer_that_lies_is_not_taken)
     other[31] ^= 1; /* the key */
     CHECK(dtrain__shm_open(other) == NULL);
     memcpy(other, offer, sizeof other);
-    dtrain__put_le(other + 8, 0, 8); /* standard input */
+    dtrain__put_le(other + 8, fd == 0, 8); /* standard input, or another segment */
     CHECK(dtrain__shm_open(other) == NULL);
     dtrain__put_le(other + 8, 9999, 8);
     CHECK(dtrain__shm_open(other) == NULL);
@@ -209,7 +209,7 @@ TEST(an_offer_that_lies_is_not_taken)
     opened = dtrain__shm_open(offer);
     CHECK(opened != NULL);
     dtrain__shm_close(&opened);
-    close(fd);
+    dtrain__os_share_close(fd);
     CHECK(dtrain__shm_open(offer) == NULL); /* the offer has ended */
     dtrain__shm_close(&page);
 }
@@ -296,6 +296,8 @@ TEST(ranks_of_a_host_share_memory_unless_told_not_to)
     meet("shm", "", 1, -1, none);
     meet(NULL, "shm", 0, 0, "no shared memory: DTRAIN_WITHOUT names shm");
     meet(NULL, "memfd", 0, 0, none);
+    meet(NULL, "proc", 0, 0, none);
+    meet("shm", "proc,futex", 1, 0, none);
     meet("tcp", "", 1, 0, "TCP, no shared memory: the chosen transport asks for none");
     if (scene_has_unix())
         meet("unix", "", 1, 0, "unix socket, no shared memory: the chosen transport asks for none");
@@ -543,7 +545,7 @@ TEST(memory_that_could_end_this_process_is_not_mapped)
 {
     size_t bytes = (size_t)1 << 20;
     int fd, own;
-    void *memory = dtrain__os_share(bytes, &own);
+    void *memory = dtrain__os_shows_files() ? dtrain__os_share(bytes, &own) : NULL;
     if (memory == NULL || (fd = dtrain__os_memfd()) < 0) {
         printf("skipped: this system has no memory that processes can share, or none that can be sealed\n");
         return;
@@ -561,6 +563,69 @@ TEST(memory_that_could_end_this_process_is_not_mapped)
     CHECK(dtrain__os_share_open(getpid(), fd, bytes) == NULL); /* sealed, but without pages */
     close(fd);
     close(own);
+}
+
+/* ---- memory with a name, where processes do not find each other's files ---- */
+
+static void leave_out(const char *what)
+{
+    setenv("DTRAIN_WITHOUT", what, 1);
+    __atomic_store_n(&dtrain__os_without_mask, 0u, __ATOMIC_RELAXED);
+}
+
+TEST(a_segment_is_of_its_maker_and_ends_with_its_name)
+{
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        size_t bytes = 5000;
+        int number, other, before = test_failures;
+        leave_out("proc");
+        char *memory = (char *)dtrain__os_share(bytes, &number);
+        char *second = (char *)dtrain__os_share(bytes, &other);
+        CHECK(memory != NULL && second != NULL && number >= 0 && other >= 0 && number != other);
+        char *again = (char *)dtrain__os_share_open(getpid(), number, bytes);
+        CHECK(again != NULL && again != memory);
+        strcpy(memory + bytes - 6, "hello");
+        CHECK(strcmp(again + bytes - 6, "hello") == 0);
+        dtrain__os_segment_sweep(number); /* its maker lives */
+        CHECK(dtrain__os_share_open(getppid(), number, bytes) == NULL);
+        CHECK(dtrain__os_share_open(getpid(), number, 5 * bytes) == NULL);
+        CHECK(dtrain__os_share_open(getpid(), 9999, bytes) == NULL);
+        dtrain__os_share_close(number);
+        dtrain__os_share_close(other);
+        CHECK(dtrain__os_share_open(getpid(), number, bytes) == NULL);
+        dtrain__os_unreserve(memory, bytes);
+        CHECK(strcmp(again + bytes - 6, "hello") == 0); /* memory lasts as long as its last mapping */
+        _exit(test_failures != before);
+    }
+    CHECK_EQ(end_of(child, 10), 0);
+}
+
+TEST(the_name_of_a_dead_maker_is_removed)
+{
+    int ends[2], number = -1;
+    CHECK_EQ(pipe(ends), 0);
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        leave_out("proc");
+        int good = dtrain__os_share(100, &number) != NULL && write(ends[1], &number, sizeof number) > 0;
+        _exit(!good);
+    }
+    CHECK_EQ(end_of(child, 10), 0);
+    CHECK_EQ(read(ends[0], &number, sizeof number), (ssize_t)sizeof number);
+    size_t end = dtrain__os_segment_end(100);
+    int fd = dtrain__os_segment(number, O_RDWR);
+    CHECK(fd >= 0 && dtrain__os_segment_maker(fd, end, 0) == (uint64_t)child);
+    dtrain__os_segment_sweep(number);
+    int now = dtrain__os_segment(number, O_RDWR);
+    CHECK(now < 0 || dtrain__os_segment_maker(now, end, 0) != (uint64_t)child);
+    close(fd);
+    close(ends[0]);
+    close(ends[1]);
+    if (now >= 0)
+        close(now);
 }
 
 TEST(a_limit_on_the_size_of_files_is_no_signal)

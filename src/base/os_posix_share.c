@@ -1,0 +1,307 @@
+/* ---- >>os posix share ----
+ * Memory that processes of one host and user share. A peer knows it by its maker's process and a number. On Linux it is
+ * a file without a name, and the number is its descriptor, which the peer opens in /proc. Elsewhere it is a segment,
+ * whose name ends with the number. Its maker removes the name once the peers have opened it. If the maker dies before,
+ * a later process removes the name when it needs one. */
+#ifndef DTRAIN__OS_POSIX_SHARE
+#define DTRAIN__OS_POSIX_SHARE
+#include "os_posix_host.c"
+#ifndef _WIN32
+
+#define DTRAIN__OS_HUGE_BYTES ((size_t)2 << 20) /* of a huge page on x86-64, and on ARM with pages of 4 KiB */
+
+/* Maps a file whole, a large one so that huge pages fit. Returns MAP_FAILED if the system refuses. */
+static void *dtrain__os_map_file(int fd, size_t bytes)
+{
+    size_t slack = bytes >= DTRAIN__OS_HUGE_BYTES ? DTRAIN__OS_HUGE_BYTES : 0;
+    size_t page = dtrain__os_page_bytes(), whole = (bytes + page - 1) / page * page;
+    if (slack == 0)
+        return mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    unsigned char *range = (unsigned char *)dtrain__os_reserve(whole + slack);
+    if (range == NULL)
+        return MAP_FAILED;
+    size_t before = (size_t)(0 - (uintptr_t)range) % slack;
+    void *memory = mmap(range + before, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (memory == MAP_FAILED) {
+        munmap(range, whole + slack);
+        return memory;
+    }
+    if (before > 0)
+        munmap(range, before);
+    munmap(range + before + whole, slack - before);
+#ifdef __linux__
+    if (!dtrain__without("huge")) {
+        madvise(memory, bytes, 14);                 /* MADV_HUGEPAGE */
+        madvise(memory, bytes / slack * slack, 25); /* MADV_COLLAPSE, since Linux 6.1 */
+    }
+#endif
+    return memory;
+}
+
+/* Replaces shared pages by a private copy at the same place. Returns 0 or an errno. */
+static int dtrain__os_privately(void *pages, size_t bytes)
+{
+#if defined(__linux__) && defined(__NR_mremap)
+    void *copy = dtrain__os_reserve(bytes);
+    if (copy == NULL)
+        return errno;
+    memcpy(copy, pages, bytes);
+    if ((void *)syscall(__NR_mremap, copy, bytes, bytes, 3, pages) == pages) /* MAYMOVE | FIXED */
+        return 0;
+    int error = errno;
+    munmap(copy, bytes);
+    return error;
+#else
+    (void)pages;
+    (void)bytes;
+    return ENOSYS;
+#endif
+}
+
+#ifdef __linux__
+#define DTRAIN__OS_TMPFILE (020000000 | O_DIRECTORY) /* O_TMPFILE: a file without a name */
+#define DTRAIN__OS_SEALS (1 | 2 | 4) /* no more seals, shrinking or growing: shorter, it would kill all who map it */
+
+/* Makes a file without a name in memory, which can be sealed. Returns its descriptor, or -1. */
+static int dtrain__os_memfd(void)
+{
+#ifdef __NR_memfd_create
+    if (!dtrain__without("memfd"))
+        return (int)syscall(__NR_memfd_create, "dtrain", 3u); /* close-on-exec, may be sealed */
+#endif
+    return -1;
+}
+
+/* Whether another process cannot shorten the file or leave parts of it without memory. Files that cannot be sealed are
+ * taken only where this process could make no other. */
+static int dtrain__os_is_safe(int fd, size_t bytes)
+{
+    struct stat what;
+    if (fstat(fd, &what) != 0 || what.st_size != (off_t)bytes || (uint64_t)what.st_blocks * 512 < bytes)
+        return 0;
+    int seals = fcntl(fd, 1034); /* F_GET_SEALS */
+    if (seals >= 0 && (seals & DTRAIN__OS_SEALS) == DTRAIN__OS_SEALS)
+        return 1;
+    int own = dtrain__os_memfd();
+    if (own >= 0)
+        close(own);
+    return own < 0;
+}
+
+/* Makes a file without a name, which ends with its last mapping, however the processes end. Returns MAP_FAILED if that
+ * is not possible. */
+static void *dtrain__os_nameless(size_t bytes, int *fd)
+{
+    void *memory = MAP_FAILED;
+    *fd = dtrain__os_memfd();
+    if (*fd < 0)
+        *fd = open("/dev/shm", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    if (*fd < 0)
+        *fd = open("/tmp", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    int error = *fd >= 0 && bytes < dtrain__os_memory_left() ? EINTR : ENOMEM;
+    while (error == EINTR)
+        error = posix_fallocate(*fd, 0, (off_t)bytes); /* so that no later write finds the disk full */
+    if (error == 0)
+        memory = dtrain__os_map_file(*fd, bytes);
+    if (memory != MAP_FAILED) {
+        fcntl(*fd, 1033, DTRAIN__OS_SEALS); /* F_ADD_SEALS; who opens it looks whether they are there */
+    } else if (*fd >= 0) {
+        close(*fd);
+        *fd = -1;
+    }
+    return memory;
+}
+
+/* Maps the file of a process. Returns MAP_FAILED if the descriptor now belongs to something else. */
+static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
+{
+    char path[64];
+    struct stat what;
+    void *memory = MAP_FAILED;
+    snprintf(path, sizeof path, "/proc/%ld/fd/%d", process, fd);
+    if (stat(path, &what) != 0 || !S_ISREG(what.st_mode) || what.st_nlink != 0 || what.st_size != (off_t)bytes)
+        return memory;
+    int own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (own < 0)
+        return memory;
+    if (dtrain__os_is_safe(own, bytes))
+        memory = dtrain__os_map_file(own, bytes);
+    close(own);
+    return memory;
+}
+#else
+
+static void *dtrain__os_nameless(size_t bytes, int *fd)
+{
+    (void)bytes;
+    *fd = -1;
+    return MAP_FAILED;
+}
+
+static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
+{
+    (void)process;
+    (void)fd;
+    (void)bytes;
+    return MAP_FAILED;
+}
+#endif
+
+/* ---- segments ----
+ * A page follows the memory of a segment. It holds the process of the maker. */
+
+enum { DTRAIN__OS_SEGMENTS = 256 }; /* names of one user */
+
+#ifdef __NetBSD__
+#define DTRAIN__OS_SEGMENT_PLACE "/var/shm"
+#else
+#define DTRAIN__OS_SEGMENT_PLACE "/dev/shm"
+#endif
+
+/* Opens the segment of this user with a number, or with flags 0 removes its name. Returns -1 with errno if that fails.
+ * The C library of Linux had the calls in another library, and NetBSD still has. */
+static int dtrain__os_segment(int number, int flags)
+{
+    char name[64];
+#if defined(__linux__) || defined(__NetBSD__)
+    snprintf(name, sizeof name, DTRAIN__OS_SEGMENT_PLACE "/dtrain-%lu-%d", (unsigned long)geteuid(), number);
+    return flags == 0 ? unlink(name) : open(name, flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+#else
+    snprintf(name, sizeof name, "/dtrain-%lu-%d", (unsigned long)geteuid(), number);
+    return flags == 0 ? shm_unlink(name) : shm_open(name, flags, 0600);
+#endif
+}
+
+/* Returns where the page lies that follows the memory. */
+static size_t dtrain__os_segment_end(size_t bytes)
+{
+    size_t page = dtrain__os_page_bytes();
+    return (bytes + page - 1) / page * page;
+}
+
+/* Returns the maker of a segment whose last page begins at `at`, after it has written maker there unless that is 0.
+ * Returns 0 if the segment is none. */
+static uint64_t dtrain__os_segment_maker(int fd, size_t at, uint64_t maker)
+{
+    struct stat what;
+    size_t page = dtrain__os_page_bytes();
+    if (fstat(fd, &what) != 0 || what.st_uid != geteuid() || what.st_size != (off_t)(at + page))
+        return 0;
+    void *last = mmap(NULL, page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)at);
+    if (last == MAP_FAILED)
+        return 0;
+    if (maker != 0)
+        memcpy(last, &maker, sizeof maker);
+    else
+        memcpy(&maker, last, sizeof maker);
+    munmap(last, page);
+    return maker;
+}
+
+/* Removes a name whose maker has died. If another process has just done the same and taken the name again, the peers of
+ * that process do not find its memory and use their connections. */
+static void dtrain__os_segment_sweep(int number)
+{
+    struct stat what;
+    size_t page = dtrain__os_page_bytes();
+    int fd = dtrain__os_segment(number, O_RDWR);
+    if (fd < 0)
+        return;
+    uint64_t maker = fstat(fd, &what) == 0 && (uint64_t)what.st_size > page
+                         ? dtrain__os_segment_maker(fd, (size_t)what.st_size - page, 0)
+                         : 0;
+    close(fd);
+    if (maker != 0 && maker <= INT_MAX && kill((pid_t)maker, 0) != 0 && errno == ESRCH)
+        dtrain__os_segment(number, 0);
+}
+
+/* Gives a new segment its size. Returns 0 or an errno. */
+static int dtrain__os_segment_grow(int fd, size_t bytes)
+{
+    if (ftruncate(fd, (off_t)bytes) != 0)
+        return errno;
+    int error = 0;
+#if defined(__linux__) || defined(__NetBSD__)
+    do
+        error = posix_fallocate(fd, 0, (off_t)bytes); /* so that no later write finds the disk full */
+    while (error == EINTR);
+#endif
+    return error != EINVAL && error != EOPNOTSUPP ? error : 0;
+}
+
+/* Makes a segment. Returns MAP_FAILED if that is not possible. */
+static void *dtrain__os_segment_make(size_t bytes, int *number)
+{
+    const int flags = O_RDWR | O_CREAT | O_EXCL;
+    void *memory = MAP_FAILED;
+    size_t end = dtrain__os_segment_end(bytes);
+    int fd = -1;
+    *number = -1;
+    for (int i = 0; fd < 0 && i < DTRAIN__OS_SEGMENTS; i++) {
+        if ((fd = dtrain__os_segment(i, flags)) < 0 && errno == EEXIST) {
+            dtrain__os_segment_sweep(i);
+            fd = dtrain__os_segment(i, flags);
+        }
+        *number = fd >= 0 ? i : -1;
+    }
+    if (fd < 0)
+        return memory;
+    if (bytes < dtrain__os_memory_left() && dtrain__os_segment_grow(fd, end + dtrain__os_page_bytes()) == 0 &&
+        dtrain__os_segment_maker(fd, end, (uint64_t)getpid()) != 0)
+        memory = dtrain__os_map_file(fd, bytes);
+    close(fd);
+    if (memory == MAP_FAILED) {
+        dtrain__os_segment(*number, 0);
+        *number = -1;
+    }
+    return memory;
+}
+
+/* Maps the segment of a process. Returns MAP_FAILED if the number now belongs to something else. */
+static void *dtrain__os_segment_open(long process, int number, size_t bytes)
+{
+    void *memory = MAP_FAILED;
+    int fd = number >= 0 && number < DTRAIN__OS_SEGMENTS ? dtrain__os_segment(number, O_RDWR) : -1;
+    if (fd < 0)
+        return memory;
+    if (process > 0 && dtrain__os_segment_maker(fd, dtrain__os_segment_end(bytes), 0) == (uint64_t)process)
+        memory = dtrain__os_map_file(fd, bytes);
+    close(fd);
+    return memory;
+}
+
+/* ---- either ---- */
+
+/* Makes memory that other processes of the host can map; NULL if that is not possible. Others find it by its number
+ * until share_close. */
+static void *dtrain__os_share(size_t bytes, int *number)
+{
+    struct rlimit most;
+    size_t whole = dtrain__os_segment_end(bytes) + dtrain__os_page_bytes();
+    *number = -1;
+    if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur != RLIM_INFINITY && (uint64_t)most.rlim_cur < whole)
+        return NULL; /* the system would raise SIGXFSZ */
+    void *memory =
+        dtrain__os_shows_files() ? dtrain__os_nameless(bytes, number) : dtrain__os_segment_make(bytes, number);
+    return memory != MAP_FAILED ? memory : NULL;
+}
+
+/* Ends the number; the memory stays mapped. */
+static void dtrain__os_share_close(int number)
+{
+    if (dtrain__os_shows_files())
+        close(number);
+    else
+        dtrain__os_segment(number, 0);
+}
+
+/* Maps the memory that a process shares. Returns NULL if its number now belongs to something else. */
+static void *dtrain__os_share_open(long process, int number, size_t bytes)
+{
+    void *memory = dtrain__os_shows_files() ? dtrain__os_nameless_open(process, number, bytes)
+                                            : dtrain__os_segment_open(process, number, bytes);
+    return memory != MAP_FAILED ? memory : NULL;
+}
+
+#endif
+#endif
