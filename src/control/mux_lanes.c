@@ -283,7 +283,9 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
     dtrain__mux *mux = lane->mux;
     dtrain_status status = DTRAIN_OK;
     *moved = *others = 0;
-    if (out != NULL && dtrain__membership_left(lane->seat.members, out->peer))
+    if (out != NULL) /* another thread may have sent the rest, and then the peer may leave */
+        dtrain__mux_collect(lane, out);
+    if (out != NULL && out->moved < out->bytes && dtrain__membership_left(lane->seat.members, out->peer))
         return dtrain__seat_needs(&lane->seat, out->peer);
     if (out != NULL)
         status = dtrain__mux_stage(mux, lane->seat.worlds[out->peer]);

@@ -25,10 +25,17 @@ both() { # program, tests...
 }
 
 # The ways of macOS and the BSDs: processes do not find each other's files, and some systems have no wait on a word.
-for name in test_base test_comm test_shm test_socket test_window; do
-    DTRAIN_WITHOUT=futex,proc build/tests/$name >"$log" 2>&1
+elsewhere() { # program, tests...
+    name=$1
+    shift
+    DTRAIN_WITHOUT=futex,proc build/tests/$name "$@" >"$log" 2>&1
     check $? "$name with DTRAIN_WITHOUT=futex,proc"
-done
+}
+elsewhere test_base
+elsewhere test_comm
+elsewhere test_shm
+elsewhere test_socket unix_sockets_give_the_bits_of_threads_at_2_3_4_and_8_ranks async_work_is_driven_by_the_service_thread
+elsewhere test_window groups_and_survivors_use_it_and_it_outlives_them nothing_is_left_behind a_forked_child_shares_it
 
 # Emulated GPUs, ranks of one host with and without shared files, and reserved pages.
 both test_pages

@@ -118,7 +118,6 @@ static int in_groups(dtrain_comm *world, scene *s)
     int rank = dtrain_comm_rank(world);
     dtrain_comm *half, *copy;
     float *x = get(world, COUNT), *h;
-    (void)s;
     CHECK_EQ(dtrain_comm_split(world, rank % 2, 0, &half), DTRAIN_OK);
     CHECK_EQ(dtrain_comm_split(world, 0, -rank, &copy), DTRAIN_OK);
     h = get(half, COUNT);
@@ -132,6 +131,7 @@ static int in_groups(dtrain_comm *world, scene *s)
     dtrain_comm_free(h);
     dtrain_comm_destroy(copy);
     CHECK(sums(world, x, COUNT));
+    scene_meet(s->ranks); /* all have their sum */
     if (rank == 3)
         kill(getpid(), SIGKILL);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_ERR_PEER_LOST);
@@ -335,6 +335,7 @@ static int keeps_what_it_writes(dtrain_comm *world, scene *s)
     dtrain_status status = DTRAIN_OK;
     fill(x, LARGE, 1);
     CHECK(sums(world, x, 10));
+    scene_meet(s->ranks); /* no rank is killed before all have their sum */
     world->desc.timeout_ms = 1500;
     if (dtrain_comm_rank(world) == 0)
         __atomic_store_n((int *)s->user, shares(world) ? 1 : 2, __ATOMIC_SEQ_CST); /* all are there */
@@ -440,7 +441,7 @@ TEST(a_name_that_lies_is_an_error)
 /* Rank 0 has done its share of a sum and leaves before rank 1 has. */
 static int leaves_in_the_middle(dtrain_comm *world, scene *s)
 {
-    int *told = (int *)s->user, rank = dtrain_comm_rank(world);
+    int *told = (int *)s->user, rank = dtrain_comm_rank(world), before = test_failures;
     float *x = get(world, LARGE);
     double until = now_s() + 20;
     dtrain_work *work = NULL;
@@ -466,7 +467,7 @@ static int leaves_in_the_middle(dtrain_comm *world, scene *s)
     CHECK(is(x, LARGE, 1000));
     dtrain_comm_free(x);
     fflush(stdout);
-    _exit(test_failures != 0);
+    _exit(test_failures != before);
 }
 
 TEST(a_rank_that_leaves_ends_what_others_have_not_ended)
