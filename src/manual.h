@@ -224,8 +224,8 @@
  * WASM
  *     Emscripten compiles a program whose ranks are threads:
  *
- *       emcc -pthread -O2 -ffp-contract=off -DDTRAIN_NO_SOCKETS main.c -o main.js \
- *           -sPROXY_TO_PTHREAD -sEXIT_RUNTIME -sINITIAL_MEMORY=512MB
+ *       emcc -pthread -O2 -ffp-contract=off -DDTRAIN_NO_SOCKETS -c main.c
+ *       emcc -pthread -sPROXY_TO_PTHREAD -sEXIT_RUNTIME -sINITIAL_MEMORY=512MB main.o -o main.js
  *
  *     -sPROXY_TO_PTHREAD keeps waiting ranks off a browser's main thread. The bits are those of DTRAIN_ISA=scalar.
  *     There are no processes. It is tested under node, not in a browser.
