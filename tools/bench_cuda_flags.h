@@ -7,7 +7,7 @@
 
 /* The grid: blocks of rank 0, then of rank 1, and so on. */
 typedef struct flags_parts {
-    const dtrain__cuda_flags *rank;
+    const dtrain__cuda_fold_flags *rank;
     size_t blocks; /* of a rank */
 } flags_parts;
 
@@ -18,10 +18,10 @@ DTRAIN__CUDA_FN void flags_grid_body(const flags_parts *g, dtrain__cuda_at at, d
     dtrain__cuda_sum_f32_4_flags_body(g->rank + at.block / g->blocks, mine, shared, own, phase);
 }
 DTRAIN__CUDA_TOGETHER(flags_grid, flags_parts, dtrain__cuda_flags_block, dtrain__cuda_sum_f32_4_kept,
-                      DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FLAGS_PHASES)
+                      DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FOLD_PHASES)
 
 typedef struct flags_bench {
-    dtrain__cuda_flags *args, *staged; /* [FLAGS_RANKS] on the GPU; [slots, FLAGS_RANKS] pinned */
+    dtrain__cuda_fold_flags *args, *staged; /* [FLAGS_RANKS] on the GPU; [slots, FLAGS_RANKS] pinned */
     uint32_t *words[FLAGS_RANKS];
     uint64_t *errors[FLAGS_RANKS];
     uint32_t epoch; /* of the last run */
@@ -42,10 +42,10 @@ static void flags_open(dtrain_device *device, size_t slots)
 {
     flags_bench *f = &flags_state;
     const uint32_t zero = 0;
-    size_t bytes = FLAGS_RANKS * sizeof(dtrain__cuda_flags);
+    size_t bytes = FLAGS_RANKS * sizeof(dtrain__cuda_fold_flags);
     f->blocks = dtrain__cuda_queue_of(device)->processors / FLAGS_RANKS;
-    f->args = (dtrain__cuda_flags *)flags_room(device, DTRAIN_MEMORY_DEVICE, bytes);
-    f->staged = (dtrain__cuda_flags *)flags_room(device, DTRAIN_MEMORY_PINNED, slots * bytes);
+    f->args = (dtrain__cuda_fold_flags *)flags_room(device, DTRAIN_MEMORY_DEVICE, bytes);
+    f->staged = (dtrain__cuda_fold_flags *)flags_room(device, DTRAIN_MEMORY_PINNED, slots * bytes);
     for (int k = 0; k < FLAGS_RANKS; k++) {
         size_t count = 2 * FLAGS_RANKS * (size_t)f->blocks;
         f->words[k] = (uint32_t *)flags_room(device, DTRAIN_MEMORY_DEVICE, count * sizeof zero);
@@ -77,7 +77,7 @@ static dtrain_status flags_run(dtrain_device *device, float **x, size_t count, s
     dtrain__cuda_flags_launch which;
     if (f->args == NULL)
         flags_open(device, slots);
-    dtrain__cuda_flags *args = f->staged + f->epoch % slots * FLAGS_RANKS;
+    dtrain__cuda_fold_flags *args = f->staged + f->epoch % slots * FLAGS_RANKS;
     flags_parts parts = {f->args, (size_t)f->blocks};
     const void *in[FLAGS_RANKS] = {x[0], x[1], x[2], x[3]};
     void *out[FLAGS_RANKS] = {x[4], x[5], x[6], x[7]};
@@ -104,11 +104,9 @@ static dtrain_status flags_run(dtrain_device *device, float **x, size_t count, s
     }
     if (status == DTRAIN_OK)
         status = dtrain_device_copy(device, f->args, args, FLAGS_RANKS * sizeof *args);
-    if (status != DTRAIN_OK)
-        return status;
-    cudaStream_t stream = (cudaStream_t)dtrain_cuda_stream(device);
-    cudaError_t error = flags_grid_launch(stream, (size_t)(FLAGS_RANKS * f->blocks), &parts);
-    return error == cudaSuccess ? DTRAIN_OK : dtrain_error_set(DTRAIN_ERR_IO, "%s", cudaGetErrorString(error));
+    if (status == DTRAIN_OK)
+        status = flags_grid_launch(device, "flags_4", (size_t)(FLAGS_RANKS * f->blocks), &parts);
+    return status;
 }
 
 #endif

@@ -125,7 +125,6 @@ from_pypi() { # directory below build, packages...; does nothing where it is alr
 }
 
 printf '#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >"$top/kernels.cu"
-printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >"$top/both.cu"
 printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$top/dtrain.c"
 printf '#include "dtrain_cuda.h"\nint other(void);\nint other(void) { return dtrain_cuda_stream(NULL) != NULL; }\n' >"$top/other.c"
 cat >"$top/user.c" <<'END'
@@ -187,7 +186,8 @@ check_ptx() { # name, file
 }
 
 # Everything that one nvcc compiles, side by side, as that takes most of the time: for every GPU with the flags of today,
-# for one with those that change arithmetic, and the two implementations in one file, whose kernels are not looked at.
+# for one with those that change arithmetic, and the two implementations in one file, the benchmark, whose kernels are
+# not looked at.
 compile() { # nvcc, directory
     strict="-std=c++17 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I$root"
     assembler="-Xptxas -Werror,-warn-spills,-warn-lmem-usage"
@@ -206,7 +206,7 @@ compile() { # nvcc, directory
             cat "$(grep -l '\.target sm_90' "$2/keep-$name/"*.ptx | head -1)" >"$2/$name.ptx"
         ) &
     done
-    "$1" -O0 -G -arch=sm_90 $strict -c "$top/both.cu" -o "$2/both.o" >"$2/both.log" 2>&1
+    "$1" -O0 -G -arch=sm_90 $strict -c tools/bench_cuda.cu -o "$2/both.o" >"$2/both.log" 2>&1
     echo $? >"$2/both"
     wait
 }
@@ -222,10 +222,11 @@ check_nvcc() { # nvcc, name, directory
             bad "$2, $flags: PTX" "$3/$flags.log"
         fi
     done
-    holds "$2: both implementations in one .cu" sh -c "cat '$3/both.log'; exit $(cat "$3/both")"
+    holds "$2: both implementations in tools/bench_cuda.cu" sh -c "cat '$3/both.log'; exit $(cat "$3/both")"
     check_exact "$1" "$2" "$3"
     check_sass "$1" "$2" "$3"
     check_programs "$1" "$2" "$3"
+    compile_example "$1" "$2" "$3" device_reduce
     check_train "$1" "$2" "$3"
 }
 
@@ -274,18 +275,23 @@ check_programs() { # nvcc, name, directory
     holds "$2: and leak nothing" env ASAN_OPTIONS=protect_shadow_gap=0:detect_leaks=1 "$3/asan" "on CUDA: "
 }
 
-# The program that trains, where the toolkit has cuBLAS: its kernels, beside the implementations that are compiled above.
+# Compiles an example without its implementations, which are compiled above.
+compile_example() { # nvcc, name, directory, example
+    sed '/^#define DTRAIN_\(CUDA_\)*IMPLEMENTATION$/d' "examples/$4.cu" >"$3/$4.cu"
+    # shellcheck disable=SC2086
+    holds "$2: examples/$4.cu, no warning, no spill, no local memory" \
+        "$1" -O2 -arch=sm_90 $strict $assembler -Iexamples -c "$3/$4.cu" -o "$3/$4.o"
+}
+
+# The program that trains, where the toolkit has cuBLAS.
 check_train() { # nvcc, name, directory
     home=$(dirname "$(readlink -f "$1")")/..
     if [ ! -e "$home/include/cublas_v2.h" ]; then
         skip "$2: examples/train_gpt_cuda.cu, as it comes without cuBLAS"
         return
     fi
-    sed '/^#define DTRAIN_\(CUDA_\)*IMPLEMENTATION$/d' examples/train_gpt_cuda.cu >"$3/train.cu"
-    # shellcheck disable=SC2086
-    holds "$2: examples/train_gpt_cuda.cu, no warning, no spill, no local memory" \
-        "$1" -O2 -arch=sm_90 $strict $assembler -Iexamples -c "$3/train.cu" -o "$3/train.o"
-    if ! "$1" "$3/train.o" "$3/plain.o" "$top/dtrain.o" -o "$3/train" -lcublas -lpthread -lm >"$3/link.log" 2>&1 &&
+    compile_example "$1" "$2" "$3" train_gpt_cuda
+    if ! "$1" "$3/train_gpt_cuda.o" "$3/plain.o" "$top/dtrain.o" -o "$3/train" -lcublas -lpthread -lm >"$3/link.log" 2>&1 &&
         grep -q 'cannot find -lcublas' "$3/link.log"; then
         skip "$2: train_gpt_cuda's link, as the toolkit has no libcublas"
         return
