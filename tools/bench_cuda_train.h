@@ -11,7 +11,7 @@
 #define TRAIN_PROGRAM "build/train_gpt_cuda"
 #define TRAIN_TURNS 3
 #define TRAIN_LINES 64
-#define TRAIN_MODEL "--layers 6 --heads 12 --width 768 --context 512 --batch 8"
+#define TRAIN_MODEL "--layers 3 --heads 12 --width 768 --context 512 --batch 8"
 #define TRAIN_TOKENS (8.0 * 512) /* of a micro-batch */
 
 enum { TRAIN_ONE, TRAIN_DDP, TRAIN_FSDP, TRAIN_WAYS };
@@ -44,7 +44,7 @@ static double train_run(train_bench *t, int way)
     double steps_ms[TRAIN_LINES], last_ms = 0, ms;
     long last = 0, step;
     int count = 0;
-    snprintf(command, sizeof command, "%s %s %s --gpus 1 --steps 40 --csv /dev/null --svg /dev/null 2>&1", t->program,
+    snprintf(command, sizeof command, "%s %s %s --gpus 1 --steps 16 --csv /dev/null --svg /dev/null 2>&1", t->program,
              t->model, train_flags[way]);
     FILE *out = popen(command, "r");
     while (out != NULL && fgets(line, sizeof line, out) != NULL) {

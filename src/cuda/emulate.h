@@ -317,7 +317,7 @@ static cudaError_t dtrain__cuda_emulated_stream(cudaStream_t stream)
 /* Checks before a kernel whether it may run. */
 static cudaError_t dtrain__cuda_emulated_launch(cudaStream_t stream, size_t blocks)
 {
-    return blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration : dtrain__cuda_emulated_stream(stream);
+    return blocks == 0 || blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration : dtrain__cuda_emulated_stream(stream);
 }
 
 /* Returns the name of an error that tests look for, or what the runtime says of it. */

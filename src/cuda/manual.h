@@ -88,9 +88,10 @@
  *     - checked: it compiles for compute capability 8.0, 9.0 and 10.0 without spills or local memory
  *     - checked: its arithmetic in PTX is neither contracted nor flushed to zero
  *     - checked: emulated GPUs give the CPU's bits, to threads and processes, also when ranks are killed
- *     - NOT checked: any kernel on a GPU, CUDA's IPC and peer access, and any speed
+ *     - checked on one H100: every test, kernels under memcheck and racecheck, train_gpt_cuda in every layout, and speed
+ *     - NOT checked: several GPUs, so peer access and FLAGS between GPUs, nor another kind of GPU
  *
- * On a machine with a GPU, these check the rest:
+ * On a machine with GPUs, these check the rest:
  *
  *     make test-cuda CUDA_LARGE=1                    every size to 2^28; train_gpt_cuda's losses beside train_gpt's
  *     make test-cuda SANITIZER="compute-sanitizer --tool memcheck"      or racecheck, synccheck, initcheck

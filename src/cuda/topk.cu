@@ -17,6 +17,7 @@
 #define DTRAIN__CUDA_TOPK_TILES 8u  /* in a chunk, which a block counts and lists */
 #define DTRAIN__CUDA_TOPK_PARTS 32u /* of a tile; each of as many threads has one */
 #define DTRAIN__CUDA_TOPK_BINS 2048
+#define DTRAIN__CUDA_TOPK_EACH 4096u /* listed keys that a block counts at least */
 #define DTRAIN__CUDA_TOPK_SAMPLE 16384u
 #define DTRAIN__CUDA_TOPK_NEVER 0x80000000u /* a bar above every key */
 #define DTRAIN__CUDA_TOPK_NAN 0x7F800001u
