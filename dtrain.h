@@ -7322,20 +7322,24 @@ static uint64_t dtrain__os_segment_maker(int fd, size_t at, uint64_t maker)
     return maker;
 }
 
-/* Removes a name whose maker has died. If another process has just done the same and taken the name again, the peers of
- * that process do not find its memory and use their connections. */
+/* Removes a name whose maker has died: a segment without a maker is being made, but not for a minute. If another
+ * process has just done the same and taken the name again, the peers of that process do not find its memory and use
+ * their connections. */
 static void dtrain__os_segment_sweep(int number)
 {
+    enum { MAKING_S = 60 };
     struct stat what;
     size_t page = dtrain__os_page_bytes();
     int fd = dtrain__os_segment(number, O_RDWR);
     if (fd < 0)
         return;
-    uint64_t maker = fstat(fd, &what) == 0 && (uint64_t)what.st_size > page
-                         ? dtrain__os_segment_maker(fd, (size_t)what.st_size - page, 0)
-                         : 0;
+    int known = fstat(fd, &what) == 0;
+    uint64_t maker =
+        known && (uint64_t)what.st_size > page ? dtrain__os_segment_maker(fd, (size_t)what.st_size - page, 0) : 0;
     close(fd);
-    if (maker != 0 && maker <= INT_MAX && kill((pid_t)maker, 0) != 0 && errno == ESRCH)
+    int died = maker != 0 && maker <= INT_MAX && kill((pid_t)maker, 0) != 0 && errno == ESRCH;
+    int left = maker == 0 && known && what.st_mtime > 0 && time(NULL) - what.st_mtime > MAKING_S;
+    if (died || left)
         dtrain__os_segment(number, 0);
 }
 

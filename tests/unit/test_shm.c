@@ -628,6 +628,28 @@ TEST(the_name_of_a_dead_maker_is_removed)
         close(now);
 }
 
+/* Its maker died before it wrote who it is. */
+TEST(a_segment_without_a_maker_is_removed_when_it_is_old)
+{
+    struct timespec old[2] = {{1000000000, 0}, {1000000000, 0}};
+    int number = DTRAIN__OS_SEGMENTS - 1; /* names are taken from 0 on */
+    for (int whole = 0; whole < 2; whole++) {
+        int fd = dtrain__os_segment(number, O_RDWR | O_CREAT | O_EXCL);
+        CHECK(fd >= 0);
+        if (whole)
+            CHECK_EQ(dtrain__os_segment_grow(fd, 3 * dtrain__os_page_bytes()), 0);
+        dtrain__os_segment_sweep(number);
+        int again = dtrain__os_segment(number, O_RDWR);
+        CHECK(again >= 0); /* it is being made */
+        CHECK_EQ(futimens(fd, old), 0);
+        dtrain__os_segment_sweep(number);
+        CHECK(dtrain__os_segment(number, O_RDWR) < 0);
+        dtrain__os_segment(number, 0);
+        close(again);
+        close(fd);
+    }
+}
+
 TEST(a_limit_on_the_size_of_files_is_no_signal)
 {
     fflush(stdout);
