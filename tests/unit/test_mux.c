@@ -457,6 +457,47 @@ TEST(a_rank_that_leaves_a_group_early_stays_in_the_others)
     on_pairs(2, goes_early);
 }
 
+static int stage; /* 1: rank 0 has sent a part */
+
+/* Rank 0 sends a part of a frame, and the rest while it waits for another group. There it learns that rank 1 has all and
+ * has left. */
+static void leaves_with_the_last_bytes(dtrain_comm *world, pairs_end *end)
+{
+    static unsigned char data[2][60000];
+    dtrain_comm *group = NULL;
+    dtrain_transfer all = {1 - end->rank, data[end->rank], sizeof data[0], 0, 0};
+    int few = 4096;
+    CHECK_EQ(setsockopt(end->fds[1 - end->rank], SOL_SOCKET, SO_SNDBUF, &few, sizeof few), 0);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &group), DTRAIN_OK);
+    void *lane = group->transport.self;
+    if (end->rank == 0) {
+        CHECK_EQ(dtrain__mux_move(lane, &all, NULL, 0), DTRAIN_ERR_TIMEOUT);
+        CHECK(all.moved < all.bytes);
+        __atomic_store_n(&stage, 1, __ATOMIC_SEQ_CST);
+        CHECK_EQ(sum(world, 1), 2);
+        CHECK(dtrain__membership_left(((dtrain__mux_lane *)lane)->seat.members, 1));
+        CHECK_EQ(dtrain__mux_move(lane, &all, NULL, 0), DTRAIN_OK);
+        CHECK_EQ(all.moved, all.bytes);
+        dtrain_comm_destroy(group);
+    } else {
+        while (!__atomic_load_n(&stage, __ATOMIC_SEQ_CST))
+            usleep(1000);
+        CHECK_EQ(dtrain__mux_move(lane, NULL, &all, dtrain__os_now_ns() + 10000000000), DTRAIN_OK);
+        dtrain_comm_destroy(group);
+        CHECK_EQ(sum(world, 1), 2);
+    }
+}
+
+TEST(a_call_whose_last_bytes_another_sends_is_complete_though_the_peer_has_left)
+{
+    pairs_end ends[MOST];
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 20000;
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    on_pairs_with(2, leaves_with_the_last_bytes, &desc, NULL, ends);
+}
+
 static void breaks_a_group(dtrain_comm *world, pairs_end *end)
 {
     dtrain_comm *group = NULL;
