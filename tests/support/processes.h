@@ -262,6 +262,18 @@ __attribute__((unused)) static pid_t start_rank(scene *s, int rank, rank_body bo
     return pid;
 }
 
+/* Says what the threads of a process wait for, if the system shows it. */
+static void tell_waits(pid_t pid)
+{
+    char command[256];
+    snprintf(command, sizeof command,
+             "for t in /proc/%ld/task/*; do echo \"$t: $(sed -n '/State/s/.*://p' $t/status) in $(cat $t/wchan), call "
+             "$(cat $t/syscall)\"; done >&2 2>/dev/null",
+             (long)pid);
+    if (system(command) != 0)
+        fprintf(stderr, "process %ld has not ended, and its threads are not shown\n", (long)pid);
+}
+
 /* Waits for a process; -1 when it has not ended in time and had to be killed. */
 static int end_of(pid_t pid, double seconds)
 {
@@ -269,6 +281,7 @@ static int end_of(pid_t pid, double seconds)
     double until = now_s() + seconds;
     while (waitpid(pid, &status, WNOHANG) == 0) {
         if (now_s() > until) {
+            tell_waits(pid);
             kill(pid, SIGCONT);
             kill(pid, SIGKILL);
             waitpid(pid, &status, 0);

@@ -459,8 +459,8 @@ TEST(a_rank_that_leaves_a_group_early_stays_in_the_others)
 
 static int stage; /* 1: rank 0 has sent a part */
 
-/* Rank 0 sends a part of a frame, and the rest while it waits for another group. There it learns that rank 1 has all and
- * has left. */
+/* Rank 0 sends a part of a frame, and the rest while it waits for another group. There it learns that rank 1 has all
+ * and has left. */
 static void leaves_with_the_last_bytes(dtrain_comm *world, pairs_end *end)
 {
     static unsigned char data[2][60000];
