@@ -17225,8 +17225,8 @@ static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
     uint64_t moved = __atomic_load_n(mine, __ATOMIC_RELAXED);
     uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
-    size_t room = put ? DTRAIN__THREADS_RING_BYTES - (size_t)ahead : (size_t)(0 - ahead),
-           n = bytes < room ? bytes : room;
+    uint64_t room = put ? DTRAIN__THREADS_RING_BYTES - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
+    size_t n = bytes < room ? bytes : (size_t)room;
     size_t at = (size_t)moved % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
     if (n == 0 || room > DTRAIN__THREADS_RING_BYTES)
         return 0;
@@ -41783,6 +41783,8 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 #define DTRAIN__LAYOUT_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
 /* The most elements, cuts or events. A few hundred bytes of each can be counted without an overflow. */
 #define DTRAIN__LAYOUT_MOST (SIZE_MAX >> 12)
+/* With 32 bits a system has room for more elements than that; none takes more than 64 bytes. */
+#define DTRAIN__LAYOUT_ELEMENTS (sizeof(size_t) < 8 ? SIZE_MAX >> 6 : DTRAIN__LAYOUT_MOST)
 #define DTRAIN__LAYOUT_LINE 64   /* floats; on a device a unit begins at a multiple */
 #define DTRAIN__LAYOUT_LITTLE 32 /* small ranges stay in memory if they are at most this fraction of two units */
 /* The least elements of a part that gets whole pages of its own. */
@@ -41984,7 +41986,7 @@ static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_
     size_t elements = 0, cuts = 0;
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         if (!dtrain__add_size(elements, dtrain_param_elements(&table[i]), &elements) ||
-            !dtrain__add_size(cuts, dtrain__params_layers(&table[i]), &cuts) || elements > DTRAIN__LAYOUT_MOST ||
+            !dtrain__add_size(cuts, dtrain__params_layers(&table[i]), &cuts) || elements > DTRAIN__LAYOUT_ELEMENTS ||
             cuts > DTRAIN__LAYOUT_MOST)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                 "fsdp: the parameters up to %s have more elements or layers than memory: check shapes",

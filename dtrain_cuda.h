@@ -126,7 +126,8 @@
  *
  * Emulated kernels run thread after thread, in changing order. Only the device may touch its memory, and your own
  * kernels between dtrain_cuda_emulated_open and _close. A write beside an allocation is DTRAIN_ERR_IO when it is freed.
- * DTRAIN_CUDA_EMULATED_BYTES in the environment is the memory of both GPUs together; 2^34 by default.
+ * DTRAIN_CUDA_EMULATED_BYTES in the environment is the memory of both GPUs together: 2^34 by default, and 2^28 where an
+ * address has 32 bits.
  */
 
 /* ---- >>cuda ----
@@ -383,7 +384,7 @@ static void dtrain__cuda_emulated_context(int gpu)
 static size_t dtrain__cuda_emulated_limit(void)
 {
     const char *text = getenv("DTRAIN_CUDA_EMULATED_BYTES");
-    return text != NULL ? (size_t)strtoull(text, NULL, 10) : (size_t)1 << 34;
+    return text != NULL ? (size_t)strtoull(text, NULL, 10) : (size_t)1 << (sizeof(size_t) == 8 ? 34 : 28);
 }
 
 /* Returns the error that a call reports before it begins. */

@@ -89,7 +89,7 @@ static inline void gpt_text_draw(const gpt_flags *flags, const unsigned char *te
     for (size_t b = 0; b < B; b++) {
         uint64_t index = ((uint64_t)step * (uint64_t)flags->micro + (uint64_t)micro) * B + b;
         uint64_t random = dtrain_random_u64((uint64_t)flags->seed ^ 0x7465787400000000u, index);
-        size_t from = random % (train - T);
+        size_t from = (size_t)(random % (train - T));
         gpt_text_copy(flags, text, from, T, tokens + b * T);
         gpt_text_copy(flags, text, from + 1, T, targets + b * T);
     }

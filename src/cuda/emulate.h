@@ -130,7 +130,7 @@ static void dtrain__cuda_emulated_context(int gpu)
 static size_t dtrain__cuda_emulated_limit(void)
 {
     const char *text = getenv("DTRAIN_CUDA_EMULATED_BYTES");
-    return text != NULL ? (size_t)strtoull(text, NULL, 10) : (size_t)1 << 34;
+    return text != NULL ? (size_t)strtoull(text, NULL, 10) : (size_t)1 << (sizeof(size_t) == 8 ? 34 : 28);
 }
 
 /* Returns the error that a call reports before it begins. */

@@ -126,5 +126,6 @@
  *
  * Emulated kernels run thread after thread, in changing order. Only the device may touch its memory, and your own
  * kernels between dtrain_cuda_emulated_open and _close. A write beside an allocation is DTRAIN_ERR_IO when it is freed.
- * DTRAIN_CUDA_EMULATED_BYTES in the environment is the memory of both GPUs together; 2^34 by default.
+ * DTRAIN_CUDA_EMULATED_BYTES in the environment is the memory of both GPUs together: 2^34 by default, and 2^28 where an
+ * address has 32 bits.
  */

@@ -155,8 +155,8 @@ static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
     uint64_t moved = __atomic_load_n(mine, __ATOMIC_RELAXED);
     uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
-    size_t room = put ? DTRAIN__THREADS_RING_BYTES - (size_t)ahead : (size_t)(0 - ahead),
-           n = bytes < room ? bytes : room;
+    uint64_t room = put ? DTRAIN__THREADS_RING_BYTES - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
+    size_t n = bytes < room ? bytes : (size_t)room;
     size_t at = (size_t)moved % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
     if (n == 0 || room > DTRAIN__THREADS_RING_BYTES)
         return 0;

@@ -12,7 +12,8 @@ mkdir -p $here
 logs=$here/log
 # The fastest of those that depend on the processor: numbers, files, sockets, threads.
 few="test_base test_norm test_quantise test_train test_safetensors test_safetensors_rules test_safetensors_swap
-    test_safetensors_write test_checkpoint test_checkpoint_files test_chacha test_isa test_pages"
+    test_safetensors_write test_checkpoint test_checkpoint_files test_checkpoint_plan
+    test_chacha test_isa test_pages test_plan test_alike"
 [ "${CROSS:-}" != all ] || few=$(basename -a -s .c tests/unit/test_*.c)
 
 # Sets the compiler, its binutils' prefix and the emulator of a system.
@@ -21,7 +22,7 @@ system() {
     case $1 in
     aarch64) prefix=aarch64-linux-gnu- emulate="qemu-aarch64 -L /usr/aarch64-linux-gnu" ;;
     armhf) prefix=arm-linux-gnueabihf- emulate="qemu-arm -L /usr/arm-linux-gnueabihf" ;;
-    i386) prefix=i686-linux-gnu- flags="-msse2 -mfpmath=sse" emulate=$i386 ;;
+    i386) prefix=i686-linux-gnu- flags="-msse2 -mfpmath=sse $i386_flags" emulate=$i386 ;;
     riscv64) prefix=riscv64-linux-gnu- emulate="qemu-riscv64 -L /usr/riscv64-linux-gnu" ;;
     s390x) prefix=s390x-linux-gnu- emulate="qemu-s390x -L /usr/s390x-linux-gnu" ;;
     windows) prefix=x86_64-w64-mingw32- emulate=$(command -v wine64 || ls /usr/lib/wine/wine64 2>/dev/null || echo wine64) ;;
@@ -32,7 +33,7 @@ system() {
 here_is() { command -v ${cc%% *} >/dev/null 2>&1 && { [ -z "$emulate" ] || command -v ${emulate%% *} >/dev/null 2>&1; }; }
 
 # Most x86-64 kernels run 32-bit programs, by their own loader. qemu is for the others.
-i386="qemu-i386 -L /usr/i686-linux-gnu"
+i386="qemu-i386 -L /usr/i686-linux-gnu" i386_flags=
 loads_i386() {
     own=/usr/i686-linux-gnu/lib
     echo 'int main(void) { return 0; }' >$here/none.c
@@ -49,7 +50,7 @@ for name; do
     break
 done
 
-loads_i386 && i386="$own/ld-linux.so.2 --library-path $own"
+loads_i386 && i386= && i386_flags="-Wl,--dynamic-linker=$own/ld-linux.so.2 -Wl,-rpath=$own"
 export DTRAIN_ISA=scalar
 small="--layers 2 --width 32 --heads 2 --context 32 --batch 2 --micro 8 --steps 4 --quiet --text examples/gpt.h"
 small="$small --csv $here/csv --svg $here/svg"

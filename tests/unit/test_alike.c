@@ -49,7 +49,8 @@ static void check_table(const dtrain__alike_field *fields, size_t count, size_t 
             fprintf(stderr, "byte %zu, of %s\n", at, field->name);
         CHECK_EQ(memcmp(before, after, sizeof before) != 0, field->kind != DTRAIN__ALIKE_OWN);
     }
-    CHECK_EQ(padding, 0);
+    if (sizeof(void *) == 8) /* with 32 bits structs have less */
+        CHECK_EQ(padding, 0);
     free(c.desc);
 }
 
@@ -91,9 +92,9 @@ TEST(fields_say_their_value_as_the_caller_writes_it)
         CHECK(dtrain__alike_field_line(&line, "desc.", &dtrain__fsdp_fields[i], i < 3 ? &desc : NULL));
         CHECK(strcmp(line.value, expected[i]) == 0);
     }
-    desc.bucket_bytes = (size_t)1 << 53 | 1;
+    desc.bucket_bytes = SIZE_MAX / 2;
     for (size_t i = 0; i < sizeof dtrain__fsdp_fields / sizeof dtrain__fsdp_fields[0]; i++)
         if (strcmp(dtrain__fsdp_fields[i].name, "bucket_bytes") == 0)
             CHECK(dtrain__alike_field_line(&line, "", &dtrain__fsdp_fields[i], &desc));
-    CHECK(strcmp(line.value, "9007199254740993") == 0);
+    CHECK(strcmp(line.value, sizeof(size_t) == 8 ? "9223372036854775807" : "2147483647") == 0);
 }

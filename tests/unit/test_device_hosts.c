@@ -156,7 +156,7 @@ TEST(a_chunk_is_the_root_of_what_a_call_has_times_600000_bytes)
     CHECK_EQ(dtrain__staged_chunk(10000000), 2449472);
     CHECK_EQ(dtrain__staged_chunk(29320310), 4194240); /* 2^44 / 600,000 = 29,320,310.07 */
     CHECK_EQ(dtrain__staged_chunk(29320311), 4194304);
-    CHECK_EQ(dtrain__staged_chunk((size_t)1 << 40), 4194304);
+    CHECK_EQ(dtrain__staged_chunk(SIZE_MAX / 2), 4194304);
     CHECK_EQ(dtrain__staged_chunk(SIZE_MAX), 4194304);
 }
 

@@ -247,7 +247,7 @@ static int trains_shared_slices(dtrain_comm *world, scene *s)
         }
         CHECK_EQ(dtrain_fsdp_step(fsdp, 1.0f), DTRAIN_OK);
     }
-    if (world->shared != NULL && !dtrain__without("mremap") && s->user != NULL)
+    if (world->shared != NULL && dtrain__os_moves() && s->user != NULL)
         CHECK_EQ(fsdp->gathers->rounds, 0); /* none went through bounce buffers */
     dtrain_fsdp_destroy(fsdp);
     free(first);

@@ -1,6 +1,8 @@
 /* What tools/plan expects of a layout, against numbers found by hand for a model of 656 parameters, the activations
  * that examples/gpt.h lays out, and the formulas of the schedules; which layouts it leaves out, how it orders the
  * others, and what it says to wrong flags. */
+#define DTRAIN_API static
+#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
 
