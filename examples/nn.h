@@ -11,6 +11,8 @@
 #include <string.h>
 
 #define NN_LANES 16
+#define NN_ROWS 32   /* positions that attention takes at once, and leaves out what none of them sees */
+#define NN_TERMS 256 /* terms that dtrain_sgemm adds at a time: sums that begin at a multiple keep their bits */
 
 typedef union nn_word {
     unsigned bits;
@@ -145,17 +147,19 @@ static inline void nn_layernorm_backward(float *din, float *dw, float *db, const
     float *norm = scratch, *dnorm = scratch + C;
     for (size_t t = 0; t < BT; t++) {
         const float *x = in + t * C, *dy = dout + t * C;
-        float *dx = din + t * C, a, b;
+        float *dx = din + t * C, m = mean[t], r = rstd[t], a, b; /* copies: stores may not change them */
         for (size_t c = 0; c < C; c++) {
-            norm[c] = (x[c] - mean[t]) * rstd[t];
+            norm[c] = (x[c] - m) * r;
             dnorm[c] = dy[c] * w[c];
+        }
+        for (size_t c = 0; c < C; c++) {
             dw[c] += dy[c] * norm[c];
             db[c] += dy[c];
         }
         a = nn_sum(dnorm, C) / (float)C;
         b = nn_dot(dnorm, norm, C) / (float)C;
         for (size_t c = 0; c < C; c++)
-            dx[c] += (dnorm[c] - a - norm[c] * b) * rstd[t];
+            dx[c] += (dnorm[c] - a - norm[c] * b) * r;
     }
 }
 
@@ -195,16 +199,19 @@ static inline void nn_causal_softmax(float *scores, size_t t, size_t T)
 static inline void nn_attention_forward(float *out, float *att, const float *qkv, size_t B, size_t T, size_t C,
                                         size_t H)
 {
-    size_t D = C / H;
+    size_t D = C / H, row = 3 * C;
     float scale = 1.0f / sqrtf((float)D);
     for (size_t b = 0; b < B; b++)
         for (size_t h = 0; h < H; h++) {
-            const float *q = qkv + b * T * 3 * C + h * D, *k = q + C, *v = k + C;
+            const float *q = qkv + b * T * row + h * D, *k = q + C, *v = k + C;
             float *a = att + (b * H + h) * T * T;
-            dtrain_sgemm(0, 1, T, T, D, scale, q, 3 * C, k, 3 * C, 0, a, T);
-            for (size_t t = 0; t < T; t++)
-                nn_causal_softmax(a + t * T, t, T);
-            dtrain_sgemm(0, 0, T, D, T, 1, a, T, v, 3 * C, 0, out + b * T * C + h * D, C);
+            for (size_t t = 0; t < T; t += NN_ROWS) {
+                size_t n = T - t < NN_ROWS ? T - t : NN_ROWS, seen = t + n;
+                dtrain_sgemm(0, 1, n, seen, D, scale, q + t * row, row, k, row, 0, a + t * T, T);
+                for (size_t i = t; i < seen; i++)
+                    nn_causal_softmax(a + i * T, i, T);
+                dtrain_sgemm(0, 0, n, D, seen, 1, a + t * T, T, v, row, 0, out + (b * T + t) * C + h * D, C);
+            }
         }
 }
 
@@ -212,24 +219,32 @@ static inline void nn_attention_forward(float *out, float *att, const float *qkv
 static inline void nn_attention_backward(float *dqkv, const float *dout, const float *att, const float *qkv, size_t B,
                                          size_t T, size_t C, size_t H, float *scratch)
 {
-    size_t D = C / H;
+    size_t D = C / H, row = 3 * C;
     float scale = 1.0f / sqrtf((float)D);
     for (size_t b = 0; b < B; b++)
         for (size_t h = 0; h < H; h++) {
-            size_t at = b * T * 3 * C + h * D;
+            size_t at = b * T * row + h * D;
             const float *q = qkv + at, *k = q + C, *v = k + C, *a = att + (b * H + h) * T * T;
             const float *dy = dout + b * T * C + h * D;
             float *dq = dqkv + at, *dk = dq + C, *dv = dk + C;
-            dtrain_sgemm(1, 0, T, D, T, 1, a, T, dy, C, 0, dv, 3 * C);
-            dtrain_sgemm(0, 1, T, T, D, 1, dy, C, v, 3 * C, 0, scratch, T);
-            for (size_t t = 0; t < T; t++) {
-                float *ds = scratch + t * T;
-                float mean = nn_dot(a + t * T, ds, t + 1);
-                for (size_t j = 0; j < T; j++)
-                    ds[j] = a[t * T + j] * (ds[j] - mean);
+            for (size_t t = 0; t < T; t += NN_ROWS) {
+                size_t n = T - t < NN_ROWS ? T - t : NN_ROWS, seen = t + n;
+                dtrain_sgemm(0, 1, n, seen, D, 1, dy + t * C, C, v, row, 0, scratch + t * T, T);
+                for (size_t i = t; i < seen; i++) {
+                    float *ds = scratch + i * T;
+                    float mean = nn_dot(a + i * T, ds, i + 1);
+                    for (size_t j = 0; j < seen; j++)
+                        ds[j] = a[i * T + j] * (ds[j] - mean);
+                    memset(ds + seen, 0, (T - seen) * sizeof *ds);
+                }
+                dtrain_sgemm(0, 0, n, D, seen, scale, scratch + t * T, T, k, row, 0, dq + t * row, row);
             }
-            dtrain_sgemm(0, 0, T, D, T, scale, scratch, T, k, 3 * C, 0, dq, 3 * C);
-            dtrain_sgemm(1, 0, T, D, T, scale, scratch, T, q, 3 * C, 0, dk, 3 * C);
+            for (size_t t = 0; t < T; t += NN_ROWS) { /* earlier positions do not see these */
+                size_t n = T - t < NN_ROWS ? T - t : NN_ROWS, first = t / NN_TERMS * NN_TERMS, from = first * T + t;
+                dtrain_sgemm(1, 0, n, D, T - first, 1, a + from, T, dy + first * C, C, 0, dv + t * row, row);
+                dtrain_sgemm(1, 0, n, D, T - first, scale, scratch + from, T, q + first * row, row, 0, dk + t * row,
+                             row);
+            }
         }
 }
 

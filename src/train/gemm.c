@@ -118,6 +118,21 @@ DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain
 
 DTRAIN__EXACT_END
 
+/* Copies k pieces of n floats that lie from_row floats apart, and then to_row. A constant size is a few moves, not a
+ * call. */
+static void dtrain__gemm_copy(float *to, size_t to_row, const float *from, size_t from_row, size_t k, size_t n)
+{
+    if (n == 32)
+        for (size_t p = 0; p < k; p++)
+            memcpy(to + p * to_row, from + p * from_row, 32 * sizeof(float));
+    else if (n == 16)
+        for (size_t p = 0; p < k; p++)
+            memcpy(to + p * to_row, from + p * from_row, 16 * sizeof(float));
+    else
+        for (size_t p = 0; p < k; p++)
+            memcpy(to + p * to_row, from + p * from_row, n * sizeof(float));
+}
+
 /* Packs alpha x op(b)[0 .. k)[0 .. n) into panels of `width` columns, zero beyond n. */
 static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, size_t k, size_t n, size_t width,
                               float alpha, float *pack)
@@ -128,8 +143,7 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
         if (columns < width)
             memset(panel, 0, k * width * sizeof(float));
         if (b_column == 1)
-            for (size_t p = 0; p < k; p++)
-                memcpy(panel + p * width, b + p * b_row + j, columns * sizeof(float));
+            dtrain__gemm_copy(panel, width, b + j, b_row, k, columns);
         else
             for (size_t p = 0; p < k; p += 8) /* a line of each column at a time */
                 for (size_t i = 0; i < columns; i++)
@@ -140,23 +154,19 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
     }
 }
 
-/* Packs op(a)[0 .. rows)[0 .. k) of a transposed a: row i of column p to pack[p * DTRAIN__GEMM_MC + i]. The columns lie
- * a page or so apart in memory. */
-static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t k, float *pack)
-{
-    if (rows == DTRAIN__GEMM_MC) /* a constant size is two or four moves, not a call */
-        for (size_t p = 0; p < k; p++)
-            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, DTRAIN__GEMM_MC * sizeof(float));
-    else
-        for (size_t p = 0; p < k; p++)
-            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, rows * sizeof(float));
-}
-
 /* Asks for a row of a that a later tile reads. Processors do not foresee it, as rows may lie pages apart. */
 static void dtrain__gemm_fetch(const float *row, size_t k)
 {
     for (size_t p = 0; p < k; p += DTRAIN__CACHE_LINE / sizeof(float))
         __builtin_prefetch(row + p);
+}
+
+/* Asks for a tile of c, to which a kernel stores at its end. */
+static void dtrain__gemm_expect(float *c, size_t ldc, size_t rows, size_t columns)
+{
+    for (size_t i = 0; i < rows; i++)
+        for (size_t j = 0; j < columns; j += DTRAIN__CACHE_LINE / sizeof(float))
+            __builtin_prefetch(c + i * ldc + j, 1);
 }
 
 /* Computes c (+)= op(a) x the packed nc columns of op(b). */
@@ -171,17 +181,19 @@ static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, 
         size_t high = m - low < group ? m : low + group;
         const float *rows = a + low * (transpose_a ? 1 : lda);
         if (packs) {
-            dtrain__gemm_pack_a(rows, lda, high - low, kc, pack_a);
+            dtrain__gemm_copy(pack_a, DTRAIN__GEMM_MC, rows, lda, kc, high - low);
             rows = pack_a;
         }
         for (size_t i = low; i < high; i += shape->rows)
             for (size_t j = 0; j < nc; j += shape->width) {
                 size_t panel = j / shape->width, next = i + shape->rows + panel;
+                size_t tall = high - i < shape->rows ? high - i : shape->rows;
+                size_t wide = nc - j < shape->width ? nc - j : shape->width;
                 if (!transpose_a && panel < shape->rows && next < high)
                     dtrain__gemm_fetch(a + next * lda, kc);
-                shape->kernel(kc, rows + (i - low) * a_row, a_row, a_column, pack + j * kc, c + i * ldc + j, ldc,
-                              high - i < shape->rows ? high - i : shape->rows,
-                              nc - j < shape->width ? nc - j : shape->width, accumulate);
+                dtrain__gemm_expect(c + i * ldc + j, ldc, tall, wide);
+                shape->kernel(kc, rows + (i - low) * a_row, a_row, a_column, pack + j * kc, c + i * ldc + j, ldc, tall,
+                              wide, accumulate);
             }
     }
 }
