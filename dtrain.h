@@ -24444,29 +24444,28 @@ static uint64_t dtrain__op_way(const dtrain_comm *comm, const dtrain__op *op)
     return dtrain__op_reduces(op) && comm->desc.order == DTRAIN_ORDER_ANY ? way | DTRAIN__WAY_ANY : way;
 }
 
-/* What the peer of one direction must have called as well. Only an exchange has two directions that differ. */
-static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving)
+/* Writes what the peer of one direction must have called as well. Only an exchange has two directions that differ. It
+ * is read soon in words of 64 bits, as it is written; processors wait where a copy reads more at once. */
+static void dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving, dtrain__call *call)
 {
-    dtrain__call call;
     int message = dtrain__op_is_message(op), other = receiving && op->kind == DTRAIN__EXCHANGE;
-    call.kind = message ? DTRAIN__SEND : op->kind;
-    call.number = other ? op->in_number : op->number;
-    call.dtype = (uint64_t)op->dtype;
-    call.op = (uint64_t)op->op;
-    call.count = other ? op->in_count : op->count;
+    call->kind = message ? DTRAIN__SEND : op->kind;
+    call->number = other ? op->in_number : op->number;
+    call->dtype = (uint64_t)op->dtype;
+    call->op = (uint64_t)op->op;
+    call->count = other ? op->in_count : op->count;
     if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL)
-        call.count = 0; /* every rank has a count of its own */
-    call.root = message ? 0 : (uint64_t)op->root;
-    call.algorithm = message ? 0 : dtrain__op_way(comm, op);
-    call.ranks = (uint64_t)comm->size;
-    call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
+        call->count = 0; /* every rank has a count of its own */
+    call->root = message ? 0 : (uint64_t)op->root;
+    call->algorithm = message ? 0 : dtrain__op_way(comm, op);
+    call->ranks = (uint64_t)comm->size;
+    call->parts = message ? 0 : dtrain__op_parts_hash(comm, op);
     if (op->whole_parts != 0) /* they may equal the counts of the step */
-        call.parts = call.parts * 0x100000001b3u ^ op->whole_parts;
-    call.group = comm->group;
-    call.form = op->form;
-    call.first = op->first;
-    call.digest = op->digest;
-    return call;
+        call->parts = call->parts * 0x100000001b3u ^ op->whole_parts;
+    call->group = comm->group;
+    call->form = op->form;
+    call->first = op->first;
+    call->digest = op->digest;
 }
 
 typedef struct dtrain__text {
@@ -24531,17 +24530,17 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
 }
 
 /* The call as it was made, for texts: messages keep their direction and peer. */
-static dtrain__call dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op)
+static void dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op, dtrain__call *call)
 {
-    dtrain__call call = dtrain__op_call(comm, op, op->root < 0);
-    call.kind = op->kind;
-    call.root = (uint64_t)(op->root < 0 ? op->from : op->root);
-    return call;
+    dtrain__op_call(comm, op, op->root < 0, call);
+    call->kind = op->kind;
+    call->root = (uint64_t)(op->root < 0 ? op->from : op->root);
 }
 
 static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_called(comm, op);
+    dtrain__call call;
+    dtrain__op_called(comm, op, &call);
     return dtrain__op_call_text(&call);
 }
 
@@ -24564,7 +24563,8 @@ static dtrain__text dtrain__op_way_text(uint64_t way)
 static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op, int peer, const dtrain__call *theirs)
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__op_call_text(theirs);
-    dtrain__call call = dtrain__op_call(comm, op, 0);
+    dtrain__call call;
+    dtrain__op_call(comm, op, 0, &call);
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
                 theirs->op == call.op && theirs->root == call.root &&
                 (theirs->count == call.count || call.form >= DTRAIN__ON_DEVICE) && theirs->form == call.form &&
@@ -24923,8 +24923,9 @@ static void dtrain__recorder_free(dtrain_comm *comm)
 static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
 {
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
-    uint64_t words[DTRAIN__RECORD_WORDS], version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
-    memcpy(words, record, sizeof words);
+    const uint64_t *words =
+        (const uint64_t *)record; /* it has no others; see dtrain__op_call for why it is not copied */
+    uint64_t version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
     __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
     for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
         __atomic_store_n(&place->words[i], words[i], __ATOMIC_RELEASE);
@@ -24962,7 +24963,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
         return; /* later records have overwritten a message that they overtook */
-    record.call = dtrain__op_called(comm, op);
+    dtrain__op_called(comm, op, &record.call);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
     record.async = (uint64_t)op->async;
@@ -25089,7 +25090,8 @@ static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrai
  * and nothing of either has moved. */
 static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
 {
-    dtrain__call mine = dtrain__op_called(comm, op);
+    dtrain__call mine;
+    dtrain__op_called(comm, op, &mine);
     int message = dtrain__op_is_message(op);
     if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
         (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT &&
@@ -27731,8 +27733,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->shared->slots[comm->rank];
     dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
-    dtrain__call call = dtrain__op_call(comm, op, 0);
-    memcpy(post->call, &call, sizeof post->call);
+    dtrain__op_call(comm, op, 0, (dtrain__call *)post->call);
     post->check = dtrain__fused_check(post->call);
     post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
     post->out = op->out;
@@ -27817,7 +27818,7 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
         differs++;
     if (differs >= comm->size)
         return 1;
-    mine = dtrain__op_call(comm, op, 0);
+    dtrain__op_call(comm, op, 0, &mine);
     if (memcmp(&mine, first->call, sizeof mine) != 0)
         differs = 0;
     memcpy(&other, dtrain__fused_post_of(comm, op, differs)->call, sizeof other);
@@ -28540,7 +28541,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
 {
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
-    header.call = dtrain__op_call(comm, op, 0);
+    dtrain__op_call(comm, op, 0, &header.call);
     header.tag = dtrain__op_is_message(op) ? comm->missed : step->tag_out;
     header.bytes = step->send_bytes;
     header.data_check = comm->checks ? dtrain__message_sum_all(step->send, step->send_bytes) : 0;
@@ -28601,7 +28602,8 @@ static int dtrain__message_read(dtrain_comm *comm, const dtrain__op *op, dtrain_
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
-    dtrain__call mine = dtrain__op_call(comm, op, 1);
+    dtrain__call mine;
+    dtrain__op_call(comm, op, 1, &mine);
     int whole = dtrain__message_read(comm, op, &came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT,
@@ -28927,6 +28929,8 @@ static void dtrain__meet_start(dtrain_comm *comm, const dtrain__op *whole)
 {
     dtrain__meet *meet = comm->meet;
     dtrain__op *op = &meet->op;
+    dtrain__call call;
+    dtrain__op_call(comm, whole, 0, &call);
     memset(op, 0, sizeof *op);
     op->kind = DTRAIN__ALL_GATHER;
     op->dtype = DTRAIN_U8;
@@ -28936,7 +28940,7 @@ static void dtrain__meet_start(dtrain_comm *comm, const dtrain__op *whole)
     op->in = meet->records + (size_t)comm->rank * DTRAIN__SHARING_BYTES;
     op->out = meet->records;
     op->form = whole->form == DTRAIN__ON_DEVICE ? DTRAIN__ON_DEVICE : DTRAIN__MEETING;
-    op->first = whole->form == DTRAIN__ON_DEVICE ? whole->first : dtrain__op_call(comm, whole, 0).count;
+    op->first = whole->form == DTRAIN__ON_DEVICE ? whole->first : call.count;
     op->digest = whole->form == DTRAIN__ON_DEVICE ? whole->digest : dtrain__op_pack(whole, meet->round);
     op->awaited = -1;
     op->started_ns = whole->started_ns;

@@ -172,8 +172,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->shared->slots[comm->rank];
     dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
-    dtrain__call call = dtrain__op_call(comm, op, 0);
-    memcpy(post->call, &call, sizeof post->call);
+    dtrain__op_call(comm, op, 0, (dtrain__call *)post->call);
     post->check = dtrain__fused_check(post->call);
     post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
     post->out = op->out;
@@ -258,7 +257,7 @@ static int dtrain__fused_agree(dtrain_comm *comm, dtrain__op *op)
         differs++;
     if (differs >= comm->size)
         return 1;
-    mine = dtrain__op_call(comm, op, 0);
+    dtrain__op_call(comm, op, 0, &mine);
     if (memcmp(&mine, first->call, sizeof mine) != 0)
         differs = 0;
     memcpy(&other, dtrain__fused_post_of(comm, op, differs)->call, sizeof other);

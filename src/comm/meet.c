@@ -37,6 +37,8 @@ static void dtrain__meet_start(dtrain_comm *comm, const dtrain__op *whole)
 {
     dtrain__meet *meet = comm->meet;
     dtrain__op *op = &meet->op;
+    dtrain__call call;
+    dtrain__op_call(comm, whole, 0, &call);
     memset(op, 0, sizeof *op);
     op->kind = DTRAIN__ALL_GATHER;
     op->dtype = DTRAIN_U8;
@@ -46,7 +48,7 @@ static void dtrain__meet_start(dtrain_comm *comm, const dtrain__op *whole)
     op->in = meet->records + (size_t)comm->rank * DTRAIN__SHARING_BYTES;
     op->out = meet->records;
     op->form = whole->form == DTRAIN__ON_DEVICE ? DTRAIN__ON_DEVICE : DTRAIN__MEETING;
-    op->first = whole->form == DTRAIN__ON_DEVICE ? whole->first : dtrain__op_call(comm, whole, 0).count;
+    op->first = whole->form == DTRAIN__ON_DEVICE ? whole->first : call.count;
     op->digest = whole->form == DTRAIN__ON_DEVICE ? whole->digest : dtrain__op_pack(whole, meet->round);
     op->awaited = -1;
     op->started_ns = whole->started_ns;

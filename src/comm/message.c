@@ -236,7 +236,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
 {
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
-    header.call = dtrain__op_call(comm, op, 0);
+    dtrain__op_call(comm, op, 0, &header.call);
     header.tag = dtrain__op_is_message(op) ? comm->missed : step->tag_out;
     header.bytes = step->send_bytes;
     header.data_check = comm->checks ? dtrain__message_sum_all(step->send, step->send_bytes) : 0;
@@ -297,7 +297,8 @@ static int dtrain__message_read(dtrain_comm *comm, const dtrain__op *op, dtrain_
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
-    dtrain__call mine = dtrain__op_call(comm, op, 1);
+    dtrain__call mine;
+    dtrain__op_call(comm, op, 1, &mine);
     int whole = dtrain__message_read(comm, op, &came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT,

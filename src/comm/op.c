@@ -113,29 +113,28 @@ static uint64_t dtrain__op_way(const dtrain_comm *comm, const dtrain__op *op)
     return dtrain__op_reduces(op) && comm->desc.order == DTRAIN_ORDER_ANY ? way | DTRAIN__WAY_ANY : way;
 }
 
-/* What the peer of one direction must have called as well. Only an exchange has two directions that differ. */
-static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving)
+/* Writes what the peer of one direction must have called as well. Only an exchange has two directions that differ. It
+ * is read soon in words of 64 bits, as it is written; processors wait where a copy reads more at once. */
+static void dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int receiving, dtrain__call *call)
 {
-    dtrain__call call;
     int message = dtrain__op_is_message(op), other = receiving && op->kind == DTRAIN__EXCHANGE;
-    call.kind = message ? DTRAIN__SEND : op->kind;
-    call.number = other ? op->in_number : op->number;
-    call.dtype = (uint64_t)op->dtype;
-    call.op = (uint64_t)op->op;
-    call.count = other ? op->in_count : op->count;
+    call->kind = message ? DTRAIN__SEND : op->kind;
+    call->number = other ? op->in_number : op->number;
+    call->dtype = (uint64_t)op->dtype;
+    call->op = (uint64_t)op->op;
+    call->count = other ? op->in_count : op->count;
     if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL)
-        call.count = 0; /* every rank has a count of its own */
-    call.root = message ? 0 : (uint64_t)op->root;
-    call.algorithm = message ? 0 : dtrain__op_way(comm, op);
-    call.ranks = (uint64_t)comm->size;
-    call.parts = message ? 0 : dtrain__op_parts_hash(comm, op);
+        call->count = 0; /* every rank has a count of its own */
+    call->root = message ? 0 : (uint64_t)op->root;
+    call->algorithm = message ? 0 : dtrain__op_way(comm, op);
+    call->ranks = (uint64_t)comm->size;
+    call->parts = message ? 0 : dtrain__op_parts_hash(comm, op);
     if (op->whole_parts != 0) /* they may equal the counts of the step */
-        call.parts = call.parts * 0x100000001b3u ^ op->whole_parts;
-    call.group = comm->group;
-    call.form = op->form;
-    call.first = op->first;
-    call.digest = op->digest;
-    return call;
+        call->parts = call->parts * 0x100000001b3u ^ op->whole_parts;
+    call->group = comm->group;
+    call->form = op->form;
+    call->first = op->first;
+    call->digest = op->digest;
 }
 
 typedef struct dtrain__text {
@@ -200,17 +199,17 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
 }
 
 /* The call as it was made, for texts: messages keep their direction and peer. */
-static dtrain__call dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op)
+static void dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op, dtrain__call *call)
 {
-    dtrain__call call = dtrain__op_call(comm, op, op->root < 0);
-    call.kind = op->kind;
-    call.root = (uint64_t)(op->root < 0 ? op->from : op->root);
-    return call;
+    dtrain__op_call(comm, op, op->root < 0, call);
+    call->kind = op->kind;
+    call->root = (uint64_t)(op->root < 0 ? op->from : op->root);
 }
 
 static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_called(comm, op);
+    dtrain__call call;
+    dtrain__op_called(comm, op, &call);
     return dtrain__op_call_text(&call);
 }
 
@@ -233,7 +232,8 @@ static dtrain__text dtrain__op_way_text(uint64_t way)
 static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op, int peer, const dtrain__call *theirs)
 {
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__op_call_text(theirs);
-    dtrain__call call = dtrain__op_call(comm, op, 0);
+    dtrain__call call;
+    dtrain__op_call(comm, op, 0, &call);
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
                 theirs->op == call.op && theirs->root == call.root &&
                 (theirs->count == call.count || call.form >= DTRAIN__ON_DEVICE) && theirs->form == call.form &&

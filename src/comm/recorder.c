@@ -84,8 +84,9 @@ static void dtrain__recorder_free(dtrain_comm *comm)
 static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
 {
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
-    uint64_t words[DTRAIN__RECORD_WORDS], version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
-    memcpy(words, record, sizeof words);
+    const uint64_t *words =
+        (const uint64_t *)record; /* it has no others; see dtrain__op_call for why it is not copied */
+    uint64_t version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
     __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
     for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
         __atomic_store_n(&place->words[i], words[i], __ATOMIC_RELEASE);
@@ -123,7 +124,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
         return; /* later records have overwritten a message that they overtook */
-    record.call = dtrain__op_called(comm, op);
+    dtrain__op_called(comm, op, &record.call);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
     record.async = (uint64_t)op->async;
@@ -250,7 +251,8 @@ static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrai
  * and nothing of either has moved. */
 static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
 {
-    dtrain__call mine = dtrain__op_called(comm, op);
+    dtrain__call mine;
+    dtrain__op_called(comm, op, &mine);
     int message = dtrain__op_is_message(op);
     if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
         (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT &&
