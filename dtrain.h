@@ -24923,8 +24923,7 @@ static void dtrain__recorder_free(dtrain_comm *comm)
 static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
 {
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
-    const uint64_t *words =
-        (const uint64_t *)record; /* it has no others; see dtrain__op_call for why it is not copied */
+    const uint64_t *words = (const uint64_t *)record; /* not copied: see dtrain__op_call */
     uint64_t version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
     __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
     for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
