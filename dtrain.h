@@ -3899,6 +3899,7 @@ DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dt
  *                              ldc) before the implementation to replace the built-in product
  *   bits                       the same for one shape under any compiler flags. avx2, avx512, neon and neon-bf16 round each
  *                              term once and agree with each other; elsewhere each term is rounded twice
+ *   stack                      up to 280 KiB; musl gives a thread 128 (pthread_attr_setstacksize gives more)
  *   source                     Goto and van de Geijn, ACM TOMS 34(3), 2008
  *
  * any thread; c overlaps neither a nor b; allocates nothing */
@@ -7304,16 +7305,18 @@ static size_t dtrain__os_segment_end(size_t bytes)
 }
 
 /* Returns the maker of a segment whose last page begins at `at`, after it has written maker there unless that is 0.
- * Returns 0 if the segment is none. */
+ * Returns 0 if the segment is none, and UINT64_MAX if that cannot be told. */
 static uint64_t dtrain__os_segment_maker(int fd, size_t at, uint64_t maker)
 {
     struct stat what;
     size_t page = dtrain__os_page_bytes();
-    if (fstat(fd, &what) != 0 || what.st_uid != geteuid() || what.st_size != (off_t)(at + page))
+    if (fstat(fd, &what) != 0)
+        return UINT64_MAX;
+    if (what.st_uid != geteuid() || what.st_size != (off_t)(at + page))
         return 0;
     void *last = mmap(NULL, page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)at);
     if (last == MAP_FAILED)
-        return 0;
+        return UINT64_MAX;
     if (maker != 0)
         memcpy(last, &maker, sizeof maker);
     else
@@ -7375,7 +7378,7 @@ static void *dtrain__os_segment_make(size_t bytes, int *number)
     if (fd < 0)
         return memory;
     if (bytes < dtrain__os_memory_left() && dtrain__os_segment_grow(fd, end + dtrain__os_page_bytes()) == 0 &&
-        dtrain__os_segment_maker(fd, end, (uint64_t)getpid()) != 0)
+        dtrain__os_segment_maker(fd, end, (uint64_t)getpid()) == (uint64_t)getpid())
         memory = dtrain__os_map_file(fd, bytes);
     close(fd);
     if (memory == MAP_FAILED) {
@@ -41798,8 +41801,9 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 #define DTRAIN__LAYOUT_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
 /* The most elements, cuts or events. A few hundred bytes of each can be counted without an overflow. */
 #define DTRAIN__LAYOUT_MOST (SIZE_MAX >> 12)
-/* With 32 bits a system has room for more elements than that; none takes more than 64 bytes. */
-#define DTRAIN__LAYOUT_ELEMENTS (sizeof(size_t) < 8 ? SIZE_MAX >> 6 : DTRAIN__LAYOUT_MOST)
+/* With 32 bits a system has room for more elements than that. A plan counts less than 128 bytes of each, as long as
+ * there are fewer than 2^20 micro-batches. */
+#define DTRAIN__LAYOUT_ELEMENTS (sizeof(size_t) < 8 ? SIZE_MAX >> 7 : DTRAIN__LAYOUT_MOST)
 #define DTRAIN__LAYOUT_LINE 64   /* floats; on a device a unit begins at a multiple */
 #define DTRAIN__LAYOUT_LITTLE 32 /* small ranges stay in memory if they are at most this fraction of two units */
 /* The least elements of a part that gets whole pages of its own. */

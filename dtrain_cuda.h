@@ -4,8 +4,6 @@
  * give the same bits as the CPU. On a machine without a GPU or a driver, calls return DTRAIN_ERR_UNSUPPORTED and the
  * text says why; the program runs on.
  *
- * NOT RUN ON A GPU YET. See WHAT IS CHECKED below.
- *
  * CONTENTS (search for the mark)
  *     >>cuda           number of GPUs, queues on them, streams of your own
  *     >>cuda-body      how kernels are written, on a GPU and emulated
@@ -89,7 +87,7 @@
  *     - checked: its arithmetic in PTX is neither contracted nor flushed to zero
  *     - checked: emulated GPUs give the CPU's bits, to threads and processes, also when ranks are killed
  *     - checked on one H100: every test, kernels under memcheck and racecheck, train_gpt_cuda in every layout, and speed
- *     - NOT checked: several GPUs, so peer access and FLAGS between GPUs, nor another kind of GPU
+ *     - NOT checked: several GPUs, so peer access and FLAGS between GPUs, or another kind of GPU
  *
  * On a machine with GPUs, these check the rest:
  *
@@ -4049,7 +4047,7 @@ static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *lim
 #define DTRAIN__CUDA_TOPK_TILES 8u  /* in a chunk, which a block counts and lists */
 #define DTRAIN__CUDA_TOPK_PARTS 32u /* of a tile; each of as many threads has one */
 #define DTRAIN__CUDA_TOPK_BINS 2048
-#define DTRAIN__CUDA_TOPK_EACH 4096u /* listed keys that a block counts at least */
+#define DTRAIN__CUDA_TOPK_EACH 4096u /* listed keys that a block counts, about */
 #define DTRAIN__CUDA_TOPK_SAMPLE 16384u
 #define DTRAIN__CUDA_TOPK_NEVER 0x80000000u /* a bar above every key */
 #define DTRAIN__CUDA_TOPK_NAN 0x7F800001u
@@ -4141,7 +4139,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_load(const float *data, si
     if (at >= first && at + 4 <= end)
         return *(const dtrain__cuda_vector *)(data + (at - first));
     for (size_t i = 0; i < 4; i++)
-        v.word[i] = at + i >= first && at + i < end ? dtrain__cuda_bits_f32(data[at + i - first]) : 0;
+        v.word[i] = at + i >= first && at + i < end ? *(const dtrain__cuda_u32 *)(data + (at + i - first)) : 0;
     return v;
 }
 

@@ -26,7 +26,7 @@ typedef struct train_bench {
 static const char *const train_flags[TRAIN_WAYS] = {"--ranks 1 --micro 1", "--ranks 4 --micro 4",
                                                     "--ranks 4 --micro 4 --strategy full"};
 
-/* Reads "step 8/40 loss ... 12345 tokens/s ..."; *ms is the time since the first step. Returns 0 for another line. */
+/* Reads "step 8/16 loss ... 12345 tokens/s ..."; *ms is the time since the first step. Returns 0 for another line. */
 static int train_line(const char *line, double tokens_of_step, long *step, double *ms)
 {
     double loss, lr, norm, rate;

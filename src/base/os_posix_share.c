@@ -180,16 +180,18 @@ static size_t dtrain__os_segment_end(size_t bytes)
 }
 
 /* Returns the maker of a segment whose last page begins at `at`, after it has written maker there unless that is 0.
- * Returns 0 if the segment is none. */
+ * Returns 0 if the segment is none, and UINT64_MAX if that cannot be told. */
 static uint64_t dtrain__os_segment_maker(int fd, size_t at, uint64_t maker)
 {
     struct stat what;
     size_t page = dtrain__os_page_bytes();
-    if (fstat(fd, &what) != 0 || what.st_uid != geteuid() || what.st_size != (off_t)(at + page))
+    if (fstat(fd, &what) != 0)
+        return UINT64_MAX;
+    if (what.st_uid != geteuid() || what.st_size != (off_t)(at + page))
         return 0;
     void *last = mmap(NULL, page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)at);
     if (last == MAP_FAILED)
-        return 0;
+        return UINT64_MAX;
     if (maker != 0)
         memcpy(last, &maker, sizeof maker);
     else
@@ -251,7 +253,7 @@ static void *dtrain__os_segment_make(size_t bytes, int *number)
     if (fd < 0)
         return memory;
     if (bytes < dtrain__os_memory_left() && dtrain__os_segment_grow(fd, end + dtrain__os_page_bytes()) == 0 &&
-        dtrain__os_segment_maker(fd, end, (uint64_t)getpid()) != 0)
+        dtrain__os_segment_maker(fd, end, (uint64_t)getpid()) == (uint64_t)getpid())
         memory = dtrain__os_map_file(fd, bytes);
     close(fd);
     if (memory == MAP_FAILED) {

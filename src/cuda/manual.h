@@ -4,8 +4,6 @@
  * give the same bits as the CPU. On a machine without a GPU or a driver, calls return DTRAIN_ERR_UNSUPPORTED and the
  * text says why; the program runs on.
  *
- * NOT RUN ON A GPU YET. See WHAT IS CHECKED below.
- *
  * CONTENTS (search for the mark)
  *     >>cuda           number of GPUs, queues on them, streams of your own
  *     >>cuda-body      how kernels are written, on a GPU and emulated
@@ -89,7 +87,7 @@
  *     - checked: its arithmetic in PTX is neither contracted nor flushed to zero
  *     - checked: emulated GPUs give the CPU's bits, to threads and processes, also when ranks are killed
  *     - checked on one H100: every test, kernels under memcheck and racecheck, train_gpt_cuda in every layout, and speed
- *     - NOT checked: several GPUs, so peer access and FLAGS between GPUs, nor another kind of GPU
+ *     - NOT checked: several GPUs, so peer access and FLAGS between GPUs, or another kind of GPU
  *
  * On a machine with GPUs, these check the rest:
  *

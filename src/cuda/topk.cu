@@ -17,7 +17,7 @@
 #define DTRAIN__CUDA_TOPK_TILES 8u  /* in a chunk, which a block counts and lists */
 #define DTRAIN__CUDA_TOPK_PARTS 32u /* of a tile; each of as many threads has one */
 #define DTRAIN__CUDA_TOPK_BINS 2048
-#define DTRAIN__CUDA_TOPK_EACH 4096u /* listed keys that a block counts at least */
+#define DTRAIN__CUDA_TOPK_EACH 4096u /* listed keys that a block counts, about */
 #define DTRAIN__CUDA_TOPK_SAMPLE 16384u
 #define DTRAIN__CUDA_TOPK_NEVER 0x80000000u /* a bar above every key */
 #define DTRAIN__CUDA_TOPK_NAN 0x7F800001u
@@ -109,7 +109,7 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_load(const float *data, si
     if (at >= first && at + 4 <= end)
         return *(const dtrain__cuda_vector *)(data + (at - first));
     for (size_t i = 0; i < 4; i++)
-        v.word[i] = at + i >= first && at + i < end ? dtrain__cuda_bits_f32(data[at + i - first]) : 0;
+        v.word[i] = at + i >= first && at + i < end ? *(const dtrain__cuda_u32 *)(data + (at + i - first)) : 0;
     return v;
 }
 

@@ -13,8 +13,9 @@
 #define DTRAIN__LAYOUT_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
 /* The most elements, cuts or events. A few hundred bytes of each can be counted without an overflow. */
 #define DTRAIN__LAYOUT_MOST (SIZE_MAX >> 12)
-/* With 32 bits a system has room for more elements than that; none takes more than 64 bytes. */
-#define DTRAIN__LAYOUT_ELEMENTS (sizeof(size_t) < 8 ? SIZE_MAX >> 6 : DTRAIN__LAYOUT_MOST)
+/* With 32 bits a system has room for more elements than that. A plan counts less than 128 bytes of each, as long as
+ * there are fewer than 2^20 micro-batches. */
+#define DTRAIN__LAYOUT_ELEMENTS (sizeof(size_t) < 8 ? SIZE_MAX >> 7 : DTRAIN__LAYOUT_MOST)
 #define DTRAIN__LAYOUT_LINE 64   /* floats; on a device a unit begins at a multiple */
 #define DTRAIN__LAYOUT_LITTLE 32 /* small ranges stay in memory if they are at most this fraction of two units */
 /* The least elements of a part that gets whole pages of its own. */

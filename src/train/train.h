@@ -483,6 +483,7 @@ DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dt
  *                              ldc) before the implementation to replace the built-in product
  *   bits                       the same for one shape under any compiler flags. avx2, avx512, neon and neon-bf16 round each
  *                              term once and agree with each other; elsewhere each term is rounded twice
+ *   stack                      up to 280 KiB; musl gives a thread 128 (pthread_attr_setstacksize gives more)
  *   source                     Goto and van de Geijn, ACM TOMS 34(3), 2008
  *
  * any thread; c overlaps neither a nor b; allocates nothing */

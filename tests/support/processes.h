@@ -267,9 +267,10 @@ static void tell_waits(pid_t pid)
 {
     char command[256];
     snprintf(command, sizeof command,
-             "for t in /proc/%ld/task/*; do echo \"$t: $(sed -n '/State/s/.*://p' $t/status) in $(cat $t/wchan), call "
+             "[ -d /proc/%ld/task ] && for t in /proc/%ld/task/*; do echo \"$t: $(sed -n '/State/s/.*://p' $t/status) "
+             "in $(cat $t/wchan), call "
              "$(cat $t/syscall)\"; done >&2 2>/dev/null",
-             (long)pid);
+             (long)pid, (long)pid);
     if (system(command) != 0)
         fprintf(stderr, "process %ld has not ended, and its threads are not shown\n", (long)pid);
 }

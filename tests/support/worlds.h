@@ -123,15 +123,19 @@ static void on_cables(int ranks, world_body body, const dtrain_comm_desc *desc)
 {
     cable *cables = cables_new(ranks);
     own_rank own[16];
+    pthread_attr_t roomy; /* musl gives 128 KiB of stack, and products take 280 */
+    CHECK_EQ(pthread_attr_init(&roomy), 0);
+    CHECK_EQ(pthread_attr_setstacksize(&roomy, (size_t)1 << 20), 0);
     world_begin(body, desc);
     for (int rank = 0; rank < ranks; rank++) {
         own[rank].body = body;
         own[rank].comm = cable_comm(cables, &own[rank].end, rank, ranks, desc);
     }
     for (int rank = 0; rank < ranks; rank++)
-        CHECK_EQ(pthread_create(&own[rank].thread, NULL, own_main, &own[rank]), 0);
+        CHECK_EQ(pthread_create(&own[rank].thread, &roomy, own_main, &own[rank]), 0);
     for (int rank = 0; rank < ranks; rank++)
         pthread_join(own[rank].thread, NULL);
+    pthread_attr_destroy(&roomy);
     free(cables);
 }
 
