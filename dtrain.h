@@ -10737,6 +10737,12 @@ static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
     return &dtrain__dtype_rows[index < sizeof dtrain__dtype_rows / sizeof dtrain__dtype_rows[0] ? index : 0];
 }
 
+/* Bytes of an element, of a dtype that has whole bytes. */
+DTRAIN__INLINE size_t dtrain__dtype_width(dtrain_dtype dtype)
+{
+    return (unsigned)dtrain__dtype_find(dtype)->bits / 8;
+}
+
 DTRAIN_API DTRAIN__NOINLINE unsigned dtrain_dtype_bits(dtrain_dtype dtype)
 {
     return (unsigned)dtrain__dtype_find(dtype)->bits;
@@ -24092,6 +24098,7 @@ typedef struct dtrain__op {
     int64_t run_ns, moved_ns;        /* when its turn came and its first byte moved; 0: not yet */
     int64_t ended_ns;
     uint64_t serial;              /* of its record; 0: none yet */
+    dtrain_algorithm noted;       /* the algorithm in its record */
     int async, queued;            /* has a handle of the caller's; has waited for its turn */
     uint64_t form, first, digest; /* as in the call */
     uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it has none */
@@ -24100,6 +24107,7 @@ typedef struct dtrain__op {
     int warned;                /* the log has said whom this operation awaits */
     int awaited;               /* the peer it awaits, or -1 */
     int touched;               /* peers may be inside this rank's buffers, or bytes have moved */
+    int inlined;               /* posted: its inputs are so small that they lie in the posts or bounce buffers */
     int posted;                /* all ranks have posted it, and it continues by messages */
     size_t rounds, put, taken; /* through bounce buffers: all, and how many this rank has put and taken */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
@@ -24343,7 +24351,7 @@ DTRAIN__FAST_BEGIN
 /* Bytes of one of the caller's elements. */
 static size_t dtrain__op_width(const dtrain__op *op)
 {
-    return dtrain_dtype_bits(op->dtype) / 8;
+    return dtrain__dtype_width(op->dtype);
 }
 
 static size_t dtrain__op_bytes(const dtrain__op *op)
@@ -24386,7 +24394,7 @@ static int dtrain__op_reduces(const dtrain__op *op)
 
 static size_t dtrain__op_result_width(const dtrain__op *op)
 {
-    return dtrain_dtype_bits(op->partial ? dtrain__fold_partial(op->dtype) : op->dtype) / 8;
+    return dtrain__dtype_width(op->partial ? dtrain__fold_partial(op->dtype) : op->dtype);
 }
 
 static int dtrain__op_kind_is_message(uint64_t kind)
@@ -24630,6 +24638,13 @@ static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *
     return dtrain__op_blame(comm, op, &dtrain__thread_error);
 }
 
+/* Starts the clock of a call's deadline. */
+static void dtrain__op_clock(const dtrain_comm *comm, dtrain__op *op)
+{
+    op->started_ns = dtrain__os_now_ns();
+    op->deadline_ns = dtrain__group_deadline(comm, op->started_ns);
+}
+
 /* Makes a buffer of the group large enough for an operation. The group keeps it for later ones. */
 static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char **buffer, size_t bytes)
 {
@@ -24790,16 +24805,16 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
 
 static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *op, int peer)
 {
-    const char *kind = dtrain__op_kind_name(op->kind);
     if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
         return DTRAIN_OK;
     if (peer < 0 || peer >= comm->size)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: rank %d is not among the %d ranks of the group", kind, comm->rank, peer,
-                            comm->size);
+                            "%s on rank %d: rank %d is not among the %d ranks of the group",
+                            dtrain__op_kind_name(op->kind), comm->rank, peer, comm->size);
     if (dtrain__op_is_message(op) && peer == comm->rank)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: the peer is this rank itself; give another rank", kind, comm->rank);
+                            "%s on rank %d: the peer is this rank itself; give another rank",
+                            dtrain__op_kind_name(op->kind), comm->rank);
     return DTRAIN_OK;
 }
 
@@ -24818,19 +24833,27 @@ static const char *dtrain__op_advice(const dtrain__op *op)
     return op->op == DTRAIN_MEAN ? "a mean is for floats: sum, and divide" : "convert it to a dtype that is added";
 }
 
+/* Whether the bytes of all buffers of so many elements can be computed. Most counts are so small that no division is
+ * needed. */
+static int dtrain__op_fits(const dtrain_comm *comm, const dtrain__op *op, size_t count)
+{
+    size_t parts = op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1;
+    return count <= SIZE_MAX / 32 / DTRAIN__MAX_RANKS || count <= SIZE_MAX / 4 / dtrain__op_width(op) / parts;
+}
+
 /* Checks a call's arguments before a peer sees anything of it. */
 static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
 {
-    unsigned bits = dtrain_dtype_bits(op->dtype);
+    unsigned bits = (unsigned)dtrain__dtype_find(op->dtype)->bits;
     dtrain_status status;
     if (bits == 0 || bits % 8 != 0 || (dtrain__op_reduces(op) && !dtrain__fold_supported(op->dtype, op->op)))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; %s",
                             dtrain__op_kind_name(op->kind), comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype),
                             (int)op->op, dtrain__op_name((uint64_t)op->op), dtrain__op_advice(op));
-    if (op->count > SIZE_MAX / 4 / (bits / 8) / (op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1))
+    if (!dtrain__op_fits(comm, op, op->count))
         return dtrain__op_too_large(comm, op, op->count);
-    if (op->in_count > SIZE_MAX / 4 / (bits / 8))
+    if (!dtrain__op_fits(comm, op, op->in_count))
         return dtrain__op_too_large(comm, op, op->in_count);
     status = dtrain__op_check_peer(comm, op, op->root);
     if (status == DTRAIN_OK && op->kind == DTRAIN__EXCHANGE)
@@ -24923,13 +24946,15 @@ static void dtrain__recorder_free(dtrain_comm *comm)
         dtrain__free(comm->allocator, comm->recorder);
 }
 
-static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
+/* Writes a record from its word `first` on. */
+static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record,
+                                   size_t first)
 {
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
     const uint64_t *words = (const uint64_t *)record; /* not copied: see dtrain__op_call */
     uint64_t version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
     __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
-    for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
+    for (size_t i = first; i < DTRAIN__RECORD_WORDS; i++)
         __atomic_store_n(&place->words[i], words[i], __ATOMIC_RELEASE);
     __atomic_store_n(&place->version, version, __ATOMIC_RELEASE);
 }
@@ -24958,6 +24983,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
 {
     dtrain__recorder *recorder = comm->recorder;
     uint32_t awaited = op->awaited >= 0 ? (uint32_t)(op->awaited + 1) : 0;
+    int known = op->serial != 0 && op->noted == op->algorithm; /* the call is in the record */
     dtrain__record record;
     if (op->serial == 0) {
         op->serial = recorder->begun + 1;
@@ -24965,7 +24991,9 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
         return; /* later records have overwritten a message that they overtook */
-    dtrain__op_called(comm, op, &record.call);
+    if (!known)
+        dtrain__op_called(comm, op, &record.call);
+    op->noted = op->algorithm;
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
     record.async = (uint64_t)op->async;
@@ -24973,7 +25001,8 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     record.started_ns = (uint64_t)op->run_ns;
     record.moved_ns = (uint64_t)op->moved_ns;
     record.ended_ns = (uint64_t)ended_ns;
-    dtrain__recorder_write(recorder, op->serial, &record);
+    dtrain__recorder_write(recorder, op->serial, &record,
+                           known ? offsetof(dtrain__record, awaited) / sizeof(uint64_t) : 0);
 }
 
 /* Records that the operation has its number and may wait. */
@@ -27596,6 +27625,12 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
            bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_ALL;
 }
 
+/* Whether the inputs travel in the posts themselves. Then no buffer needs a name. */
+static int dtrain__fused_tiny(const dtrain__op *op)
+{
+    return op->inlined && dtrain__op_bytes(op) <= DTRAIN__POST_INLINE_BYTES;
+}
+
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
     return &comm->shared->slots[rank].posts[op->turn & 1];
@@ -27628,12 +27663,16 @@ static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
 static uint64_t dtrain__fused_check(const uint64_t *words)
 {
     static const uint64_t odd = 0x9e3779b97f4a7c15u;
-    uint64_t lane[2] = {1, 2};
-    for (int i = 0; i < DTRAIN__POST_WORDS; i++) {
-        lane[i % 2] = (lane[i % 2] ^ words[i]) * odd;
-        lane[i % 2] ^= lane[i % 2] >> 32;
+    uint64_t a = 1, b = 2; /* apart, as a product waits for the one before */
+    for (int i = 0; i < DTRAIN__POST_WORDS; i += 2) {
+        a = (a ^ words[i]) * odd;
+        a ^= a >> 32;
+        if (i + 1 == DTRAIN__POST_WORDS)
+            break;
+        b = (b ^ words[i + 1]) * odd;
+        b ^= b >> 32;
     }
-    return (lane[0] ^ lane[1] >> 29) * odd ^ lane[1];
+    return (a ^ b >> 29) * odd ^ b;
 }
 
 /* Whether a rank's buffers do not say all that peers need: an uneven all-to-all has counts, and one in place a copy. */
@@ -27689,9 +27728,9 @@ static int dtrain__fused_name(dtrain_comm *comm, const dtrain__op *op, dtrain__p
  * that are. */
 static int dtrain__fused_named(const dtrain_comm *comm, const dtrain__op *op, int *needed)
 {
-    int named = 0, inlined = dtrain__fused_inline(comm, op) && dtrain__op_bytes(op) <= DTRAIN__POST_INLINE_BYTES;
+    int named = 0, tiny = dtrain__fused_tiny(op);
     *needed = 0;
-    for (int i = 0; i < 2 * comm->size && !inlined; i++) /* those never have names */
+    for (int i = 0; i < 2 * comm->size && !tiny; i++)
         if (dtrain__fused_reach(comm, op, i / 2, i % 2) > 0) {
             named += dtrain__fused_post_of(comm, op, i / 2)->windows[i % 2] != 0;
             *needed += 1;
@@ -27731,27 +27770,47 @@ static unsigned char *dtrain__fused_buffer(const dtrain_comm *comm, const dtrain
     return buffer;
 }
 
+/* Whether peers wait for nothing but this rank's post. Then it comes first, and the clock is read while it travels. */
+static int dtrain__fused_posts_first(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return dtrain__op_is_fused(op) && comm->decided && dtrain__fused_inline(comm, op);
+}
+
+#define DTRAIN__FUSED_ASKED 8 /* peers whose posts a rank asks its caches for while its own travels */
+
+/* Shows the post to the peers, and wakes those that sleep. The clock is read while the post travels to them. */
+static void dtrain__fused_show(dtrain_comm *comm, dtrain__op *op, dtrain__post *post)
+{
+    __atomic_store_n(&post->arrived, 2 * op->turn, __ATOMIC_RELEASE);
+    for (int peer = 0; peer < comm->size && peer < DTRAIN__FUSED_ASKED; peer++)
+        __builtin_prefetch(&dtrain__fused_post_of(comm, op, peer)->arrived);
+    if (op->started_ns == 0)
+        dtrain__op_clock(comm, op);
+    __sync_synchronize(); /* a peer that falls asleep now has seen the post, or this rank sees that it sleeps */
+    dtrain__shared_ring(comm->shared, comm->rank);
+}
+
 static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->shared->slots[comm->rank];
     dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
+    op->inlined = dtrain__fused_inline(comm, op);
     dtrain__op_call(comm, op, 0, (dtrain__call *)post->call);
     post->check = dtrain__fused_check(post->call);
     post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
     post->out = op->out;
     post->counts = op->counts;
     post->offsets = op->offsets;
-    int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
+    int named = !comm->plane->in_process && !dtrain__fused_tiny(op) && dtrain__fused_name(comm, op, post);
     op->rounds = op->put = op->taken = 0;
-    if (!named && dtrain__fused_inline(comm, op)) {
+    if (!named && op->inlined) {
         if ((op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
             memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
     } else if (!named && dtrain__bounce_may(comm, op) && op->count > 0) {
         dtrain__bounce_put(comm, op);
     }
     __atomic_store_n(&slot->put, comm->rounds + op->put, __ATOMIC_RELAXED); /* peers look once it has arrived */
-    __atomic_store_n(&post->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    dtrain__shared_ring(comm->shared, comm->rank);
+    dtrain__fused_show(comm, op, post);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
 }
@@ -27862,9 +27921,9 @@ static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
 
 /* Whether ranks need nothing of each other after the posts, as each folds all inputs itself. named: how many buffers
  * have names. */
-static int dtrain__fused_small(const dtrain_comm *comm, const dtrain__op *op, int named)
+static int dtrain__fused_small(const dtrain__op *op, int named)
 {
-    return named == 0 && dtrain__fused_inline(comm, op);
+    return named == 0 && op->inlined;
 }
 
 static void dtrain__fused_whole(dtrain_comm *comm, dtrain__op *op)
@@ -27928,7 +27987,7 @@ static int dtrain__fused_cancel(dtrain_comm *comm, dtrain__op *op)
         return comm->plane->in_process;
     if (op->phase == DTRAIN__FUSED_GATHER) {
         missing = dtrain__fused_retract(comm, op);
-        return op->touched || (missing < 0 && !dtrain__fused_small(comm, op, dtrain__fused_named(comm, op, &needed)));
+        return op->touched || (missing < 0 && !dtrain__fused_small(op, dtrain__fused_named(comm, op, &needed)));
     }
     if (op->rounds > 0)
         return op->phase != DTRAIN__FUSED_FINISH;
@@ -28007,13 +28066,15 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return 1;
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
-    int small = dtrain__fused_small(comm, op, named);
+    int small = dtrain__fused_small(op, named);
     int remote = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
     int bounces = remote && dtrain__bounce_may(comm, op);
     if (remote && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {
+        /* No peer looks at the other post any more. This write fetches its line from them before the next call. */
+        comm->shared->slots[comm->rank].posts[~op->turn & 1].check = 0;
         dtrain__fused_whole(comm, op);
         return 1;
     }
@@ -29280,7 +29341,7 @@ static int64_t dtrain__queue_help(dtrain_comm *comm, int64_t until_ns, int64_t *
 static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *message, int64_t until_ns)
 {
     dtrain__queue_call wait = {comm, op, message, until_ns, 0, 0};
-    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns, awake_ns = 0;
+    int64_t awake_ns = 0;
     int in_process = comm->plane->in_process;
     size_t progress = dtrain__queue_progress(op);
     for (unsigned turn = 0;; turn++) {
@@ -29303,13 +29364,15 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
             if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
                 return 0;
         }
+        int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns;
+        limit = limit < soon ? limit : soon;
         if (span == 0)
             dtrain__os_yield();
         else if (dtrain__op_is_fused(op) && !in_process)
-            turn = dtrain__fused_wait(comm, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
+            turn = dtrain__fused_wait(comm, turn, limit, dtrain__queue_ready, &wait);
         else if (bell || (in_process && until_ns != INT64_MAX &&
                           comm->desc.progress == DTRAIN_PROGRESS_THREAD)) /* dtrain__queue_advance does not wait then */
-            dtrain__bell_wait(comm->bell, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
+            dtrain__bell_wait(comm->bell, turn, limit, dtrain__queue_ready, &wait);
         if (wait.ended)
             return 1;
     }
@@ -29526,13 +29589,6 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     return DTRAIN_OK;
-}
-
-/* Starts the clock of a call's deadline. */
-static void dtrain__work_clock(dtrain_comm *comm, dtrain__op *op)
-{
-    op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns = dtrain__group_deadline(comm, op->started_ns);
 }
 
 /* Puts an operation at the end of the queue; NULL: no memory. */
@@ -29782,15 +29838,19 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
                             dtrain__op_kind_name(op->kind), comm->rank);
     if (comm->fusing)
         return dtrain__work_note(comm, op);
-    dtrain__work_clock(comm, op);
+    int waits = work != NULL || __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
+    if (waits || !dtrain__fused_posts_first(comm, op))
+        dtrain__op_clock(comm, op);
     if (work != NULL)
         return dtrain__work_enqueue(comm, op, work);
-    if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
+    if (waits) {
         status = dtrain__work_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
     now = dtrain__os_now_ns();
+    if (op->started_ns == 0) /* the group was broken, so it was not posted */
+        op->started_ns = now;
     dtrain__queue_ended(comm, op, now);
     dtrain__work_blocked_in(comm, now - op->started_ns);
     if (op->error.status != DTRAIN_OK)
@@ -31490,7 +31550,11 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
 static DTRAIN__NOINLINE void dtrain__op_describe(dtrain__op *op, dtrain__kind kind, const void *in, void *out,
                                                  size_t count, dtrain_dtype dtype)
 {
-    memset(op, 0, offsetof(dtrain__op, error));
+    unsigned char *at = (unsigned char *)op;
+    size_t left = offsetof(dtrain__op, error);
+    for (; left >= 64; left -= 64, at += 64)
+        memset(at, 0, 64); /* for many more bytes compilers choose an instruction that starts slowly */
+    memset(at, 0, left);
     op->error.status = DTRAIN_OK;
     op->kind = kind;
     op->in = in;
@@ -32003,7 +32067,7 @@ static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
             if (!dtrain__op_is_one_way(op) || (distance + comm->size) % comm->size != k)
                 continue;
             dtrain__fuse_keep(first, dtrain__work_begin(comm, op));
-            dtrain__work_clock(comm, op);
+            dtrain__op_clock(comm, op);
             comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__work_add(comm, op) : NULL;
             if (comm->notes[i].work == NULL)
                 dtrain__fuse_keep(first, dtrain__thread_error.status);

@@ -130,7 +130,7 @@ static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
             if (!dtrain__op_is_one_way(op) || (distance + comm->size) % comm->size != k)
                 continue;
             dtrain__fuse_keep(first, dtrain__work_begin(comm, op));
-            dtrain__work_clock(comm, op);
+            dtrain__op_clock(comm, op);
             comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__work_add(comm, op) : NULL;
             if (comm->notes[i].work == NULL)
                 dtrain__fuse_keep(first, dtrain__thread_error.status);

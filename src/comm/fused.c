@@ -33,6 +33,12 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
            bytes <= comm->shared->inline_bytes && bytes * (size_t)comm->size <= DTRAIN__FUSED_INLINE_ALL;
 }
 
+/* Whether the inputs travel in the posts themselves. Then no buffer needs a name. */
+static int dtrain__fused_tiny(const dtrain__op *op)
+{
+    return op->inlined && dtrain__op_bytes(op) <= DTRAIN__POST_INLINE_BYTES;
+}
+
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
     return &comm->shared->slots[rank].posts[op->turn & 1];
@@ -65,12 +71,16 @@ static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
 static uint64_t dtrain__fused_check(const uint64_t *words)
 {
     static const uint64_t odd = 0x9e3779b97f4a7c15u;
-    uint64_t lane[2] = {1, 2};
-    for (int i = 0; i < DTRAIN__POST_WORDS; i++) {
-        lane[i % 2] = (lane[i % 2] ^ words[i]) * odd;
-        lane[i % 2] ^= lane[i % 2] >> 32;
+    uint64_t a = 1, b = 2; /* apart, as a product waits for the one before */
+    for (int i = 0; i < DTRAIN__POST_WORDS; i += 2) {
+        a = (a ^ words[i]) * odd;
+        a ^= a >> 32;
+        if (i + 1 == DTRAIN__POST_WORDS)
+            break;
+        b = (b ^ words[i + 1]) * odd;
+        b ^= b >> 32;
     }
-    return (lane[0] ^ lane[1] >> 29) * odd ^ lane[1];
+    return (a ^ b >> 29) * odd ^ b;
 }
 
 /* Whether a rank's buffers do not say all that peers need: an uneven all-to-all has counts, and one in place a copy. */
@@ -126,9 +136,9 @@ static int dtrain__fused_name(dtrain_comm *comm, const dtrain__op *op, dtrain__p
  * that are. */
 static int dtrain__fused_named(const dtrain_comm *comm, const dtrain__op *op, int *needed)
 {
-    int named = 0, inlined = dtrain__fused_inline(comm, op) && dtrain__op_bytes(op) <= DTRAIN__POST_INLINE_BYTES;
+    int named = 0, tiny = dtrain__fused_tiny(op);
     *needed = 0;
-    for (int i = 0; i < 2 * comm->size && !inlined; i++) /* those never have names */
+    for (int i = 0; i < 2 * comm->size && !tiny; i++)
         if (dtrain__fused_reach(comm, op, i / 2, i % 2) > 0) {
             named += dtrain__fused_post_of(comm, op, i / 2)->windows[i % 2] != 0;
             *needed += 1;
@@ -168,27 +178,47 @@ static unsigned char *dtrain__fused_buffer(const dtrain_comm *comm, const dtrain
     return buffer;
 }
 
+/* Whether peers wait for nothing but this rank's post. Then it comes first, and the clock is read while it travels. */
+static int dtrain__fused_posts_first(const dtrain_comm *comm, const dtrain__op *op)
+{
+    return dtrain__op_is_fused(op) && comm->decided && dtrain__fused_inline(comm, op);
+}
+
+#define DTRAIN__FUSED_ASKED 8 /* peers whose posts a rank asks its caches for while its own travels */
+
+/* Shows the post to the peers, and wakes those that sleep. The clock is read while the post travels to them. */
+static void dtrain__fused_show(dtrain_comm *comm, dtrain__op *op, dtrain__post *post)
+{
+    __atomic_store_n(&post->arrived, 2 * op->turn, __ATOMIC_RELEASE);
+    for (int peer = 0; peer < comm->size && peer < DTRAIN__FUSED_ASKED; peer++)
+        __builtin_prefetch(&dtrain__fused_post_of(comm, op, peer)->arrived);
+    if (op->started_ns == 0)
+        dtrain__op_clock(comm, op);
+    __sync_synchronize(); /* a peer that falls asleep now has seen the post, or this rank sees that it sleeps */
+    dtrain__shared_ring(comm->shared, comm->rank);
+}
+
 static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__slot *slot = &comm->shared->slots[comm->rank];
     dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
+    op->inlined = dtrain__fused_inline(comm, op);
     dtrain__op_call(comm, op, 0, (dtrain__call *)post->call);
     post->check = dtrain__fused_check(post->call);
     post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
     post->out = op->out;
     post->counts = op->counts;
     post->offsets = op->offsets;
-    int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
+    int named = !comm->plane->in_process && !dtrain__fused_tiny(op) && dtrain__fused_name(comm, op, post);
     op->rounds = op->put = op->taken = 0;
-    if (!named && dtrain__fused_inline(comm, op)) {
+    if (!named && op->inlined) {
         if ((op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)
             memcpy(dtrain__fused_data(comm, op, comm->rank), op->in, dtrain__op_bytes(op));
     } else if (!named && dtrain__bounce_may(comm, op) && op->count > 0) {
         dtrain__bounce_put(comm, op);
     }
     __atomic_store_n(&slot->put, comm->rounds + op->put, __ATOMIC_RELAXED); /* peers look once it has arrived */
-    __atomic_store_n(&post->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    dtrain__shared_ring(comm->shared, comm->rank);
+    dtrain__fused_show(comm, op, post);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
 }
@@ -299,9 +329,9 @@ static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
 
 /* Whether ranks need nothing of each other after the posts, as each folds all inputs itself. named: how many buffers
  * have names. */
-static int dtrain__fused_small(const dtrain_comm *comm, const dtrain__op *op, int named)
+static int dtrain__fused_small(const dtrain__op *op, int named)
 {
-    return named == 0 && dtrain__fused_inline(comm, op);
+    return named == 0 && op->inlined;
 }
 
 static void dtrain__fused_whole(dtrain_comm *comm, dtrain__op *op)
@@ -365,7 +395,7 @@ static int dtrain__fused_cancel(dtrain_comm *comm, dtrain__op *op)
         return comm->plane->in_process;
     if (op->phase == DTRAIN__FUSED_GATHER) {
         missing = dtrain__fused_retract(comm, op);
-        return op->touched || (missing < 0 && !dtrain__fused_small(comm, op, dtrain__fused_named(comm, op, &needed)));
+        return op->touched || (missing < 0 && !dtrain__fused_small(op, dtrain__fused_named(comm, op, &needed)));
     }
     if (op->rounds > 0)
         return op->phase != DTRAIN__FUSED_FINISH;
@@ -444,13 +474,15 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         return 1;
     }
     int needed = 0, named = comm->plane->in_process ? 0 : dtrain__fused_named(comm, op, &needed);
-    int small = dtrain__fused_small(comm, op, named);
+    int small = dtrain__fused_small(op, named);
     int remote = !small && !comm->plane->in_process && (named < needed || dtrain__fused_apart(op));
     int bounces = remote && dtrain__bounce_may(comm, op);
     if (remote && !bounces)
         return dtrain__fused_pass(comm, op);
     comm->number = op->number;
     if (small) {
+        /* No peer looks at the other post any more. This write fetches its line from them before the next call. */
+        comm->shared->slots[comm->rank].posts[~op->turn & 1].check = 0;
         dtrain__fused_whole(comm, op);
         return 1;
     }

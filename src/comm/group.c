@@ -102,6 +102,7 @@ typedef struct dtrain__op {
     int64_t run_ns, moved_ns;        /* when its turn came and its first byte moved; 0: not yet */
     int64_t ended_ns;
     uint64_t serial;              /* of its record; 0: none yet */
+    dtrain_algorithm noted;       /* the algorithm in its record */
     int async, queued;            /* has a handle of the caller's; has waited for its turn */
     uint64_t form, first, digest; /* as in the call */
     uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it has none */
@@ -110,6 +111,7 @@ typedef struct dtrain__op {
     int warned;                /* the log has said whom this operation awaits */
     int awaited;               /* the peer it awaits, or -1 */
     int touched;               /* peers may be inside this rank's buffers, or bytes have moved */
+    int inlined;               /* posted: its inputs are so small that they lie in the posts or bounce buffers */
     int posted;                /* all ranks have posted it, and it continues by messages */
     size_t rounds, put, taken; /* through bounce buffers: all, and how many this rank has put and taken */
     int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */

@@ -9,7 +9,7 @@ DTRAIN__FAST_BEGIN
 /* Bytes of one of the caller's elements. */
 static size_t dtrain__op_width(const dtrain__op *op)
 {
-    return dtrain_dtype_bits(op->dtype) / 8;
+    return dtrain__dtype_width(op->dtype);
 }
 
 static size_t dtrain__op_bytes(const dtrain__op *op)
@@ -52,7 +52,7 @@ static int dtrain__op_reduces(const dtrain__op *op)
 
 static size_t dtrain__op_result_width(const dtrain__op *op)
 {
-    return dtrain_dtype_bits(op->partial ? dtrain__fold_partial(op->dtype) : op->dtype) / 8;
+    return dtrain__dtype_width(op->partial ? dtrain__fold_partial(op->dtype) : op->dtype);
 }
 
 static int dtrain__op_kind_is_message(uint64_t kind)
@@ -296,6 +296,13 @@ static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *
     return dtrain__op_blame(comm, op, &dtrain__thread_error);
 }
 
+/* Starts the clock of a call's deadline. */
+static void dtrain__op_clock(const dtrain_comm *comm, dtrain__op *op)
+{
+    op->started_ns = dtrain__os_now_ns();
+    op->deadline_ns = dtrain__group_deadline(comm, op->started_ns);
+}
+
 /* Makes a buffer of the group large enough for an operation. The group keeps it for later ones. */
 static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char **buffer, size_t bytes)
 {
@@ -456,16 +463,16 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
 
 static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *op, int peer)
 {
-    const char *kind = dtrain__op_kind_name(op->kind);
     if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
         return DTRAIN_OK;
     if (peer < 0 || peer >= comm->size)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: rank %d is not among the %d ranks of the group", kind, comm->rank, peer,
-                            comm->size);
+                            "%s on rank %d: rank %d is not among the %d ranks of the group",
+                            dtrain__op_kind_name(op->kind), comm->rank, peer, comm->size);
     if (dtrain__op_is_message(op) && peer == comm->rank)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: the peer is this rank itself; give another rank", kind, comm->rank);
+                            "%s on rank %d: the peer is this rank itself; give another rank",
+                            dtrain__op_kind_name(op->kind), comm->rank);
     return DTRAIN_OK;
 }
 
@@ -484,19 +491,27 @@ static const char *dtrain__op_advice(const dtrain__op *op)
     return op->op == DTRAIN_MEAN ? "a mean is for floats: sum, and divide" : "convert it to a dtype that is added";
 }
 
+/* Whether the bytes of all buffers of so many elements can be computed. Most counts are so small that no division is
+ * needed. */
+static int dtrain__op_fits(const dtrain_comm *comm, const dtrain__op *op, size_t count)
+{
+    size_t parts = op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1;
+    return count <= SIZE_MAX / 32 / DTRAIN__MAX_RANKS || count <= SIZE_MAX / 4 / dtrain__op_width(op) / parts;
+}
+
 /* Checks a call's arguments before a peer sees anything of it. */
 static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
 {
-    unsigned bits = dtrain_dtype_bits(op->dtype);
+    unsigned bits = (unsigned)dtrain__dtype_find(op->dtype)->bits;
     dtrain_status status;
     if (bits == 0 || bits % 8 != 0 || (dtrain__op_reduces(op) && !dtrain__fold_supported(op->dtype, op->op)))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; %s",
                             dtrain__op_kind_name(op->kind), comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype),
                             (int)op->op, dtrain__op_name((uint64_t)op->op), dtrain__op_advice(op));
-    if (op->count > SIZE_MAX / 4 / (bits / 8) / (op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1))
+    if (!dtrain__op_fits(comm, op, op->count))
         return dtrain__op_too_large(comm, op, op->count);
-    if (op->in_count > SIZE_MAX / 4 / (bits / 8))
+    if (!dtrain__op_fits(comm, op, op->in_count))
         return dtrain__op_too_large(comm, op, op->in_count);
     status = dtrain__op_check_peer(comm, op, op->root);
     if (status == DTRAIN_OK && op->kind == DTRAIN__EXCHANGE)

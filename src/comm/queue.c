@@ -283,7 +283,7 @@ static int64_t dtrain__queue_help(dtrain_comm *comm, int64_t until_ns, int64_t *
 static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *message, int64_t until_ns)
 {
     dtrain__queue_call wait = {comm, op, message, until_ns, 0, 0};
-    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns, awake_ns = 0;
+    int64_t awake_ns = 0;
     int in_process = comm->plane->in_process;
     size_t progress = dtrain__queue_progress(op);
     for (unsigned turn = 0;; turn++) {
@@ -306,13 +306,15 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
             if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
                 return 0;
         }
+        int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns;
+        limit = limit < soon ? limit : soon;
         if (span == 0)
             dtrain__os_yield();
         else if (dtrain__op_is_fused(op) && !in_process)
-            turn = dtrain__fused_wait(comm, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
+            turn = dtrain__fused_wait(comm, turn, limit, dtrain__queue_ready, &wait);
         else if (bell || (in_process && until_ns != INT64_MAX &&
                           comm->desc.progress == DTRAIN_PROGRESS_THREAD)) /* dtrain__queue_advance does not wait then */
-            dtrain__bell_wait(comm->bell, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
+            dtrain__bell_wait(comm->bell, turn, limit, dtrain__queue_ready, &wait);
         if (wait.ended)
             return 1;
     }

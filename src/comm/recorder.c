@@ -81,13 +81,15 @@ static void dtrain__recorder_free(dtrain_comm *comm)
         dtrain__free(comm->allocator, comm->recorder);
 }
 
-static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
+/* Writes a record from its word `first` on. */
+static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record,
+                                   size_t first)
 {
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
     const uint64_t *words = (const uint64_t *)record; /* not copied: see dtrain__op_call */
     uint64_t version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
     __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
-    for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
+    for (size_t i = first; i < DTRAIN__RECORD_WORDS; i++)
         __atomic_store_n(&place->words[i], words[i], __ATOMIC_RELEASE);
     __atomic_store_n(&place->version, version, __ATOMIC_RELEASE);
 }
@@ -116,6 +118,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
 {
     dtrain__recorder *recorder = comm->recorder;
     uint32_t awaited = op->awaited >= 0 ? (uint32_t)(op->awaited + 1) : 0;
+    int known = op->serial != 0 && op->noted == op->algorithm; /* the call is in the record */
     dtrain__record record;
     if (op->serial == 0) {
         op->serial = recorder->begun + 1;
@@ -123,7 +126,9 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
         return; /* later records have overwritten a message that they overtook */
-    dtrain__op_called(comm, op, &record.call);
+    if (!known)
+        dtrain__op_called(comm, op, &record.call);
+    op->noted = op->algorithm;
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
     record.async = (uint64_t)op->async;
@@ -131,7 +136,8 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     record.started_ns = (uint64_t)op->run_ns;
     record.moved_ns = (uint64_t)op->moved_ns;
     record.ended_ns = (uint64_t)ended_ns;
-    dtrain__recorder_write(recorder, op->serial, &record);
+    dtrain__recorder_write(recorder, op->serial, &record,
+                           known ? offsetof(dtrain__record, awaited) / sizeof(uint64_t) : 0);
 }
 
 /* Records that the operation has its number and may wait. */

@@ -47,13 +47,6 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
     return DTRAIN_OK;
 }
 
-/* Starts the clock of a call's deadline. */
-static void dtrain__work_clock(dtrain_comm *comm, dtrain__op *op)
-{
-    op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns = dtrain__group_deadline(comm, op->started_ns);
-}
-
 /* Puts an operation at the end of the queue; NULL: no memory. */
 static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
 {
@@ -301,15 +294,19 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
                             dtrain__op_kind_name(op->kind), comm->rank);
     if (comm->fusing)
         return dtrain__work_note(comm, op);
-    dtrain__work_clock(comm, op);
+    int waits = work != NULL || __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
+    if (waits || !dtrain__fused_posts_first(comm, op))
+        dtrain__op_clock(comm, op);
     if (work != NULL)
         return dtrain__work_enqueue(comm, op, work);
-    if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
+    if (waits) {
         status = dtrain__work_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
     now = dtrain__os_now_ns();
+    if (op->started_ns == 0) /* the group was broken, so it was not posted */
+        op->started_ns = now;
     dtrain__queue_ended(comm, op, now);
     dtrain__work_blocked_in(comm, now - op->started_ns);
     if (op->error.status != DTRAIN_OK)

@@ -32,6 +32,12 @@ static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
     return &dtrain__dtype_rows[index < sizeof dtrain__dtype_rows / sizeof dtrain__dtype_rows[0] ? index : 0];
 }
 
+/* Bytes of an element, of a dtype that has whole bytes. */
+DTRAIN__INLINE size_t dtrain__dtype_width(dtrain_dtype dtype)
+{
+    return (unsigned)dtrain__dtype_find(dtype)->bits / 8;
+}
+
 DTRAIN_API DTRAIN__NOINLINE unsigned dtrain_dtype_bits(dtrain_dtype dtype)
 {
     return (unsigned)dtrain__dtype_find(dtype)->bits;
