@@ -38,16 +38,23 @@ static size_t own_bytes(const dtrain_compressor *compressor, size_t count)
 static void own_pack(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
 {
     (void)compressor;
-    for (size_t i = 0; i < count; i++)
-        memcpy((unsigned char *)out + 2 * i, (const unsigned char *)&in[i] + 2, 2);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &in[i], sizeof bits);
+        const uint16_t upper = (uint16_t)(bits >> 16);
+        memcpy((unsigned char *)out + 2 * i, &upper, sizeof upper);
+    }
 }
 
 static void own_unpack(const dtrain_compressor *compressor, const void *in, float *out, size_t count)
 {
     (void)compressor;
-    memset(out, 0, count * sizeof(float));
-    for (size_t i = 0; i < count; i++)
-        memcpy((unsigned char *)&out[i] + 2, (const unsigned char *)in + 2 * i, 2);
+    for (size_t i = 0; i < count; i++) {
+        uint16_t upper;
+        memcpy(&upper, (const unsigned char *)in + 2 * i, sizeof upper);
+        const uint32_t bits = (uint32_t)upper << 16;
+        memcpy(&out[i], &bits, sizeof bits);
+    }
 }
 
 static dtrain_compressor compressor_of(int kind)

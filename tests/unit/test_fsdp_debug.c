@@ -304,6 +304,9 @@ static int end_of_mistake(const mistake *m, char *text, size_t room)
     while ((n = read(ends[0], text + used, room - 1 - used)) > 0)
         used += (size_t)n;
     text[used] = 0;
+    char *emulator = strstr(text, "qemu: uncaught target signal"); /* a line that qemu adds where a fault ends */
+    if (emulator != NULL)
+        *emulator = 0;
     close(ends[0]);
     waitpid(pid, &status, 0);
     return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);

@@ -209,7 +209,7 @@ TEST(a_killed_process_ends_every_group_of_its_mesh)
     for (int tcp = 0; tcp < 2; tcp++) {
         scene s;
         pid_t pids[8];
-        char path[300];
+        char path[320];
         scene_begin(&s, 8, tcp);
         for (int rank = 0; rank < 8; rank++)
             pids[rank] = start_rank(&s, rank, killed_at_5);
