@@ -118,6 +118,24 @@ DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain
 
 DTRAIN__EXACT_END
 
+/* Interleaves the lower halves of two vectors, or the upper ones. */
+#ifdef __clang__
+#define DTRAIN__GEMM_LACE(name, i, j, k, l) \
+    DTRAIN__INLINE dtrain__x4 name(dtrain__x4 a, dtrain__x4 b) \
+    { \
+        return __builtin_shufflevector(a, b, i, j, k, l); \
+    }
+#else
+#define DTRAIN__GEMM_LACE(name, i, j, k, l) \
+    DTRAIN__INLINE dtrain__x4 name(dtrain__x4 a, dtrain__x4 b) \
+    { \
+        const dtrain__u32x4 lanes = {i, j, k, l}; \
+        return __builtin_shuffle(a, b, lanes); \
+    }
+#endif
+DTRAIN__GEMM_LACE(dtrain__gemm_lace_low, 0, 4, 1, 5)
+DTRAIN__GEMM_LACE(dtrain__gemm_lace_high, 2, 6, 3, 7)
+
 /* Copies k pieces of n floats that lie from_row floats apart, and then to_row. A constant size is a few moves, not a
  * call. */
 static void dtrain__gemm_copy(float *to, size_t to_row, const float *from, size_t from_row, size_t k, size_t n)
@@ -133,6 +151,36 @@ static void dtrain__gemm_copy(float *to, size_t to_row, const float *from, size_
             memcpy(to + p * to_row, from + p * from_row, n * sizeof(float));
 }
 
+/* out[4][4], rows `width` floats apart, = the transpose of four columns of four floats. */
+DTRAIN__INLINE void dtrain__gemm_turn_four(const float *columns, size_t apart, float *out, size_t width)
+{
+    dtrain__x4 v[4], low[2], high[2];
+    for (size_t i = 0; i < 4; i++)
+        v[i] = dtrain__x4_loadu_ps(columns + i * apart);
+    for (size_t i = 0; i < 2; i++) {
+        low[i] = dtrain__gemm_lace_low(v[i], v[i + 2]);
+        high[i] = dtrain__gemm_lace_high(v[i], v[i + 2]);
+    }
+    dtrain__x4_storeu_ps(out, dtrain__gemm_lace_low(low[0], low[1]));
+    dtrain__x4_storeu_ps(out + width, dtrain__gemm_lace_high(low[0], low[1]));
+    dtrain__x4_storeu_ps(out + 2 * width, dtrain__gemm_lace_low(high[0], high[1]));
+    dtrain__x4_storeu_ps(out + 3 * width, dtrain__gemm_lace_high(high[0], high[1]));
+}
+
+/* Transposes n columns of k floats into a panel. */
+static void dtrain__gemm_turn(const float *columns, size_t apart, size_t k, size_t n, size_t width, float *panel)
+{
+    const size_t line = DTRAIN__CACHE_LINE / sizeof(float);
+    size_t deep = k - k % 4, wide = n - n % 4;
+    for (size_t p = 0; p < deep; p += line) /* a cache line of each column at a time */
+        for (size_t i = 0; i < wide; i += 4)
+            for (size_t q = p; q < p + line && q < deep; q += 4)
+                dtrain__gemm_turn_four(columns + i * apart + q, apart, panel + q * width + i, width);
+    for (size_t i = 0; i < n; i++)
+        for (size_t q = i < wide ? deep : 0; q < k; q++)
+            panel[q * width + i] = columns[i * apart + q];
+}
+
 /* Packs alpha x op(b)[0 .. k)[0 .. n) into panels of `width` columns, zero beyond n. */
 static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, size_t k, size_t n, size_t width,
                               float alpha, float *pack)
@@ -145,10 +193,7 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
         if (b_column == 1)
             dtrain__gemm_copy(panel, width, b + j, b_row, k, columns);
         else
-            for (size_t p = 0; p < k; p += 8) /* a line of each column at a time */
-                for (size_t i = 0; i < columns; i++)
-                    for (size_t q = p; q < p + 8 && q < k; q++)
-                        panel[q * width + i] = b[q * b_row + (j + i) * b_column];
+            dtrain__gemm_turn(b + j * b_column, b_column, k, columns, width, panel);
         if (alpha != 1)
             dtrain__fold_weigh_f32(panel, (double)alpha, panel, k * width);
     }

@@ -159,8 +159,20 @@ static void put_float(dtrain_dtype dtype, double value, unsigned char *at)
 
 static void put_integer(size_t width, uint64_t value, unsigned char *at)
 {
-    for (size_t i = 0; i < width; i++)
-        at[i] = (unsigned char)(value >> 8 * i);
+    uint8_t one = (uint8_t)value;
+    uint16_t two = (uint16_t)value;
+    uint32_t four = (uint32_t)value;
+    memcpy(at, width == 1 ? (void *)&one : width == 2 ? (void *)&two : width == 4 ? (void *)&four : (void *)&value, width);
+}
+
+static uint64_t get_integer(size_t width, const unsigned char *at)
+{
+    uint8_t one = at[0];
+    uint16_t two = 0;
+    uint32_t four = 0;
+    uint64_t eight = 0;
+    memcpy(width == 2 ? (void *)&two : width == 4 ? (void *)&four : (void *)&eight, at, width);
+    return width == 1 ? one : width == 2 ? two : width == 4 ? four : eight;
 }
 
 static void put_input(const call *c, int rank, size_t index, unsigned char *at)
@@ -230,9 +242,7 @@ static void put_reduced(const call *c, int ranks, size_t index, unsigned char *a
 
 static int is_nan(const call *c, const unsigned char *at)
 {
-    uint64_t bits = 0;
-    for (size_t i = 0; i < c->width; i++)
-        bits |= (uint64_t)at[i] << 8 * i;
+    uint64_t bits = get_integer(c->width, at);
     return c->dtype == DTRAIN_F64    ? (bits & INT64_MAX) > 0x7ff0000000000000
            : c->dtype == DTRAIN_F32  ? (bits & 0x7fffffff) > 0x7f800000
            : c->dtype == DTRAIN_F16  ? (bits & 0x7fff) > 0x7c00
