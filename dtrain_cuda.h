@@ -364,7 +364,7 @@ typedef struct dtrain__cuda_emulation {
     int no_words; /* for tests: this GPU's streams neither write nor await words */
     uint64_t made;
     int apart; /* for tests: 1: no GPU reaches another's memory */
-    uint32_t peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's memory */
+    uint32_t peers[DTRAIN__CUDA_EMULATED_GPUS][DTRAIN__CUDA_EMULATED_GPUS]; /* 1: the first reaches the second's */
 } dtrain__cuda_emulation;
 
 static dtrain__cuda_emulation dtrain__cuda_emulated = {
