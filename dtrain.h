@@ -10706,6 +10706,59 @@ DTRAIN__ISA_MOVES(dtrain__x1)
 
 #endif
 
+/* ---- >>streaming ----
+ * Copies that bypass the caches, for memory that another processor reads next, or this one much later. An ordinary
+ * store first fetches the line that it overwrites, and takes it from the caches of the last reader. A streaming store
+ * does neither. */
+#ifndef DTRAIN__STREAMING
+#define DTRAIN__STREAMING
+DTRAIN__FAST_BEGIN
+
+#define DTRAIN__STREAMING_PAGE ((size_t)4096)
+#define DTRAIN__STREAMING_PAGES ((size_t)4) /* at a time, which keeps more of the memory busy */
+#define DTRAIN__STREAMING_BLOCK (DTRAIN__STREAMING_PAGES * DTRAIN__STREAMING_PAGE)
+
+/* Copies 64 bytes; `to` is aligned. */
+#ifdef __SSE2__
+#define DTRAIN__STREAMING_END() _mm_sfence()
+static void dtrain__streaming_line(unsigned char *to, const unsigned char *from)
+{
+    __m128i line[4];
+    _mm_prefetch((const char *)from + 256, _MM_HINT_T0);
+    for (int i = 0; i < 4; i++)
+        line[i] = _mm_loadu_si128((const __m128i *)(const void *)(from + 16 * i));
+    for (int i = 0; i < 4; i++)
+        _mm_stream_si128((__m128i *)(void *)(to + 16 * i), line[i]);
+}
+#elif defined(DTRAIN__NEON)
+#define DTRAIN__STREAMING_END() (void)0
+static void dtrain__streaming_line(unsigned char *to, const unsigned char *from)
+{
+    __builtin_prefetch(from + 256);
+    uint8x16_t a = vld1q_u8(from), b = vld1q_u8(from + 16), c = vld1q_u8(from + 32), d = vld1q_u8(from + 48);
+    __asm__("stnp %q1, %q2, [%0]\n\tstnp %q3, %q4, [%0, 32]" : : "r"(to), "w"(a), "w"(b), "w"(c), "w"(d) : "memory");
+}
+#endif
+
+/* Copies whole blocks by streaming stores, and what is left by memcpy. `to` is aligned to 64 bytes. A later store, or
+ * another thread that sees it, comes after all of them. */
+static void dtrain__streaming_copy(unsigned char *to, const unsigned char *from, size_t bytes)
+{
+    size_t done = 0;
+#ifdef DTRAIN__STREAMING_END
+    for (; bytes - done >= DTRAIN__STREAMING_BLOCK; done += DTRAIN__STREAMING_BLOCK)
+        for (size_t at = done; at < done + DTRAIN__STREAMING_PAGE; at += 64)
+            for (size_t page = 0; page < DTRAIN__STREAMING_BLOCK; page += DTRAIN__STREAMING_PAGE)
+                dtrain__streaming_line(to + at + page, from + at + page);
+    DTRAIN__STREAMING_END();
+#endif
+    if (bytes > done)
+        memcpy(to + done, from + done, bytes - done);
+}
+
+DTRAIN__FAST_END
+#endif
+
 /* ---- >>dtype ----
  * Names and widths of element types; conversions; the one rule that splits counts into parts; and dtrain_tensor. The
  * shape of a tensor is checked when it is made, so later arithmetic on it cannot overflow.
@@ -24187,6 +24240,8 @@ struct dtrain_comm {
     uint64_t sweep;                /* the number of the last one */
     const void **ins;              /* size pointers each, for folds */
     void **outs;
+    unsigned copies; /* to bounce buffers; some are timed */
+    int streams;     /* these copies bypass the caches */
     unsigned char **buffers;        /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
     uint64_t group;                 /* its name among the groups of these ranks; 0: the first */
     dtrain_extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
@@ -27379,6 +27434,8 @@ static void dtrain__window_part_from(const void *pointer, size_t bytes)
 #define DTRAIN__BOUNCE
 DTRAIN__FAST_BEGIN
 
+#define DTRAIN__BOUNCE_TIMED 16u /* of so many copies of some blocks one is timed */
+
 /* What a rank has for another one in a round: where it lies in the bounce buffer, in bytes, and in elements of the
  * sender's input and the receiver's output. */
 typedef struct dtrain__bounce_cell {
@@ -27469,8 +27526,30 @@ static unsigned char *dtrain__bounce_buffer(const dtrain_comm *comm, const dtrai
     return comm->shared->bounce + (2 * (size_t)rank + (size_t)((op->turn + round) & 1)) * comm->shared->bounce_stride;
 }
 
+/* Copies to this rank's own cell. Its lines may be in the caches of the last reader. If these are far, taking the lines
+ * from there takes many times as long as a streaming store, although peers then read from memory. So both ways are
+ * timed now and then, and all copies go the way that was chosen last. */
+static void dtrain__bounce_copy(dtrain_comm *comm, unsigned char *cell, const unsigned char *from, size_t bytes)
+{
+    if (bytes >= 4 * DTRAIN__STREAMING_BLOCK && comm->copies++ % DTRAIN__BOUNCE_TIMED == 0) {
+        int64_t began = dtrain__os_now_ns();
+        memcpy(cell, from, DTRAIN__STREAMING_BLOCK);
+        int64_t ordinary = dtrain__os_now_ns() - began;
+        dtrain__streaming_copy(cell + DTRAIN__STREAMING_BLOCK, from + DTRAIN__STREAMING_BLOCK, DTRAIN__STREAMING_BLOCK);
+        int64_t streaming = dtrain__os_now_ns() - began - ordinary;
+        comm->streams = 2 * ordinary > 5 * streaming;
+        cell += 2 * DTRAIN__STREAMING_BLOCK;
+        from += 2 * DTRAIN__STREAMING_BLOCK;
+        bytes -= 2 * DTRAIN__STREAMING_BLOCK;
+    }
+    if (comm->streams)
+        dtrain__streaming_copy(cell, from, bytes);
+    else
+        memcpy(cell, from, bytes);
+}
+
 /* Puts the next piece of this rank's input. The caller publishes op->put. */
-static void dtrain__bounce_put(const dtrain_comm *comm, dtrain__op *op)
+static void dtrain__bounce_put(dtrain_comm *comm, dtrain__op *op)
 {
     size_t width = dtrain__op_width(op), last = SIZE_MAX;
     unsigned char *buffer = dtrain__bounce_buffer(comm, op, comm->rank, op->put);
@@ -27478,10 +27557,33 @@ static void dtrain__bounce_put(const dtrain_comm *comm, dtrain__op *op)
         dtrain__bounce_cell cell = dtrain__bounce_cell_of(comm, op, comm->rank, to, op->put);
         if (to == comm->rank || cell.count == 0 || cell.at == last) /* one cell serves all */
             continue;
-        memcpy(buffer + cell.at, (const unsigned char *)op->in + cell.given * width, cell.count * width);
+        dtrain__bounce_copy(comm, buffer + cell.at, (const unsigned char *)op->in + cell.given * width,
+                            cell.count * width);
         last = cell.at;
     }
     op->put++;
+}
+
+/* Folds comm->ins into this rank's output, or its cell, or both. Streaming stores go block by block, while the output
+ * is in the cache. */
+static void dtrain__bounce_fold(dtrain_comm *comm, const dtrain__op *op, size_t round, dtrain__bounce_cell cell)
+{
+    size_t width = dtrain__op_width(op), to_width = dtrain__op_result_width(op);
+    unsigned char *own = dtrain__bounce_buffer(comm, op, comm->rank, round) + cell.at;
+    unsigned char *out = (unsigned char *)op->out + cell.target * to_width;
+    int keeps = op->kind != DTRAIN__REDUCE || op->root == comm->rank, gives = op->kind != DTRAIN__REDUCE_SCATTER;
+    int streams = keeps && gives && comm->streams;
+    size_t most = streams ? DTRAIN__STREAMING_BLOCK / width : cell.count;
+    for (size_t at = 0, n; at < cell.count; at += n) {
+        n = cell.count - at < most ? cell.count - at : most;
+        comm->outs[0] = (keeps ? out : own) + at * to_width;
+        comm->outs[1] = own + at * width;
+        dtrain__op_fold(comm, op, comm->outs, keeps && gives && !streams ? 2 : 1, n);
+        if (streams)
+            dtrain__streaming_copy(own + at * width, out + at * width, n * width);
+        for (int rank = 0; rank < comm->size; rank++)
+            comm->ins[rank] = (const unsigned char *)comm->ins[rank] + n * width;
+    }
 }
 
 /* Takes this rank's cells of a round. */
@@ -27497,14 +27599,8 @@ static void dtrain__bounce_take(dtrain_comm *comm, const dtrain__op *op, size_t 
         if (!dtrain__op_reduces(op) && cell.count > 0 && (unsigned char *)op->out + cell.target * width != from)
             memcpy((unsigned char *)op->out + cell.target * width, from, cell.count * width);
     }
-    if (!dtrain__op_reduces(op) || cell.count == 0)
-        return;
-    int outs = 0, keeps = op->kind != DTRAIN__REDUCE || op->root == comm->rank;
-    if (keeps)
-        comm->outs[outs++] = (unsigned char *)op->out + cell.target * dtrain__op_result_width(op);
-    if (op->kind != DTRAIN__REDUCE_SCATTER)
-        comm->outs[outs++] = dtrain__bounce_buffer(comm, op, comm->rank, round) + cell.at;
-    dtrain__op_fold(comm, op, comm->outs, outs, cell.count);
+    if (dtrain__op_reduces(op))
+        dtrain__bounce_fold(comm, op, round, cell);
 }
 
 /* Whether this rank copies what the others have folded. */
@@ -56047,48 +56143,6 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     return status == DTRAIN_OK ? dtrain__part_values(part, state) : status;
 }
 
-DTRAIN__FAST_BEGIN
-/* Copies 64 bytes past the caches; `to` is aligned. */
-#ifdef __SSE2__
-#define DTRAIN__PART_STREAM_END() _mm_sfence()
-static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
-{
-    __m128i line[4];
-    _mm_prefetch((const char *)from + 256, _MM_HINT_T0);
-    for (int i = 0; i < 4; i++)
-        line[i] = _mm_loadu_si128((const __m128i *)(const void *)(from + 16 * i));
-    for (int i = 0; i < 4; i++)
-        _mm_stream_si128((__m128i *)(void *)(to + 16 * i), line[i]);
-}
-#elif defined(DTRAIN__NEON)
-#define DTRAIN__PART_STREAM_END() (void)0
-static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
-{
-    __builtin_prefetch(from + 256);
-    uint8x16_t a = vld1q_u8(from), b = vld1q_u8(from + 16), c = vld1q_u8(from + 32), d = vld1q_u8(from + 48);
-    __asm__("stnp %q1, %q2, [%0]\n\tstnp %q3, %q4, [%0, 32]" : : "r"(to), "w"(a), "w"(b), "w"(c), "w"(d) : "memory");
-}
-#endif
-
-/* Copies to a buffer that another thread reads much later; `to` is aligned to 64 bytes. Streaming stores spare reading
- * the lines that are overwritten. Four pages at a time keep more of the memory busy. memcpy does so only for large
- * copies, and a state is many small ones. */
-static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size_t bytes)
-{
-    size_t done = 0;
-#ifdef DTRAIN__PART_STREAM_END
-    enum { PAGE = 4096, PAGES = 4 };
-    for (; bytes - done >= PAGES * PAGE; done += PAGES * PAGE)
-        for (size_t at = done; at < done + PAGE; at += 64)
-            for (size_t page = 0; page < PAGES; page++)
-                dtrain__part_stream(to + at + page * PAGE, from + at + page * PAGE);
-    DTRAIN__PART_STREAM_END();
-#endif
-    if (bytes > done)
-        memcpy(to + done, from + done, bytes - done);
-}
-DTRAIN__FAST_END
-
 /* Copies every item to the staging buffer, which has room. */
 static dtrain_status dtrain__part_stage_items(dtrain__part_writer *part)
 {
@@ -56100,7 +56154,7 @@ static dtrain_status dtrain__part_stage_items(dtrain__part_writer *part)
         if (item->device != NULL)
             status = dtrain__staging_read(&way, item->device, part->staging + all, item->data, item->bytes);
         else
-            dtrain__part_copy(part->staging + all, (const unsigned char *)item->data, item->bytes);
+            dtrain__streaming_copy(part->staging + all, (const unsigned char *)item->data, item->bytes);
         item->data = part->staging + all;
         item->device = NULL;
         all += (item->bytes + 63) / 64 * 64;

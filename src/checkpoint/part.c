@@ -9,7 +9,7 @@
 #include "piece.c"
 #include "staging.c"
 #include "../format/safetensors_write.c"
-#include "../tensor/isa.c"
+#include "../tensor/streaming.c"
 
 #define DTRAIN__PART_GRAIN 4096 /* fewest elements of a copied piece that one rank writes */
 #define DTRAIN__PART_NAME 112   /* bytes of a file's name */
@@ -308,48 +308,6 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     return status == DTRAIN_OK ? dtrain__part_values(part, state) : status;
 }
 
-DTRAIN__FAST_BEGIN
-/* Copies 64 bytes past the caches; `to` is aligned. */
-#ifdef __SSE2__
-#define DTRAIN__PART_STREAM_END() _mm_sfence()
-static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
-{
-    __m128i line[4];
-    _mm_prefetch((const char *)from + 256, _MM_HINT_T0);
-    for (int i = 0; i < 4; i++)
-        line[i] = _mm_loadu_si128((const __m128i *)(const void *)(from + 16 * i));
-    for (int i = 0; i < 4; i++)
-        _mm_stream_si128((__m128i *)(void *)(to + 16 * i), line[i]);
-}
-#elif defined(DTRAIN__NEON)
-#define DTRAIN__PART_STREAM_END() (void)0
-static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
-{
-    __builtin_prefetch(from + 256);
-    uint8x16_t a = vld1q_u8(from), b = vld1q_u8(from + 16), c = vld1q_u8(from + 32), d = vld1q_u8(from + 48);
-    __asm__("stnp %q1, %q2, [%0]\n\tstnp %q3, %q4, [%0, 32]" : : "r"(to), "w"(a), "w"(b), "w"(c), "w"(d) : "memory");
-}
-#endif
-
-/* Copies to a buffer that another thread reads much later; `to` is aligned to 64 bytes. Streaming stores spare reading
- * the lines that are overwritten. Four pages at a time keep more of the memory busy. memcpy does so only for large
- * copies, and a state is many small ones. */
-static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size_t bytes)
-{
-    size_t done = 0;
-#ifdef DTRAIN__PART_STREAM_END
-    enum { PAGE = 4096, PAGES = 4 };
-    for (; bytes - done >= PAGES * PAGE; done += PAGES * PAGE)
-        for (size_t at = done; at < done + PAGE; at += 64)
-            for (size_t page = 0; page < PAGES; page++)
-                dtrain__part_stream(to + at + page * PAGE, from + at + page * PAGE);
-    DTRAIN__PART_STREAM_END();
-#endif
-    if (bytes > done)
-        memcpy(to + done, from + done, bytes - done);
-}
-DTRAIN__FAST_END
-
 /* Copies every item to the staging buffer, which has room. */
 static dtrain_status dtrain__part_stage_items(dtrain__part_writer *part)
 {
@@ -361,7 +319,7 @@ static dtrain_status dtrain__part_stage_items(dtrain__part_writer *part)
         if (item->device != NULL)
             status = dtrain__staging_read(&way, item->device, part->staging + all, item->data, item->bytes);
         else
-            dtrain__part_copy(part->staging + all, (const unsigned char *)item->data, item->bytes);
+            dtrain__streaming_copy(part->staging + all, (const unsigned char *)item->data, item->bytes);
         item->data = part->staging + all;
         item->device = NULL;
         all += (item->bytes + 63) / 64 * 64;

@@ -14,7 +14,10 @@
 #ifndef DTRAIN__BOUNCE
 #define DTRAIN__BOUNCE
 #include "op.c"
+#include "../tensor/streaming.c"
 DTRAIN__FAST_BEGIN
+
+#define DTRAIN__BOUNCE_TIMED 16u /* of so many copies of some blocks one is timed */
 
 /* What a rank has for another one in a round: where it lies in the bounce buffer, in bytes, and in elements of the
  * sender's input and the receiver's output. */
@@ -106,8 +109,30 @@ static unsigned char *dtrain__bounce_buffer(const dtrain_comm *comm, const dtrai
     return comm->shared->bounce + (2 * (size_t)rank + (size_t)((op->turn + round) & 1)) * comm->shared->bounce_stride;
 }
 
+/* Copies to this rank's own cell. Its lines may be in the caches of the last reader. If these are far, taking the lines
+ * from there takes many times as long as a streaming store, although peers then read from memory. So both ways are
+ * timed now and then, and all copies go the way that was chosen last. */
+static void dtrain__bounce_copy(dtrain_comm *comm, unsigned char *cell, const unsigned char *from, size_t bytes)
+{
+    if (bytes >= 4 * DTRAIN__STREAMING_BLOCK && comm->copies++ % DTRAIN__BOUNCE_TIMED == 0) {
+        int64_t began = dtrain__os_now_ns();
+        memcpy(cell, from, DTRAIN__STREAMING_BLOCK);
+        int64_t ordinary = dtrain__os_now_ns() - began;
+        dtrain__streaming_copy(cell + DTRAIN__STREAMING_BLOCK, from + DTRAIN__STREAMING_BLOCK, DTRAIN__STREAMING_BLOCK);
+        int64_t streaming = dtrain__os_now_ns() - began - ordinary;
+        comm->streams = 2 * ordinary > 5 * streaming;
+        cell += 2 * DTRAIN__STREAMING_BLOCK;
+        from += 2 * DTRAIN__STREAMING_BLOCK;
+        bytes -= 2 * DTRAIN__STREAMING_BLOCK;
+    }
+    if (comm->streams)
+        dtrain__streaming_copy(cell, from, bytes);
+    else
+        memcpy(cell, from, bytes);
+}
+
 /* Puts the next piece of this rank's input. The caller publishes op->put. */
-static void dtrain__bounce_put(const dtrain_comm *comm, dtrain__op *op)
+static void dtrain__bounce_put(dtrain_comm *comm, dtrain__op *op)
 {
     size_t width = dtrain__op_width(op), last = SIZE_MAX;
     unsigned char *buffer = dtrain__bounce_buffer(comm, op, comm->rank, op->put);
@@ -115,10 +140,33 @@ static void dtrain__bounce_put(const dtrain_comm *comm, dtrain__op *op)
         dtrain__bounce_cell cell = dtrain__bounce_cell_of(comm, op, comm->rank, to, op->put);
         if (to == comm->rank || cell.count == 0 || cell.at == last) /* one cell serves all */
             continue;
-        memcpy(buffer + cell.at, (const unsigned char *)op->in + cell.given * width, cell.count * width);
+        dtrain__bounce_copy(comm, buffer + cell.at, (const unsigned char *)op->in + cell.given * width,
+                            cell.count * width);
         last = cell.at;
     }
     op->put++;
+}
+
+/* Folds comm->ins into this rank's output, or its cell, or both. Streaming stores go block by block, while the output
+ * is in the cache. */
+static void dtrain__bounce_fold(dtrain_comm *comm, const dtrain__op *op, size_t round, dtrain__bounce_cell cell)
+{
+    size_t width = dtrain__op_width(op), to_width = dtrain__op_result_width(op);
+    unsigned char *own = dtrain__bounce_buffer(comm, op, comm->rank, round) + cell.at;
+    unsigned char *out = (unsigned char *)op->out + cell.target * to_width;
+    int keeps = op->kind != DTRAIN__REDUCE || op->root == comm->rank, gives = op->kind != DTRAIN__REDUCE_SCATTER;
+    int streams = keeps && gives && comm->streams;
+    size_t most = streams ? DTRAIN__STREAMING_BLOCK / width : cell.count;
+    for (size_t at = 0, n; at < cell.count; at += n) {
+        n = cell.count - at < most ? cell.count - at : most;
+        comm->outs[0] = (keeps ? out : own) + at * to_width;
+        comm->outs[1] = own + at * width;
+        dtrain__op_fold(comm, op, comm->outs, keeps && gives && !streams ? 2 : 1, n);
+        if (streams)
+            dtrain__streaming_copy(own + at * width, out + at * width, n * width);
+        for (int rank = 0; rank < comm->size; rank++)
+            comm->ins[rank] = (const unsigned char *)comm->ins[rank] + n * width;
+    }
 }
 
 /* Takes this rank's cells of a round. */
@@ -134,14 +182,8 @@ static void dtrain__bounce_take(dtrain_comm *comm, const dtrain__op *op, size_t 
         if (!dtrain__op_reduces(op) && cell.count > 0 && (unsigned char *)op->out + cell.target * width != from)
             memcpy((unsigned char *)op->out + cell.target * width, from, cell.count * width);
     }
-    if (!dtrain__op_reduces(op) || cell.count == 0)
-        return;
-    int outs = 0, keeps = op->kind != DTRAIN__REDUCE || op->root == comm->rank;
-    if (keeps)
-        comm->outs[outs++] = (unsigned char *)op->out + cell.target * dtrain__op_result_width(op);
-    if (op->kind != DTRAIN__REDUCE_SCATTER)
-        comm->outs[outs++] = dtrain__bounce_buffer(comm, op, comm->rank, round) + cell.at;
-    dtrain__op_fold(comm, op, comm->outs, outs, cell.count);
+    if (dtrain__op_reduces(op))
+        dtrain__bounce_fold(comm, op, round, cell);
 }
 
 /* Whether this rank copies what the others have folded. */

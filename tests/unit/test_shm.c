@@ -304,6 +304,79 @@ TEST(ranks_of_a_host_share_memory_unless_told_not_to)
     meet(NULL, "", 1, 1, "no shared memory: the connection is sealed");
 }
 
+/* ---- bounce buffers ---- */
+
+/* What the ranks' inputs sum up to in element i. */
+static float sum_at(size_t i)
+{
+    return (float)(3 * (i % 1000) + 3);
+}
+
+/* Each of the calls fills bounce buffers by one way of copying: as it finds, by ordinary stores, by streaming stores.
+ */
+static int bounces(dtrain_comm *world, scene *s)
+{
+    enum { COUNT = 300001 };
+    int rank = dtrain_comm_rank(world), bad = 0;
+    float *in = (float *)malloc((COUNT + 1) * sizeof(float)), *out = (float *)malloc((COUNT + 1) * sizeof(float));
+    size_t begin, part = dtrain_shard(world, COUNT, rank, &begin);
+    (void)s;
+    in++, out++; /* aligned to nothing but their elements */
+    for (size_t i = 0; i < COUNT; i++)
+        in[i] = (float)(i % 1000) + (float)rank;
+    for (int way = 0; way < 3; way++)
+        for (int call = 0; call < 6; call++) {
+            size_t from = 0, to = COUNT, at = 0;
+            dtrain_status status = DTRAIN_OK;
+            memset(out, 0, COUNT * sizeof(float));
+            world->copies = way > 0; /* the next one of these that is timed is far */
+            world->streams = way == 2;
+            switch (call) {
+            case 0: status = dtrain_all_reduce(world, in, out, COUNT, DTRAIN_F32, DTRAIN_SUM); break;
+            case 1:
+                memcpy(out, in, COUNT * sizeof(float));
+                status = dtrain_all_reduce(world, out, out, COUNT, DTRAIN_F32, DTRAIN_SUM);
+                break;
+            case 2:
+                status = dtrain_reduce(world, in, out, COUNT, DTRAIN_F32, DTRAIN_SUM, 1);
+                to = rank == 1 ? COUNT : 0;
+                break;
+            case 3:
+                status = dtrain_reduce_scatter(world, in, out, COUNT, DTRAIN_F32, DTRAIN_SUM);
+                from = at = begin, to = begin + part;
+                break;
+            case 4:
+                for (size_t i = begin; i < begin + part; i++)
+                    out[i] = sum_at(i);
+                status = dtrain_all_gather(world, out + begin, out, COUNT, DTRAIN_F32);
+                break;
+            default:
+                for (size_t i = 0; rank == 2 && i < COUNT; i++)
+                    out[i] = sum_at(i);
+                status = dtrain_broadcast(world, out, COUNT, DTRAIN_F32, 2);
+            }
+            CHECK_EQ(status, DTRAIN_OK);
+            for (size_t i = from; i < to; i++)
+                bad += out[i - at] != sum_at(i);
+            if (bad > 0)
+                TEST_FAIL("rank %d, call %d, way %d: %d elements are wrong", rank, call, way, bad);
+            if (way > 0)
+                CHECK_EQ(world->streams, way == 2);
+            if (call == 0)
+                CHECK(world->shared == NULL || world->copies > (unsigned)(way > 0));
+        }
+    free(in - 1);
+    free(out - 1);
+    return 0;
+}
+
+TEST(bounce_buffers_are_the_same_by_either_kind_of_store)
+{
+    scene s;
+    scene_begin(&s, 3, 0);
+    run_ranks(&s, bounces);
+}
+
 /* ---- posts in memory that all ranks share ---- */
 
 static int posts(const dtrain_comm *world)
