@@ -191,10 +191,10 @@ struct dtrain_comm {
     uint64_t sweep;                /* the number of the last one */
     const void **ins;              /* size pointers each, for folds */
     void **outs;
-    unsigned copies; /* to bounce buffers; some are timed */
-    int streams;     /* these copies bypass the caches */
-    unsigned char **buffers;        /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
-    uint64_t group;                 /* its name among the groups of these ranks; 0: the first */
+    unsigned copies;               /* to bounce buffers; some are timed */
+    int streams;                   /* these copies bypass the caches */
+    unsigned char **buffers;       /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
+    uint64_t group;                /* its name among the groups of these ranks; 0: the first */
     dtrain_extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
