@@ -183,6 +183,8 @@ soak: all $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_d
 	KILL_ROUNDS=200 $(test_dir)/test_survive survivors_of_kills_at_random_times_shrink_and_go_on
 	CHECKPOINT_ROUNDS=300 CHECKPOINT_SEED=$$(date +%s) $(test_dir)/test_checkpoint_fail
 	LOCAL_ROUNDS=100 LOCAL_DELAY_MS=60 CHECKPOINT_SEED=$$(date +%s) $(test_dir)/test_checkpoint_killed
+	CROSS=all sh tests/interop/cross.sh
+	MPI=all sh tests/interop/mpi.sh
 
 fuzz:
 	@sh tests/fuzz/fuzz.sh $(MINUTES)
