@@ -410,7 +410,7 @@ TEST(copies_past_the_caches_are_copies)
         from[i] = (unsigned char)dtrain_random_u64(7, i);
     for (size_t bytes = 0; bytes < 70000; bytes += 977) {
         memset(to, 0xa5, sizeof to);
-        dtrain__part_copy(to, from + bytes % 5, bytes);
+        dtrain__streaming_copy(to, from + bytes % 5, bytes);
         CHECK(memcmp(to, from + bytes % 5, bytes) == 0 && to[bytes] == 0xa5);
     }
 }
