@@ -10740,8 +10740,8 @@ static void dtrain__streaming_line(unsigned char *to, const unsigned char *from)
 }
 #endif
 
-/* Copies whole blocks by streaming stores, and what is left by memcpy. `to` is aligned to 64 bytes. A later store, or
- * another thread that sees it, comes after all of them. */
+/* Copies whole blocks by streaming stores, and what is left by memcpy. `to` is aligned to 64 bytes. Whoever sees a later
+ * release store sees all of them. */
 static void dtrain__streaming_copy(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     size_t done = 0;
@@ -17151,7 +17151,7 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__POST_LINE_BYTES 48 /* of those, in the cache line that says that they are there */
 
-/* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
+/* What a rank posts for one collective. Peers read it until they post the next one. */
 typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
@@ -27434,7 +27434,8 @@ static void dtrain__window_part_from(const void *pointer, size_t bytes)
 #define DTRAIN__BOUNCE
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__BOUNCE_TIMED 16u /* of so many copies of some blocks one is timed */
+#define DTRAIN__BOUNCE_LARGE (2 * DTRAIN__STREAMING_BLOCK) /* the least that streaming stores are used for */
+#define DTRAIN__BOUNCE_TIMED 16u                           /* of so many large copies one is timed */
 
 /* What a rank has for another one in a round: where it lies in the bounce buffer, in bytes, and in elements of the
  * sender's input and the receiver's output. */
@@ -27528,10 +27529,11 @@ static unsigned char *dtrain__bounce_buffer(const dtrain_comm *comm, const dtrai
 
 /* Copies to this rank's own cell. Its lines may be in the caches of the last reader. If these are far, taking the lines
  * from there takes many times as long as a streaming store, although peers then read from memory. So both ways are
- * timed now and then, and all copies go the way that was chosen last. */
+ * timed now and then, never at the first use of the memory. Large copies go the way that was chosen last. */
 static void dtrain__bounce_copy(dtrain_comm *comm, unsigned char *cell, const unsigned char *from, size_t bytes)
 {
-    if (bytes >= 4 * DTRAIN__STREAMING_BLOCK && comm->copies++ % DTRAIN__BOUNCE_TIMED == 0) {
+    int large = bytes >= DTRAIN__BOUNCE_LARGE;
+    if (large && comm->copies++ % DTRAIN__BOUNCE_TIMED == DTRAIN__BOUNCE_TIMED / 2) {
         int64_t began = dtrain__os_now_ns();
         memcpy(cell, from, DTRAIN__STREAMING_BLOCK);
         int64_t ordinary = dtrain__os_now_ns() - began;
@@ -27542,7 +27544,7 @@ static void dtrain__bounce_copy(dtrain_comm *comm, unsigned char *cell, const un
         from += 2 * DTRAIN__STREAMING_BLOCK;
         bytes -= 2 * DTRAIN__STREAMING_BLOCK;
     }
-    if (comm->streams)
+    if (large && comm->streams)
         dtrain__streaming_copy(cell, from, bytes);
     else
         memcpy(cell, from, bytes);
@@ -27570,13 +27572,13 @@ static void dtrain__bounce_fold(dtrain_comm *comm, const dtrain__op *op, size_t 
 {
     size_t width = dtrain__op_width(op), to_width = dtrain__op_result_width(op);
     unsigned char *own = dtrain__bounce_buffer(comm, op, comm->rank, round) + cell.at;
-    unsigned char *out = (unsigned char *)op->out + cell.target * to_width;
     int keeps = op->kind != DTRAIN__REDUCE || op->root == comm->rank, gives = op->kind != DTRAIN__REDUCE_SCATTER;
-    int streams = keeps && gives && comm->streams;
+    unsigned char *out = keeps ? (unsigned char *)op->out + cell.target * to_width : own;
+    int streams = keeps && gives && comm->streams && cell.count * width >= DTRAIN__BOUNCE_LARGE;
     size_t most = streams ? DTRAIN__STREAMING_BLOCK / width : cell.count;
     for (size_t at = 0, n; at < cell.count; at += n) {
         n = cell.count - at < most ? cell.count - at : most;
-        comm->outs[0] = (keeps ? out : own) + at * to_width;
+        comm->outs[0] = out + at * to_width;
         comm->outs[1] = own + at * width;
         dtrain__op_fold(comm, op, comm->outs, keeps && gives && !streams ? 2 : 1, n);
         if (streams)
@@ -27807,7 +27809,8 @@ static size_t dtrain__fused_reach(const dtrain_comm *comm, const dtrain__op *op,
 static int dtrain__fused_name(dtrain_comm *comm, const dtrain__op *op, dtrain__post *post)
 {
     int good = 1, any = 0;
-    for (int out = 0; out < 2; out++) {
+    post->windows[0] = post->windows[1] = 0; /* as a leaving rank looks, whatever was called */
+    for (int out = 0; out < 2 && !dtrain__fused_tiny(op); out++) {
         size_t bytes = dtrain__fused_reach(comm, op, comm->rank, out), place = 0;
         post->windows[out] =
             bytes > DTRAIN__POST_INLINE_BYTES ? dtrain__window_name(comm, out ? op->out : op->in, bytes, &place) : 0;
@@ -27897,7 +27900,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     post->out = op->out;
     post->counts = op->counts;
     post->offsets = op->offsets;
-    int named = !comm->plane->in_process && !dtrain__fused_tiny(op) && dtrain__fused_name(comm, op, post);
+    int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
     op->rounds = op->put = op->taken = 0;
     if (!named && op->inlined) {
         if ((op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)

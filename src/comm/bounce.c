@@ -17,7 +17,8 @@
 #include "../tensor/streaming.c"
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__BOUNCE_TIMED 16u /* of so many copies of some blocks one is timed */
+#define DTRAIN__BOUNCE_LARGE (2 * DTRAIN__STREAMING_BLOCK) /* the least that streaming stores are used for */
+#define DTRAIN__BOUNCE_TIMED 16u                           /* of so many large copies one is timed */
 
 /* What a rank has for another one in a round: where it lies in the bounce buffer, in bytes, and in elements of the
  * sender's input and the receiver's output. */
@@ -111,10 +112,11 @@ static unsigned char *dtrain__bounce_buffer(const dtrain_comm *comm, const dtrai
 
 /* Copies to this rank's own cell. Its lines may be in the caches of the last reader. If these are far, taking the lines
  * from there takes many times as long as a streaming store, although peers then read from memory. So both ways are
- * timed now and then, and all copies go the way that was chosen last. */
+ * timed now and then, never at the first use of the memory. Large copies go the way that was chosen last. */
 static void dtrain__bounce_copy(dtrain_comm *comm, unsigned char *cell, const unsigned char *from, size_t bytes)
 {
-    if (bytes >= 4 * DTRAIN__STREAMING_BLOCK && comm->copies++ % DTRAIN__BOUNCE_TIMED == 0) {
+    int large = bytes >= DTRAIN__BOUNCE_LARGE;
+    if (large && comm->copies++ % DTRAIN__BOUNCE_TIMED == DTRAIN__BOUNCE_TIMED / 2) {
         int64_t began = dtrain__os_now_ns();
         memcpy(cell, from, DTRAIN__STREAMING_BLOCK);
         int64_t ordinary = dtrain__os_now_ns() - began;
@@ -125,7 +127,7 @@ static void dtrain__bounce_copy(dtrain_comm *comm, unsigned char *cell, const un
         from += 2 * DTRAIN__STREAMING_BLOCK;
         bytes -= 2 * DTRAIN__STREAMING_BLOCK;
     }
-    if (comm->streams)
+    if (large && comm->streams)
         dtrain__streaming_copy(cell, from, bytes);
     else
         memcpy(cell, from, bytes);
@@ -153,13 +155,13 @@ static void dtrain__bounce_fold(dtrain_comm *comm, const dtrain__op *op, size_t 
 {
     size_t width = dtrain__op_width(op), to_width = dtrain__op_result_width(op);
     unsigned char *own = dtrain__bounce_buffer(comm, op, comm->rank, round) + cell.at;
-    unsigned char *out = (unsigned char *)op->out + cell.target * to_width;
     int keeps = op->kind != DTRAIN__REDUCE || op->root == comm->rank, gives = op->kind != DTRAIN__REDUCE_SCATTER;
-    int streams = keeps && gives && comm->streams;
+    unsigned char *out = keeps ? (unsigned char *)op->out + cell.target * to_width : own;
+    int streams = keeps && gives && comm->streams && cell.count * width >= DTRAIN__BOUNCE_LARGE;
     size_t most = streams ? DTRAIN__STREAMING_BLOCK / width : cell.count;
     for (size_t at = 0, n; at < cell.count; at += n) {
         n = cell.count - at < most ? cell.count - at : most;
-        comm->outs[0] = (keeps ? out : own) + at * to_width;
+        comm->outs[0] = out + at * to_width;
         comm->outs[1] = own + at * width;
         dtrain__op_fold(comm, op, comm->outs, keeps && gives && !streams ? 2 : 1, n);
         if (streams)

@@ -119,7 +119,8 @@ static size_t dtrain__fused_reach(const dtrain_comm *comm, const dtrain__op *op,
 static int dtrain__fused_name(dtrain_comm *comm, const dtrain__op *op, dtrain__post *post)
 {
     int good = 1, any = 0;
-    for (int out = 0; out < 2; out++) {
+    post->windows[0] = post->windows[1] = 0; /* as a leaving rank looks, whatever was called */
+    for (int out = 0; out < 2 && !dtrain__fused_tiny(op); out++) {
         size_t bytes = dtrain__fused_reach(comm, op, comm->rank, out), place = 0;
         post->windows[out] =
             bytes > DTRAIN__POST_INLINE_BYTES ? dtrain__window_name(comm, out ? op->out : op->in, bytes, &place) : 0;
@@ -209,7 +210,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     post->out = op->out;
     post->counts = op->counts;
     post->offsets = op->offsets;
-    int named = !comm->plane->in_process && !dtrain__fused_tiny(op) && dtrain__fused_name(comm, op, post);
+    int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
     op->rounds = op->put = op->taken = 0;
     if (!named && op->inlined) {
         if ((op->kind != DTRAIN__BROADCAST || op->root == comm->rank) && op->count > 0)

@@ -33,8 +33,8 @@ static void dtrain__streaming_line(unsigned char *to, const unsigned char *from)
 }
 #endif
 
-/* Copies whole blocks by streaming stores, and what is left by memcpy. `to` is aligned to 64 bytes. A later store, or
- * another thread that sees it, comes after all of them. */
+/* Copies whole blocks by streaming stores, and what is left by memcpy. `to` is aligned to 64 bytes. Whoever sees a later
+ * release store sees all of them. */
 static void dtrain__streaming_copy(unsigned char *to, const unsigned char *from, size_t bytes)
 {
     size_t done = 0;

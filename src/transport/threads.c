@@ -19,7 +19,7 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__POST_LINE_BYTES 48 /* of those, in the cache line that says that they are there */
 
-/* What a rank posts for one collective. Peers read it until they post themselves two operations later. */
+/* What a rank posts for one collective. Peers read it until they post the next one. */
 typedef struct dtrain__post {
     uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
     const void *in;
