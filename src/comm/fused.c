@@ -430,6 +430,14 @@ static int dtrain__fused_pass(dtrain_comm *comm, dtrain__op *op)
     return 0;
 }
 
+static int dtrain__fused_all_arrived(const dtrain_comm *comm, const dtrain__op *op)
+{
+    int peer = 0;
+    while (peer < comm->size && dtrain__fused_arrived(comm, op, peer))
+        peer++;
+    return peer == comm->size;
+}
+
 /* A peer has not posted; left: it had left before this rank looked. Returns 1 if that ends the operation. */
 static int dtrain__fused_lacks(dtrain_comm *comm, dtrain__op *op, int peer, int left)
 {
@@ -439,7 +447,8 @@ static int dtrain__fused_lacks(dtrain_comm *comm, dtrain__op *op, int peer, int 
     left |= missing >= 0; /* it will not post, and nothing has moved */
     if (left)
         dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
-    if (dtrain__membership_broken(comm->members))
+    /* a peer may have posted, ended the operation and died since this rank looked for its post */
+    if (dtrain__membership_broken(comm->members) && !dtrain__fused_all_arrived(comm, op))
         return dtrain__fused_end_broken(comm, op);
     if (!left)
         return 0;
@@ -463,9 +472,8 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
     }
     op->at = 0;
     uint64_t *word = &comm->shared->slots[0].withdrawn, withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST);
-    for (peer = 0; peer < comm->size; peer++)
-        if (!dtrain__fused_arrived(comm, op, peer))
-            return 0;
+    if (!dtrain__fused_all_arrived(comm, op))
+        return 0;
     if (withdrawn % 2 != 0 || __atomic_load_n(word, __ATOMIC_SEQ_CST) != withdrawn) /* the rank that withdraws rings */
         return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
     op->awaited = -1;
