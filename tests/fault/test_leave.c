@@ -131,9 +131,9 @@ static int keeps_a_group(dtrain_comm *world, scene *s)
 {
     static float x[300000];
     dtrain_comm *kept;
-    (void)s;
     CHECK_EQ(dtrain_comm_split(world, 0, 0, &kept), DTRAIN_OK);
     CHECK_EQ(sum(kept, 1), 5);
+    scene_meet(s->ranks); /* a rank that ended the sum and is gone would break it for those who are still in it */
     for (int turn = 0; turn < 3; turn++) {
         for (int i = 0; i < 300000; i++)
             x[i] = 1;
