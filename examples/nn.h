@@ -12,7 +12,7 @@
 
 #define NN_LANES 16
 #define NN_ROWS 32   /* positions that attention takes at once, and leaves out what none of them sees */
-#define NN_TERMS 256 /* terms that dtrain_sgemm adds at a time: sums that begin at a multiple keep their bits */
+#define NN_TERMS 256 /* terms that dtrain_sgemm adds at a time: sums that are cut at a multiple keep their bits */
 
 typedef union nn_word {
     unsigned bits;
@@ -239,12 +239,16 @@ static inline void nn_attention_backward(float *dqkv, const float *dout, const f
                 }
                 dtrain_sgemm(0, 0, n, D, seen, scale, scratch + t * T, T, k, row, 0, dq + t * row, row);
             }
-            for (size_t t = 0; t < T; t += NN_ROWS) { /* earlier positions do not see these */
-                size_t n = T - t < NN_ROWS ? T - t : NN_ROWS, first = t / NN_TERMS * NN_TERMS, from = first * T + t;
-                dtrain_sgemm(1, 0, n, D, T - first, 1, a + from, T, dy + first * C, C, 0, dv + t * row, row);
-                dtrain_sgemm(1, 0, n, D, T - first, scale, scratch + from, T, q + first * row, row, 0, dk + t * row,
-                             row);
-            }
+            for (size_t t = 0; t < T; t += NN_ROWS) /* earlier positions do not see these */
+                for (size_t from = t, to; from < T; from = to) {
+                    size_t n = T - t < NN_ROWS ? T - t : NN_ROWS, part = from * T + t;
+                    float begun = from > t;
+                    to = (from / NN_TERMS + 1) * NN_TERMS;
+                    to = to < T ? to : T;
+                    dtrain_sgemm(1, 0, n, D, to - from, 1, a + part, T, dy + from * C, C, begun, dv + t * row, row);
+                    dtrain_sgemm(1, 0, n, D, to - from, scale, scratch + part, T, q + from * row, row, begun,
+                                 dk + t * row, row);
+                }
         }
 }
 
