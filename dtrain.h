@@ -17149,7 +17149,7 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
-#define DTRAIN__POST_LINE_BYTES 48 /* of those, in the cache line that says that they are there */
+#define DTRAIN__POST_LINE_BYTES 32 /* of those, in the cache line that says that they are there */
 
 /* What a rank posts for one collective. Peers read it until they post the next one. */
 typedef struct dtrain__post {
@@ -17157,10 +17157,11 @@ typedef struct dtrain__post {
     const void *in;
     void *out;
     const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
-    uint64_t windows[2], places[2]; /* between processes: where in and out are (see >>window); 0: not reachable */
+    uint64_t places[2];             /* between processes: where in and out lie in their windows */
     /* 2 x turn of the operation, + 1 if it was withdrawn at its deadline; peers read what follows in the same line */
     uint64_t arrived __attribute__((aligned(DTRAIN__CACHE_LINE)));
     uint64_t check;                                /* of call; if equal, peers need not read call */
+    uint64_t windows[2];                           /* between processes: of in and out (see >>window); 0: in none */
     unsigned char data[DTRAIN__POST_INLINE_BYTES]; /* small inputs */
 } dtrain__post;
 
@@ -18950,7 +18951,7 @@ DTRAIN__FAST_END
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
 
-#define DTRAIN__WIRE_VERSION 7u
+#define DTRAIN__WIRE_VERSION 8u
 #define DTRAIN__HELLO_BYTES \
     128 /* this and the next are the same in every version, so that each side can name both \
          * versions */

@@ -17,7 +17,7 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
-#define DTRAIN__POST_LINE_BYTES 48 /* of those, in the cache line that says that they are there */
+#define DTRAIN__POST_LINE_BYTES 32 /* of those, in the cache line that says that they are there */
 
 /* What a rank posts for one collective. Peers read it until they post the next one. */
 typedef struct dtrain__post {
@@ -25,10 +25,11 @@ typedef struct dtrain__post {
     const void *in;
     void *out;
     const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
-    uint64_t windows[2], places[2]; /* between processes: where in and out are (see >>window); 0: not reachable */
+    uint64_t places[2];             /* between processes: where in and out lie in their windows */
     /* 2 x turn of the operation, + 1 if it was withdrawn at its deadline; peers read what follows in the same line */
     uint64_t arrived __attribute__((aligned(DTRAIN__CACHE_LINE)));
     uint64_t check;                                /* of call; if equal, peers need not read call */
+    uint64_t windows[2];                           /* between processes: of in and out (see >>window); 0: in none */
     unsigned char data[DTRAIN__POST_INLINE_BYTES]; /* small inputs */
 } dtrain__post;
 

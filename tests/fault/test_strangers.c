@@ -128,7 +128,7 @@ TEST(another_version_or_byte_order_is_named)
     p.initiator.out[8] = 9;
     hand(&p.acceptor, &p.keys[1], p.initiator.out);
     CHECK_EQ(p.acceptor.error.status, DTRAIN_ERR_MISMATCH);
-    CHECK_CONTAINS(p.acceptor.error.text, "wire version 9, this rank 7: build both from one dtrain.h");
+    CHECK_CONTAINS(p.acceptor.error.text, "wire version 9, this rank 8: build both from one dtrain.h");
     CHECK_EQ(p.acceptor.out_bytes, DTRAIN__CHALLENGE_BYTES); /* the other side hears our version */
     parley_begin(&p);
     p.initiator.out[10] = (unsigned char)(3 - p.initiator.out[10]);
