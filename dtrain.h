@@ -15752,6 +15752,7 @@ typedef struct dtrain__end {
     dtrain__origin *origin;
     dtrain__membership *members;
     struct dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
+    int long_runs;                 /* long runs of bytes move best in few large pieces */
     dtrain_allocator *allocator;
 } dtrain__end;
 
@@ -23934,6 +23935,7 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.leave = dtrain__mux_plane_leave;
     end->transport.destroy = dtrain__mux_detach;
     end->transport.offload = lane->own.offload != NULL ? dtrain__mux_offload : NULL;
+    end->long_runs = lane->own.send != NULL;
 }
 
 /* Asks the table for streams of the lane's own. On an error it has none. */
@@ -24222,6 +24224,7 @@ struct dtrain_comm {
     size_t window_bytes, window_place;
     int forming;    /* the group is not complete yet */
     int checks;     /* messages carry a checksum of their data */
+    int long_runs;  /* long runs of bytes move best in few large pieces */
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
@@ -26015,8 +26018,19 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__BLOCK_BYTES DTRAIN__TUNED(block_bytes, (size_t)256 << 10) /* of partial sums, for each rank */
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
 #define DTRAIN__BLOCK_ALONE DTRAIN__TUNED(block_alone, (size_t)1 << 20) /* the same where one piece is under way */
-/* Bytes that are received, then folded; at least DTRAIN__MESSAGE_SMALL. */
 #define DTRAIN__MESSAGE_CHUNK DTRAIN__TUNED(message_chunk, (size_t)128 << 10)
+
+/* Bytes of a piece of a vector. */
+static size_t dtrain__step_block(const dtrain_comm *comm)
+{
+    return comm->long_runs ? 2 * DTRAIN__BLOCK_BYTES : DTRAIN__BLOCK_BYTES;
+}
+
+/* Bytes that are received, then folded; at least DTRAIN__MESSAGE_SMALL. Both ends of a message have the same. */
+static size_t dtrain__step_chunk(const dtrain_comm *comm)
+{
+    return comm->long_runs ? 4 * DTRAIN__MESSAGE_CHUNK : DTRAIN__MESSAGE_CHUNK;
+}
 
 typedef struct dtrain__step {
     int to, from; /* -1: none */
@@ -26321,7 +26335,7 @@ static dtrain__branch dtrain__tree_branch(int index, int size)
 /* Pieces alternate between two trees, up and down. An inner rank of one tree is a leaf of the other, or nearly. */
 static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    size_t width = dtrain__step_width(op), most = DTRAIN__BLOCK_BYTES / width, begin, n;
+    size_t width = dtrain__step_width(op), most = dtrain__step_block(comm) / width, begin, n;
     size_t pieces = op->count / most + 1, index = (size_t)k / 3 % pieces;
     int down = (size_t)k >= 3 * pieces, mirror = index % 2 == 1, turn = k % 3, size = comm->size, peer;
     if ((size_t)k >= 6 * pieces)
@@ -26410,17 +26424,18 @@ typedef struct dtrain__halving {
 } dtrain__halving;
 
 /* How many pieces are under way at once. Between hosts, one moves while the other is folded. On one host a second piece
- * would only drive both out of the cache. */
+ * would only drive both out of the cache. Long runs wait for their receiver, so none moves while it folds. */
 static size_t dtrain__halving_lanes(const dtrain_comm *comm)
 {
-    return comm->node_ranks == comm->size ? 1 : 2;
+    return comm->node_ranks == comm->size || comm->long_runs ? 1 : 2;
 }
 
 /* The elements of one piece. Pieces are about equally large, and their number is a multiple of the lanes. */
 static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, lanes = dtrain__halving_lanes(comm), most, turns;
-    bytes = lanes == 1 ? DTRAIN__BLOCK_ALONE : bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST;
+    size_t bytes = dtrain__step_block(comm) * (size_t)comm->size, lanes = dtrain__halving_lanes(comm), most, turns;
+    bytes = bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST;
+    bytes = lanes == 1 && !comm->long_runs ? DTRAIN__BLOCK_ALONE : bytes;
     most = bytes / dtrain__step_width(op);
     turns = (op->count > 0 ? op->count - 1 : 0) / (lanes * most) + 1;
     return (op->count / (lanes * turns) / 64 + 1) * 64;
@@ -26452,7 +26467,7 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     at->recv = comm->scratch;
     at->held = dtrain__step_dtype(op) == op->dtype
                    ? at->out
-                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % lanes * piece * dtrain__step_width(op);
+                   : comm->scratch + dtrain__step_chunk(comm) + index % lanes * piece * dtrain__step_width(op);
     return 1;
 }
 
@@ -26529,7 +26544,7 @@ static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, i
 static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t piece = dtrain__halving_piece(comm, op) * dtrain__step_width(op);
-    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : dtrain__halving_lanes(comm) * piece);
+    return dtrain__step_chunk(comm) + (dtrain__step_dtype(op) == op->dtype ? 0 : dtrain__halving_lanes(comm) * piece);
 }
 
 #endif
@@ -26578,7 +26593,7 @@ static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int 
 /* A broadcast in pieces from rank to rank: step k receives piece k and sends the piece before it. */
 static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    size_t width = dtrain__op_width(op), most = DTRAIN__BLOCK_BYTES / width, at = (size_t)k;
+    size_t width = dtrain__op_width(op), most = dtrain__step_block(comm) / width, at = (size_t)k;
     size_t pieces = op->count > 0 ? (op->count - 1) / most + 1 : 1, before = at - 1;
     int index = (comm->rank - op->root + comm->size) % comm->size;
     step->send_first = 1;
@@ -26697,7 +26712,7 @@ static size_t dtrain__direct_longest(const dtrain_comm *comm, const dtrain_exten
 
 static size_t dtrain__direct_most(const dtrain_comm *comm, const dtrain__op *op, size_t longest)
 {
-    size_t all = DTRAIN__BLOCK_MOST / (size_t)comm->size, most = DTRAIN__BLOCK_BYTES;
+    size_t all = DTRAIN__BLOCK_MOST / (size_t)comm->size, most = dtrain__step_block(comm);
     most = (most < all ? most : all) / dtrain__op_width(op) / 64 * 64;
     most = most > 0 ? most : 64;
     return longest < most ? longest : most;
@@ -28694,12 +28709,12 @@ static uint64_t dtrain__message_sum(uint64_t sum, const unsigned char *data, siz
 }
 
 /* The checksum of a whole message's data, in the pieces in which a receiver may get them. Never 0. */
-static uint64_t dtrain__message_sum_all(const unsigned char *data, size_t bytes)
+static uint64_t dtrain__message_sum_all(const dtrain_comm *comm, const unsigned char *data, size_t bytes)
 {
+    size_t chunk = dtrain__step_chunk(comm);
     uint64_t sum = 0;
-    for (size_t at = 0; at < bytes; at += DTRAIN__MESSAGE_CHUNK)
-        sum = dtrain__message_sum(sum, data + at,
-                                  bytes - at < DTRAIN__MESSAGE_CHUNK ? bytes - at : DTRAIN__MESSAGE_CHUNK);
+    for (size_t at = 0; at < bytes; at += chunk)
+        sum = dtrain__message_sum(sum, data + at, bytes - at < chunk ? bytes - at : chunk);
     return sum | 1;
 }
 
@@ -28715,7 +28730,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     dtrain__op_call(comm, op, 0, &header.call);
     header.tag = dtrain__op_is_message(op) ? comm->missed : step->tag_out;
     header.bytes = step->send_bytes;
-    header.data_check = comm->checks ? dtrain__message_sum_all(step->send, step->send_bytes) : 0;
+    header.data_check = comm->checks ? dtrain__message_sum_all(comm, step->send, step->send_bytes) : 0;
     header.check = dtrain__message_header_sum(&header);
     unsigned char *packet = dtrain__message_buffer(comm, op, 1);
     memcpy(packet, &header, sizeof header);
@@ -28727,7 +28742,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
 static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending)
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
-    size_t header = sizeof(dtrain__message_header), offset = done - header, run;
+    size_t header = sizeof(dtrain__message_header), offset = done - header, chunk = dtrain__step_chunk(comm), run;
     unsigned char *small = dtrain__message_buffer(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
     size_t owed = dtrain__message_direction(comm, next.peer, sending)->owed;
@@ -28746,8 +28761,8 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
         next.data += offset;
         next.bytes = payload - offset;
     } else {
-        run = step->fold_early ? DTRAIN__MESSAGE_CHUNK - offset % DTRAIN__MESSAGE_CHUNK : payload - offset;
-        next.data = step->recv + (step->fold_early ? offset % DTRAIN__MESSAGE_CHUNK : offset);
+        run = step->fold_early ? chunk - offset % chunk : payload - offset;
+        next.data = step->recv + (step->fold_early ? offset % chunk : offset);
         next.bytes = run < payload - offset ? run : payload - offset;
     }
     return next;
@@ -28851,7 +28866,7 @@ static dtrain_status dtrain__message_whole(const dtrain_comm *comm, dtrain__op *
     if (op->check_due == 0)
         return DTRAIN_OK;
     if (!step->fold_early || step->recv_bytes <= DTRAIN__MESSAGE_SMALL)
-        op->check = dtrain__message_sum_all(step->recv, step->recv_bytes);
+        op->check = dtrain__message_sum_all(comm, step->recv, step->recv_bytes);
     return (op->check | 1) == op->check_due ? DTRAIN_OK : dtrain__message_damaged(comm, op, step->from, "the data");
 }
 
@@ -28860,7 +28875,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
                                           size_t moved)
 {
     size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
-    size_t payload = sending ? step->send_bytes : step->recv_bytes;
+    size_t payload = sending ? step->send_bytes : step->recv_bytes, chunk = dtrain__step_chunk(comm);
     dtrain__direction *direction = dtrain__message_direction(comm, sending ? step->to : step->from, sending);
     if (moved == 0)
         return DTRAIN_OK; /* everything complete has been handled */
@@ -28874,8 +28889,8 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && before < header && dtrain__message_arrived(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
-        ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
-        size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
+        ((*done - header) % chunk == 0 || *done == header + payload)) {
+        size_t end = *done - header, begin = (end - 1) / chunk * chunk;
         if (op->check_due != 0)
             op->check = dtrain__message_sum(op->check, step->recv, end - begin);
         dtrain__fold_pair(dtrain__step_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,
@@ -30054,6 +30069,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->origin = end->origin;
     comm->members = end->members;
     comm->shared = end->shared;
+    comm->long_runs = end->long_runs;
     comm->decided = comm->shared != NULL || comm->plane->sharing == NULL;
     comm->process = dtrain__os_pid();
     comm->desc = *desc;
@@ -30745,7 +30761,7 @@ static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
 
 #define DTRAIN__MPI_SLOTS 8
 #define DTRAIN__MPI_SLOT ((size_t)60 << 10)  /* MPIs over TCP send so much without asking the receiver first */
-#define DTRAIN__MPI_LONG ((size_t)512 << 10) /* runs from here on wait for an offer */
+#define DTRAIN__MPI_LONG ((size_t)512 << 10) /* runs from here on wait for an offer; at most dtrain__step_chunk */
 #define DTRAIN__MPI_MOST ((size_t)1 << 30)   /* of a message, as counts are ints */
 #define DTRAIN__MPI_PATIENCE_NS 1000000      /* for an offer */
 #define DTRAIN__MPI_HASTE 2000u              /* looks before a caller rests between two */

@@ -73,6 +73,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->origin = end->origin;
     comm->members = end->members;
     comm->shared = end->shared;
+    comm->long_runs = end->long_runs;
     comm->decided = comm->shared != NULL || comm->plane->sharing == NULL;
     comm->process = dtrain__os_pid();
     comm->desc = *desc;

@@ -172,6 +172,7 @@ struct dtrain_comm {
     size_t window_bytes, window_place;
     int forming;    /* the group is not complete yet */
     int checks;     /* messages carry a checksum of their data */
+    int long_runs;  /* long runs of bytes move best in few large pieces */
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */

@@ -62,17 +62,18 @@ typedef struct dtrain__halving {
 } dtrain__halving;
 
 /* How many pieces are under way at once. Between hosts, one moves while the other is folded. On one host a second piece
- * would only drive both out of the cache. */
+ * would only drive both out of the cache. Long runs wait for their receiver, so none moves while it folds. */
 static size_t dtrain__halving_lanes(const dtrain_comm *comm)
 {
-    return comm->node_ranks == comm->size ? 1 : 2;
+    return comm->node_ranks == comm->size || comm->long_runs ? 1 : 2;
 }
 
 /* The elements of one piece. Pieces are about equally large, and their number is a multiple of the lanes. */
 static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, lanes = dtrain__halving_lanes(comm), most, turns;
-    bytes = lanes == 1 ? DTRAIN__BLOCK_ALONE : bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST;
+    size_t bytes = dtrain__step_block(comm) * (size_t)comm->size, lanes = dtrain__halving_lanes(comm), most, turns;
+    bytes = bytes < DTRAIN__BLOCK_MOST ? bytes : DTRAIN__BLOCK_MOST;
+    bytes = lanes == 1 && !comm->long_runs ? DTRAIN__BLOCK_ALONE : bytes;
     most = bytes / dtrain__step_width(op);
     turns = (op->count > 0 ? op->count - 1 : 0) / (lanes * most) + 1;
     return (op->count / (lanes * turns) / 64 + 1) * 64;
@@ -104,7 +105,7 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     at->recv = comm->scratch;
     at->held = dtrain__step_dtype(op) == op->dtype
                    ? at->out
-                   : comm->scratch + DTRAIN__MESSAGE_CHUNK + index % lanes * piece * dtrain__step_width(op);
+                   : comm->scratch + dtrain__step_chunk(comm) + index % lanes * piece * dtrain__step_width(op);
     return 1;
 }
 
@@ -181,7 +182,7 @@ static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, i
 static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t piece = dtrain__halving_piece(comm, op) * dtrain__step_width(op);
-    return DTRAIN__MESSAGE_CHUNK + (dtrain__step_dtype(op) == op->dtype ? 0 : dtrain__halving_lanes(comm) * piece);
+    return dtrain__step_chunk(comm) + (dtrain__step_dtype(op) == op->dtype ? 0 : dtrain__halving_lanes(comm) * piece);
 }
 
 #endif

@@ -218,12 +218,12 @@ static uint64_t dtrain__message_sum(uint64_t sum, const unsigned char *data, siz
 }
 
 /* The checksum of a whole message's data, in the pieces in which a receiver may get them. Never 0. */
-static uint64_t dtrain__message_sum_all(const unsigned char *data, size_t bytes)
+static uint64_t dtrain__message_sum_all(const dtrain_comm *comm, const unsigned char *data, size_t bytes)
 {
+    size_t chunk = dtrain__step_chunk(comm);
     uint64_t sum = 0;
-    for (size_t at = 0; at < bytes; at += DTRAIN__MESSAGE_CHUNK)
-        sum = dtrain__message_sum(sum, data + at,
-                                  bytes - at < DTRAIN__MESSAGE_CHUNK ? bytes - at : DTRAIN__MESSAGE_CHUNK);
+    for (size_t at = 0; at < bytes; at += chunk)
+        sum = dtrain__message_sum(sum, data + at, bytes - at < chunk ? bytes - at : chunk);
     return sum | 1;
 }
 
@@ -239,7 +239,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     dtrain__op_call(comm, op, 0, &header.call);
     header.tag = dtrain__op_is_message(op) ? comm->missed : step->tag_out;
     header.bytes = step->send_bytes;
-    header.data_check = comm->checks ? dtrain__message_sum_all(step->send, step->send_bytes) : 0;
+    header.data_check = comm->checks ? dtrain__message_sum_all(comm, step->send, step->send_bytes) : 0;
     header.check = dtrain__message_header_sum(&header);
     unsigned char *packet = dtrain__message_buffer(comm, op, 1);
     memcpy(packet, &header, sizeof header);
@@ -251,7 +251,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
 static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending)
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
-    size_t header = sizeof(dtrain__message_header), offset = done - header, run;
+    size_t header = sizeof(dtrain__message_header), offset = done - header, chunk = dtrain__step_chunk(comm), run;
     unsigned char *small = dtrain__message_buffer(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
     size_t owed = dtrain__message_direction(comm, next.peer, sending)->owed;
@@ -270,8 +270,8 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
         next.data += offset;
         next.bytes = payload - offset;
     } else {
-        run = step->fold_early ? DTRAIN__MESSAGE_CHUNK - offset % DTRAIN__MESSAGE_CHUNK : payload - offset;
-        next.data = step->recv + (step->fold_early ? offset % DTRAIN__MESSAGE_CHUNK : offset);
+        run = step->fold_early ? chunk - offset % chunk : payload - offset;
+        next.data = step->recv + (step->fold_early ? offset % chunk : offset);
         next.bytes = run < payload - offset ? run : payload - offset;
     }
     return next;
@@ -375,7 +375,7 @@ static dtrain_status dtrain__message_whole(const dtrain_comm *comm, dtrain__op *
     if (op->check_due == 0)
         return DTRAIN_OK;
     if (!step->fold_early || step->recv_bytes <= DTRAIN__MESSAGE_SMALL)
-        op->check = dtrain__message_sum_all(step->recv, step->recv_bytes);
+        op->check = dtrain__message_sum_all(comm, step->recv, step->recv_bytes);
     return (op->check | 1) == op->check_due ? DTRAIN_OK : dtrain__message_damaged(comm, op, step->from, "the data");
 }
 
@@ -384,7 +384,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
                                           size_t moved)
 {
     size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
-    size_t payload = sending ? step->send_bytes : step->recv_bytes;
+    size_t payload = sending ? step->send_bytes : step->recv_bytes, chunk = dtrain__step_chunk(comm);
     dtrain__direction *direction = dtrain__message_direction(comm, sending ? step->to : step->from, sending);
     if (moved == 0)
         return DTRAIN_OK; /* everything complete has been handled */
@@ -398,8 +398,8 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (!sending && before < header && dtrain__message_arrived(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
-        ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
-        size_t end = *done - header, begin = (end - 1) / DTRAIN__MESSAGE_CHUNK * DTRAIN__MESSAGE_CHUNK;
+        ((*done - header) % chunk == 0 || *done == header + payload)) {
+        size_t end = *done - header, begin = (end - 1) / chunk * chunk;
         if (op->check_due != 0)
             op->check = dtrain__message_sum(op->check, step->recv, end - begin);
         dtrain__fold_pair(dtrain__step_dtype(op), op->op, (unsigned char *)step->fold + begin, step->recv,

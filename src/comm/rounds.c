@@ -43,7 +43,7 @@ static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int 
 /* A broadcast in pieces from rank to rank: step k receives piece k and sends the piece before it. */
 static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    size_t width = dtrain__op_width(op), most = DTRAIN__BLOCK_BYTES / width, at = (size_t)k;
+    size_t width = dtrain__op_width(op), most = dtrain__step_block(comm) / width, at = (size_t)k;
     size_t pieces = op->count > 0 ? (op->count - 1) / most + 1 : 1, before = at - 1;
     int index = (comm->rank - op->root + comm->size) % comm->size;
     step->send_first = 1;
@@ -162,7 +162,7 @@ static size_t dtrain__direct_longest(const dtrain_comm *comm, const dtrain_exten
 
 static size_t dtrain__direct_most(const dtrain_comm *comm, const dtrain__op *op, size_t longest)
 {
-    size_t all = DTRAIN__BLOCK_MOST / (size_t)comm->size, most = DTRAIN__BLOCK_BYTES;
+    size_t all = DTRAIN__BLOCK_MOST / (size_t)comm->size, most = dtrain__step_block(comm);
     most = (most < all ? most : all) / dtrain__op_width(op) / 64 * 64;
     most = most > 0 ? most : 64;
     return longest < most ? longest : most;

@@ -10,8 +10,19 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__BLOCK_BYTES DTRAIN__TUNED(block_bytes, (size_t)256 << 10) /* of partial sums, for each rank */
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
 #define DTRAIN__BLOCK_ALONE DTRAIN__TUNED(block_alone, (size_t)1 << 20) /* the same where one piece is under way */
-/* Bytes that are received, then folded; at least DTRAIN__MESSAGE_SMALL. */
 #define DTRAIN__MESSAGE_CHUNK DTRAIN__TUNED(message_chunk, (size_t)128 << 10)
+
+/* Bytes of a piece of a vector. */
+static size_t dtrain__step_block(const dtrain_comm *comm)
+{
+    return comm->long_runs ? 2 * DTRAIN__BLOCK_BYTES : DTRAIN__BLOCK_BYTES;
+}
+
+/* Bytes that are received, then folded; at least DTRAIN__MESSAGE_SMALL. Both ends of a message have the same. */
+static size_t dtrain__step_chunk(const dtrain_comm *comm)
+{
+    return comm->long_runs ? 4 * DTRAIN__MESSAGE_CHUNK : DTRAIN__MESSAGE_CHUNK;
+}
 
 typedef struct dtrain__step {
     int to, from; /* -1: none */

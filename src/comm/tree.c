@@ -172,7 +172,7 @@ static dtrain__branch dtrain__tree_branch(int index, int size)
 /* Pieces alternate between two trees, up and down. An inner rank of one tree is a leaf of the other, or nearly. */
 static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    size_t width = dtrain__step_width(op), most = DTRAIN__BLOCK_BYTES / width, begin, n;
+    size_t width = dtrain__step_width(op), most = dtrain__step_block(comm) / width, begin, n;
     size_t pieces = op->count / most + 1, index = (size_t)k / 3 % pieces;
     int down = (size_t)k >= 3 * pieces, mirror = index % 2 == 1, turn = k % 3, size = comm->size, peer;
     if ((size_t)k >= 6 * pieces)

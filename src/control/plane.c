@@ -147,6 +147,7 @@ typedef struct dtrain__end {
     dtrain__origin *origin;
     dtrain__membership *members;
     struct dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
+    int long_runs;                 /* long runs of bytes move best in few large pieces */
     dtrain_allocator *allocator;
 } dtrain__end;
 

@@ -16,7 +16,7 @@
 
 #define DTRAIN__MPI_SLOTS 8
 #define DTRAIN__MPI_SLOT ((size_t)60 << 10)  /* MPIs over TCP send so much without asking the receiver first */
-#define DTRAIN__MPI_LONG ((size_t)512 << 10) /* runs from here on wait for an offer */
+#define DTRAIN__MPI_LONG ((size_t)512 << 10) /* runs from here on wait for an offer; at most dtrain__step_chunk */
 #define DTRAIN__MPI_MOST ((size_t)1 << 30)   /* of a message, as counts are ints */
 #define DTRAIN__MPI_PATIENCE_NS 1000000      /* for an offer */
 #define DTRAIN__MPI_HASTE 2000u              /* looks before a caller rests between two */
