@@ -2754,7 +2754,9 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
  *                        caller's memory. Keep the buffers of a call that has met its deadline until the process ends
  *
  *     $ DTRAIN_TRANSPORT=mpi mpiexec -n 4 ./program
- *     $ DTRAIN_TRANSPORT=mpi srun --ntasks=4 ./program
+ *     $ DTRAIN_TRANSPORT=mpi srun --mpi=pmi2 --ntasks=4 ./program
+ *
+ * srun has to speak MPI's own protocol for the start: pmi2 for MPICH, pmix for Open MPI, either for Intel MPI.
  *
  * Making a world waits for all its ranks, also in dtrain_comm_create_async. Each world keeps a communicator of MPI until
  * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that.
@@ -31609,8 +31611,9 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
         table.destroy(table.self);
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "comm_create: %s is %d, but MPI has a world of one rank: %s is not of the launcher's MPI; "
-                            "set DTRAIN_MPI_LIBRARY to that one's",
-                            from, launched, dtrain__mpi.library);
+                            "set DTRAIN_MPI_LIBRARY to that one's%s",
+                            from, launched, dtrain__mpi.library,
+                            strncmp(from, "SLURM", 5) == 0 ? ", or give srun --mpi=pmi2 or --mpi=pmix" : "");
     }
     return dtrain__from_mpi_make(comm, &table, desc);
 }

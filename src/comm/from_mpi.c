@@ -60,8 +60,9 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
         table.destroy(table.self);
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "comm_create: %s is %d, but MPI has a world of one rank: %s is not of the launcher's MPI; "
-                            "set DTRAIN_MPI_LIBRARY to that one's",
-                            from, launched, dtrain__mpi.library);
+                            "set DTRAIN_MPI_LIBRARY to that one's%s",
+                            from, launched, dtrain__mpi.library,
+                            strncmp(from, "SLURM", 5) == 0 ? ", or give srun --mpi=pmi2 or --mpi=pmix" : "");
     }
     return dtrain__from_mpi_make(comm, &table, desc);
 }

@@ -14,7 +14,9 @@
  *                        caller's memory. Keep the buffers of a call that has met its deadline until the process ends
  *
  *     $ DTRAIN_TRANSPORT=mpi mpiexec -n 4 ./program
- *     $ DTRAIN_TRANSPORT=mpi srun --ntasks=4 ./program
+ *     $ DTRAIN_TRANSPORT=mpi srun --mpi=pmi2 --ntasks=4 ./program
+ *
+ * srun has to speak MPI's own protocol for the start: pmi2 for MPICH, pmix for Open MPI, either for Intel MPI.
  *
  * Making a world waits for all its ranks, also in dtrain_comm_create_async. Each world keeps a communicator of MPI until
  * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that.

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Runs dtrain over MPI: one binary under each MPI that has the standard ABI, and builds with the mpi.h of those that do
 # not. Packages are installed where they are missing: MPICH 5 by pip, Open MPI by the system's. Says what it skips.
-# MPI=all adds Intel MPI, Open MPI 5 and MPICH 4, and gives MPI's collectives to all tests of processes.
+# MPI=all adds Intel MPI, Open MPI 5 and MPICH 4, Slurm where it runs, and gives MPI's collectives to all tests of
+# processes.
 #   [MPI=all] sh tests/interop/mpi.sh
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/check.sh
@@ -141,11 +142,11 @@ refused() { # name text environment...
     check $? "$what is refused with its reason"
 }
 
-abi() { # name directory
+abi() { # name directory [launcher]
     PATH="$2/bin:$PATH" LD_LIBRARY_PATH="$2/lib:$2/lib/libfabric" FI_PROVIDER_PATH="$2/lib/libfabric/prov" \
         DTRAIN_MPI_LIBRARY="$2/lib/libmpi_abi.so.1"
     export PATH LD_LIBRARY_PATH FI_PROVIDER_PATH DTRAIN_MPI_LIBRARY
-    launch="$2/bin/mpiexec -n"
+    launch="${3:-$2/bin/mpiexec -n}"
     under "$1" ""
 }
 
@@ -185,10 +186,16 @@ if package mpich 'mpich>=5,<6' lib/libmpi_abi.so.1; then
         (export FI_PROVIDER=tcp; abi "Intel MPI" "$here/impi"; echo "$passed $failed" >"$here/sums")
         read -r passed failed <"$here/sums"
     fi
+    if [ "${MPI:-}" = all ]; then
+        (abi "MPICH 5 under Slurm" "$here/mpich" "srun --overcommit --mpi=pmi2 -n"; echo "$passed $failed" >"$here/sums")
+        read -r passed failed <"$here/sums"
+    fi
     refused "a library that does not exist" "no/such.so" DTRAIN_TRANSPORT=mpi DTRAIN_MPI_LIBRARY=/no/such.so
     refused "a library with another ABI" "does not have the standard ABI" DTRAIN_TRANSPORT=mpi \
         DTRAIN_MPI_LIBRARY="$here/mpich/lib/libmpi.so.12" LD_LIBRARY_PATH="$here/mpich/lib"
     refused "the library of another launcher" "is not of the launcher's MPI" DTRAIN_TRANSPORT=mpi PMI_SIZE=2 \
+        DTRAIN_MPI_LIBRARY="$here/mpich/lib/libmpi_abi.so.1" LD_LIBRARY_PATH="$here/mpich/lib"
+    refused "srun that speaks no protocol of MPI" "or give srun --mpi=pmi2" DTRAIN_TRANSPORT=mpi SLURM_STEP_NUM_TASKS=2 \
         DTRAIN_MPI_LIBRARY="$here/mpich/lib/libmpi_abi.so.1" LD_LIBRARY_PATH="$here/mpich/lib"
 fi
 make build/train_gpt >/dev/null 2>&1
