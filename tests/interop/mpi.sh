@@ -102,11 +102,13 @@ under() { # name suffix
     for flags in "" "--strategy full" "--strategy hybrid" "--mesh dp=2,pp=2" "--mesh dp=2,tp=2"; do
         # shellcheck disable=SC2086
         "$here/train_gpt$suffix" --ranks 4 --steps 3 --quiet $flags 2>"$logs" | grep -o 'weights_sha256=[0-9a-f]*' >"$here/threads"
-        # shellcheck disable=SC2086
-        DTRAIN_TRANSPORT=mpi timeout 300 $launch 4 "$here/train_gpt$suffix" --steps 3 --quiet $flags 2>>"$logs" |
-            grep -o 'weights_sha256=[0-9a-f]*' >"$here/ranks"
-        [ -s "$here/ranks" ] && cmp -s "$here/threads" "$here/ranks"
-        check $? "$name: train_gpt${flags:+ $flags} has the weights of threads"
+        for shm in 1 0; do
+            # shellcheck disable=SC2086
+            DTRAIN_MPI_SHM=$shm DTRAIN_TRANSPORT=mpi timeout 300 $launch 4 "$here/train_gpt$suffix" --steps 3 --quiet $flags 2>>"$logs" |
+                grep -o 'weights_sha256=[0-9a-f]*' >"$here/ranks"
+            [ -s "$here/ranks" ] && cmp -s "$here/threads" "$here/ranks"
+            check $? "$name: train_gpt${flags:+ $flags} with DTRAIN_MPI_SHM=$shm has the weights of threads"
+        done
     done
     resume "$suffix"
     scenes >"$here/scenes"
