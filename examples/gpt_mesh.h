@@ -161,12 +161,14 @@ static inline dtrain_status gpt_mesh_groups(gpt_mesh *m, const gpt_flags *flags,
     dtrain_status status = dtrain_mesh_create(&m->mesh, world, dims, GPT_DIMS);
     if (status == DTRAIN_OK)
         status = dtrain_mesh_join(m->mesh, world, model, 2, &m->model);
-    for (int i = 0; i < GPT_DIMS && status == DTRAIN_OK; i++)
+    if (status != DTRAIN_OK)
+        return status;
+    for (int i = 0; i < GPT_DIMS; i++)
         m->at[i] = dtrain_comm_rank(dtrain_mesh_group(m->mesh, names[i]));
     m->data = dtrain_mesh_group(m->mesh, names[GPT_DP]);
     m->pipe = dtrain_mesh_group(m->mesh, names[GPT_PP]);
     m->split.group = dtrain_mesh_group(m->mesh, names[GPT_TP]);
-    return status;
+    return DTRAIN_OK;
 }
 
 static inline void gpt_mesh_sizes(gpt_mesh *m, const gpt_flags *flags)
