@@ -17660,7 +17660,7 @@ DTRAIN__FAST_END
 
 #define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
 #define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */
-#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)2 << 20) /* of all ranks, for one round */
+#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
 #define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
 #define DTRAIN__ARENA_KEY_BYTES 16
 
