@@ -173,7 +173,7 @@
  *     DTRAIN_JOB              name of the job; processes of another job are refused
  *     DTRAIN_INTERFACE        interface or address of this rank
  *     DTRAIN_INSECURE         1: TCP without a token
- *     DTRAIN_TRANSPORT        tcp or unix: no memory is shared; mpi: over MPI, see >>from_mpi; see dtrain_comm_desc
+ *     DTRAIN_TRANSPORT        tcp, unix, shm or mpi; unset: the fastest, see dtrain_comm_desc
  *     DTRAIN_SECURE           1: seal all connections; 0: none. Unset: with a token, those that leave the host
  *     DTRAIN_TIMEOUT_MS       deadline of every blocking call, -1: none
  *     DTRAIN_LISTEN_FD        rank 0: number of a listening socket that the launcher has opened at DTRAIN_ROOT

@@ -8,7 +8,7 @@
  *
  *   operation            file                   the limit that it is compared with
  *   all_reduce ...       here                   threads: a bare loop over the ranks' buffers, see below
- *                        bench_wire.h           processes: bare sockets, in the best of six ways
+ *                        bench_wire.h           processes: bare sockets, in the best of six ways; shm to 64 KiB: here
  *                        bench_seal.h           transport=sealed: the same operation over plain TCP
  *   fused                here                   100 small all_reduces: one all_reduce of all bytes
  *   ddp                  here                   a step of 12 units without computation: the same
@@ -30,10 +30,10 @@
  * The line has op transport ranks bytes us algbw_GBps limit_GBps of_limit. algbw is bytes / us. of_limit is the median
  * of the ratios of neighbouring runs. The limit of a collective between threads loads and stores the least that the
  * operation must. It runs on min(ranks, processors) threads that do not wait for each other. Up to 64 KiB, where ranks
- * mostly wait, the limit is an exchange through one mailbox for each rank. The rank spins on the mailbox's number and
- * then yields. With fill=1 each rank writes its buffer before each call, as a program does. Without that, a rank of
- * threads finds in its own cache what it wrote in the call before. -fno-math-errno lets the compiler vectorise the
- * square root of adamw's limit. */
+ * mostly wait, the limit is an exchange through one mailbox for each rank, also between processes that share memory.
+ * The rank spins on the mailbox's number and then yields. With fill=1 each rank writes its buffer before each call, as
+ * a program does. Without that, a rank of threads finds in its own cache what it wrote in the call before.
+ * -fno-math-errno lets the compiler vectorise the square root of adamw's limit. */
 #define _GNU_SOURCE /* sched_setaffinity */
 #include <stddef.h>
 static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha, const float *a,
@@ -372,6 +372,12 @@ static int bench_is_small(const bench *b)
     return b->count * sizeof(float) <= BENCH_MAILBOX;
 }
 
+/* Returns whether the limit goes over sockets. */
+static int bench_is_wired(const bench *b)
+{
+    return b->transport != THREADS && (b->transport != SHM || !bench_is_small(b));
+}
+
 /* Returns zeroed memory, rounded up to 2 MiB; ends the program if there is none. */
 static float *bench_memory(size_t bytes, int huge)
 {
@@ -455,7 +461,7 @@ static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint
                 dtrain_all_reduce(world, b->buffers[rank], b->buffers[rank], b->count, DTRAIN_F32, DTRAIN_SUM));
         else if (b->transport == SEALED)
             DTRAIN_CHECK(bench_call(b, bench_plain));
-        else if (b->transport != THREADS)
+        else if (bench_is_wired(b))
             wire_limit(b, rank, b->variant);
         else if (bench_is_small(b))
             bench_limit_small(b, rank, ++*number);
@@ -511,7 +517,7 @@ static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
 {
     double best = 0;
     int chosen = 0, variants = b->ranks == 2 ? WIRE_VARIANTS : WIRE_VARIANTS / 2;
-    if (b->transport == THREADS || b->transport == SEALED || b->against_ring || bench_is_many(b))
+    if (!bench_is_wired(b) || b->transport == SEALED || b->against_ring || bench_is_many(b))
         variants = 0;
     for (int variant = 0; variant < variants; variant++) {
         double us[3];
@@ -639,6 +645,10 @@ static int bench_processes(const bench *plan)
     if (b == MAP_FAILED)
         return 1;
     *b = *plan;
+    b->mailboxes = (bench_mailbox *)mmap(NULL, (size_t)b->ranks * sizeof(bench_mailbox), PROT_READ | PROT_WRITE,
+                                         MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (b->mailboxes == MAP_FAILED)
+        return 1;
     if (b->transport != UNIX && b->transport != SHM)
         snprintf(root, sizeof root, "127.0.0.1:%d", port);
     else
