@@ -81,7 +81,9 @@ beyond() { # name test
 
 # One system alone, and with the files of this one.
 alone() { # name
+    system $1
     dir=$here/$1
+    small="$small --csv $dir/csv --svg $dir/svg"
     mkdir -p "$dir"
     $cc -O2 $warnings -DDTRAIN_IMPLEMENTATION -x c -c dtrain.h -o "$dir/impl.o" >$logs 2>&1
     check $? "$1: dtrain.h compiles without warnings"
@@ -131,12 +133,13 @@ ran=
 for name; do
     system $name
     if here_is; then
-        alone $name
         ran="$ran $name "
     else
         echo "skipped: $name (${cc%% *} or ${emulate%% *} is not here and cannot be installed)"
     fi
 done
+printf '%s\n' $ran >$here/systems
+lanes alone <$here/systems
 port=$((20000 + $$ % 10000))
 case $ran in
 *" aarch64 "*" armhf "*)

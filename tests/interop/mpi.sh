@@ -16,10 +16,12 @@ build() { # suffix compiler flags...
     shift
     compiler=$1
     flags="$exact${2:+ \"$2\"}"
-    "$@" $exact tests/unit/test_property.c -o "$here/property$suffix" -lpthread -lm -ldl >"$logs" 2>&1 &&
-        "$@" $exact -fno-math-errno examples/train_gpt.c -o "$here/train_gpt$suffix" -lpthread -lm -ldl >>"$logs" 2>&1 &&
-        MAKEFLAGS='' make test_dir="build/mpi/tests$suffix" CC="$compiler" test_flags="$flags" LIBS="-lpthread -lm -ldl" \
-            $(scenes | sed "s|\([^ ]*\).*|build/mpi/tests$suffix/test_\1|" | sort -u) >>"$logs" 2>&1
+    { "$@" $exact tests/unit/test_property.c -o "$here/property$suffix" -lpthread -lm -ldl &&
+        "$@" $exact -fno-math-errno examples/train_gpt.c -o "$here/train_gpt$suffix" -lpthread -lm -ldl; } >"$logs" 2>&1 &
+    MAKEFLAGS='' make test_dir="build/mpi/tests$suffix" CC="$compiler" test_flags="$flags" LIBS="-lpthread -lm -ldl" \
+        $(scenes | sed "s|\([^ ]*\).*|build/mpi/tests$suffix/test_\1|" | sort -u) >"$here/make" 2>&1
+    made=$?
+    wait $! && [ $made -eq 0 ] || { cat "$here/make" >>"$logs" && false; }
 }
 
 # Tests of processes that run on ranks of MPI as well: their program, the number of ranks, and the tests. They need no

@@ -26,25 +26,28 @@ if ! "$zig" -m ziglang version >/dev/null 2>&1; then
     echo "skipped: $targets (there is no zig, and the package index cannot be reached)"
     targets=
 fi
-for target in $targets; do
+reach() { # target
+    target=$1
     flags="-target $target -fno-sanitize=all"
     libs="-lpthread -lm"
     forks="examples/checkpoint examples/custom_transport examples/robot_swarm"
     case $target in *windows*) libs="-lws2_32" forks= ;; esac
     # shellcheck disable=SC2086
     for language in "cc -x c" "c++ -x c++ -std=c++11"; do
-        "$zig" -m ziglang $language $flags $warn $quiet -O0 -I. -c $here/all.c -o $here/all.o >$logs 2>&1
+        "$zig" -m ziglang $language $flags $warn $quiet -O0 -I. -c $here/all.c -o "$lane/all.o" >$logs 2>&1
         check $? "$target: zig $language compiles dtrain.h without a warning"
     done
     # shellcheck disable=SC2086
     for program in examples/quickstart examples/train_gpt tools/dtrun tools/dtrace tools/safetensors $forks; do
-        "$zig" -m ziglang cc $flags -Wall -Wextra -Werror $quiet -O0 $exact $program.c -o $here/program $libs >$logs 2>&1
+        "$zig" -m ziglang cc $flags -Wall -Wextra -Werror $quiet -O0 $exact $program.c -o "$lane/program" $libs >$logs 2>&1
         check $? "$target: $program.c compiles and links"
     done
     # shellcheck disable=SC2086
-    "$zig" -m ziglang cc $flags $warn $quiet -O0 -DDTRAIN_MPI -DDTRAIN_NO_SOCKETS -I. -c $here/all.c -o $here/all.o >$logs 2>&1
+    "$zig" -m ziglang cc $flags $warn $quiet -O0 -DDTRAIN_MPI -DDTRAIN_NO_SOCKETS -I. -c $here/all.c -o "$lane/all.o" >$logs 2>&1
     check $? "$target: without sockets, with MPI"
-done
+}
+printf '%s\n' $targets >$here/targets
+lanes reach <$here/targets
 
 # ---- WASM ----
 command -v emcc >/dev/null 2>&1 && command -v node >/dev/null 2>&1 ||

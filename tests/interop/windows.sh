@@ -35,36 +35,73 @@ weights() { grep -o 'weights_sha256=[0-9a-f]*' "$1" | sort -u; }
 
 # ---- compilers ----
 warn="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion"
+static="-O2 -ffp-contract=off -fno-math-errno -I."
 printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$here/all.c"
-for compiler in "gcc -x c" "g++ -x c++ -std=c++11"; do
-    command -v $cross-${compiler%% *} >/dev/null 2>&1 || { echo "skipped: $cross-${compiler%% *} (not installed)"; continue; }
-    # shellcheck disable=SC2086
-    $cross-$compiler $warn -Werror -I. -fsyntax-only "$here/all.c" >"$logs" 2>&1
-    check $? "$cross-$compiler compiles dtrain.h without a warning"
-    $cross-$compiler $warn -Werror -I. -DDTRAIN_MPI -DDTRAIN_NO_SOCKETS -fsyntax-only "$here/all.c" >"$logs" 2>&1
-    check $? "$cross-$compiler: without sockets, with MPI"
-done
-for target in $cross aarch64-w64-mingw32; do
+printf '#define DTRAIN_MPI\n#include "dtrain.h"\n' >"$here/names.c"
+with() { # compiler and language
+    command -v $cross-$1 >/dev/null 2>&1 || { echo "skipped: $cross-$1 (not installed)" && return; }
+    $cross-"$@" $warn -Werror -I. -fsyntax-only "$here/all.c" >"$logs" 2>&1
+    check $? "$cross-$* compiles dtrain.h without a warning"
+    $cross-"$@" $warn -Werror -I. -DDTRAIN_MPI -DDTRAIN_NO_SOCKETS -fsyntax-only "$here/all.c" >"$logs" 2>&1
+    check $? "$cross-$*: without sockets, with MPI"
+}
+with_clang() { # target
     if ! command -v clang >/dev/null 2>&1 || [ ! -d /usr/$cross/include ]; then
-        echo "skipped: clang for $target (there is no clang, or no headers)"
-        continue
+        echo "skipped: clang for $1 (there is no clang, or no headers)"
+        return
     fi
     # shellcheck disable=SC2086
-    clang --target=$target -isystem /usr/$cross/include $warn -Werror -Wno-ignored-pragmas -I. -fsyntax-only "$here/all.c" >"$logs" 2>&1
-    check $? "clang compiles dtrain.h for $target"
-done
+    clang --target=$1 -isystem /usr/$cross/include $warn -Werror -Wno-ignored-pragmas -I. -fsyntax-only "$here/all.c" >"$logs" 2>&1
+    check $? "clang compiles dtrain.h for $1"
+}
+moves() {
+    $cross-gcc -O0 -I. -S "$here/all.c" -o "$here/all.s" >"$logs" 2>&1 &&
+        ! grep -E 'vmov(dqa[0-9]*|ap[sd])[[:space:]].*\(%r[sb]p.*' "$here/all.s" | grep -E '%[yz]mm' >"$logs"
+    check $? "no wide move to or from the stack wants more than the 16 bytes of alignment that Windows keeps"
+}
+exports() {
+    $cross-gcc -DDTRAIN_API=dtrain_public -I. -E -P "$here/names.c" 2>"$logs" | tr '\n' ' ' | grep -o 'dtrain_public [^(]*(' |
+        sed 's/.*[ *]\([a-z0-9_]*\)($/\1/' | sort >"$here/public"
+    $cross-gcc -O1 -fvisibility=hidden -I. -shared tools/package/dtrain.c -o "$here/dtrain.dll" -lws2_32 >"$logs" 2>&1
+    # objdump of before 2.42 writes an index and the name, a later one more between them
+    $cross-objdump -p "$here/dtrain.dll" | sed -n '/Ordinal\/Name/,/^$/s/^.*[] ]\(dtrain[a-z0-9_]*\)$/\1/p' | sort >"$here/exported"
+    [ "$(wc -l <"$here/public")" -gt 200 ] && diff "$here/public" "$here/exported" >>"$logs"
+    check $? "dtrain.dll exports the $(wc -l <"$here/public") public functions, and no other of dtrain"
+}
+library() {
+    for header in arpa/inet netinet/in netinet/tcp sys/socket sys/wait sys/mman sys/resource sys/un poll; do
+        : >"$here/posix/$header.h"
+    done
+    awk -v bodies=0 -f tests/support/open.awk dtrain.h >"$here/open/dtrain.h"
+    { echo '#define DTRAIN_IMPLEMENTATION'; awk -v bodies=1 -f tests/support/open.awk dtrain.h; } >"$here/dtrain.c"
+    $cross-gcc -O2 -ffp-contract=off -w -I. -c "$here/dtrain.c" -o "$here/dtrain.o" >"$logs" 2>&1
+    check $? "the library of the tests compiles"
+}
+program() { # file
+    case $1 in
+    */checkpoint.c | */custom_transport.c | */robot_swarm.c) echo "skipped: $1 (it forks)" && return ;;
+    */quickstart.c | */train_gpt.c | tools/*)
+        exe=$here/$(basename "$1" .c).exe
+        # shellcheck disable=SC2086
+        $cross-gcc $static -Wall -Wextra -Werror "$1" -o "$exe" -static -lws2_32 -lpthread >"$logs" 2>&1
+        ;;
+    *) $cross-gcc -fsyntax-only -Wall -Wextra -Werror -I. "$1" >"$logs" 2>&1 ;;
+    esac
+    check $? "$1 compiles"
+}
+each() { "$@"; }
+cat >"$here/steps" <<END
+library
+exports
+moves
+with gcc -x c
+with g++ -x c++ -std=c++11
+with_clang $cross
+with_clang aarch64-w64-mingw32
+END
+ls examples/*.c tools/dtrun.c tools/dtrace.c tools/plan.c tools/safetensors.c | sed 's/^/program /' >>"$here/steps"
+lanes each <"$here/steps"
 echo "skipped: clang for MSVC (Microsoft's headers are not in packages, and MinGW's do not do)"
-$cross-gcc -O0 -I. -S "$here/all.c" -o "$here/all.s" >"$logs" 2>&1 &&
-    ! grep -E 'vmov(dqa[0-9]*|ap[sd])[[:space:]].*\(%r[sb]p.*' "$here/all.s" | grep -E '%[yz]mm' >"$logs"
-check $? "no wide move to or from the stack wants more than the 16 bytes of alignment that Windows keeps"
-printf '#define DTRAIN_MPI\n#include "dtrain.h"\n' >"$here/names.c"
-$cross-gcc -DDTRAIN_API=dtrain_public -I. -E -P "$here/names.c" 2>"$logs" | tr '\n' ' ' | grep -o 'dtrain_public [^(]*(' |
-    sed 's/.*[ *]\([a-z0-9_]*\)($/\1/' | sort >"$here/public"
-$cross-gcc -O1 -fvisibility=hidden -I. -shared tools/package/dtrain.c -o "$here/dtrain.dll" -lws2_32 >"$logs" 2>&1
-# objdump of before 2.42 writes an index and the name, a later one more between them
-$cross-objdump -p "$here/dtrain.dll" | sed -n '/Ordinal\/Name/,/^$/s/^.*[] ]\(dtrain[a-z0-9_]*\)$/\1/p' | sort >"$here/exported"
-[ "$(wc -l <"$here/public")" -gt 200 ] && diff "$here/public" "$here/exported" >>"$logs"
-check $? "dtrain.dll exports the $(wc -l <"$here/public") public functions, and no other of dtrain"
 if [ -z "$wine" ]; then
     echo "skipped: all that runs (there is no wine64, and none can be installed)"
     checked
@@ -72,45 +109,22 @@ if [ -z "$wine" ]; then
 fi
 
 # ---- tests ----
-: >"$logs"
-for header in arpa/inet netinet/in netinet/tcp sys/socket sys/wait sys/mman sys/resource sys/un poll; do
-    : >"$here/posix/$header.h"
-done
-awk -v bodies=0 -f tests/support/open.awk dtrain.h >"$here/open/dtrain.h"
-{ echo '#define DTRAIN_IMPLEMENTATION'; awk -v bodies=1 -f tests/support/open.awk dtrain.h; } >"$here/dtrain.c"
-$cross-gcc -O2 -ffp-contract=off -w -I. -c "$here/dtrain.c" -o "$here/dtrain.o" >"$logs" 2>&1
-check $? "the library of the tests compiles"
-test_of() { # file names... (none: all of its tests)
+test_of() { # file
     name=$1
-    shift
     $cross-gcc -O1 -w -include tests/support/on_windows.h -I"$here/open" -I. -Itests/support -I"$here/posix" \
         tests/*/"$name".c "$here/dtrain.o" -o "$here/$name.exe" -static -lws2_32 -lpthread >"$logs" 2>&1 &&
-        run 300 "$here/$name.exe" "$@" >"$logs" 2>&1
+        run 300 "$here/$name.exe" >"$logs" 2>&1
     check $? "$name: $(tail -1 "$logs" | tr -d '\r')"
 }
-for name in test_alike test_async test_checkpoint_plan test_chacha test_comm test_ddp test_fsdp test_json test_module test_nn \
-    test_norm test_parts test_pieces test_quantise test_safetensors_hostile test_safetensors_rules \
-    test_safetensors_write test_tensor test_topk test_train; do
-    test_of $name
-done
+test_of test_alike # alone, as Wine makes its prefix
+tr ' ' '\n' >"$here/names" <<'END'
+test_async test_checkpoint_plan test_chacha test_comm test_ddp test_fsdp test_json test_module test_nn
+test_norm test_parts test_pieces test_quantise test_safetensors_hostile test_safetensors_rules
+test_safetensors_write test_tensor test_topk test_train
+END
+lanes test_of <"$here/names"
 
 # ---- programs ----
-static="-O2 -ffp-contract=off -fno-math-errno -I."
-for program in examples/quickstart examples/train_gpt tools/dtrun tools/dtrace tools/plan tools/safetensors; do
-    # shellcheck disable=SC2086
-    $cross-gcc $static -Wall -Wextra -Werror $program.c -o "$here/${program##*/}.exe" -static -lws2_32 -lpthread >"$logs" 2>&1
-    check $? "$program.c compiles"
-done
-for file in examples/*.c; do
-    case $file in
-    */checkpoint.c | */custom_transport.c | */robot_swarm.c) echo "skipped: $file (it forks)" ;;
-    */quickstart.c | */train_gpt.c) ;;
-    *)
-        $cross-gcc -fsyntax-only -Wall -Wextra -Werror -I. "$file" >"$logs" 2>&1
-        check $? "$file compiles"
-        ;;
-    esac
-done
 run 60 "$here/quickstart.exe" 2>"$logs" | tr -d '\r' | grep -qx '4 ranks agree: y = 3.000 x + -1.000'
 check $? "README's first program: four threads agree"
 # shellcheck disable=SC2086

@@ -1,7 +1,9 @@
 # For the scripts of tests/: "check STATUS NAME" counts a fact, and shows the files that $logs names where it does not
 # hold; "checked" prints the sums that end a script, and is its status; "build_line FILE COMPILER" prints the command of
 # that compiler in the file's first comment, on one line, up to "&&" or the comment's end; "bottom_comment FILE" prints
-# the comment that ends the file, without its marks.
+# the comment that ends the file, without its marks; "lanes COMMAND <FILE" gives COMMAND the words of each line of the
+# file, two lines at a time in subshells, as compilers and emulators use one processor each. $lane is then a directory of
+# the subshell's own, $logs a file in it, and the sums are added.
 passed=0
 failed=0
 check() {
@@ -17,6 +19,28 @@ check() {
 checked() {
     echo "$passed passed, $failed failed"
     [ $failed -eq 0 ]
+}
+lanes() {
+    lanes=$(mktemp -d "${TMPDIR:-/tmp}/lanes.XXXXXX") || exit 1
+    cat >"$lanes/all"
+    for half in 0 1; do
+        lane=$lanes/$half
+        mkdir "$lane"
+        awk -v half=$half 'NF && ++n % 2 != half' "$lanes/all" >"$lane/items"
+        (
+            passed=0 failed=0 logs=$lane/log
+            while read -r items; do "$1" $items </dev/null; done <"$lane/items" >"$lane/out" 2>&1
+            echo "$passed $failed" >"$lane/sums"
+        ) &
+    done
+    wait
+    for half in 0 1; do
+        cat "$lanes/$half/out"
+        read -r good bad <"$lanes/$half/sums" || { good=0 bad=1; }
+        passed=$((passed + good))
+        failed=$((failed + bad))
+    done
+    rm -rf "$lanes"
 }
 build_line() {
     sed -n '1,/\*\//p' "$1" | sed -e :join -e '/\\$/{' -e 'N; s| *\\\n \* *| |; b join' -e '}' |

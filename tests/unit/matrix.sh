@@ -4,12 +4,11 @@
 # anything. .ci/run names compilers, make soak sets both.
 set -u
 cd "$(dirname "$0")/../.."
+. tests/support/check.sh
 root=$PWD
 work=$(mktemp -d "${TMPDIR:-/tmp}/matrix.XXXXXX")
 top=$work
 trap 'rm -rf "$top"' EXIT
-passed=0
-failed=0
 warn="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
 
 good() { passed=$((passed + 1)); }
@@ -30,11 +29,17 @@ fails_with() { # name, text, command...
     if "$@" >"$work/log" 2>&1; then bad "$name: succeeded"; elif grep -q "$text" "$work/log"; then good; else bad "$name: other text" "$work/log"; fi
 }
 
-# Everything that one compiler says; in a directory of its own, so that two compilers run at once. The first standard of
-# each language is compiled to the end, as some warnings come from the optimizer only; the others differ in the parser.
+# Everything that one compiler says. The first standard of each language is compiled to the end, as some warnings come
+# from the optimizer only; the others differ in the parser.
 compiler() {
     cc=$1
+    work=$lane
     command -v $cc >/dev/null 2>&1 || { echo "$cc is not here: its part is skipped"; return; }
+    printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$work/impl.c"
+    printf '#include "dtrain.h"\nint dtrain_other(void);\nint dtrain_other(void) { return dtrain_comm_size(NULL); }\n' >"$work/plain.c"
+    printf '#include "dtrain.h"\nint main(void) { return dtrain_comm_size(NULL) != 1; }\n' >"$work/user.c"
+    printf '#define DTRAIN_API static\n#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\nint main(void) { return dtrain_comm_size(NULL) != 1; }\n' >"$work/static.c"
+    printf '#include <stdio.h>\n#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$work/late.c"
     for std in c99 c11 c17 c++11 c++17; do
         case $std in c++*) lang="-x c++" ;; *) lang= ;; esac
         case $std in c99 | c++11) end="-c -o $work/$std.o" ;; *) end=-fsyntax-only ;; esac
@@ -60,52 +65,24 @@ compiler() {
     fails_with "$cc included late" 'include it before any system header' $cc -std=c99 -I. -c "$work/late.c" -o "$work/late.o"
 }
 
-for cc in ${COMPILERS:-cc}; do
-    mkdir "$work/$cc"
-    (
-        work=$work/$cc
-        printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$work/impl.c"
-        printf '#include "dtrain.h"\nint dtrain_other(void);\nint dtrain_other(void) { return dtrain_comm_size(NULL); }\n' >"$work/plain.c"
-        printf '#include "dtrain.h"\nint main(void) { return dtrain_comm_size(NULL) != 1; }\n' >"$work/user.c"
-        printf '#define DTRAIN_API static\n#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\nint main(void) { return dtrain_comm_size(NULL) != 1; }\n' >"$work/static.c"
-        printf '#include <stdio.h>\n#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$work/late.c"
-        compiler $cc >"$work/out"
-        echo "$passed $failed" >"$work/counts"
-    ) &
-done
-wait
-for cc in ${COMPILERS:-cc}; do
-    cat "$work/$cc/out"
-    read -r good_ones bad_ones <"$work/$cc/counts"
-    passed=$((passed + good_ones))
-    failed=$((failed + bad_ones))
-done
+printf '%s\n' ${COMPILERS:-cc} >"$work/compilers"
+lanes compiler <"$work/compilers"
 
-# Every module alone, half of them at a time: what it lacks is what one that it calls should have been included for.
-alone() { # 0: every second module from the second on; 1: from the first on
-    for file in $(awk -v first=$1 '!/^(\[|part |#|$)/ && ++n % 2 == first' src/order.txt); do
-        holds "src/$file alone" ${CC:-cc} -x c -std=gnu99 -DDTRAIN_MPI -Wall -Wextra -Wno-unused-function -Wno-unused-variable \
-            -Wno-unused-const-variable -fsyntax-only "src/$file"
-    done
-    echo "$passed $failed" >"$work/counts"
+# Every module alone: what it lacks is what one that it calls should have been included for.
+alone() { # module
+    work=$lane
+    holds "src/$1 alone" ${CC:-cc} -x c -std=gnu99 -DDTRAIN_MPI -Wall -Wextra -Wno-unused-function -Wno-unused-variable \
+        -Wno-unused-const-variable -fsyntax-only "src/$1"
 }
-for half in 0 1; do
-    mkdir "$work/$half"
-    (passed=0 failed=0 work=$work/$half; alone $half >"$work/out") &
-done
-wait
-for half in 0 1; do
-    cat "$work/$half/out"
-    read -r good_ones bad_ones <"$work/$half/counts"
-    passed=$((passed + good_ones))
-    failed=$((failed + bad_ones))
-done
+awk '!/^(\[|part |#|$)/' src/order.txt >"$work/modules"
+lanes alone <"$work/modules"
 
 # dtrain.h without some of its parts: each left out alone, all of them, and random ones, as C, linked and run; as C++ all,
 # and the random ones. MATRIX=all: each as C++ too, and a dozen random ones.
 parts=$(awk '$1 == "part" { print $2 }' src/order.txt)
 without() { # language, parts...
     lang=$1
+    work=$lane
     shift
     name="$lang without $*"
     flags=$(printf ' -DDTRAIN_NO_%s' "$@")
@@ -198,22 +175,8 @@ echo $parts | awk -v seed=$seed -v dozen=$dozen -v whole="${MATRIX:-}" '{
         if (some == "") some = " " $1
         print "c" some; print "c++" some
     }
-}' >"$top/combinations"
-for half in 0 1; do
-    (
-        passed=0 failed=0 work=$work/$half
-        awk -v half=$half 'NR % 2 == half' "$top/combinations" >"$work/mine"
-        while read -r combination; do without $combination; done <"$work/mine" >"$work/out"
-        echo "$passed $failed" >"$work/counts"
-    ) &
-done
-wait
-for half in 0 1; do
-    cat "$work/$half/out"
-    read -r good_ones bad_ones <"$work/$half/counts"
-    passed=$((passed + good_ones))
-    failed=$((failed + bad_ones))
-done
+}' | sort >"$top/combinations" # for each lane as many of C
+lanes without <"$top/combinations"
 
 holds "amalgamate --check" tools/amalgamate --check
 mkdir "$work/tree"

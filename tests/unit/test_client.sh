@@ -70,7 +70,9 @@ awk '/^DTRAIN__EXACT_BEGIN$/ { after = 1 } after && /^# *include </ { print FILE
 check $? "no system header is included after exact arithmetic"
 
 client() { # compiler, which may be several words
-    cc=$1
+    cc=$*
+    dir=$lane
+    logs="$dir/log $dir/diff"
     command -v ${cc##* } >/dev/null 2>&1 || { echo "$cc is not here: its part is skipped"; return; }
     header="$static -include dtrain.h"
     same dtrain.h "$header" $cc -Ofast -march=native
@@ -91,8 +93,6 @@ client() { # compiler, which may be several words
     macros $cc -x c++ -Ofast
 }
 
-[ -n "${COMPILERS:-}" ] || client "${CC:-cc}"
-for cc in ${COMPILERS:-}; do
-    client $cc
-done
+if [ -n "${COMPILERS:-}" ]; then printf '%s\n' $COMPILERS; else echo "${CC:-cc}"; fi >"$dir/compilers"
+lanes client <"$dir/compilers"
 checked
