@@ -41,7 +41,7 @@ if [ $# -eq 2 ]; then
 fi
 rm -f "$dir"/*.line
 processors=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
-tests | xargs -n 1 -P $((processors + 1)) sh tests/support/run.sh "$dir" # one more than processors, as many tests sleep
+tests | xargs -n 1 -P $((processors + 2)) sh tests/support/run.sh "$dir" # two more than processors, as many tests sleep
 for line in "$dir"/*.line; do
     grep -q ', 0 failed$' "$line" && continue
     name=$(basename "$line" .line)
