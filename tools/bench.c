@@ -372,12 +372,6 @@ static int bench_is_small(const bench *b)
     return b->count * sizeof(float) <= BENCH_MAILBOX;
 }
 
-/* Returns whether the limit goes over sockets. */
-static int bench_is_wired(const bench *b)
-{
-    return b->transport != THREADS && (b->transport != SHM || !bench_is_small(b));
-}
-
 /* Returns zeroed memory, rounded up to 2 MiB; ends the program if there is none. */
 static float *bench_memory(size_t bytes, int huge)
 {

@@ -14,6 +14,12 @@
 static const size_t wire_chunks[3] = {(size_t)64 << 10, (size_t)256 << 10, (size_t)1 << 20};
 static int wire_right[BENCH_RANKS], wire_left[BENCH_RANKS]; /* descriptors of each rank */
 
+/* Returns whether the limit goes over sockets. */
+static int bench_is_wired(const bench *b)
+{
+    return b->transport != THREADS && (b->transport != SHM || !bench_is_small(b));
+}
+
 static void wire_pair(int ends[2], int tcp)
 {
     struct sockaddr_in address;
