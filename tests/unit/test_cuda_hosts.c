@@ -33,7 +33,7 @@ static dtrain_status asks(const char *name)
         kill(getpid(), SIGKILL);
     if (what == ABORTS) {
         DTRAIN_IGNORE(dtrain_comm_abort(all_ranks, "it has had enough"));
-        sleep(1);
+        sleep(3);
     }
     return what == BREAKS ? dtrain_error_set(DTRAIN_ERR_IO, "%s breaks", name) : DTRAIN_OK;
 }
