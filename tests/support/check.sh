@@ -3,7 +3,9 @@
 # that compiler in the file's first comment, on one line, up to "&&" or the comment's end; "bottom_comment FILE" prints
 # the comment that ends the file, without its marks; "lanes COMMAND <FILE" gives COMMAND the words of each line of the
 # file, two lines at a time in subshells, as compilers and emulators use one processor each. $lane is then a directory of
-# the subshell's own, $logs a file in it, and the sums are added.
+# the subshell's own, $logs a file in it, and the sums are added. "calls FILE" prints a program without the lines that
+# ask for the implementation, so that it links with an object of it. "sample N ITEM..." sets $chosen to N of the items,
+# which follow from the number SAMPLE of the environment, and says which it leaves out; without SAMPLE it takes all.
 passed=0
 failed=0
 check() {
@@ -49,4 +51,28 @@ build_line() {
 bottom_comment() {
     awk '/^\/\*/ { text = "" } { text = text $0 "\n" } END { printf "%s", text }' "$1" |
         sed 's|^/\* *||; s| *\*/$||; s|^ \* ||' | sed '/^$/d'
+}
+calls() {
+    sed '/^#define DTRAIN_\(CUDA_\)*IMPLEMENTATION$/d; /^#define DTRAIN_API static$/d' "$1"
+}
+sample() {
+    most=$1
+    shift
+    chosen=$*
+    [ -n "${SAMPLE:-}" ] && [ $# -gt "$most" ] || return 0
+    chosen=$(echo "$*" | awk -v most="$most" -v seed="$SAMPLE" '{
+        for (i = 1; i <= NF; i++) item[i] = $i
+        for (i = 1; i <= most; i++) { # Park and Miller, CACM 31(10), 1988
+            seed = (seed % 2147483646 + 1) * 16807 % 2147483647
+            at = i + seed % (NF - i + 1)
+            held = item[i]; item[i] = item[at]; item[at] = held
+            printf "%s%s", (i > 1 ? " " : ""), item[i]
+        }
+    }')
+    for item; do
+        case " $chosen " in
+        *" $item "*) ;;
+        *) printf ' %s' "$item" ;;
+        esac
+    done | sed 's/^/left out:/; s/$/\n/'
 }
