@@ -7,6 +7,7 @@
 #ifndef DTRAIN__CUDA_FLAGS
 #define DTRAIN__CUDA_FLAGS
 #include "body.h"
+#include "emulate_share.h"
 #ifdef DTRAIN_CUDA_EMULATE
 #include <sched.h>
 #include <time.h>
