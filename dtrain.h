@@ -41,13 +41,17 @@
  *     dtrain_comm *world;
  *     DTRAIN_CHECK(dtrain_comm_create(&world, NULL));
  *     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
- *     ...
- *     DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN));
- *     ...
+ *     size_t first, mine = dtrain_shard(world, examples, dtrain_comm_rank(world), &first);
+ *     ...                                              each step: add up the gradients of examples first to
+ *     ...                                              first + mine - 1
+ *     DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count, DTRAIN_F32, DTRAIN_SUM));
+ *     for (size_t i = 0; i < count; i++)
+ *         grads[i] /= (float)examples;                 the examples of all ranks
+ *     ...                                              your update, the same on every rank
  *     dtrain_comm_destroy(world);
  *
- * DTRAIN_MEAN is right if each rank divides by its own number of examples and all have as many. If you divide by the
- * number of all examples, take DTRAIN_SUM.
+ * Sum gradients, and divide them by the number of all examples. DTRAIN_MEAN of each rank's own mean gives the same only
+ * if all ranks have the same number of examples.
  *
  * To use n threads, put the loop into a function `dtrain_status train(dtrain_comm *world, void *user)`, without
  * dtrain_comm_create and dtrain_comm_destroy. Call dtrain_run_threads(n, train, user, NULL). If you start the threads
@@ -87,9 +91,10 @@
  *
  * BESIDE THE COMPUTATION: start a call, compute, and wait for it.
  *
- *     DTRAIN_CHECK(dtrain_reduce_scatter_async(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+ *     DTRAIN_CHECK(dtrain_reduce_scatter_async(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_SUM, &work));
  *     ...
  *     DTRAIN_CHECK(dtrain_work_wait(work));
+ *     ...                                              divide by the number of all examples, and update
  *     DTRAIN_CHECK(dtrain_all_gather_async(world, params + lo, params, count, DTRAIN_F32, &work));
  *     DTRAIN_CHECK(dtrain_broadcast_async(world, params, count, DTRAIN_F32, 0, &work));
  *     DTRAIN_CHECK(dtrain_exscan_async(world, &lines, &begin, 1, DTRAIN_U64, DTRAIN_SUM, &work));
@@ -104,10 +109,11 @@
  *     DTRAIN_CHECK(dtrain_comm_poll(world, 300));
  *     DTRAIN_CHECK(dtrain_comm_ready(world, &ready));
  *     ...                                              then, in each frame that has gradients
- *     DTRAIN_CHECK(dtrain_all_reduce_async(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+ *     DTRAIN_CHECK(dtrain_all_reduce_async(world, grads, grads, count, DTRAIN_F32, DTRAIN_SUM, &work));
  *     ...                                              each frame, until the work is done
  *     DTRAIN_CHECK(dtrain_comm_poll(world, 300));
  *     if (dtrain_work_done(work)) status = dtrain_work_wait(work), done = 1;
+ *     ...                                              then divide by the number of all examples, and update
  *     ...                                              after DTRAIN_ERR_PEER_LOST: each frame, until group is set
  *     DTRAIN_CHECK(dtrain_comm_shrink_poll(world, 300, &group));
  *
@@ -298,9 +304,11 @@
  *     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
  *     float *m = (float *)calloc(n + 1, sizeof *m), *v = (float *)calloc(n + 1, sizeof *v);
  *     ...
- *     DTRAIN_CHECK(dtrain_reduce_scatter(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN));
- *     for (size_t i = 0; i < n; i++)
+ *     DTRAIN_CHECK(dtrain_reduce_scatter(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_SUM));
+ *     for (size_t i = 0; i < n; i++) {
+ *         grads[lo + i] /= (float)examples;            the examples of all ranks in the step
  *         update(params + lo + i, grads + lo + i, m + i, v + i);
+ *     }
  *     DTRAIN_CHECK(dtrain_all_gather(world, params + lo, params, count, DTRAIN_F32));
  *
  * REDUCED DURING BACKWARD: declare the parameters once, in a table of dtrain_param, with a unit for each layer. The
@@ -449,9 +457,9 @@
  *     Make equal calls         Each rank makes as many steps as the others, also with fewer examples or with none.
  *     Draw your own noise      For dropout and augmentation add the rank to the seed.
  *
- *   Ranks with unequal numbers of examples: do not use DTRAIN_MEAN, which weighs ranks alike. Sum the gradients and the
- *   number of examples, then divide. DDP and FSDP do the same with the weight that you give to dtrain_ddp_begin and
- *   dtrain_fsdp_begin.
+ *   Ranks with unequal numbers of examples: do not use DTRAIN_MEAN, which weighs ranks alike. If a rank does not know
+ *   the number of all examples, sum it with the gradients, then divide. DDP and FSDP do the same with the weight that
+ *   you give to dtrain_ddp_begin and dtrain_fsdp_begin.
  *
  *     grads[count] = (float)examples;                          one element more than parameters
  *     DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count + 1, DTRAIN_F32, DTRAIN_SUM));

@@ -19,9 +19,11 @@
  *     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
  *     float *m = (float *)calloc(n + 1, sizeof *m), *v = (float *)calloc(n + 1, sizeof *v);
  *     ...
- *     DTRAIN_CHECK(dtrain_reduce_scatter(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN));
- *     for (size_t i = 0; i < n; i++)
+ *     DTRAIN_CHECK(dtrain_reduce_scatter(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_SUM));
+ *     for (size_t i = 0; i < n; i++) {
+ *         grads[lo + i] /= (float)examples;            the examples of all ranks in the step
  *         update(params + lo + i, grads + lo + i, m + i, v + i);
+ *     }
  *     DTRAIN_CHECK(dtrain_all_gather(world, params + lo, params, count, DTRAIN_F32));
  *
  * REDUCED DURING BACKWARD: declare the parameters once, in a table of dtrain_param, with a unit for each layer. The
@@ -170,9 +172,9 @@
  *     Make equal calls         Each rank makes as many steps as the others, also with fewer examples or with none.
  *     Draw your own noise      For dropout and augmentation add the rank to the seed.
  *
- *   Ranks with unequal numbers of examples: do not use DTRAIN_MEAN, which weighs ranks alike. Sum the gradients and the
- *   number of examples, then divide. DDP and FSDP do the same with the weight that you give to dtrain_ddp_begin and
- *   dtrain_fsdp_begin.
+ *   Ranks with unequal numbers of examples: do not use DTRAIN_MEAN, which weighs ranks alike. If a rank does not know
+ *   the number of all examples, sum it with the gradients, then divide. DDP and FSDP do the same with the weight that
+ *   you give to dtrain_ddp_begin and dtrain_fsdp_begin.
  *
  *     grads[count] = (float)examples;                          one element more than parameters
  *     DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count + 1, DTRAIN_F32, DTRAIN_SUM));

@@ -22,18 +22,21 @@
     }
 #endif
 
-#define COUNT 103 /* 2 and 4 ranks do not divide it */
+#define COUNT 103  /* 2 and 4 ranks do not divide it, */
+#define EXAMPLES 7 /* nor this */
 
 static dtrain_status same_everywhere(dtrain_comm *world, const float *params)
 {
     return dtrain_comm_check_equal(world, params, COUNT, DTRAIN_F32);
 }
 
-/* Stands for a trainer's backward pass: the mean over ranks of what it gives is params - 1. */
-static void compute_gradients(const float *params, float *grads, int rank, int ranks)
+/* Stands for a trainer's backward pass over a rank's examples: the mean over all examples is params - 1. */
+static void compute_gradients(const float *params, float *grads, size_t examples, size_t first, size_t mine)
 {
-    for (size_t i = 0; i < COUNT; i++)
-        grads[i] = params[i] - 1 + (float)(2 * rank - ranks + 1);
+    memset(grads, 0, COUNT * sizeof *grads);
+    for (size_t example = first; example < first + mine; example++)
+        for (size_t i = 0; i < COUNT; i++)
+            grads[i] += params[i] - 1 + 2 * (float)example - (float)examples + 1;
 }
 
 static int trained(const float *params)
@@ -47,15 +50,17 @@ static int trained(const float *params)
 static dtrain_status data_parallel(dtrain_comm *world, void *user)
 {
     float params[COUNT], grads[COUNT];
-    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
-    size_t count = COUNT;
+    size_t count = COUNT, examples = EXAMPLES;
     (void)user;
     for (size_t i = 0; i < count; i++)
-        params[i] = (float)rank + (float)i / COUNT;
+        params[i] = (float)dtrain_comm_rank(world) + (float)i / COUNT;
     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0)); /* every rank starts from rank 0's weights */
+    size_t first, mine = dtrain_shard(world, examples, dtrain_comm_rank(world), &first);
     for (int step = 0; step < 100; step++) {
-        compute_gradients(params, grads, rank, ranks);
-        DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN));
+        compute_gradients(params, grads, examples, first, mine);
+        DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count, DTRAIN_F32, DTRAIN_SUM));
+        for (size_t i = 0; i < count; i++)
+            grads[i] /= (float)examples;
         for (size_t i = 0; i < count; i++)
             params[i] -= 0.1f * grads[i];
     }
@@ -67,13 +72,16 @@ static dtrain_status data_parallel(dtrain_comm *world, void *user)
 static dtrain_status from_the_environment(dtrain_comm *nobody, void *user)
 {
     float params[COUNT] = ZERO, grads[COUNT];
-    size_t count = COUNT;
+    size_t count = COUNT, examples = EXAMPLES;
     dtrain_comm *world;
     DTRAIN_CHECK(dtrain_comm_create(&world, NULL));
     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
+    size_t first, mine = dtrain_shard(world, examples, dtrain_comm_rank(world), &first);
     for (int step = 0; step < 100; step++) {
-        compute_gradients(params, grads, dtrain_comm_rank(world), dtrain_comm_size(world));
-        DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN));
+        compute_gradients(params, grads, examples, first, mine);
+        DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count, DTRAIN_F32, DTRAIN_SUM));
+        for (size_t i = 0; i < count; i++)
+            grads[i] /= (float)examples;
         for (size_t i = 0; i < count; i++)
             params[i] -= 0.1f * grads[i];
     }
@@ -128,8 +136,8 @@ static void update(float *param, float *grad, float *m, float *v)
 static dtrain_status optimizer_state_sharded(dtrain_comm *world, void *user)
 {
     float params[COUNT], grads[COUNT];
-    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
-    size_t count = COUNT;
+    int rank = dtrain_comm_rank(world);
+    size_t count = COUNT, examples = EXAMPLES, first, mine = dtrain_shard(world, examples, rank, &first);
     (void)user;
     for (size_t i = 0; i < count; i++)
         params[i] = (float)rank + (float)i / COUNT;
@@ -137,10 +145,12 @@ static dtrain_status optimizer_state_sharded(dtrain_comm *world, void *user)
     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
     float *m = (float *)calloc(n + 1, sizeof *m), *v = (float *)calloc(n + 1, sizeof *v);
     for (int step = 0; step < 100; step++) {
-        compute_gradients(params, grads, rank, ranks);
-        DTRAIN_CHECK(dtrain_reduce_scatter(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN));
-        for (size_t i = 0; i < n; i++)
+        compute_gradients(params, grads, examples, first, mine);
+        DTRAIN_CHECK(dtrain_reduce_scatter(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_SUM));
+        for (size_t i = 0; i < n; i++) {
+            grads[lo + i] /= (float)examples;
             update(params + lo + i, grads + lo + i, m + i, v + i);
+        }
         DTRAIN_CHECK(dtrain_all_gather(world, params + lo, params, count, DTRAIN_F32));
     }
     free(m);
@@ -307,7 +317,7 @@ static dtrain_status frame_loop(dtrain_comm *world, void *user)
     dtrain_status status = DTRAIN_OK;
     dtrain_comm *group = NULL;
     dtrain_comm_desc desc = poll_desc();
-    int ready = world != NULL, own = world == NULL, done = 0;
+    int ready = world != NULL, own = world == NULL, done = 0, ranks;
     (void)user;
     if (own)
         DTRAIN_CHECK(dtrain_comm_create_async(&world, &desc));
@@ -318,7 +328,7 @@ static dtrain_status frame_loop(dtrain_comm *world, void *user)
     }
     for (size_t i = 0; i < count; i++)
         grads[i] = (float)dtrain_comm_rank(world);
-    DTRAIN_CHECK(dtrain_all_reduce_async(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+    DTRAIN_CHECK(dtrain_all_reduce_async(world, grads, grads, count, DTRAIN_F32, DTRAIN_SUM, &work));
     while (!done) {
         DTRAIN_CHECK(dtrain_comm_poll(world, 300));
         render_frame();
@@ -328,10 +338,11 @@ static dtrain_status frame_loop(dtrain_comm *world, void *user)
         DTRAIN_CHECK(dtrain_comm_shrink_poll(world, 300, &group));
         render_frame();
     }
-    if (dtrain_comm_size(group) != dtrain_comm_size(world))
+    ranks = dtrain_comm_size(world);
+    if (dtrain_comm_size(group) != ranks)
         status = DTRAIN_ERR_PEER_LOST;
     dtrain_comm_destroy(group);
-    if (status == DTRAIN_OK && 2 * grads[COUNT - 1] != (float)(dtrain_comm_size(world) - 1))
+    if (status == DTRAIN_OK && 2 * grads[COUNT - 1] != (float)(ranks * (ranks - 1)))
         status = DTRAIN_ERR_INVALID;
     if (own)
         dtrain_comm_destroy(world);
@@ -443,11 +454,11 @@ static dtrain_status beside(dtrain_comm *world, void *user)
     dtrain_work *work, *sent, *came;
     (void)user;
     for (size_t i = 0; i < count; i++)
-        params[i] = 1, grads[i] = (float)(2 * rank - ranks + 3);
-    DTRAIN_CHECK(dtrain_reduce_scatter_async(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+        params[i] = 1, grads[i] = (float)(2 * rank - ranks + 3); /* of one example a rank; the mean is 2 */
+    DTRAIN_CHECK(dtrain_reduce_scatter_async(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_SUM, &work));
     DTRAIN_CHECK(dtrain_work_wait(work));
     for (size_t i = lo; i < lo + n; i++)
-        params[i] -= 0.5f * grads[i];
+        params[i] -= 0.5f * grads[i] / (float)ranks;
     DTRAIN_CHECK(dtrain_all_gather_async(world, params + lo, params, count, DTRAIN_F32, &work));
     DTRAIN_CHECK(dtrain_work_wait(work));
     DTRAIN_CHECK(dtrain_broadcast_async(world, params, count, DTRAIN_F32, 0, &work));
