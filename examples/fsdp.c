@@ -47,6 +47,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
 {
     float h[LAYERS + 1][WIDTH], d[LAYERS + 1][WIDTH], first[COUNT]; /* h[l] goes into layer l */
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    int mine = EXAMPLES / ranks + (rank < EXAMPLES % ranks); /* this rank's examples of a step */
     dtrain_param table = {.name = "w", .dtype = DTRAIN_F32, .shape = {LAYERS, WIDTH, WIDTH}, .stacked = 1};
     dtrain_fsdp_desc desc = {.optimizer = {.kind = DTRAIN_ADAMW}};
     dtrain_fsdp_plan_result plan, alone;
@@ -63,7 +64,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
     DTRAIN_CHECK(dtrain_fsdp_set(fsdp, "w", first, 0)); /* from rank 0; or load a checkpoint */
     for (int step = 1; step <= STEPS; step++) {
         double loss = 0;
-        DTRAIN_CHECK(dtrain_fsdp_begin(fsdp, EXAMPLES / ranks, EXAMPLES / ranks)); /* gradients: mean over examples */
+        DTRAIN_CHECK(dtrain_fsdp_begin(fsdp, mine, mine)); /* gradients: the mean over the examples of all ranks */
         for (int example = rank; example < EXAMPLES; example += ranks) {
             for (int i = 0; i < WIDTH; i++)
                 h[0][i] = dtrain_random_normal((uint64_t)step, (uint64_t)(example * WIDTH + i));
@@ -77,6 +78,8 @@ static dtrain_status train(dtrain_comm *world, void *user)
                 backward(w + l * LAYER, g + l * LAYER, h[l], h[l + 1], d[l + 1], d[l]);
             }
         }
+        if (mine * ranks < EXAMPLES) /* other ranks have one more, and gather */
+            DTRAIN_CHECK(dtrain_fsdp_join(fsdp));
         DTRAIN_CHECK(dtrain_fsdp_step(fsdp, 0.01f));
         DTRAIN_CHECK(dtrain_all_reduce(world, &loss, &loss, 1, DTRAIN_F64, DTRAIN_SUM));
         if (rank == 0 && step == STEPS)
