@@ -212,7 +212,8 @@ uninstall:
 check:
 	@tools/amalgamate --check
 
+# A clone has build/ because of build/.gitignore, which stays.
 clean:
-	rm -rf build
+	rm -rf build/*
 
 .PHONY: all test nvcc cuda test-cuda bench-cuda demo demo-fsdp bench soak fuzz install uninstall check clean
