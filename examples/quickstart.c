@@ -1,4 +1,5 @@
 /* cc -O2 -ffp-contract=off -I. examples/quickstart.c -o build/quickstart -lpthread -lm && build/quickstart */
+#define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

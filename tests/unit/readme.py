@@ -3,8 +3,10 @@
 
   python3 tests/unit/readme.py snippets        each code block of the manual, and of the headers, stands in one function
                                                of snippets.c or test_snippets_parts.c, in order
-  python3 tests/unit/readme.py programs DIR    looks at README's program, and writes that of its three steps into DIR/parts.c
-  python3 tests/unit/readme.py commands        runs README's commands; prints what differs from the output that it shows
+  python3 tests/unit/readme.py programs DIR    looks at README's program, and writes that of its three steps into DIR, in
+                                               both ways of including: one.c; caller.c and implementation.c
+  python3 tests/unit/readme.py commands DIR    runs README's commands in DIR; prints what differs from the output that it
+                                               shows
   python3 tests/unit/readme.py tables          the tables of examples, environment variables, parts and sections are complete
 
 --readme FILE, --manual FILE and --snippets FILE read other files in place of the real ones; --header FILE reads that
@@ -100,24 +102,47 @@ def snippets(manual, headers, source):
 
 # ---- README: programs ----
 
+# A line through 7 points of y = x * x, from x = -2 on. The loop in doubles is that of one rank, without dtrain.
 FIXTURE = """
-static const size_t count = 4;
+static const size_t count = 2, examples = 7;
+
+static int as_one_rank(const float *params)
+{
+    double slope = 0, level = 0;
+    for (int step = 0; step < 20; step++) {
+        double d_slope = 0, d_level = 0;
+        for (int x = -2; x <= 4; x++) {
+            d_slope += (slope * x + level - x * x) * x;
+            d_level += slope * x + level - x * x;
+        }
+        slope -= 0.1 * d_slope / 7;
+        level -= 0.1 * d_level / 7;
+    }
+    slope -= (double)params[0];
+    level -= (double)params[1];
+    return slope * slope < 1e-10 && level * level < 1e-10;
+}
 
 int main(void)
 {
-    float params[4] = {0, 0, 0, 0}, grads[4];
-    int step = 0;
+    float params[2] = {0, 0}, grads[2];
 %s
-    for (size_t i = 0; i < count; i++)
-        if (params[i] < 0.9f || params[i] > 1.1f)
-            return 1;
+    if (!as_one_rank(params))
+        return 1;
     puts("trained");
     return 0;
 }
 """
 # What stands for each "..." of the block: the program's own gradients, and its own update, in a loop.
-OWN = ["for (step = 0; step < 100; step++) { for (size_t i = 0; i < count; i++) grads[i] = params[i] - 1;",
-       "for (size_t i = 0; i < count; i++) params[i] -= 0.1f * grads[i]; }"]
+OWN = ["""for (int step = 0; step < 20; step++) {
+    grads[0] = grads[1] = 0;
+    for (size_t i = first; i < first + mine; i++) {
+        float x = (float)i - 2, error = params[0] * x + params[1] - x * x;
+        grads[0] += error * x;
+        grads[1] += error;
+    }""", """for (size_t i = 0; i < count; i++)
+        params[i] -= 0.1f * grads[i];
+}"""]
 
 
 def fences(text):
@@ -125,18 +150,22 @@ def fences(text):
 
 
 def programs(readme, directory):
-    """Compares the first block with quickstart.c, which a command of README builds; writes parts.c, made of the others."""
+    """Compares the first block with quickstart.c, which a command of README builds; writes programs of the others."""
     blocks = fences(readme)
     whole = [b for b in blocks if "int main(" in b]
     heads = [b for b in blocks if "int main(" not in b and all(re.match(r"#|$", line) for line in b.split("\n"))]
     calls = [b for b in blocks if b not in whole and b not in heads]
-    check((len(whole), len(heads), len(calls)) == (1, 1, 1), "README has a program, the lines that include dtrain.h, and the calls",
-          f"  {len(whole)}, {len(heads)} and {len(calls)} blocks")
+    static = ["DTRAIN_API static" in head for head in heads]
+    check((len(whole), static, len(calls)) == (1, [True, False], 1),
+          "README has a program, two ways to include dtrain.h, static first, and the calls",
+          f"  {len(whole)}, {static} and {len(calls)} blocks")
     own = iter(OWN)
     body = re.sub(r"^\.\.\..*$", lambda _: next(own, "?"), "".join(calls), flags=re.M)
     check(next(own, None) is None and "?" not in body, "the calls have two places for the program's own code", body)
     check(whole and whole[0] in (ROOT / "examples/quickstart.c").read_text(), "README's program is examples/quickstart.c")
-    (directory / "parts.c").write_text("".join(heads) + FIXTURE % body)
+    (directory / "one.c").write_text(heads[0] + FIXTURE % body)
+    (directory / "caller.c").write_text('#include "dtrain.h"\n' + FIXTURE % body)
+    (directory / "implementation.c").write_text(heads[-1])
 
 
 # ---- README: commands ----
@@ -147,7 +176,7 @@ def commands(text):
     found = []
     for line in re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S).split("\n"):
         if line.startswith("    $ "):
-            command, _, mark = line[6:].partition("# not run here")
+            command, mark, _ = line[6:].partition("# not run here")
             found.append([command.strip(), [], bool(mark)])
             open_block = True
         elif line.startswith("    ") and found and open_block:
@@ -166,14 +195,14 @@ def form(text):
     return [re.sub(r"\s+", " ", NUMBER.sub("#", line)).strip() for line in text.strip().split("\n")]
 
 
-def run_commands(readme):
+def run_commands(readme, directory):
     found = commands(readme)
     check(len(found) >= 5, f"README has {len(found)} commands")
     for command, output, marked in found:
         if marked:
             print(f"skipped, as README says: {command}")
             continue
-        ran = subprocess.run(["sh", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
+        ran = subprocess.run(["sh", "-c", command], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
         came = ran.stdout.decode()
         expected = form("\n".join(output)) if output else None
         good = ran.returncode == 0 and (expected is None or form(came) == expected)
@@ -233,7 +262,7 @@ def main(args):
     elif args[0] == "programs":
         programs(readme, Path(args[1]))
     elif args[0] == "commands":
-        run_commands(readme)
+        run_commands(readme, Path(args[1]))
     elif args[0] == "tables":
         tables(manual, readme)
     print(f"{passed} passed, {failed} failed")

@@ -205,7 +205,7 @@ try "device_reduce runs" run device_reduce
 try "device_reduce prints what its last comment says" prints_its_comment device_reduce
 
 sed -n '/^```c$/,/^```$/p' README.md | sed '1d;/^```$/,$d' >"$dir/readme.c"
-awk '/^#define DTRAIN_IMPLEMENTATION/ { on = 1 } on && /^\/\*/ { on = 0 } on' examples/quickstart.c | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}' >"$dir/quick.c"
+awk '/^#define DTRAIN_API/ { on = 1 } on && /^\/\*/ { on = 0 } on' examples/quickstart.c | sed -e :a -e '/^\n*$/{$d;N;ba' -e '}' >"$dir/quick.c"
 [ -s "$dir/readme.c" ] && cmp "$dir/readme.c" "$dir/quick.c" >"$dir/log" 2>&1
 check $? "the README's program is examples/quickstart.c"
 grep -q "^    \$ $(build_line examples/quickstart.c cc) && build/quickstart\$" README.md
