@@ -1,7 +1,10 @@
 #!/bin/sh
 # The compile matrix and the amalgamation: what a user's compiler sees, and what an author's mistake meets. Asks cc, or the
-# compilers that COMPILERS in the environment names; with MATRIX=all there, also what takes long and has seldom found
-# anything. .ci/run names compilers, make soak sets both.
+# compilers that COMPILERS in the environment names.
+#
+# Of the sets of parts it compiles three: none of the parts, and two sets that together have every part. SAMPLE=number in
+# the environment chooses these two. tests/unit/test_includes.sh proves by names that the other sets compile. MATRIX=all
+# adds each part left out alone, and each compiler at -Ofast for this processor; make soak sets it.
 set -u
 cd "$(dirname "$0")/../.."
 . tests/support/check.sh
@@ -68,17 +71,7 @@ compiler() {
 printf '%s\n' ${COMPILERS:-cc} >"$work/compilers"
 lanes compiler <"$work/compilers"
 
-# Every module alone: what it lacks is what one that it calls should have been included for.
-alone() { # module
-    work=$lane
-    holds "src/$1 alone" ${CC:-cc} -x c -std=gnu99 -DDTRAIN_MPI -Wall -Wextra -Wno-unused-function -Wno-unused-variable \
-        -Wno-unused-const-variable -fsyntax-only "src/$1"
-}
-awk '!/^(\[|part |#|$)/' src/order.txt >"$work/modules"
-lanes alone <"$work/modules"
-
-# dtrain.h without some of its parts: each left out alone, all of them, and random ones, as C, linked and run; as C++ all,
-# and the random ones. MATRIX=all: each as C++ too, and a dozen random ones.
+# dtrain.h without some of its parts, as C, linked and run, and as C++. At -O1 gcc sees how a stand-in and its caller fit.
 parts=$(awk '$1 == "part" { print $2 }' src/order.txt)
 without() { # language, parts...
     lang=$1
@@ -86,6 +79,7 @@ without() { # language, parts...
     shift
     name="$lang without $*"
     flags=$(printf ' -DDTRAIN_NO_%s' "$@")
+    case " $* " in *" MPI "*) ;; *) flags="$flags -DDTRAIN_MPI" ;; esac
     if [ $lang = c++ ]; then
         holds "$name" ${CC:-cc} -x c++ -std=c++11 -O0 $warn $flags -I. -fsyntax-only "$top/sum.c"
     else
@@ -158,24 +152,30 @@ int main(void)
 END
 holds "what stands in for a part compiles" ${CC:-cc} -std=c99 -O0 $warn -DDTRAIN_NO_COMPRESS -DDTRAIN_NO_DEVICE -DDTRAIN_NO_SOCKETS -I. "$top/refused.c" -o "$work/refused" -lpthread -lm
 holds "what stands in for a part names the macro" "$work/refused"
-for language in "c -std=c99" "c++ -std=c++11"; do
-    holds "the part MPI in $language" ${CC:-cc} -x $language -O0 $warn -DDTRAIN_MPI -DDTRAIN_IMPLEMENTATION -c dtrain.h -o "$work/mpi.o"
-done
 fails_with "dtrain_cuda.h without devices" 'remove that macro' ${CC:-cc} -fsyntax-only -DDTRAIN_NO_DEVICE -DDTRAIN_CUDA_STUB -x c dtrain_cuda.h
-seed=${MATRIX_SEED:-$(date +%s)}
-echo "parts left out at random: MATRIX_SEED=$seed"
-dozen=2
-[ "${MATRIX:-}" != all ] || dozen=12
-echo $parts | awk -v seed=$seed -v dozen=$dozen -v whole="${MATRIX:-}" '{
-    for (i = 1; i <= NF; i++) { print "c", $i; if (whole == "all") print "c++", $i }
-    print "c", $0; print "c++", $0
-    for (srand(seed); k < dozen; k++) {
-        some = ""
-        for (i = 1; i <= NF; i++) if (rand() < 0.5) some = some " " $i
-        if (some == "") some = " " $1
-        print "c" some; print "c++" some
+sample=${SAMPLE:-3} # one set of 3 has SHARD and TRAIN and leaves out whatever has a stand-in
+echo "parts left out at random: SAMPLE=$sample"
+awk -v sample=$sample -v whole="${MATRIX:-}" '
+    function without(half,    i, names) {
+        for (i = 1; i <= n; i++)
+            if (!((half, i) in kept)) names = names " " part[i]
+        print "c" names; print "c++" names
     }
-}' | sort >"$top/combinations" # for each lane as many of C
+    function keep(half, i,    k, list, count) {
+        kept[half, i]
+        count = split(needs[i], list, " ")
+        for (k = 1; k <= count; k++) keep(half, place[list[k]])
+    }
+    $1 == "part" { part[++n] = $2; place[$2] = n; $1 = $2 = $3 = ""; needs[n] = $0 }
+    END {
+        without("none")
+        for (i = n; i > 0; i--) {
+            sample = (75 * sample + 74) % 65537 # a generator that every awk has
+            keep(sample < 32768, i)
+        }
+        without(0); without(1)
+        for (i = 1; i <= n && whole == "all"; i++) print "c", part[i]
+    }' src/order.txt | sort >"$top/combinations" # for each lane as many of C
 lanes without <"$top/combinations"
 
 holds "amalgamate --check" tools/amalgamate --check
