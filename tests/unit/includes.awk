@@ -36,7 +36,7 @@ function code(line,    out)
 # kind: full, or for what another module may complete: prototype, opaque
 function provide(name, kind)
 {
-    if (name !~ /^(dtrain|DTRAIN)_/)
+    if (name !~ /^(\.|(dtrain|DTRAIN)_)/)
         return
     if (!((name, file) in provided)) {
         providers[name] = providers[name] " " file
@@ -65,6 +65,8 @@ function declare(head, is_function, body,    n, list, i, is_variable, kind)
         split(substr(head, RSTART, RLENGTH), list, /[ {]+/)
         provide(list[2], "full")
     }
+    if (head ~ /(struct|union)[^(]*\{\}/)
+        read_fields(body)
     if (head ~ /(^|[^a-z_])enum([^a-z_]|$)/) {
         n = split(body, list, ",")
         for (i = 1; i <= n; i++) {
@@ -91,14 +93,32 @@ function declare(head, is_function, body,    n, list, i, is_variable, kind)
         variable[head, file] = 1
 }
 
+# The fields of a struct are provided as ".name".
+function read_fields(body,    n, list, i)
+{
+    gsub(/__attribute__ *\(\([^;]*\)\)|\[[^]]*\]|:[^;,]*/, "", body)
+    n = split(body, list, /[;,]/)
+    for (i = 1; i < n; i++) {
+        if (match(list[i], /\(\*[a-z0-9_]+\) *\(/))
+            list[i] = substr(list[i], RSTART + 2, RLENGTH - 2)
+        sub(/\).*/, "", list[i])
+        if (match(list[i], /[A-Za-z0-9_]+ *$/)) {
+            list[i] = substr(list[i], RSTART)
+            sub(/ *$/, "", list[i])
+            provide("." list[i], "full")
+        }
+    }
+}
+
 # `where`: the file, or the macro whose body this is. A tag behind "struct" needs no declaration for a pointer.
 function read_names(text, where,    n, list, i, name)
 {
     gsub(/[A-Za-z0-9_]+##|struct dtrain_[a-z0-9_]+ *\*/, "", text)
-    n = split(text, list, /[^A-Za-z0-9_]+/)
+    gsub(/->|\./, " .", text)
+    n = split(text, list, /[^.A-Za-z0-9_]+/)
     for (i = 1; i <= n; i++) {
         name = list[i]
-        if (name !~ /^(dtrain|DTRAIN)_/ || name == where)
+        if (name !~ /^(\.[a-z]|(dtrain|DTRAIN)_)/ || name == where || index(not_ours, name " "))
             continue
         if (++mentions[name, file] == 1)
             users[name] = users[name] " " file
@@ -140,7 +160,7 @@ FNR == 1 {
     if (head != "")
         declare(head)
     head = macro = ""
-    depth = comment = 0
+    depth = comment = inner_struct = 0
     file = FILENAME
     sub(/^src\//, "", file)
     folder = file
@@ -169,9 +189,17 @@ text ~ /^ *# *(el)?if/ {
         fault("condition", file, FNR, "asks in a module which parts are left out")
 }
 
+macro == "" { not_ours = ".fd .events " } # of poll, and the parameters of a macro
+
 text ~ /^ *# *define/ {
     split(text, words, /[^A-Za-z0-9_]+/)
     macro = words[3]
+    if (match(text, /\([a-z0-9_, ]+\)/)) {
+        words[1] = substr(text, RSTART + 1, RLENGTH - 2)
+        gsub(/,/, "", words[1])
+        gsub(/[a-z0-9_]+/, ".&", words[1])
+        not_ours = not_ours words[1] " "
+    }
     provide(macro, "full")
 }
 
@@ -184,6 +212,14 @@ macro != "" {
 
 { read_names(text, file) }
 
+depth > 0 && is_function && text ~ /struct [a-z0-9_]* *\{/ { inner_struct = 1 }
+
+inner_struct {
+    read_fields(text)
+    if (text ~ /}/)
+        inner_struct = 0
+}
+
 text ~ /^ *#/ || /^extern "C" \{/ { next }
 
 /^}/ { depth = 1 }
@@ -194,7 +230,7 @@ text ~ /^ *#/ || /^extern "C" \{/ { next }
         if (depth == 0)
             head = head " " substr(text, 1, RSTART - 1)
         else if (!is_function)
-            body = body substr(text, 1, RSTART - 1)
+            body = body substr(text, 1, RSTART)
         text = substr(text, RSTART + 1)
         if (mark == "{" && depth++ == 0) {
             is_function = head ~ /\) *$/
@@ -285,7 +321,7 @@ function check_use(name, file, line,    n, list, i, stem, found, lack)
             if (!sub(/_[^_]*$/, "", stem))
                 stem = ""
         if (stem == "") {
-            if (users[name] ~ /^ [^ ]+ / && !((name, "#if") in used_at))
+            if (name !~ /^\./ && users[name] ~ /^ [^ ]+ / && !((name, "#if") in used_at))
                 fault("undefined", file, line, "uses " name ", which no module defines:" users[name])
             return
         }
@@ -323,7 +359,7 @@ function check_provided(name, file,    n, list, i, whole, lack)
             if (list[i] != file && !index(reach[list[i]] " ", " " file " "))
                 fault("forward", file, provided_at[name, file], "declares " name " of " list[i] ", which does not include it")
     }
-    for (i = 1; i <= n && provided[name, file] == "full" && stand_in[file]; i++)
+    for (i = 1; i <= n && name !~ /^\./ && provided[name, file] == "full" && stand_in[file]; i++)
         if (list[i] != file && provided[name, list[i]] == "full" && gap(guard[file] " " guard[list[i]], "") != "")
             fault("twice", file, provided_at[name, file], "defines " name " beside " list[i])
     if ((name, file) in variable) {
