@@ -46,7 +46,8 @@ skip != "" { # a body, or values, up to their last line
     gsub(/__attribute__\(\(.*\)\) ?|DTRAIN__PRINTF\([0-9], [0-9]\) ?| *\/\*.*/, "", plain)
     variable = plain !~ /\(/ && plain ~ /[;{]$|=/
     if (!inlined && plain ~ /^static / && !(variable && plain ~ / const /)) {
-        sub(/static /, variable && !bodies ? "extern " : "", line)
+        function_pointer = plain ~ /^static [^(]*\(\*/
+        sub(/static /, (variable || function_pointer) && !bodies ? "extern " : "", line)
         if (variable && !bodies && plain ~ /=/) {
             if (plain !~ /;$/)
                 skip = ";$"
