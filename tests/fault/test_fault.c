@@ -221,7 +221,7 @@ static void *faulty_rank(void *pointer)
     desc.world_size = r->ranks;
     desc.root = r->root;
     desc.token = "what TCP takes to meet";
-    desc.timeout_ms = 10000;
+    desc.timeout_ms = test_ms(10000);
     desc.reconnect_ms = r->reconnect_ms;
     desc.secure = r->seed % 3 == 0;
     dtrain_status status;

@@ -171,7 +171,7 @@ static void run_all(fault *f)
 {
     dtrain_comm_desc some;
     memset(&some, 0, sizeof some);
-    some.timeout_ms = 20000;
+    some.timeout_ms = test_ms(20000);
     pthread_barrier_init(&all_are_through, NULL, RANKS);
     CHECK_EQ(dtrain_run_threads(RANKS, suffer, f, &some), DTRAIN_OK);
     pthread_barrier_destroy(&all_are_through);

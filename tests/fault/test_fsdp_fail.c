@@ -27,7 +27,7 @@ static dtrain_status on_threads(int ranks, dtrain_status (*body)(dtrain_comm *, 
     heap h = {0, 0};
     dtrain_allocator allocator = {heap_resize, &h, 0, 0};
     dtrain_comm_desc desc = {0};
-    desc.timeout_ms = 10000;
+    desc.timeout_ms = test_ms(10000);
     desc.allocator = &allocator;
     dtrain_status status = dtrain_run_threads(ranks, body, user, &desc);
     CHECK_EQ(h.blocks, 0);
@@ -478,7 +478,7 @@ static dtrain_status dies_or_mourns(dtrain_comm *world, void *user)
     }
     double begin = now_s();
     dtrain_fsdp_destroy(fsdp);
-    CHECK(now_s() - begin < 5);
+    CHECK_WITHIN(now_s() - begin, 5);
     return status;
 }
 
@@ -514,7 +514,7 @@ static dtrain_status destroys_early(dtrain_comm *world, void *user)
         double begin = now_s();
         dtrain_fsdp_destroy(fsdp);
         CHECK_CONTAINS(dtrain_last_error(), "no unit 6"); /* of a call; destroying is none that fails */
-        CHECK(now_s() - begin < 10);                      /* the deadline is a minute */
+        CHECK_WITHIN(now_s() - begin, 10);                      /* the deadline is a minute */
         return dtrain_barrier(world);                     /* the caller's own group is as good as before */
     }
     usleep(2500000);

@@ -203,7 +203,7 @@ TEST(a_member_that_sends_a_frame_out_of_place_is_lost_and_the_rest_goes_on)
     for (int which = 0; wrong_frame(which, &b) != 0; which++) {
         int before = test_failures;
         scene_begin(&s, 3, 0);
-        s.desc.timeout_ms = 10000;
+        s.desc.timeout_ms = test_ms(10000);
         s.user = &which;
         run_ranks(&s, finds_the_wrong_frame);
         if (test_failures != before)
@@ -379,7 +379,7 @@ TEST(rank_0_keeps_few_answers_for_a_member_that_does_not_read_them)
     for (int tcp = 0; tcp < 2; tcp++) {
         scene_begin(&s, 3, tcp);
         s.desc.heartbeat_ms = 60000;
-        s.desc.timeout_ms = 60000;
+        s.desc.timeout_ms = test_ms(60000);
         run_ranks(&s, asks_and_does_not_read);
     }
 }
@@ -433,7 +433,7 @@ TEST(what_one_member_tells_another_that_does_not_read_has_a_limit)
     scene s;
     scene_begin(&s, 3, 0);
     s.desc.heartbeat_ms = 60000;
-    s.desc.timeout_ms = 60000;
+    s.desc.timeout_ms = test_ms(60000);
     run_ranks(&s, tells_much);
 }
 
@@ -468,6 +468,6 @@ TEST(a_member_that_asks_and_never_reads_is_lost_by_its_silence)
     scene s;
     scene_begin(&s, 3, 0);
     s.desc.heartbeat_ms = 2500;
-    s.desc.timeout_ms = 60000;
+    s.desc.timeout_ms = test_ms(60000);
     run_ranks(&s, asks_and_falls_silent);
 }

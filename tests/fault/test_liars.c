@@ -154,7 +154,7 @@ TEST(micro_batches_and_weights_that_cannot_be_are_refused)
     double lies[5][2] = {{1e300, 1.0}, {-1.0, 1.0}, {nan, 1.0}, {1.0, -1.0}, {1.0, nan}};
     dtrain_comm_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.timeout_ms = 20000;
+    desc.timeout_ms = test_ms(20000);
     for (int i = 0; i < 5; i++)
         DTRAIN_IGNORE(dtrain_run_threads(2, announce, lies[i], &desc));
 }

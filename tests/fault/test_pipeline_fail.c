@@ -603,7 +603,7 @@ static void one_dies(victim v, int ranks)
     pid_t pids[8];
     int before = test_failures;
     scene_begin(&s, ranks, 1);
-    s.desc.timeout_ms = 60000;
+    s.desc.timeout_ms = test_ms(60000);
     s.user = &v;
     told = (int *)mmap(NULL, sizeof *told, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(told != MAP_FAILED);

@@ -154,7 +154,7 @@ static int late(dtrain_comm *world, scene *s)
         CHECK_EQ(status, DTRAIN_ERR_TIMEOUT);
         CHECK_CONTAINS(world->error.text, "for rank 1 to call it as well or to be lost; it can be called again");
     }
-    world->desc.timeout_ms = 20000;
+    world->desc.timeout_ms = test_ms(20000);
     if (rank == 0)
         CHECK_EQ(dtrain_store_set(world, "late", NULL, 0), DTRAIN_OK);
     size_t bytes;

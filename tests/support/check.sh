@@ -6,21 +6,38 @@
 # the subshell's own, $logs a file in it, and the sums are added. "calls FILE" prints a program without the lines that
 # ask for the implementation, so that it links with an object of it. "sample N ITEM..." sets $chosen to N of the items,
 # which follow from the number SAMPLE of the environment, and says which it leaves out; without SAMPLE it takes all.
+# "timeout" is the system's, with a deadline that grows with TEST_SLOW, which tests/support/run.sh sets. A check that does
+# not hold after one has passed is late: "checked" says how many are.
 passed=0
 failed=0
+late=0
+out_of_time=$(mktemp "${TMPDIR:-/tmp}/late.XXXXXX") || exit 1
+rm -f "$out_of_time"
 check() {
     if [ "$1" -eq 0 ]; then
         passed=$((passed + 1))
         echo "ok $2"
     else
         failed=$((failed + 1))
+        [ ! -e "$out_of_time" ] || late=$((late + 1))
         echo "FAIL $2"
+        cat "$out_of_time" 2>/dev/null
         head -30 $logs 2>/dev/null
     fi
+    rm -f "$out_of_time"
 }
 checked() {
+    [ $late -eq 0 ] || echo "$late by a deadline"
     echo "$passed passed, $failed failed"
     [ $failed -eq 0 ]
+}
+timeout() {
+    allowed=$(($1 * ${TEST_SLOW:-1}))
+    shift
+    command timeout $allowed "$@"
+    set -- $? "$*"
+    [ "$1" -ne 124 ] || echo "out of time after $allowed s: $2" >"$out_of_time"
+    return "$1"
 }
 lanes() {
     lanes=$(mktemp -d "${TMPDIR:-/tmp}/lanes.XXXXXX") || exit 1
@@ -30,17 +47,18 @@ lanes() {
         mkdir "$lane"
         awk -v half=$half 'NF && ++n % 2 != half' "$lanes/all" >"$lane/items"
         (
-            passed=0 failed=0 logs=$lane/log
+            passed=0 failed=0 late=0 logs=$lane/log out_of_time=$lane/late
             while read -r items; do "$1" $items </dev/null; done <"$lane/items" >"$lane/out" 2>&1
-            echo "$passed $failed" >"$lane/sums"
+            echo "$passed $failed $late" >"$lane/sums"
         ) &
     done
     wait
     for half in 0 1; do
         cat "$lanes/$half/out"
-        read -r good bad <"$lanes/$half/sums" || { good=0 bad=1; }
+        read -r good bad slow <"$lanes/$half/sums" || { good=0 bad=1 slow=0; }
         passed=$((passed + good))
         failed=$((failed + bad))
+        late=$((late + slow))
     done
     rm -rf "$lanes"
 }

@@ -137,7 +137,7 @@ static dg_world dg_new(int ranks, dtrain_device_mode mode, void (*body)(dg_rank 
     w.desc.mode = mode;
     w.desc.chunk_bytes = mode == DTRAIN_DEVICE_STAGED ? 262144 : 0;
     w.desc.slots = mode == DTRAIN_DEVICE_STAGED ? 2 : 0;
-    w.comm.timeout_ms = 30000;
+    w.comm.timeout_ms = test_ms(30000);
     w.delay_us = 60;
     w.seed = 1;
     w.body = body;

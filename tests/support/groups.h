@@ -24,7 +24,7 @@ static void on_threads(int ranks, rank_body body, scene *s)
     if (getenv("TEST_MPI_RANKS") != NULL) /* then processes meet, not these threads */
         return;
     memset(&desc, 0, sizeof desc);
-    desc.timeout_ms = 20000;
+    desc.timeout_ms = test_ms(20000);
     CHECK_EQ(dtrain_run_threads(ranks, play_rank, &p, &desc), DTRAIN_OK);
 }
 

@@ -41,7 +41,7 @@ make_environment() { # name packages...
     shift
     [ "$(cat "$home/has" 2>/dev/null)" != "$*" ] || return 0
     rm -rf "$home"
-    python3 -m venv "$home" && timeout 1200 "$home/bin/python" -m pip install -q "$@" && echo "$*" >"$home/has"
+    python3 -m venv "$home" && timeout 2400 "$home/bin/python" -m pip install -q "$@" && echo "$*" >"$home/has"
 }
 environment() { # name packages...
     [ "$(cat "$checks/$1/has" 2>/dev/null)" = "$(shift && echo "$*")" ] && "$checks/$1/bin/python" -c '' 2>/dev/null ||

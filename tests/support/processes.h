@@ -115,7 +115,7 @@ __attribute__((unused)) static void scene_begin(scene *s, int ranks, int tcp)
         close(fd);
     memset(s, 0, sizeof *s);
     s->ranks = ranks;
-    s->desc.timeout_ms = 20000;
+    s->desc.timeout_ms = test_ms(20000);
     tcp |= !scene_has_unix();
     tcp |= getenv("TEST_TRANSPORT") != NULL && strcmp(getenv("TEST_TRANSPORT"), "tcp") == 0;
     s->desc.token = tcp ? "what TCP takes to meet" : NULL;
@@ -207,13 +207,15 @@ static int rank_main(scene *s, int rank, rank_body body)
 {
     dtrain_comm *world = NULL;
     int before = test_failures;
-    if (scene_join(&world, s, rank) != DTRAIN_OK) {
+    dtrain_status status = scene_join(&world, s, rank);
+    if (status != DTRAIN_OK) {
+        test_judge(status, "scene_join", "DTRAIN_OK");
         TEST_FAIL("rank %d: %s", rank, dtrain_last_error());
-        return 1;
+        return test_end();
     }
     int bad = body(world, s);
     dtrain_comm_destroy(world);
-    return bad || test_failures != before;
+    return test_failures != before ? test_end() : bad != 0;
 }
 
 #ifdef _WIN32 /* no fork: a rank is a thread, its pid the address of this */
@@ -244,7 +246,7 @@ __attribute__((unused)) static pid_t start_rank(scene *s, int rank, rank_body bo
 static int end_of(pid_t pid, double seconds)
 {
     scene_rank *own = (scene_rank *)pid;
-    int end = WaitForSingleObject(own->thread, (DWORD)(seconds * 1000)) == WAIT_OBJECT_0 ? own->end : -1;
+    int end = WaitForSingleObject(own->thread, (DWORD)(seconds * 1000 * test_slow())) == WAIT_OBJECT_0 ? own->end : -1;
     CloseHandle(own->thread);
     if (end >= 0)
         free(own);
@@ -279,7 +281,7 @@ static void tell_waits(pid_t pid)
 static int end_of(pid_t pid, double seconds)
 {
     int status;
-    double until = now_s() + seconds;
+    double until = now_s() + seconds * test_slow();
     while (waitpid(pid, &status, WNOHANG) == 0) {
         if (now_s() > until) {
             tell_waits(pid);
@@ -316,8 +318,10 @@ static void run_ranks_but(scene *s, int victim, rank_body body)
         pids[rank] = start_rank(s, rank, body);
     for (int rank = 0; rank < s->ranks; rank++) {
         int end = end_of(pids[rank], s->seconds > 0 ? s->seconds : 60);
-        if (end != (rank == victim ? 128 + SIGKILL : 0))
-            TEST_FAIL("rank %d of %d at %s ended with %d", rank, s->ranks, s->root, end);
+        if (end == (rank == victim ? 128 + SIGKILL : 0))
+            continue;
+        test_judge(end, "end_of()", "");
+        TEST_FAIL("rank %d of %d at %s ended with %d", rank, s->ranks, s->root, end);
     }
 }
 

@@ -1,17 +1,31 @@
 #!/bin/sh
-# Runs every test program of a directory and tests/*/test_*.sh, a few at a time, each of which ends with
-# "N passed, N failed"; prints a line a test as it ends, then the output of those that failed, then the sums.
-# Scripts check builds and programs of their own, so sanitizer runs leave them out.
+# Runs tests, a few at a time, each of which ends with "N passed, N failed": programs of a directory and scripts. Prints a
+# line a test as it ends, then the output of those that failed, then how to run each of them again, then the sums.
+#   sh tests/support/run.sh DIR [TEST...]    without tests: all programs of tests/ and, for build/tests, tests/*/test_*.sh
+# T=NAME in the environment takes the tests whose name contains it, BRIEF=1 those that tests/support/long.txt does not list.
+#
+# A test fails late if nothing but a deadline ended it: this limit, or what "N by a deadline" before its sums counts. Up to
+# TRIES tests (3) that failed late run once more, alone, at the end. Deadlines grow with the machine's load.
 dir=$1
+limit=${LIMIT:-900} # seconds
+processors=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+most=$((processors + 2)) # at a time, as many tests sleep
 
-one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line
+one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line, what it said first to $dir/NAME.late if it is late
     name=$(basename "$1")
     log=$dir/$name.log
+    rm -f "$dir/$name.late"
+    load=$(LC_ALL=C uptime | sed 's/.*load average[s]*: *\([0-9]*\).*/\1/')
+    slow=$((1 + ${load:-0} / (2 * most)))
+    [ $slow -gt "${TEST_SLOW:-1}" ] || slow=${TEST_SLOW:-1}
+    limit=$((limit * slow))
     case $1 in
     *.sh) set -- sh "$1" ;;
     esac
-    TSAN_OPTIONS="halt_on_error=1 $TSAN_OPTIONS" timeout "$limit" "$@" >"$log" 2>&1
+    begun=$(date +%s)
+    TEST_SLOW=$slow TSAN_OPTIONS="halt_on_error=1 $TSAN_OPTIONS" timeout $limit "$@" >"$log" 2>&1
     status=$?
+    seconds=$(($(date +%s) - begun))
     line=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$log" | tail -1)
     good=${line%% passed*}
     bad=${line##*passed, }
@@ -21,32 +35,60 @@ one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line
         bad=1
     fi
     [ $status -eq 0 ] || [ "$bad" -gt 0 ] || bad=1
-    [ $status -ne 124 ] || echo "out of time after $limit s" >>"$log"
-    printf '%-28s %s passed, %s failed\n' "$name" "$good" "$bad" >"$dir/$name.line"
+    why=
+    if [ $status -eq 124 ]; then
+        why=", out of time at load $load"
+        echo "out of time after $limit s at load $load" | tee "$dir/$name.late" >>"$log"
+    elif [ "$bad" -gt 0 ] && grep -qx "$bad by a deadline" "$log"; then
+        grep -v '^ok ' "$log" | head -1 >"$dir/$name.late"
+    fi
+    printf '%-28s %s passed, %s failed, %s s%s\n' "$name" "$good" "$bad" "$seconds" "$why" >"$dir/$name.line"
     cat "$dir/$name.line"
 }
 
 tests() { # scripts first: those that compile take longest, and should not be alone at the end
-    [ "$dir" != build/tests ] || ls tests/*/test_*.sh
-    for test in tests/*/test_*.c tests/fault/soak.c; do
-        echo "$dir/$(basename $test .c)"
-    done
+    {
+        [ "$dir" != build/tests ] || ls tests/*/test_*.sh
+        for test in tests/*/test_*.c tests/fault/soak.c; do
+            echo "$dir/$(basename $test .c)"
+        done
+    } | grep "${T:-}[^/]*$" | if [ -n "${BRIEF:-}" ]; then grep -vwFf tests/support/long.txt; else cat; fi
 }
 
-limit=900
-[ "$dir" != build/tests ] || limit=280
-if [ $# -eq 2 ]; then
-    one "$2"
+if [ "$dir" = --one ]; then
+    dir=$2
+    one "$3"
     exit 0
 fi
-rm -f "$dir"/*.line
-processors=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
-tests | xargs -n 1 -P $((processors + 2)) sh tests/support/run.sh "$dir" # two more than processors, as many tests sleep
-for line in "$dir"/*.line; do
-    grep -q ', 0 failed$' "$line" && continue
-    name=$(basename "$line" .line)
+[ "$dir" != build/tests ] || export LIMIT="${LIMIT:-280}"
+shift
+rm -f "$dir"/*.line "$dir"/*.late
+if [ $# -gt 0 ]; then printf '%s\n' "$@"; else tests; fi >"$dir/list"
+[ ! -s "$dir/list" ] || xargs -n 1 -P $most sh tests/support/run.sh --one "$dir" <"$dir/list"
+
+failed() { # a line each: name, number of failed checks
+    sed -n 's/^\([^ ]*\) .* passed, \([1-9][0-9]*\) failed.*/\1 \2/p' "$dir"/*.line 2>/dev/null
+}
+: >"$dir/tries"
+if [ -n "$(ls "$dir"/*.late 2>/dev/null)" ] && [ "$(ls "$dir"/*.late | wc -l)" -le "${TRIES:-3}" ]; then
+    for late in "$dir"/*.late; do
+        name=$(basename "$late" .late)
+        said=$(cat "$late")
+        one "$(grep "/$name$" "$dir/list")"
+        grep -q ', 0 failed' "$dir/$name.line" && echo "second try: $name ($said)" >>"$dir/tries"
+    done
+fi
+failed | while read -r name bad; do
     echo "$name:"
     grep -v '^ok ' "$dir/$name.log" | head -60 | sed 's/^/  /'
 done
-sed -n 's/^[a-z].* \([0-9]*\) passed, \([0-9]*\) failed$/\1 \2/p' "$dir"/*.line |
+failed | while read -r name bad; do
+    test=$(grep "/$name$" "$dir/list")
+    case $test in
+    *.sh) echo "$bad failed; again: sh $test" ;;
+    *) echo "$bad failed; again: $test$(sed -n 's/^FAIL/ /p' "$dir/$name.log" | tr -s '\n ' ' ' | sed 's/ $//')" ;;
+    esac
+done
+cat "$dir/tries"
+cat "$dir"/*.line 2>/dev/null | sed 's/.* \([0-9]*\) passed, \([0-9]*\) failed.*/\1 \2/' |
     awk '{ good += $1; bad += $2 } END { printf "%d passed, %d failed\n", good, bad; exit bad > 0 || good == 0 }'

@@ -15,7 +15,24 @@ typedef struct test_case {
 } test_case;
 
 static test_case *test_first, **test_last = &test_first;
-static int test_failures;
+/* Checks that do not hold; of these, those that a deadline ended, and those whose other rank had gone. A test that fails
+ * by a deadline, and else by ranks that had gone, may have had too little of the machine: run.sh runs it once more. */
+static int test_failures, test_late, test_left;
+/* What a process of a test ends with that failed so; two statuses, for tests without dtrain.h. */
+enum { TEST_ENDS_LATE = 75, TEST_ENDS_LEFT, TEST_TIMEOUT = 34, TEST_PEER_LOST };
+
+/* How many times longer than alone things may take, which run.sh says. */
+static inline int test_slow(void)
+{
+    const char *slow = getenv("TEST_SLOW");
+    return slow != NULL && atoi(slow) > 1 ? atoi(slow) : 1;
+}
+
+/* A deadline that no test awaits. */
+static inline int test_ms(int alone)
+{
+    return alone * test_slow();
+}
 
 #define TEST(name) \
     static void test_body_##name(void); \
@@ -44,6 +61,25 @@ static inline size_t cut_of(size_t count, int parts, int part, size_t *begin)
         fputc('\n', stderr); \
     } while (0)
 
+/* Why a number is wrong: a status, or the end of a process, that says a deadline. */
+static inline void test_judge(long long got, const char *what, const char *expected)
+{
+    int is_end = strncmp(what, "end_of(", 7) == 0, is_status = strncmp(expected, "DTRAIN_", 7) == 0;
+    if ((is_end && (got == -1 || got == TEST_ENDS_LATE)) || (is_status && got == TEST_TIMEOUT))
+        __atomic_add_fetch(&test_late, 1, __ATOMIC_SEQ_CST);
+    else if ((is_end && got == TEST_ENDS_LEFT) || (is_status && got == TEST_PEER_LOST))
+        __atomic_add_fetch(&test_left, 1, __ATOMIC_SEQ_CST);
+}
+
+/* What a process of a test ends with, or 0 where all its checks held. */
+static inline int test_end(void)
+{
+    return test_failures == 0                      ? 0
+           : test_failures > test_late + test_left ? 1
+           : test_late > 0                         ? TEST_ENDS_LATE
+                                                   : TEST_ENDS_LEFT;
+}
+
 #define CHECK(fact) \
     do { \
         if (!(fact)) \
@@ -53,8 +89,19 @@ static inline size_t cut_of(size_t count, int parts, int part, size_t *begin)
 #define CHECK_EQ(got, expected) \
     do { \
         long long test_got_ = (long long)(got), test_expected_ = (long long)(expected); \
-        if (test_got_ != test_expected_) \
+        if (test_got_ != test_expected_) { \
+            test_judge(test_got_, #got, #expected); \
             TEST_FAIL("%s is %lld, expected %lld", #got, test_got_, test_expected_); \
+        } \
+    } while (0)
+
+#define CHECK_WITHIN(took, seconds) \
+    do { \
+        double test_took_ = (took), test_most_ = (seconds) * test_slow(); \
+        if (test_took_ > test_most_) { \
+            __atomic_add_fetch(&test_late, 1, __ATOMIC_SEQ_CST); \
+            TEST_FAIL("%s is %g seconds, expected at most %g", #took, test_took_, test_most_); \
+        } \
     } while (0)
 
 #define CHECK_CONTAINS(text, part) \
@@ -116,18 +163,21 @@ static int test_wanted(int argc, char **argv, const char *name)
 
 static int test_run(int argc, char **argv)
 {
-    int passed = 0, failed = 0;
+    int passed = 0, failed = 0, late = 0;
     for (test_case *test = test_first; test != NULL; test = test->next) {
         if (!test_wanted(argc, argv, test->name))
             continue;
-        int before = test_failures;
+        test_failures = test_late = test_left = 0;
         test->body();
-        int bad = test_failures != before;
+        int bad = test_failures != 0;
         printf("%s %s\n", bad ? "FAIL" : "ok", test->name);
         fflush(stdout);
         failed += bad;
         passed += !bad;
+        late += test_end() == TEST_ENDS_LATE;
     }
+    if (late > 0)
+        printf("%d by a deadline\n", late);
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0 || passed == 0;
 }

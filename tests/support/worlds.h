@@ -166,7 +166,7 @@ static void on_processes(int ranks, world_body body, const dtrain_comm_desc *des
     if (desc != NULL)
         s.desc = *desc;
     if (s.desc.timeout_ms == 0)
-        s.desc.timeout_ms = 20000;
+        s.desc.timeout_ms = test_ms(20000);
     world_begin(body, desc);
     run_ranks(&s, in_a_process);
 }

@@ -35,7 +35,7 @@ static dtrain_checkpoint_desc ckpt_desc(const trip *t)
     desc.directory = t->directory;
     desc.local = t->local;
     desc.no_sync = 1;
-    desc.timeout_ms = 20000;
+    desc.timeout_ms = test_ms(20000);
     return desc;
 }
 
@@ -200,7 +200,7 @@ static dtrain_checkpoint_desc grid_desc(const grid *g)
     desc.directory = g->directory;
     desc.no_sync = 1;
     desc.no_verify = !g->verify;
-    desc.timeout_ms = 20000;
+    desc.timeout_ms = test_ms(20000);
     return desc;
 }
 

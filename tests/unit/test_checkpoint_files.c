@@ -38,7 +38,7 @@ static void alone_begin(alone *p, const char *directory)
     p->state.list_count = 1;
     p->desc.directory = directory;
     p->desc.no_sync = 1;
-    p->desc.timeout_ms = 10000;
+    p->desc.timeout_ms = test_ms(10000);
     CHECK_EQ(dtrain_checkpoint_create(&p->ckpt, NULL, &p->desc), DTRAIN_OK);
 }
 
@@ -589,7 +589,7 @@ TEST(a_directory_whose_last_checkpoint_is_gone_is_an_error_on_every_rank)
     dtrain_checkpoint_desc desc;
     memset(&comm, 0, sizeof comm);
     memset(&desc, 0, sizeof desc);
-    comm.timeout_ms = 20000;
+    comm.timeout_ms = test_ms(20000);
     desc.directory = fresh("gone");
     shell("mkdir -p %s", desc.directory);
     shell("echo step-7 >%s/latest", desc.directory);

@@ -303,7 +303,7 @@ static dtrain_checkpoint *open_checkpoint(const trip *t, dtrain_comm *world)
     desc.directory = t->directory;
     desc.no_sync = 1;
     desc.local = t->local;
-    desc.timeout_ms = 60000;
+    desc.timeout_ms = test_ms(60000);
     if (dtrain_checkpoint_create(&ckpt, world, &desc) != DTRAIN_OK)
         TEST_FAIL("%s", dtrain_last_error());
     return ckpt;

@@ -159,7 +159,7 @@ static void at_every_size(dtrain_status (*body)(dtrain_comm *, void *), dtrain_a
             s.count = counts[c];
             s.desc.algorithm = algorithm;
             s.desc.progress = progress;
-            s.desc.timeout_ms = 60000;
+            s.desc.timeout_ms = test_ms(60000);
             if (ranks > 5 && s.count > 5000)
                 continue;
             if (dtrain_run_threads(ranks, body, &s, &s.desc) != DTRAIN_OK)

@@ -250,7 +250,7 @@ TEST(a_device_that_breaks_ends_the_group_on_all_processes)
         scene_on_gpus(&s, 3, 0);
         double begun = now_s();
         run_ranks(&s, one_breaks);
-        CHECK(now_s() - begun < 15); /* the deadline is 20 */
+        CHECK_WITHIN(now_s() - begun, 15); /* the deadline is 20 */
         if (test_failures != before)
             TEST_FAIL("call %d", when);
     }
@@ -519,7 +519,7 @@ static int late_and_killed(dtrain_comm *world, scene *s)
     sees(group, device, x, DTRAIN_ERR_PEER_LOST, "rank 1");
     dtrain_device_group_destroy(group);
     CHECK(late_is_done());
-    CHECK(now_s() - begun < 10); /* the deadline is 20 */
+    CHECK_WITHIN(now_s() - begun, 10); /* the deadline is 20 */
     device_drop(device, x);
     while (dtrain_barrier(world) == DTRAIN_OK && now_s() - begun < 20)
         continue;
@@ -547,7 +547,7 @@ static int late_for_the_deadline(dtrain_comm *world, scene *s)
     late_hold(0);
     sees(group, device, x, DTRAIN_ERR_TIMEOUT, "rank 1, whose queue did not get there");
     dtrain_device_group_destroy(group);
-    CHECK(now_s() - begun < 20);
+    CHECK_WITHIN(now_s() - begun, 20);
     device_drop(device, x);
     late_finish(device);
     return 0;
@@ -617,7 +617,7 @@ static int late_and_broken(dtrain_comm *world, scene *s)
     late_hold(0);
     CHECK(dtrain_device_group_all_reduce(group, x, x, MOST, DTRAIN_F32, DTRAIN_SUM) == DTRAIN_ERR_IO);
     dtrain_device_group_destroy(group);
-    CHECK(now_s() - begun < 10); /* the deadline is 20 */
+    CHECK_WITHIN(now_s() - begun, 10); /* the deadline is 20 */
     device_drop(device, x);
     late_finish(device);
     return 0;

@@ -463,7 +463,7 @@ TEST(a_create_that_fails_on_one_rank_is_an_error_on_all)
     dtrain_comm_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.allocator = &allocator;
-    desc.timeout_ms = 10000;
+    desc.timeout_ms = test_ms(10000);
     plan_of(DTRAIN_COMPRESS_POWERSGD);
     for (refuses = 1; refuses < 1000; refuses++) {
         int before = test_failures;

@@ -342,7 +342,7 @@ until_true lines 2 ready
 kill -TERM $pid
 end
 try "ranks that end well by SIGTERM are status 0" [ "$status $(grep -c 'got TERM' "$dir/out")" = "0 2" ]
-timeout 1 "$dtrun" -n 2 "$child" tell >"$dir/out" 2>"$dir/err"
+command timeout 1 "$dtrun" -n 2 "$child" tell >"$dir/out" 2>"$dir/err"
 try "timeout(1), which sends it twice at once, does not cut them short" lines 2 'got TERM'
 start -n 2 --grace-ms 100 "$child" stubborn
 until_true lines 2 ready

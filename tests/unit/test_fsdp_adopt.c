@@ -181,7 +181,7 @@ static void compare(int ranks, dtrain_strategy strategy, int shard_size, dtrain_
 {
     dtrain_comm_desc soon;
     memset(&soon, 0, sizeof soon);
-    soon.timeout_ms = 20000;
+    soon.timeout_ms = test_ms(20000);
     memset(&ours.desc, 0, sizeof ours.desc);
     ours.desc.strategy = strategy;
     ours.desc.shard_size = shard_size;

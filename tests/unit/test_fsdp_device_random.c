@@ -437,7 +437,7 @@ static void check_seed(uint64_t seed)
     int before = test_failures;
     drawn_seed = seed;
     draw_all(&d, seed);
-    some.timeout_ms = 20000;
+    some.timeout_ms = test_ms(20000);
     some.progress = d.progress;
     memset(cpu, 0, sizeof cpu);
     memset(fakes, 0, sizeof fakes);

@@ -474,7 +474,7 @@ TEST(four_processes_grow_as_the_plan_says)
         l.steps = 2;
         scene_begin(&s, 4, 0);
         s.user = &l;
-        s.desc.timeout_ms = 60000;
+        s.desc.timeout_ms = test_ms(60000);
         run_ranks(&s, grows_by_the_plan);
     }
 }

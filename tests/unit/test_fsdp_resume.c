@@ -166,7 +166,7 @@ TEST(a_lost_rank_is_an_error_for_ranks_that_share_no_group_with_it)
 {
     dtrain_comm_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.timeout_ms = 40000;
+    desc.timeout_ms = test_ms(40000);
     told = 0;
     CHECK_EQ(dtrain_run_threads(4, leave_hybrid, NULL, &desc), DTRAIN_ERR_IO);
     CHECK_EQ(told, 3);

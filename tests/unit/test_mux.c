@@ -184,7 +184,7 @@ static void on_pairs(int ranks, void (*body)(dtrain_comm *world, pairs_end *end)
     pairs_end ends[MOST];
     dtrain_comm_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.timeout_ms = 20000;
+    desc.timeout_ms = test_ms(20000);
     for (int polls = 0; polls < 2; polls++) {
         desc.progress = polls ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
         on_pairs_with(ranks, body, &desc, NULL, ends);
@@ -493,7 +493,7 @@ TEST(a_call_whose_last_bytes_another_sends_is_complete_though_the_peer_has_left)
     pairs_end ends[MOST];
     dtrain_comm_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.timeout_ms = 20000;
+    desc.timeout_ms = test_ms(20000);
     desc.progress = DTRAIN_PROGRESS_POLL;
     on_pairs_with(2, leaves_with_the_last_bytes, &desc, NULL, ends);
 }
