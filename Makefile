@@ -1,8 +1,9 @@
 # make           dtrain.h and dtrain_cuda.h from src/, and every example and tool into build/
 # make demo      trains a small GPT on four threads and compares 1, 2, 3 and 4 ranks
 # make demo-fsdp trains it sharded: memory, weights and hidden communication of every strategy
-# make test      the tests; SAN=address,undefined or SAN=thread builds them under sanitizers. .ci/run adds what takes
-#                other compilers, nvcc or Python
+# make test      the tests; SAN=address,undefined or SAN=thread builds them under sanitizers, T=shm takes those whose name
+#                has it. .ci/run adds what takes other compilers, nvcc or Python
+# make check     the tests that take less than two seconds each
 # make soak      the long random runs, MINUTES=n (default 10) of each kind, 200 rounds of killed ranks
 #                and 800 of jobs killed while they save
 # make fuzz      libFuzzer on what comes over a connection or from a file, MINUTES=n each; installs clang where it must
@@ -29,7 +30,12 @@ MAKEFLAGS += -j$(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 programs = $(patsubst examples/%.c,build/%,$(wildcard examples/*.c)) $(patsubst tools/%.c,build/%,$(wildcard tools/*.c))
 test_dir = build/tests$(if $(SAN),-$(subst $(comma),-,$(SAN)))
 comma = ,
-test_programs = $(patsubst %.c,$(test_dir)/%,$(notdir $(wildcard tests/*/test_*.c)) soak.c)
+T ?=
+export T
+named = $(if $T,$(strip $(foreach test,$1,$(if $(findstring $T,$(notdir $(test))),$(test)))),$1)
+test_programs = $(call named,$(patsubst %.c,$(test_dir)/%,$(notdir $(wildcard tests/*/test_*.c)) soak.c))
+test_scripts = $(if $(SAN),,$(call named,$(wildcard tests/*/test_*.sh)))
+brief_programs = $(filter-out $(addprefix $(test_dir)/,$(shell cat tests/support/long.txt)),$(test_programs))
 # the two macros: tests include system headers before dtrain.h, which sets these where 32 bits need them
 test_flags = -O2 -D_FILE_OFFSET_BITS=64 -D_TIME_BITS=64 $(if $(SAN),-g1 -fsanitize=$(SAN) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
 private_tests = $(shell grep -l '^.define DTRAIN_IMPLEMENTATION' tests/*/*.c)
@@ -71,9 +77,11 @@ build/%: tools/%.c tools/tool.h dtrain.h | build
 # its own. Compilers warn of the library in tests/unit/matrix.sh.
 open = $(test_dir)/open
 
+# A header whose declarations are as they were keeps its time, so that an edit of a body compiles no test again.
 $(open)/%: % tests/support/open.awk
 	@mkdir -p $(open)
-	awk -v bodies=0 -f tests/support/open.awk $< >$@
+	awk -v bodies=0 -f tests/support/open.awk $< >$@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 $(test_dir)/dtrain.o: dtrain.h tests/support/open.awk tests/support/hooks.h | $(test_dir)
 	{ echo '#define DTRAIN_IMPLEMENTATION'; echo '#include "tests/support/hooks.h"'; awk -v bodies=1 -f tests/support/open.awk dtrain.h; } >$(@:.o=.c)
@@ -100,8 +108,12 @@ $(test_dir)/test_plan.o: $(wildcard tools/plan_*.h) tools/tool.h
 # No test runs build/bench or build/plan, which take as long to compile as six tests, and tests/unit/test_ranks.sh links
 # these examples with the library of the tests: `make` builds them.
 elsewhere = bench plan ddp zero1 fsdp checkpoint async_loop mesh local_sgd compress custom_transport
-test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out $(elsewhere:%=build/%),$(programs))) $(test_programs) $(test_dir)/without
+test: $(if $(test_scripts),$(filter-out $(elsewhere:%=build/%),$(programs)) $(test_dir)/without) $(test_programs)
 	@sh tests/support/run.sh $(test_dir)
+
+check: $(brief_programs)
+	@tools/amalgamate --check
+	@BRIEF=1 sh tests/support/run.sh $(test_dir)
 
 # Code for the GPUs of today, and PTX for those to come; CUDA knows sm_100 from 12.8 on.
 cuda_code = -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90] \
@@ -208,9 +220,6 @@ install: build/package/libdtrain.a build/package/libdtrain.so dtrain_cuda.h
 
 uninstall:
 	@PREFIX="$(PREFIX)" LIBDIR="$(LIBDIR)" DESTDIR="$(DESTDIR)" tools/package/install --remove
-
-check:
-	@tools/amalgamate --check
 
 # A clone has build/ because of build/.gitignore, which stays.
 clean:
