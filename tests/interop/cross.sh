@@ -2,7 +2,7 @@
 # Runs dtrain on other processors under qemu's user emulation, and with musl: it compiles without warnings, unit tests
 # pass, train_gpt has x86's weights with DTRAIN_ISA=scalar, checkpoints are exchanged, and ranks of several processors
 # train together. Cross compilers and qemu are installed where they are missing. Says what it skips.
-#   [CROSS="test_gpt test_job"] sh tests/interop/cross.sh [aarch64 armhf i386 riscv64 s390x musl]
+#   [SAMPLE=number] [CROSS="test_gpt test_job"] sh tests/interop/cross.sh [aarch64 armhf i386 riscv64 s390x musl]
 # CROSS=all runs every unit test, without those that qemu cannot: it does not emulate all of Linux.
 cd "$(dirname "$0")/../.." || exit 1
 unset MAKEFLAGS MFLAGS MAKELEVEL # a make of its own, also below make
@@ -19,14 +19,14 @@ few=${CROSS:-$few}
 
 # Sets the compiler, its binutils' prefix and the emulator of a system.
 system() {
-    emulate= prefix= flags=
+    emulate= prefix= flags= link=
     case $1 in
     aarch64) prefix=aarch64-linux-gnu- emulate="qemu-aarch64 -L /usr/aarch64-linux-gnu" ;;
     armhf) prefix=arm-linux-gnueabihf- emulate="qemu-arm -L /usr/arm-linux-gnueabihf" ;;
-    i386) prefix=i686-linux-gnu- flags="-msse2 -mfpmath=sse $i386_flags" emulate=$i386 ;;
+    i386) prefix=i686-linux-gnu- flags="-msse2 -mfpmath=sse" link=$i386_link emulate=$i386 ;;
     riscv64) prefix=riscv64-linux-gnu- emulate="qemu-riscv64 -L /usr/riscv64-linux-gnu" ;;
     s390x) prefix=s390x-linux-gnu- emulate="qemu-s390x -L /usr/s390x-linux-gnu" ;;
-    windows) prefix=x86_64-w64-mingw32- emulate=$(command -v wine64 || ls /usr/lib/wine/wine64 2>/dev/null || echo wine64) ;;
+    windows) prefix=x86_64-w64-mingw32- emulate=$(PATH=$PATH:/usr/lib/wine command -v wine64 || echo wine64) ;;
     musl) cc="musl-gcc -static -idirafter /usr/include -idirafter /usr/include/$(uname -m)-linux-gnu" && return ;;
     esac
     cc=${prefix}gcc
@@ -34,7 +34,7 @@ system() {
 here_is() { command -v ${cc%% *} >/dev/null 2>&1 && { [ -z "$emulate" ] || command -v ${emulate%% *} >/dev/null 2>&1; }; }
 
 # Most x86-64 kernels run 32-bit programs, by their own loader. qemu is for the others.
-i386="qemu-i386 -L /usr/i686-linux-gnu" i386_flags=
+i386="qemu-i386 -L /usr/i686-linux-gnu" i386_link=
 loads_i386() {
     own=/usr/i686-linux-gnu/lib
     echo 'int main(void) { return 0; }' >$here/none.c
@@ -42,21 +42,15 @@ loads_i386() {
 }
 
 [ $# -gt 0 ] || set -- aarch64 armhf i386 riscv64 s390x musl
-for name; do
-    system $name
-    here_is && continue
-    (apt-get update && apt-get install -y --no-install-recommends gcc-aarch64-linux-gnu gcc-arm-linux-gnueabihf \
-        gcc-i686-linux-gnu gcc-riscv64-linux-gnu gcc-s390x-linux-gnu libc6-dev-arm64-cross libc6-dev-armhf-cross \
-        libc6-dev-i386-cross libc6-dev-riscv64-cross libc6-dev-s390x-cross musl-tools qemu-user) >$logs 2>&1
-    break
-done
-
-loads_i386 && i386= && i386_flags="-Wl,--dynamic-linker=$own/ld-linux.so.2 -Wl,-rpath=$own"
+sample 1 "$@"
+set -- $chosen
+sh tests/support/install.sh cross
+loads_i386 && i386= && i386_link="-Wl,--dynamic-linker=$own/ld-linux.so.2 -Wl,-rpath=$own"
 export DTRAIN_ISA=scalar
 small="--layers 2 --width 32 --heads 2 --context 32 --batch 2 --micro 8 --steps 4 --quiet --text examples/gpt.h"
 small="$small --csv $here/csv --svg $here/svg"
-warnings="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
-exact="-O2 -ffp-contract=off -fno-math-errno -I."
+warn="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
+exact="-ffp-contract=off -fno-math-errno"
 weights() { # command...
     timeout 200 "$@" $small 2>$logs | sed -n 's/.*weights_sha256=\([0-9a-f]*\).*/\1/p'
 }
@@ -64,8 +58,8 @@ is() { # name hash: the same as x86's
     [ -n "$2" ] && [ "$2" = "$expected" ]
     check $? "$1"
 }
-${CC:-cc} $exact examples/train_gpt.c -o $here/train_gpt -lpthread -lm && make -s build/dtrun >/dev/null || exit 1
-expected=$(weights $here/train_gpt --ranks 4)
+make -s build/train_gpt build/dtrun >/dev/null || exit 1
+expected=$(weights build/train_gpt --ranks 4)
 [ -n "$expected" ]
 check $? "train_gpt runs here"
 
@@ -85,11 +79,17 @@ alone() { # name
     dir=$here/$1
     small="$small --csv $dir/csv --svg $dir/svg"
     mkdir -p "$dir"
-    $cc -O2 $warnings -DDTRAIN_IMPLEMENTATION -x c -c dtrain.h -o "$dir/impl.o" >$logs 2>&1
-    check $? "$1: dtrain.h compiles without warnings"
+    $cc $link -O0 $warn -I. examples/quickstart.c -o "$dir/quickstart" -lpthread -lm >$logs 2>&1
+    check $? "$1: README's first program compiles with dtrain.h in it, without warnings"
+    timeout 60 $emulate "$dir/quickstart" 2>$logs | grep -qx '4 ranks agree: y = 3.000 x + -1.000'
+    check $? "$1: README's first program: four threads agree"
+    rm -f "$dir/dtrain.o"
+    make -s test_dir="$dir" CC=true "$dir/dtrain.o" >$logs 2>&1 # writes dtrain.c
+    $cc $flags -O2 -D_FILE_OFFSET_BITS=64 -D_TIME_BITS=64 $warn -I. -c "$dir/dtrain.c" -o "$dir/dtrain.o" >$logs 2>&1
+    check $? "$1: the library of the tests compiles without warnings"
     programs=
     for test in $few; do programs="$programs $dir/$test"; done
-    make -k test_dir="$dir" CC="$cc $flags" AR="${prefix}ar" $programs >$logs 2>&1
+    make -k test_dir="$dir" CC="$cc $flags $link" AR="${prefix}ar" $programs >$logs 2>&1
     check $? "$1: the tests compile"
     for test in $few; do
         why=$(beyond $1 $test)
@@ -100,13 +100,13 @@ alone() { # name
         check $status "$1: $test"
         grep '^skipped' "$dir/log"
     done
-    $cc $flags $exact examples/train_gpt.c -o "$dir/train_gpt" -lpthread -lm >$logs 2>&1
+    $cc $flags $link -O2 $exact -I"$dir/open" -I. examples/train_gpt.c "$dir/dtrain.o" -o "$dir/train_gpt" -lpthread -lm >$logs 2>&1
     check $? "$1: train_gpt compiles"
     is "$1: the weights of x86, on threads" "$(weights $emulate "$dir/train_gpt" --ranks 4)"
     is "$1: the weights of x86, on processes" "$(weights build/dtrun -n 4 --no-prefix $emulate "$dir/train_gpt")"
     for way in from to; do
-        first="$here/train_gpt" second="$emulate $dir/train_gpt"
-        [ $way = from ] || { first=$second second=$here/train_gpt; }
+        first=build/train_gpt second="$emulate $dir/train_gpt"
+        [ $way = from ] || { first=$second second=build/train_gpt; }
         rm -rf "$dir/run"
         weights $first --ranks 2 --strategy full --save "$dir/run" --every 2 --until 2 >/dev/null
         is "$1: goes on with the weights of x86, a checkpoint $way x86" \
@@ -119,7 +119,7 @@ alone() { # name
 together() { # name...
     rank=0
     for name in x86 "$@"; do
-        command="$here/train_gpt"
+        command=build/train_gpt
         [ $name = x86 ] || { system $name && command="$emulate $(ls $here/$name/train_gpt*)"; }
         DTRAIN_RANK=$rank DTRAIN_WORLD_SIZE=$(($# + 1)) DTRAIN_ROOT=127.0.0.1:$port DTRAIN_TRANSPORT=tcp \
             DTRAIN_TOKEN=$$-processors-in-one-group timeout 200 $command $small >$here/rank-$rank 2>&1 </dev/null &
@@ -144,14 +144,15 @@ port=$((20000 + $$ % 10000))
 case $ran in
 *" aarch64 "*" armhf "*)
     others="aarch64 armhf aarch64" windows=
+    sh tests/support/install.sh windows
     system windows
-    if here_is; then # as tests/interop/windows.sh installs it
+    if here_is; then
         export WINEDEBUG=-all WINEPREFIX="$PWD/$here/prefix"
         mkdir -p $here/windows $WINEPREFIX
-        $cc $exact examples/train_gpt.c -o $here/windows/train_gpt.exe -static -lws2_32 -lpthread >$logs 2>&1
+        $cc -O0 $exact -I. examples/train_gpt.c -o $here/windows/train_gpt.exe -static -lws2_32 -lpthread >$logs 2>&1
         others="windows aarch64 armhf" windows=", Windows"
     else
-        echo "skipped: a rank on Windows (${cc%% *} or wine64 is not here; tests/interop/windows.sh installs them)"
+        echo "skipped: a rank on Windows (${cc%% *} or wine64 is not here and cannot be installed)"
     fi
     together $others
     cat $here/rank-* >$logs
