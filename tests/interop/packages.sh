@@ -1,7 +1,9 @@
 #!/bin/sh
 # Uses each package of dtrain from an empty project: make install with pkg-config, CMake and Meson, C and C++, and ctypes
-# of Python (tests/interop/ctypes_ddp.py). Installs what is missing where it can, and says what it skips.
-#   sh tests/interop/packages.sh
+# of Python (tests/interop/ctypes_ddp.py). Installs what is missing where it can, and says what it skips. What counts is
+# that programs link and run: the library is compiled without optimisation, and where it only has to link, in part.
+# SAMPLE=N takes one of pkg-config, CMake and Meson, as N has it.
+#   [SAMPLE=N] sh tests/interop/packages.sh
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/check.sh
 unset MAKEFLAGS MFLAGS MAKELEVEL CFLAGS LDFLAGS DESTDIR PREFIX LIBDIR PKG_CONFIG_PATH PKG_CONFIG_LIBDIR LD_LIBRARY_PATH
@@ -16,12 +18,19 @@ cp tests/interop/packages_main.c "$here/empty/main.c"
 cp tests/interop/packages_main.c "$here/empty/main.cc"
 cd "$here/empty" || exit 1
 
-have() { # command package
-    command -v "$1" >/dev/null 2>&1 || (apt-get update && apt-get install -y --no-install-recommends "$2") >"$logs" 2>&1
-    command -v "$1" >/dev/null 2>&1 && return 0
-    echo "skipped: what needs $1 (it is missing and cannot be installed)"
+install=$root/tests/support/install.sh
+have() { # groups of tests/support/install.sh
+    sh "$install" "$@" && return
+    echo "skipped: what needs $* (it is missing and cannot be installed)"
     return 1
 }
+sample 1 pkg-config CMake Meson
+tools=" $chosen "
+try() { # tool groups...
+    case $tools in *" $1 "*) shift && have "$@" ;; *) false ;; esac
+}
+parts="-DDTRAIN_NO_MPI -DDTRAIN_NO_CHECKPOINT -DDTRAIN_NO_COMPRESS -DDTRAIN_NO_DEVICE -DDTRAIN_NO_LOOSE"
+parts="$parts -DDTRAIN_NO_PARALLEL -DDTRAIN_NO_SHARD -DDTRAIN_NO_SOCKETS -DDTRAIN_NO_TRAIN"
 
 # The program runs, and says the version of the packages. With "shared" it loads the library, else it has it inside.
 runs() { # program kind
@@ -32,8 +41,9 @@ runs() { # program kind
 
 # ---- what make install brings ----
 
-make -C "$root" install PREFIX="$here/prefix" >"$logs" 2>&1 &&
-    make -C "$root" install DESTDIR="$here/a stage" PREFIX=/usr >>"$logs" 2>&1
+rm -rf "$root/build/package"
+make -C "$root" install CFLAGS=-O0 PREFIX="$here/prefix" >"$logs" 2>&1 &&
+    make -C "$root" install CFLAGS=-O0 DESTDIR="$here/a stage" PREFIX=/usr >>"$logs" 2>&1
 check $? "make install, and again with DESTDIR"
 lib=$here/prefix/lib
 printf '#define DTRAIN_MPI\n#include <dtrain.h>\n' >all.c
@@ -55,6 +65,9 @@ grep -n '^static\|inline\|[a-z] *: *[0-9]' declared >"$logs"
     [ "$(grep -c '\.\.\.' declared)" -eq 1 ]
 check $? "the header declares flat structs, enums and functions alone"
 
+mv "$root/build/package/dtrain.o" "$here" # for programs that have the header alone
+rm -rf "$root/build/package"
+
 # ---- pkg-config ----
 
 with_pkg_config() { # name directory-of-dtrain.pc
@@ -63,17 +76,19 @@ with_pkg_config() { # name directory-of-dtrain.pc
         LD_LIBRARY_PATH=${2%/pkgconfig} runs ./main shared
     check $? "$1: pkg-config, the shared library"
 }
-if have pkg-config pkgconf; then
+if try pkg-config pkgconf; then
     with_pkg_config "make install" "$lib/pkgconfig"
     export PKG_CONFIG_PATH="$lib/pkgconfig"
     # shellcheck disable=SC2046
     ${CC:-cc} -static main.c $(pkg-config --static --cflags --libs dtrain) -o main >"$logs" 2>&1 && runs ./main static
     check $? "pkg-config, the static library"
-    if have g++ g++; then
+    if command -v g++ >"$logs"; then
         # shellcheck disable=SC2046
         g++ -Wall -Wextra -Werror main.cc $(pkg-config --cflags --libs dtrain) -o main >"$logs" 2>&1 &&
             LD_LIBRARY_PATH=$lib runs ./main shared
         check $? "pkg-config, C++"
+    else
+        echo "skipped: C++ (there is no g++)"
     fi
     export PKG_CONFIG_PATH="$here/a stage/usr/lib/pkgconfig" PKG_CONFIG_SYSROOT_DIR="$here/a stage"
     eval "${CC:-cc} main.c $(pkg-config --cflags --libs dtrain) -o main" >"$logs" 2>&1 &&
@@ -91,24 +106,25 @@ sed -n '/^ \*     import ctypes/,/^ \*\/$/s/^ \*     //p' "$root/src/guide.h" | 
 check $? "the manual shows ctypes_ddp.py, of 40 lines at most"
 grep -qF "find_package(dtrain $series)" "$root/src/manual.h"
 check $? "the manual asks CMake for this version"
-if have python3 python3; then
+if command -v python3 >"$logs"; then
     # Gradients of the first step are 2 (1, 2) and 1 (4, 0), their mean is (3, 2): w is (-0.5, 1). Those of the second
     # are -1.5 (1, 2) and -5 (4, 0), their mean is (-10.75, -1.5).
     python3 "$root/tests/interop/ctypes_ddp.py" "$lib/libdtrain.so" "$here/run" >trained 2>"$logs"
     [ $? -eq 0 ] && [ "$(cat trained)" = "step 2: 4.875 1.75
 step 2: 4.875 1.75" ]
     check $? "ctypes: two ranks train by DDP, save and load a checkpoint"
+else
+    echo "skipped: ctypes (there is no python3)"
 fi
 
 # ---- CMake ----
 
-project() { # directory what-makes-the-targets target language
+project() { # directory what-makes-the-targets target language [objects]
     mkdir -p "$1"
     case $4 in CXX) file=main.cc ;; *) file=main.c ;; esac
     cp "$here/empty/$file" "$1"
-    printf '%s\n' 'cmake_minimum_required(VERSION 3.14)' "project(empty $4)" "$2" "add_executable(main $file)" \
+    printf '%s\n' 'cmake_minimum_required(VERSION 3.14)' "project(empty $4)" "$2" "add_executable(main $file ${5:-})" \
         "target_link_libraries(main PRIVATE $3)" >"$1/CMakeLists.txt"
-    [ "$3" != dtrain::header ] || echo 'target_compile_definitions(main PRIVATE ALONE)' >>"$1/CMakeLists.txt"
 }
 by_cmake() { # name directory kind arguments...
     name=$1 dir=$2 kind=$3
@@ -121,8 +137,8 @@ by_cmake() { # name directory kind arguments...
 found_by_cmake() { # name option-that-says-where
     project "found $1" "find_package(dtrain $series REQUIRED)" dtrain::dtrain C
     by_cmake "find_package, dtrain::dtrain of $1" "found $1" shared "$2"
-    project "header $1" "find_package(dtrain REQUIRED)" dtrain::header C
-    by_cmake "find_package, dtrain::header of $1" "header $1" alone "$2"
+    project "header $1" "find_package(dtrain REQUIRED)" dtrain::header C "\"$here/dtrain.o\""
+    by_cmake "find_package, dtrain::header of $1" "header $1" static "$2"
 }
 refused() { # version
     project "version $1" "find_package(dtrain $1 REQUIRED)" dtrain::dtrain C
@@ -132,7 +148,7 @@ refused() { # version
 moved="$here/moved there"
 mv "$here/prefix" "$moved"
 lib=$moved/lib
-if have cmake cmake; then
+if try CMake cmake; then
     found_by_cmake "make install, moved" "-DCMAKE_PREFIX_PATH=$moved"
     project static "set(dtrain_STATIC ON)
 find_package(dtrain REQUIRED)" dtrain::dtrain C
@@ -148,14 +164,14 @@ find_package(dtrain REQUIRED)" dtrain::dtrain C
 FetchContent_Declare(dtrain SOURCE_DIR \"$root\")
 FetchContent_MakeAvailable(dtrain)"
     project fetched "$fetch" dtrain::dtrain C
-    by_cmake "FetchContent, dtrain::dtrain" fetched static
-    project "fetched header" "$fetch" dtrain::header C
-    by_cmake "FetchContent, dtrain::header" "fetched header" alone
+    by_cmake "FetchContent, dtrain::dtrain" fetched static "-DCMAKE_C_FLAGS=$parts"
+    project "fetched header" "$fetch" dtrain::header C "\"$here/dtrain.o\""
+    by_cmake "FetchContent, dtrain::header" "fetched header" static
     [ -z "$(find "fetched header" -name '*dtrain.c*' -o -name 'libdtrain*')" ]
     check $? "CMake: the library is not compiled where only the header is used"
     project below "add_subdirectory(\"$root\" dtrain)" dtrain::dtrain C
-    by_cmake "add_subdirectory, as a shared library" below shared -DBUILD_SHARED_LIBS=ON
-    cmake -S "$root" -B cmake -DBUILD_SHARED_LIBS=ON -DCMAKE_INSTALL_LIBDIR=lib/some "-DCMAKE_INSTALL_PREFIX=$here/by_cmake" >"$logs" 2>&1 &&
+    by_cmake "add_subdirectory, as a shared library" below shared -DBUILD_SHARED_LIBS=ON "-DCMAKE_C_FLAGS=$parts"
+    cmake -S "$root" -B cmake -DCMAKE_BUILD_TYPE=Debug -DBUILD_SHARED_LIBS=ON -DCMAKE_INSTALL_LIBDIR=lib/some "-DCMAKE_INSTALL_PREFIX=$here/by_cmake" >"$logs" 2>&1 &&
         cmake --build cmake >>"$logs" 2>&1 && cmake --install cmake >>"$logs" 2>&1
     check $? "CMake installs"
     nm -D --defined-only "$here/by_cmake/lib/some/libdtrain.so" | awk '{ print $3 }' | sort | diff public - >"$logs"
@@ -166,10 +182,6 @@ fi
 
 # ---- Meson ----
 
-meson=$(command -v meson)
-if [ -z "$meson" ] && python3 -m venv "$here/venv" >"$logs" 2>&1 && "$here/venv/bin/python" -m pip install -q meson >>"$logs" 2>&1; then
-    meson=$here/venv/bin/meson
-fi
 by_meson() { # name directory kind arguments...
     name=$1 dir=$2 kind=$3
     shift 3
@@ -179,29 +191,30 @@ by_meson() { # name directory kind arguments...
         runs "$dir/build/main" "$kind"
     check $? "Meson: $name"
 }
-meson_project() { # directory arguments-of-dependency [arguments of the compiler]
+meson_project() { # directory arguments-of-dependency [arguments of executable]
     mkdir -p "$1"
-    printf '%s\n' "project('empty', 'c')" "executable('main', 'main.c', dependencies: dependency($2), c_args: [$3])" >"$1/meson.build"
+    printf '%s\n' "project('empty', 'c')" "executable('main', 'main.c', dependencies: dependency($2)${3:+, $3})" >"$1/meson.build"
 }
 inside() { # directory: dtrain is a subproject of the project there
     mkdir -p "$1/subprojects"
     ln -s "$root" "$1/subprojects/dtrain"
 }
-if have ninja ninja-build && { [ -n "$meson" ] || { have meson meson && meson=meson; }; }; then
+if try Meson cmake meson; then
+    meson=$(command -v meson || echo "$(sh "$install" in meson)/bin/meson")
     for kind in shared static; do
         meson_project "sub $kind" "'dtrain'"
         inside "sub $kind"
-        by_meson "a subproject, $kind" "sub $kind" $kind -Ddefault_library=$kind --force-fallback-for=dtrain
+        by_meson "a subproject, $kind" "sub $kind" $kind -Ddefault_library=$kind --force-fallback-for=dtrain "-Dc_args=$parts"
     done
-    meson_project "sub header" "'dtrain-header', fallback: 'dtrain'" "'-DALONE'"
+    meson_project "sub header" "'dtrain-header', fallback: 'dtrain'" "objects: '$here/dtrain.o'"
     inside "sub header"
-    by_meson "a subproject, the header" "sub header" alone
-    "$meson" setup meson "$root" "--prefix=$here/by_meson" --libdir=lib/some >"$logs" 2>&1 &&
+    by_meson "a subproject, the header" "sub header" static
+    "$meson" setup meson "$root" -Doptimization=0 "--prefix=$here/by_meson" --libdir=lib/some >"$logs" 2>&1 &&
         "$meson" install -C meson >>"$logs" 2>&1
     check $? "Meson installs"
     nm -D --defined-only "$here/by_meson/lib/some/libdtrain.so" | awk '{ print $3 }' | sort | diff public - >"$logs"
     check $? "Meson: its shared library exports the public functions"
-    ! command -v cmake >/dev/null 2>&1 || found_by_cmake Meson "-Ddtrain_DIR=$here/by_meson/lib/some/cmake/dtrain"
+    found_by_cmake Meson "-Ddtrain_DIR=$here/by_meson/lib/some/cmake/dtrain"
     if command -v pkg-config >/dev/null 2>&1; then
         with_pkg_config Meson "$here/by_meson/lib/some/pkgconfig"
         meson_project depends "'dtrain'"

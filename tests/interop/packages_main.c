@@ -1,8 +1,5 @@
 /* What tests/interop/packages.sh builds by each package, as C and as C++: an all-reduce over two threads, and the
- * versions of header and library. With ALONE the program brings the implementation. */
-#ifdef ALONE
-#define DTRAIN_IMPLEMENTATION
-#endif
+ * versions of header and library. */
 #include <dtrain.h>
 
 static dtrain_status body(dtrain_comm *world, void *user)
