@@ -3,14 +3,17 @@
 # instruction set that the processor has, with and without subnormals flushed by the caller, and asks for one hash of
 # kernels, casts, folds and random numbers over all of it, and one hash of matrix products for the instruction sets that
 # round a term of a product once, and one for those that round it twice.
+#   [BITS=all] [SAMPLE=N] sh tests/unit/bits.sh
 cd "$(dirname "$0")/../.." || exit 1
+. tests/support/check.sh
 dir=$(mktemp -d "${TMPDIR:-/tmp}/bits.XXXXXX") || exit 1
 trap 'rm -rf "$dir"' EXIT
 trap 'exit 1' HUP INT TERM
 
 # One build a line: its name, then the compiler and flags. gcc contracts by default, clang where it is told to. With
-# BITS=all in the environment also those that have never differed from the others. Asks cc, or the compilers that
-# COMPILERS names, as .ci/run does.
+# BITS=all in the environment also those that have never differed from the others, of which SAMPLE=N takes one, as N has
+# it. Asks cc, or the compilers that COMPILERS names, as .ci/run does.
+[ "${BITS:-}" != all ] || sample 1 O0 c99 gnu17 cxx
 builds() {
     for cc in ${COMPILERS:-cc}; do
         command -v $cc >/dev/null 2>&1 || continue
@@ -18,11 +21,14 @@ builds() {
         echo "$cc-O2 $cc -O2"
         echo "$cc-Ofast $cc -Ofast -march=native"
         [ $cc != clang ] || echo "$cc-contract $cc -O3 -march=native -ffp-contract=fast"
-        [ "${BITS:-}" = all ] || continue
-        echo "$cc-O0 $cc -O0"
-        echo "$cc-c99 $cc -std=c99 -O1"
-        echo "$cc-gnu17 $cc -std=gnu17 -O3"
-        command -v $cxx >/dev/null 2>&1 && echo "$cc-cxx $cxx -x c++ -std=c++11 -O2"
+        for name in ${chosen:-}; do
+            case $name in
+            O0) echo "$cc-O0 $cc -O0" ;;
+            c99) echo "$cc-c99 $cc -std=c99 -O1" ;;
+            gnu17) echo "$cc-gnu17 $cc -std=gnu17 -O3" ;;
+            cxx) ! command -v $cxx >/dev/null 2>&1 || echo "$cc-cxx $cxx -x c++ -std=c++11 -O2" ;;
+            esac
+        done
     done
 }
 
@@ -47,8 +53,6 @@ awk 'NR % 2' "$dir/builds" | while read -r line; do build_and_run $line; done & 
 awk 'NR % 2 == 0' "$dir/builds" | while read -r line; do build_and_run $line; done
 wait
 
-passed=0
-failed=0
 bits=
 verdict() { # what, got, expected
     if [ -n "$2" ] && [ "$2" = "$3" ]; then
@@ -85,5 +89,4 @@ while read -r name flags; do
         done
     done
 done <"$dir/builds"
-echo "$passed passed, $failed failed"
-[ $failed -eq 0 ]
+checked
