@@ -205,15 +205,15 @@ if [ "${mpis#*MPICH}" != "$mpis" ] && package mpich; then
     mpich=$home
     build abi "${CC:-cc}" "$mpich/bin/mpicc_abi"
     check $? "the programs compile without an mpi.h"
-    (abi "MPICH 5" "$mpich"; echo "$passed $failed" >"$here/sums")
-    read -r passed failed <"$here/sums"
+    (abi "MPICH 5" "$mpich"; echo "$passed $failed $late" >"$here/sums")
+    read -r passed failed late <"$here/sums"
     if [ "${MPI:-}" = all ] && package impi; then
-        (export FI_PROVIDER=tcp; abi "Intel MPI" "$home"; echo "$passed $failed" >"$here/sums")
-        read -r passed failed <"$here/sums"
+        (export FI_PROVIDER=tcp; abi "Intel MPI" "$home"; echo "$passed $failed $late" >"$here/sums")
+        read -r passed failed late <"$here/sums"
     fi
     if [ "${MPI:-}" = all ]; then
-        (abi "MPICH 5 under Slurm" "$mpich" "srun --overcommit --mpi=pmi2 -n"; echo "$passed $failed" >"$here/sums")
-        read -r passed failed <"$here/sums"
+        (abi "MPICH 5 under Slurm" "$mpich" "srun --overcommit --mpi=pmi2 -n"; echo "$passed $failed $late" >"$here/sums")
+        read -r passed failed late <"$here/sums"
     fi
     refused "a library that does not exist" "no/such.so" DTRAIN_TRANSPORT=mpi DTRAIN_MPI_LIBRARY=/no/such.so
     refused "a library with another ABI" "does not have the standard ABI" DTRAIN_TRANSPORT=mpi \

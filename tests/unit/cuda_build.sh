@@ -2,16 +2,16 @@
 # What dtrain_cuda.h is to compilers: the newest nvcc at hand, and C and C++ where there is none; with NVCCS=all in the
 # environment, as make soak has it, every nvcc, one of CUDA 12 among them. Needs no GPU and sees none. Compilers and tools
 # that are not here come from PyPI and Debian, into build/; what cannot be had is skipped, with the reason. .ci/run runs
-# this, make test does not.
+# this, make test does not. SAMPLE=N makes code for two kinds of GPU instead of three, as N has it.
 set -u
 cd "$(dirname "$0")/../.."
+. tests/support/check.sh
+unset MAKEFLAGS MFLAGS MAKELEVEL # a make of its own, also below make
 root=$PWD
 mkdir -p build
 top=$(mktemp -d "${TMPDIR:-/tmp}/cuda_build.XXXXXX")
 trap 'rm -rf "$top"' EXIT
 trap 'exit 1' HUP INT TERM
-passed=0
-failed=0
 warn="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
 CUDA_VISIBLE_DEVICES=
 export CUDA_VISIBLE_DEVICES
@@ -125,7 +125,6 @@ from_pypi() { # directory below build, packages...; does nothing where it is alr
 }
 
 printf '#define DTRAIN_CUDA_IMPLEMENTATION\n#include "dtrain_cuda.h"\n' >"$top/kernels.cu"
-printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$top/dtrain.c"
 printf '#include "dtrain_cuda.h"\nint other(void);\nint other(void) { return dtrain_cuda_stream(NULL) != NULL; }\n' >"$top/other.c"
 cat >"$top/user.c" <<'END'
 #include "dtrain_cuda.h"
@@ -154,30 +153,33 @@ extern "C" float exact(float a, float b, float c) { return a * b + c; }
 DTRAIN__EXACT_END
 END
 
-# Counts the 16-byte loads and stores of a kernel, by its mangled name, in PTX.
-vectors_of() { # kernel, file -> loads stores
-    awk -v mark="$(printf 'dtrain__cuda_%s' "$1" | wc -c | tr -d ' ')dtrain__cuda_$1" '
-        /\.entry/ { inside = index($0, mark) > 0; found += inside }
-        inside && /ld\.global[a-z0-9_:.]*\.(v4\.[a-z]32|v2\.[a-z]64|b128)/ { loads++ }
-        inside && /st\.global[a-z0-9_:.]*\.(v4\.[a-z]32|v2\.[a-z]64|b128)/ { stores++ }
-        END { print found + 0, loads + 0, stores + 0 }' "$2"
+# Counts the kernels of each name in PTX, and their 16-byte loads and stores.
+vectors_of() { # file -> name kernels loads stores
+    awk '/\.entry _Z/ {
+            sub(/.*\.entry _Z/, "")
+            name = substr($0, length($0 + 0) + 1, $0 + 0)
+            sub(/^dtrain__cuda_/, "", name)
+            found[name]++
+        }
+        /ld\.global[a-z0-9_:.]*\.(v4\.[a-z]32|v2\.[a-z]64|b128)/ { loads[name]++ }
+        /st\.global[a-z0-9_:.]*\.(v4\.[a-z]32|v2\.[a-z]64|b128)/ { stores[name]++ }
+        END { for (name in found) print name, found[name], loads[name] + 0, stores[name] + 0 }' "$1" | sort
 }
 
 check_vectors() { # name, file
-    echo "$vectors" | grep . >"$top/vectors"
-    awk '/\.entry _Z/ { name = $2; sub(/.*_Z/, "", name); print substr(name, length(name + 0) + 1, name + 0) }' "$2" |
-        sed 's/^dtrain__cuda_//' | sort >"$top/named"
+    echo "$vectors" | grep . | sort >"$top/vectors"
+    vectors_of "$2" >"$top/found"
+    cut -d' ' -f1 "$top/found" >"$top/named"
     { cut -d' ' -f1 "$top/vectors"; printf '%s\n' $elements; } | sort | diff - "$top/named" >"$top/log" 2>&1
     if [ $? -eq 0 ]; then good "$1: the table has every kernel"; else bad "$1: the table has every kernel" "$top/log"; fi
-    while read -r kernel loads stores; do
-        # shellcheck disable=SC2046
-        set -- "$1" "$2" $(vectors_of "$kernel" "$2")
-        if [ "$3" -eq 1 ] && [ "$4" -ge "$loads" ] && [ "$5" -ge "$stores" ]; then
+    join -a 1 "$top/vectors" "$top/found" >"$top/joined"
+    while read -r kernel loads stores found got_loads got_stores; do
+        if [ "${found:-0}" -eq 1 ] && [ "$got_loads" -ge "$loads" ] && [ "$got_stores" -ge "$stores" ]; then
             good "$1: $kernel loads and stores 16 bytes at once"
         else
-            bad "$1: $kernel: $3 kernels with $4 loads and $5 stores of 16 bytes; 1 with $loads and $stores are due"
+            bad "$1: $kernel: ${found:-0} kernels with ${got_loads:-0} loads and ${got_stores:-0} stores of 16 bytes; 1 with $loads and $stores are due"
         fi
-    done <"$top/vectors"
+    done <"$top/joined"
 }
 
 check_ptx() { # name, file
@@ -187,12 +189,15 @@ check_ptx() { # name, file
 
 # Everything that one nvcc compiles, side by side, as that takes most of the time: for every GPU with the flags of today,
 # for one with those that change arithmetic, and the two implementations in one file, the benchmark, whose kernels are
-# not looked at.
+# not looked at, and whose host code is only checked. So it ends at PTX, which -G writes without optimisation.
 compile() { # nvcc, directory
     strict="-std=c++17 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I$root"
     assembler="-Xptxas -Werror,-warn-spills,-warn-lmem-usage"
-    codes="-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90]"
-    "$1" --list-gpu-code | grep -q 'sm_100$' && codes="$codes -gencode=arch=compute_100,code=sm_100"
+    sample 1 sm_80 $("$1" --list-gpu-code | grep '^sm_100$')
+    codes="-gencode=arch=compute_90,code=[sm_90,compute_90]"
+    for code in $chosen; do
+        codes="$codes -gencode=arch=compute_${code#sm_},code=$code"
+    done
     echo "$codes" >"$2/plain.codes"
     echo "-gencode=arch=compute_90,code=sm_90" >"$2/fast.codes"
     for name in plain fast; do
@@ -206,7 +211,7 @@ compile() { # nvcc, directory
             cat "$(grep -l '\.target sm_90' "$2/keep-$name/"*.ptx | head -1)" >"$2/$name.ptx"
         ) &
     done
-    "$1" -O0 -G -arch=sm_90 $strict -c tools/bench_cuda.cu -o "$2/both.o" >"$2/both.log" 2>&1
+    "$1" -O0 -G -gencode=arch=compute_90,code=compute_90 $strict -Xcompiler -fsyntax-only -c tools/bench_cuda.cu -o "$2/both.o" >"$2/both.log" 2>&1
     echo $? >"$2/both"
     wait
 }
@@ -261,17 +266,17 @@ check_sass() { # nvcc, name, directory
 }
 
 check_programs() { # nvcc, name, directory
-    if ! "$1" "$3/fast.o" "$top/user.o" "$top/dtrain.o" -o "$3/user" -lpthread -lm >"$3/link.log" 2>&1 &&
+    if ! "$1" "$3/fast.o" "$top/user.o" build/tests/dtrain.o -o "$3/user" -lpthread -lm >"$3/link.log" 2>&1 &&
         grep -q 'cannot find -lcuda' "$3/link.log"; then
         skip "$2: programs, as it comes without a runtime to link with"
         return
     fi
-    holds "$2: C units beside the implementation link" "$1" "$3/fast.o" "$top/user.o" "$top/other.o" "$top/dtrain.o" \
+    holds "$2: C units beside the implementation link" "$1" "$3/fast.o" "$top/user.o" "$top/other.o" build/tests/dtrain.o \
         -o "$3/user" -lpthread -lm
     ldd "$3/user" >"$3/ldd" 2>&1
     has_none "$2: neither the driver nor the runtime is linked with" 'libcuda|not found|No such file|not a dynamic' "$3/ldd"
     holds "$2: without a driver or a GPU calls say so" "$3/user" "on CUDA: "
-    "$1" -Xcompiler -fsanitize=address "$3/fast.o" "$top/user.o" "$top/dtrain.o" -o "$3/asan" -lpthread -lm
+    "$1" -Xcompiler -fsanitize=address "$3/fast.o" "$top/user.o" build/tests/dtrain.o -o "$3/asan" -lpthread -lm
     holds "$2: and leak nothing" env ASAN_OPTIONS=protect_shadow_gap=0:detect_leaks=1 "$3/asan" "on CUDA: "
 }
 
@@ -291,7 +296,7 @@ check_train() { # nvcc, name, directory
         return
     fi
     compile_example "$1" "$2" "$3" train_gpt_cuda
-    if ! "$1" "$3/train_gpt_cuda.o" "$3/plain.o" "$top/dtrain.o" -o "$3/train" -lcublas -lpthread -lm >"$3/link.log" 2>&1 &&
+    if ! "$1" "$3/train_gpt_cuda.o" "$3/plain.o" build/tests/dtrain.o -o "$3/train" -lcublas -lpthread -lm >"$3/link.log" 2>&1 &&
         grep -q 'cannot find -lcublas' "$3/link.log"; then
         skip "$2: train_gpt_cuda's link, as the toolkit has no libcublas"
         return
@@ -315,7 +320,7 @@ check_without_nvcc() {
             [ $std = c99 ] || lang="-x c++"
             holds "$cc $std: the stub" "$cc" $lang -std=$std -O1 $warn -I. -c "$top/stub.c" -o "$top/stub.o"
             holds "$cc $std: the stub and a second unit link" "$cc" "$top/stub.o" "$top/user.o" "$top/other.o" \
-                "$top/dtrain.o" -o "$top/stubbed" -lpthread -lm
+                build/tests/dtrain.o -o "$top/stubbed" -lpthread -lm
             holds "$cc $std: the stub answers" "$top/stubbed" "this build has no CUDA"
         done
         holds "$cc c99: the emulation" "$cc" -std=c99 -O1 $warn -I. -c "$top/emulated.c" -o "$top/emulated.o"
@@ -340,7 +345,8 @@ find_nvccs() {
 }
 
 cc=${CC:-cc}
-for unit in dtrain user other; do # -O0: what counts is that they link and answer
+make -s CC="$cc" build/tests/dtrain.o || exit 1 # what counts is that it links and answers
+for unit in user other; do
     $cc -O0 -I. -c "$top/$unit.c" -o "$top/$unit.o" || exit 1
 done
 check_without_nvcc
@@ -362,5 +368,4 @@ while read -r release path; do
     mkdir "$top/$release"
     check_nvcc "$path" "nvcc $release" "$top/$release" </dev/null
 done <"$top/nvccs"
-echo "$passed passed, $failed failed"
-[ $failed -eq 0 ]
+checked
