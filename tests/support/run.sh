@@ -2,7 +2,7 @@
 # Runs tests, a few at a time, each of which ends with "N passed, N failed": programs of a directory and scripts. Prints a
 # line a test as it ends, then the output of those that failed, then how to run each of them again, then the sums.
 #   sh tests/support/run.sh DIR [TEST...]    without tests: all programs of tests/ and, for build/tests, tests/*/test_*.sh
-# T=NAME in the environment takes the tests whose name contains it, BRIEF=1 those that tests/support/long.txt does not list.
+# T=NAME in the environment takes the tests whose name contains it, LEAVE_OUT=FILE those that the file does not list.
 #
 # A test fails late if nothing but a deadline ended it: this limit, or what "N by a deadline" before its sums counts. Up to
 # TRIES tests (3) that failed late run once more, alone, at the end. Deadlines grow with the machine's load.
@@ -52,7 +52,7 @@ tests() { # scripts first: those that compile take longest, and should not be al
         for test in tests/*/test_*.c tests/fault/soak.c; do
             echo "$dir/$(basename $test .c)"
         done
-    } | grep "${T:-}[^/]*$" | if [ -n "${BRIEF:-}" ]; then grep -vwFf tests/support/long.txt; else cat; fi
+    } | grep "${T:-}[^/]*$" | grep -vwFf "${LEAVE_OUT:-/dev/null}"
 }
 
 if [ "$dir" = --one ]; then

@@ -2,7 +2,8 @@
 # The code of a program that includes dtrain.h stays as it is: its own functions have the same instructions and call the
 # same functions of libm and libmvec with the header above them and without, and its preprocessor macros keep their
 # values. Asks cc, or the compilers that COMPILERS in the environment names, at the flags that changed it before; with
-# MATRIX=all there, at all of them, in C++, beside the CUDA companion, and above the whole implementation, as .ci/run does.
+# BITS=all there, at all of them, in C++, beside the CUDA companion, and above the whole implementation, as .ci/run does,
+# or with SAMPLE=number at some.
 cd "$(dirname "$0")/../.." || exit 1
 dir=$(mktemp -d "${TMPDIR:-/tmp}/client.XXXXXX") || exit 1
 trap 'rm -rf "$dir"' EXIT
@@ -75,16 +76,24 @@ client() { # compiler, which may be several words
     header="$static -include dtrain.h"
     same dtrain.h "$header" $cc -Ofast -march=native
     macros $cc -Ofast
-    [ "${MATRIX:-}" = all ] || return
-    for flags in -O0 -Os -O2 "-O2 -ffast-math" "-O3 -march=native"; do
+    [ "${BITS:-}" = all ] || return
+    sample 2 -O0 -Os -O2 -O2+-ffast-math -O3+-march=native
+    for flags in $chosen; do
+        flags=$(echo $flags | tr + ' ')
         same dtrain.h "$header" $cc $flags # gcc compiles what nothing calls at -O0
         same "dtrain.h without the implementation" "-include dtrain.h" $cc $flags
     done
-    for flags in -O2 "-Ofast -march=native"; do
-        same "dtrain.h and dtrain_cuda.h" "$header -DDTRAIN_CUDA_EMULATE -DDTRAIN_CUDA_IMPLEMENTATION -include dtrain_cuda.h" \
-            $cc -x c++ $flags
+    sample 1 companion=-O2 companion=-Ofast+-march=native whole=-Ofast+-march=native
+    for one in $chosen; do
+        flags=$(echo ${one#*=} | tr + ' ')
+        case $one in
+        companion*)
+            same "dtrain.h and dtrain_cuda.h" \
+                "$header -DDTRAIN_CUDA_EMULATE -DDTRAIN_CUDA_IMPLEMENTATION -include dtrain_cuda.h" $cc -x c++ $flags
+            ;;
+        whole*) same "the whole implementation" "-DDTRAIN_IMPLEMENTATION -include dtrain.h" $cc $flags ;;
+        esac
     done
-    same "the whole implementation" "-DDTRAIN_IMPLEMENTATION -include dtrain.h" $cc -Ofast -march=native
     for flags in -O0 -Os "-O2 -fno-math-errno" "-O2 -frounding-math -fsignaling-nans"; do
         macros $cc $flags
     done

@@ -6,7 +6,7 @@ dir=$(mktemp -d "${TMPDIR:-/tmp}/run.XXXXXX") || exit 1
 trap 'rm -rf "$dir"' EXIT
 trap 'exit 1' HUP INT TERM
 logs=$dir/out
-unset T BRIEF LIMIT TRIES
+unset T LEAVE_OUT LIMIT TRIES
 
 made() { # name: a test, whose body comes from standard input
     { echo '#!/bin/sh' && cat; } >"$dir/$1"

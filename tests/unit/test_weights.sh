@@ -72,12 +72,12 @@ by_arm() { # compiler flags...: train_gpt whole
 every_isa "train_gpt by its own line" build/train_gpt
 if [ "${BITS:-}" = all ]; then
     calls examples/train_gpt.c >"$dir/train_gpt.c"
-    {
-        echo by_arm aarch64-linux-gnu-gcc -O3
-        for cc in ${COMPILERS:-cc}; do
-            printf "by $cc %s\n" -O0 -O2 "-O3 -march=native -fno-math-errno"
-        done
-    } >"$dir/builds"
+    builds=by_arm+aarch64-linux-gnu-gcc+-O3
+    for cc in ${COMPILERS:-cc}; do
+        builds="$builds by+$cc+-O0 by+$cc+-O2 by+$cc+-O3+-march=native+-fno-math-errno"
+    done
+    sample 3 $builds
+    printf '%s\n' $chosen | tr + ' ' >"$dir/builds"
     lanes eval <"$dir/builds"
 fi
 checked
