@@ -2,7 +2,7 @@
 # Runs dtrain over MPI: one binary under each MPI that has the standard ABI, and builds with the mpi.h of those that do
 # not. Packages are installed where they are missing: MPICH 5 by pip, Open MPI by the system's. Says what it skips.
 # MPI=all adds Intel MPI, Open MPI 5 and MPICH 4, Slurm where it runs, and gives MPI's collectives to all tests of
-# processes. SAMPLE=N tries one of the two MPIs, and a part of what there is to try, as N has it.
+# processes. SAMPLE=N tries one of the two MPIs, and a part of what there is to try, which the number N chooses.
 #   [MPI=all] [SAMPLE=N] sh tests/interop/mpi.sh
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/check.sh
@@ -85,7 +85,7 @@ resume() {
     DTRAIN_TRANSPORT=mpi timeout 300 $launch 2 $own/train_gpt $small --strategy grad --save "$shared/run" --resume 2>>"$logs" |
         grep -o 'weights_sha256=[0-9a-f]*' >"$here/ranks"
     $own/train_gpt $small --ranks 2 --save "$shared/copy" --resume 2>>"$logs" | grep -o 'weights_sha256=[0-9a-f]*' >"$here/threads"
-    [ -s "$here/straight" ] && cmp -s "$here/straight" "$here/ranks" && cmp -s "$here/straight" "$here/threads"
+    equal "$(cat "$here/ranks")" "$(cat "$here/straight")" && equal "$(cat "$here/threads")" "$(cat "$here/straight")"
     check $? "$name: train_gpt stopped on 4 ranks goes on with 2, and on threads, with the same bits"
     rm -rf "$shared"
 }
@@ -115,7 +115,7 @@ under() { # name
             # shellcheck disable=SC2086
             DTRAIN_MPI_SHM=$shm DTRAIN_TRANSPORT=mpi timeout 300 $launch 4 $own/train_gpt --steps 3 --quiet $layout 2>>"$logs" |
                 grep -o 'weights_sha256=[0-9a-f]*' >"$here/ranks"
-            [ -s "$here/ranks" ] && cmp -s "$here/threads" "$here/ranks"
+            equal "$(cat "$here/ranks")" "$(cat "$here/threads")"
             check $? "$name: train_gpt $layout with DTRAIN_MPI_SHM=$shm has the weights of threads"
         done
     done

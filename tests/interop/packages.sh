@@ -2,7 +2,7 @@
 # Uses each package of dtrain from an empty project: make install with pkg-config, CMake and Meson, C and C++, and ctypes
 # of Python (tests/interop/ctypes_ddp.py). Installs what is missing where it can, and says what it skips. What counts is
 # that programs link and run: the library is compiled without optimisation, and where it only has to link, in part.
-# SAMPLE=N takes one of pkg-config, CMake and Meson, as N has it.
+# The number SAMPLE chooses one of pkg-config, CMake and Meson.
 #   [SAMPLE=N] sh tests/interop/packages.sh
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/check.sh

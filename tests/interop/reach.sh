@@ -88,7 +88,7 @@ for layout in $chosen; do
     DTRAIN_ISA=scalar build/train_gpt $small $flags >$here/linux 2>$logs
     # shellcheck disable=SC2086
     timeout 120 $node $here/train_gpt.js $small $flags >$here/wasm 2>$logs
-    [ -n "$(weights $here/wasm)" ] && [ "$(weights $here/wasm)" = "$(weights $here/linux)" ]
+    equal "$(weights $here/wasm)" "$(weights $here/linux)"
     check $? "WASM: train_gpt $flags on 4 threads has the weights of Linux"
 done
 checked

@@ -124,8 +124,7 @@ if [ -e "$here/quickstart.exe" ]; then
 fi
 make -s build/train_gpt >"$logs" 2>&1
 same() { # name flags: what the last command wrote has the weights of Linux
-    [ $? -eq 0 ] && build/train_gpt $2 >"$here/linux" 2>"$logs" && [ -n "$(weights "$here/wine")" ] &&
-        [ "$(weights "$here/wine")" = "$(weights "$here/linux")" ]
+    [ $? -eq 0 ] && build/train_gpt $2 >"$here/linux" 2>"$logs" && equal "$(weights "$here/wine")" "$(weights "$here/linux")"
     check $? "$1 has the weights of Linux"
 }
 train="--steps 3 --quiet --csv $here/csv --svg $here/svg"

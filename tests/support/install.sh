@@ -1,7 +1,7 @@
 #!/bin/sh
 # Brings what checks need and this machine lacks: commands by apt-get, Python's packages into virtual environments. What is
-# here is not asked for again. Several may run at once. Ends with 0 if all that was named is here; the caller then skips
-# what it cannot do, and says so. The first argument "in" prints the directory of an environment instead.
+# here costs no question. Several may run at once. Prints "missing: NAME" for each that cannot be had, and ends with 1; the
+# caller skips what needs it, and says so. The first argument "in" prints the directory of an environment instead.
 #   sh tests/support/install.sh clang network cross ...
 #   sh tests/support/install.sh in NAME
 # Environments stand outside the tree, so that a fresh clone finds them: in DTRAIN_CHECKS, or ~/.cache/dtrain-checks.
@@ -58,6 +58,8 @@ fuzzer() { # libFuzzer of this clang
 
 group() {
     case $1 in
+    python) system python3 python3 python3-venv ;;
+    g++) system g++ g++ ;;
     clang) system clang clang ;;
     fuzzer) fuzzer ;;
     network) system ip iproute2 ;;
@@ -97,6 +99,6 @@ if [ "$1" = in ]; then
 fi
 status=0
 for name; do
-    group "$name" || status=1
+    group "$name" || { echo "missing: $name" && status=1; }
 done
 exit $status

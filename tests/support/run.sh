@@ -4,10 +4,10 @@
 #   sh tests/support/run.sh DIR [TEST...]    without tests: all programs of tests/ and, for build/tests, tests/*/test_*.sh
 # T=NAME in the environment takes the tests whose name contains it, LEAVE_OUT=FILE those that the file does not list.
 #
-# A test fails late if nothing but a deadline ended it: this limit, or what "N by a deadline" before its sums counts. Up to
-# TRIES tests (3) that failed late run once more, alone, at the end. Deadlines grow with the machine's load.
+# A test fails late if nothing but a deadline ended it: its limit, LIMIT seconds, or what "N by a deadline" right before its
+# sums counts. Up to TRIES tests (3) that failed late run once more, alone, at the end. If more did, "N by a deadline" stands
+# before the sums here as well. Deadlines grow with the machine's load.
 dir=$1
-limit=${LIMIT:-900} # seconds
 processors=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 most=$((processors + 2)) # at a time, as many tests sleep
 
@@ -18,7 +18,7 @@ one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line, wh
     load=$(LC_ALL=C uptime | sed 's/.*load average[s]*: *\([0-9]*\).*/\1/')
     slow=$((1 + ${load:-0} / (2 * most)))
     [ $slow -gt "${TEST_SLOW:-1}" ] || slow=${TEST_SLOW:-1}
-    limit=$((limit * slow))
+    limit=$((${LIMIT:-900} * slow))
     case $1 in
     *.sh) set -- sh "$1" ;;
     esac
@@ -26,7 +26,7 @@ one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line, wh
     TEST_SLOW=$slow TSAN_OPTIONS="halt_on_error=1 $TSAN_OPTIONS" timeout $limit "$@" >"$log" 2>&1
     status=$?
     seconds=$(($(date +%s) - begun))
-    line=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$log" | tail -1)
+    line=$(grep -aE '^[0-9]+ passed, [0-9]+ failed' "$log" | tail -1)
     good=${line%% passed*}
     bad=${line##*passed, }
     bad=${bad%% failed*}
@@ -38,9 +38,10 @@ one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line, wh
     why=
     if [ $status -eq 124 ]; then
         why=", out of time at load $load"
-        echo "out of time after $limit s at load $load" | tee "$dir/$name.late" >>"$log"
-    elif [ "$bad" -gt 0 ] && grep -qx "$bad by a deadline" "$log"; then
-        grep -v '^ok ' "$log" | head -1 >"$dir/$name.late"
+        echo "out of time after $limit s at load $load" >>"$log"
+        grep -aqE '^FAIL|Sanitizer|runtime error' "$log" || tail -1 "$log" >"$dir/$name.late"
+    elif [ $status -eq 1 ] && [ "$bad" -gt 0 ] && tail -2 "$log" | grep -aqx "$bad by a deadline"; then
+        grep -av '^ok ' "$log" | head -1 >"$dir/$name.late"
     fi
     printf '%-28s %s passed, %s failed, %s s%s\n' "$name" "$good" "$bad" "$seconds" "$why" >"$dir/$name.line"
     cat "$dir/$name.line"
@@ -66,6 +67,10 @@ rm -f "$dir"/*.line "$dir"/*.late
 if [ $# -gt 0 ]; then printf '%s\n' "$@"; else tests; fi >"$dir/list"
 [ ! -s "$dir/list" ] || xargs -n 1 -P $most sh tests/support/run.sh --one "$dir" <"$dir/list"
 
+while read -r test; do # one that was killed has no line
+    name=$(basename "$test")
+    [ -s "$dir/$name.line" ] || printf '%-28s 0 passed, 1 failed, ended without a word\n' "$name" | tee "$dir/$name.line"
+done <"$dir/list"
 failed() { # a line each: name, number of failed checks
     sed -n 's/^\([^ ]*\) .* passed, \([1-9][0-9]*\) failed.*/\1 \2/p' "$dir"/*.line 2>/dev/null
 }
@@ -75,12 +80,12 @@ if [ -n "$(ls "$dir"/*.late 2>/dev/null)" ] && [ "$(ls "$dir"/*.late | wc -l)" -
         name=$(basename "$late" .late)
         said=$(cat "$late")
         one "$(grep "/$name$" "$dir/list")"
-        grep -q ', 0 failed' "$dir/$name.line" && echo "second try: $name ($said)" >>"$dir/tries"
+        grep -q ', 0 failed' "$dir/$name.line" && rm -f "$late" && echo "second try: $name ($said)" >>"$dir/tries"
     done
 fi
 failed | while read -r name bad; do
     echo "$name:"
-    grep -v '^ok ' "$dir/$name.log" | head -60 | sed 's/^/  /'
+    grep -av '^ok ' "$dir/$name.log" | head -60 | sed 's/^/  /'
 done
 failed | while read -r name bad; do
     test=$(grep "/$name$" "$dir/list")
@@ -90,5 +95,8 @@ failed | while read -r name bad; do
     esac
 done
 cat "$dir/tries"
+if [ "$(failed | wc -l)" -eq "$(ls "$dir"/*.late 2>/dev/null | wc -l)" ]; then
+    failed | awk '{ bad += $2 } END { if (bad > 0) print bad " by a deadline" }'
+fi
 cat "$dir"/*.line 2>/dev/null | sed 's/.* \([0-9]*\) passed, \([0-9]*\) failed.*/\1 \2/' |
     awk '{ good += $1; bad += $2 } END { printf "%d passed, %d failed\n", good, bad; exit bad > 0 || good == 0 }'

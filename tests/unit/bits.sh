@@ -11,8 +11,8 @@ trap 'rm -rf "$dir"' EXIT
 trap 'exit 1' HUP INT TERM
 
 # One build a line: its name, then the compiler and flags. gcc contracts by default, clang where it is told to. With
-# BITS=all in the environment also those that have never differed from the others, of which SAMPLE=N takes one, as N has
-# it. Asks cc, or the compilers that COMPILERS names, as .ci/run does.
+# BITS=all in the environment also those that have never differed from the others, of which the number SAMPLE
+# chooses one. Asks cc, or the compilers that COMPILERS names, as .ci/run does.
 [ "${BITS:-}" != all ] || sample 1 O0 c99 gnu17 cxx
 builds() {
     for cc in ${COMPILERS:-cc}; do

@@ -2,7 +2,7 @@
 # What dtrain_cuda.h is to compilers: the newest nvcc at hand, and C and C++ where there is none; with NVCCS=all in the
 # environment, as make soak has it, every nvcc, one of CUDA 12 among them. Needs no GPU and sees none. Compilers and tools
 # that are not here come from PyPI and Debian, into build/; what cannot be had is skipped, with the reason. .ci/run runs
-# this, make test does not. SAMPLE=N makes code for two kinds of GPU instead of three, as N has it.
+# this, make test does not. The number SAMPLE chooses two of three kinds of GPU to make code for.
 set -u
 cd "$(dirname "$0")/../.."
 . tests/support/check.sh

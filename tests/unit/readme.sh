@@ -27,9 +27,13 @@ python() { # arguments; adds its checks to the sums
     failed=$((failed + ${line%% failed*}))
 }
 
-# The files of the repository as they are, and nothing built: a fresh clone of them.
+# The files of the repository as they are, and nothing built: a fresh clone of them. Without git, all files but build/.
+files() {
+    git ls-files -co --exclude-standard 2>/dev/null ||
+        { find . \( -path ./build -o -path ./.git \) -prune -o -type f -print && echo build/.gitignore; }
+}
 clone() { # directory
-    mkdir "$1" && git ls-files -co --exclude-standard | tar -cf - -T - | tar -xf - -C "$1"
+    mkdir "$1" && files | tar -cf - -T - | tar -xf - -C "$1"
 }
 clone "$dir/clone" >"$dir/log" 2>&1
 check $? "the repository is cloned"

@@ -576,9 +576,9 @@ TEST(a_process_killed_before_its_kernel_keeps_nobody)
 {
     lives = 0;
     for (int after = 0; after < AFTERWARDS; after++) {
-        runs_late(after, DTRAIN_PROGRESS_THREAD, 20000);
+        runs_late(after, DTRAIN_PROGRESS_THREAD, test_ms(20000));
         if (after != WAITS) /* without a thread of the library's, nobody would know before the deadline */
-            runs_late(after, DTRAIN_PROGRESS_POLL, 20000);
+            runs_late(after, DTRAIN_PROGRESS_POLL, test_ms(20000));
     }
 }
 

@@ -52,6 +52,25 @@ END
 made hangs <<'END'
 exec sleep 60
 END
+made wrong_and_hangs <<'END'
+echo "FAIL adds"
+exec sleep 60
+END
+made leaks <<'END'
+echo "1 by a deadline"
+echo "0 passed, 1 failed"
+exit 23
+END
+made quotes <<'END'
+echo "FAIL ranks"
+echo "1 by a deadline"
+echo "more of a rank's log"
+echo "0 passed, 1 failed"
+exit 1
+END
+made kills_its_runner <<'END'
+kill -KILL $(ps -o ppid= -p $PPID)
+END
 for n in 1 2 3 4; do late late$n; done
 
 run good
@@ -64,8 +83,8 @@ run late1 late2 late3
 ends 0 "3 passed, 0 failed" && tried 3
 check $? "three tests run again"
 run late1 late2 late3 late4
-ends 1 "0 passed, 4 failed" && tried 0
-check $? "four do not"
+ends 1 "0 passed, 4 failed" && tried 0 && tail -2 "$dir/out" | grep -qx "4 by a deadline"
+check $? "four do not, and the sums say so"
 TRIES=1 run late1 late2
 ends 1 "0 passed, 2 failed" && tried 0
 check $? "TRIES says how many may"
@@ -75,6 +94,15 @@ check $? "a wrong value beside a deadline gets no second try; how to run it agai
 run crashes
 ends 1 "1 passed, 1 failed" && tried 0
 check $? "neither does a crash"
+run leaks quotes
+ends 1 "0 passed, 2 failed" && tried 0
+check $? "neither does an exit status of a sanitizer's, or a deadline that a rank's log speaks of"
+LIMIT=1 run wrong_and_hangs
+ends 1 "0 passed, 1 failed" && tried 0
+check $? "neither does a wrong value before a hang"
+run kills_its_runner
+ends 1 "0 passed, 1 failed" && grep -q "^kills_its_runner .*ended without a word" "$dir/out"
+check $? "a test that has no sums has failed"
 LIMIT=1 run hangs
 ends 1 "0 passed, 1 failed" && grep -q "^hangs .*out of time at load [0-9]" "$dir/out"
 check $? "a test that hangs is out of time, and its line says the load"
