@@ -3,7 +3,7 @@
 # make demo-fsdp trains it sharded: memory, weights and hidden communication of every strategy
 # make test      the tests; SAN=address,undefined or SAN=thread builds them under sanitizers, T=shm takes those whose name
 #                has it. .ci/run adds what takes other compilers, nvcc or Python
-# make check     the tests that take less than two seconds each
+# make check     the short tests, for use while one works
 # make soak      the long random runs, MINUTES=n (default 10) of each kind, 200 rounds of killed ranks
 #                and 800 of jobs killed while they save
 # make fuzz      libFuzzer on what comes over a connection or from a file, MINUTES=n each; installs clang where it must
