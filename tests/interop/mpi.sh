@@ -57,8 +57,8 @@ shrink_poll 4 who_leaves_while_it_is_pending_is_not_waited_for a_deadline_runs_f
 END
 }
 
-chosen_scenes() { # those of $chosen, which has programs and ranks
-    scenes | awk -v chosen=" $chosen " 'index(chosen, " " $1 "/" $2 " ")'
+chosen_scenes() { # those of $chosen, which has programs and ranks, or programs alone
+    scenes | awk -v chosen=" $chosen " 'index(chosen, " " $1 "/" $2 " ") || index(chosen, " " $1 " ")'
 }
 
 # Runs these scenes. Each rank says which of them it has run.
@@ -191,7 +191,7 @@ counts=$chosen
 sample 2 strategy=ddp strategy=full strategy=hybrid mesh=dp=2,pp=2 mesh=dp=2,tp=2
 layouts=$chosen
 # shellcheck disable=SC2046
-sample 4 $(scenes | awk '{ print $1 "/" $2 }' | uniq)
+sample 4 $(scenes | awk '{ print $1 == "checkpoint_layouts" ? $1 : $1 "/" $2 }' | uniq) # whose ranks load what others saved
 chosen_scenes >"$here/scenes"
 if [ "${MPI:-}" = all ]; then
     grep -v settings_that "$here/scenes" >"$here/offloaded"

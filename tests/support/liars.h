@@ -232,7 +232,7 @@ static void *liars_main(void *pointer)
     transport.size = 2;
     transport.send = liars_send;
     transport.recv = liars_recv;
-    desc.timeout_ms = test_ms(20000);
+    desc.timeout_ms = 20000;
     desc.progress = DTRAIN_PROGRESS_POLL; /* a thread beside the caller would wait as well */
     desc.allocator = &rank->heap;
     if (dtrain_comm_from_transport(&world, &transport, &desc) != DTRAIN_OK)
