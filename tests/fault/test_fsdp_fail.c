@@ -514,7 +514,7 @@ static dtrain_status destroys_early(dtrain_comm *world, void *user)
         double begin = now_s();
         dtrain_fsdp_destroy(fsdp);
         CHECK_CONTAINS(dtrain_last_error(), "no unit 6"); /* of a call; destroying is none that fails */
-        CHECK_WITHIN(now_s() - begin, 10);                      /* the deadline is a minute */
+        CHECK_WITHIN(now_s() - begin, 10); /* the deadline is a minute */
         return dtrain_barrier(world);                     /* the caller's own group is as good as before */
     }
     usleep(2500000);

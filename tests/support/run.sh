@@ -11,7 +11,8 @@ dir=$1
 processors=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 most=$((processors + 2)) # at a time, as many tests sleep
 
-one() { # test; its output goes to $dir/NAME.log, its line to $dir/NAME.line, what it said first to $dir/NAME.late if it is late
+# Its output goes to $dir/NAME.log, its line to $dir/NAME.line, and if it failed late, what it said first to $dir/NAME.late.
+one() { # test
     name=$(basename "$1")
     log=$dir/$name.log
     rm -f "$dir/$name.late"
