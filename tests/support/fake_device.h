@@ -64,12 +64,20 @@ static void fake_protect(fake *f, int access)
             mprotect(f->peer->blocks[i].memory, f->peer->blocks[i].mapped, access);
 }
 
-static void fake_flush(fake *f)
+/* Makes the copies that were put off. The memory is open. */
+static void fake_catch_up(fake *f)
 {
-    fake_protect(f, PROT_READ | PROT_WRITE);
     for (int i = 0; i < f->late_count; i++)
         memcpy(f->late[i].to, f->late[i].from, f->late[i].bytes);
     f->late_count = 0;
+}
+
+static void fake_flush(fake *f)
+{
+    if (f->late_count == 0)
+        return;
+    fake_protect(f, PROT_READ | PROT_WRITE);
+    fake_catch_up(f);
     fake_protect(f, PROT_NONE);
 }
 
@@ -92,8 +100,8 @@ static dtrain_status fake_enter(dtrain_device *device)
     pthread_mutex_lock(&fake_mutex);
     if (++f->calls == f->fail_call || (f->stays_broken && f->fail_call > 0 && f->calls > f->fail_call))
         return dtrain_error_set(DTRAIN_ERR_IO, "the fake device broke at call %ld", f->calls);
-    fake_flush(fake_of(device));
     fake_protect(f, PROT_READ | PROT_WRITE);
+    fake_catch_up(fake_of(device));
     f->open = 1;
     return DTRAIN_OK;
 }
@@ -188,8 +196,8 @@ static dtrain_status fake_copy_now(fake *f, void *to, const void *from, size_t b
     if ((target == NULL || source == NULL || pinned) && bytes > fake_root(f)->largest_copy)
         fake_root(f)->largest_copy = bytes;
     if (!pinned || f->late_count == FAKE_LATE) {
-        fake_flush(f);
         fake_protect(f, PROT_READ | PROT_WRITE);
+        fake_catch_up(f);
         memcpy(to, from, bytes);
         fake_protect(f, PROT_NONE);
         return DTRAIN_OK;
