@@ -633,6 +633,10 @@
 #define DTRAIN__PRINTF(text, first)
 #endif
 
+/* Refuses to compile if a field of a struct in shared memory is not at its place: ranks of a host may have words of 32
+ * and of 64 bits. */
+#define DTRAIN__PLACED(type, field, at) extern char dtrain__placed[offsetof(type, field) == (at) ? 1 : -1]
+
 /* Between these two, compilers neither contract nor reorder sums and products. clang's back end has two exceptions:
  *
  *   -ffp-contract=fast   it still contracts; dtrain__isa_rounded_f32 prevents that
@@ -17162,13 +17166,22 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__POST_LINE_BYTES 32 /* of those, in the cache line that says that they are there */
 
-/* What a rank posts for one collective. Peers read it until they post the next one. */
-typedef struct dtrain__post {
-    uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
+/* Where a rank's buffers are, for peers in one address space. */
+typedef struct dtrain__post_own {
     const void *in;
     void *out;
     const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
-    uint64_t places[2];             /* between processes: where in and out lie in their windows */
+} dtrain__post_own;
+
+/* What a rank posts for one collective. Peers read it until they post the next one. Between processes it lies in shared
+ * memory, so its layout is the same whatever the width of a pointer. */
+typedef struct dtrain__post {
+    uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
+    union {
+        dtrain__post_own own;
+        uint64_t room[4];
+    } at;
+    uint64_t places[2]; /* between processes: where in and out lie in their windows */
     /* 2 x turn of the operation, + 1 if it was withdrawn at its deadline; peers read what follows in the same line */
     uint64_t arrived __attribute__((aligned(DTRAIN__CACHE_LINE)));
     uint64_t check;                                /* of call; if equal, peers need not read call */
@@ -17195,6 +17208,14 @@ typedef struct dtrain__slot {
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
 } dtrain__slot;
+
+/* Processes with words of 32 bits and of 64 share these. */
+DTRAIN__PLACED(dtrain__post, places, 136);
+DTRAIN__PLACED(dtrain__post, data, 224);
+DTRAIN__PLACED(dtrain__slot, closed, 28);
+DTRAIN__PLACED(dtrain__slot, asleep, 72);
+DTRAIN__PLACED(dtrain__slot, posts, 192);
+DTRAIN__PLACED(dtrain__slot, posts[1], 192 + 1280);
 
 typedef struct dtrain__shared {
     dtrain__bell bell; /* unused between processes */
@@ -17257,6 +17278,9 @@ typedef struct dtrain__threads_ring {
     char pad2[DTRAIN__CACHE_LINE - 8];
     unsigned char bytes[DTRAIN__THREADS_RING_BYTES];
 } dtrain__threads_ring;
+
+DTRAIN__PLACED(dtrain__threads_ring, read, 64);
+DTRAIN__PLACED(dtrain__threads_ring, bytes, 128);
 
 typedef struct dtrain__threads_group dtrain__threads_group;
 
@@ -18824,6 +18848,8 @@ typedef struct dtrain__shm_page {
     char pad[DTRAIN__CACHE_LINE - 24];
     dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected */
 } dtrain__shm_page;
+
+DTRAIN__PLACED(dtrain__shm_page, ways[1], 64 + 128 + DTRAIN__THREADS_RING_BYTES);
 
 /* One side's end. */
 typedef struct dtrain__shm {
@@ -27321,8 +27347,9 @@ static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size
     return comm->window_id;
 }
 
-/* Returns a buffer that a rank of the group has named; NULL: this rank does not have it. */
-static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int rank, size_t at, size_t bytes)
+/* Returns a buffer that a rank of the group has named; NULL: this rank does not have it. at: as it was posted, maybe by
+ * a rank with longer words. */
+static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int rank, uint64_t at, size_t bytes)
 {
     dtrain__window *window = comm->window;
     unsigned char *found = NULL;
@@ -27334,8 +27361,8 @@ static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int ra
                 break;
     if (window != NULL)
         place = dtrain__window_place(window, comm, rank);
-    if (place >= 0 && at <= window->sizes[place] && bytes <= window->sizes[place] - at)
-        found = window->memory + window->begins[place] + at;
+    if (place >= 0 && at <= window->sizes[place] && bytes <= window->sizes[place] - (size_t)at)
+        found = window->memory + window->begins[place] + (size_t)at;
     dtrain__window_lock(0);
     return found;
 }
@@ -27873,7 +27900,7 @@ static int dtrain__fused_map(dtrain_comm *comm, dtrain__op *op)
         unsigned char *buffer;
         memcpy(&buffer, out ? (const void *)&op->out : (const void *)&op->in, sizeof buffer);
         if (rank != comm->rank && bytes > 0)
-            buffer = dtrain__window_find(comm, post->windows[out], rank, (size_t)post->places[out], bytes);
+            buffer = dtrain__window_find(comm, post->windows[out], rank, post->places[out], bytes);
         comm->buffers[i] = buffer;
         if (buffer == NULL && bytes > 0)
             return dtrain__fail(&op->error, DTRAIN_ERR_INVALID,
@@ -27891,7 +27918,7 @@ static unsigned char *dtrain__fused_buffer(const dtrain_comm *comm, const dtrain
     unsigned char *buffer;
     if (!comm->plane->in_process)
         return comm->buffers[2 * rank + out];
-    memcpy(&buffer, out ? (const void *)&post->out : (const void *)&post->in, sizeof buffer);
+    memcpy(&buffer, out ? (const void *)&post->at.own.out : (const void *)&post->at.own.in, sizeof buffer);
     return buffer;
 }
 
@@ -27922,10 +27949,10 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     op->inlined = dtrain__fused_inline(comm, op);
     dtrain__op_call(comm, op, 0, (dtrain__call *)post->call);
     post->check = dtrain__fused_check(post->call);
-    post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
-    post->out = op->out;
-    post->counts = op->counts;
-    post->offsets = op->offsets;
+    post->at.own.in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
+    post->at.own.out = op->out;
+    post->at.own.counts = op->counts;
+    post->at.own.offsets = op->offsets;
     int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
     op->rounds = op->put = op->taken = 0;
     if (!named && op->inlined) {
@@ -28021,10 +28048,11 @@ static dtrain_extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__
         given.begin = 0;
     if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
         return given;
-    given.begin = post->offsets != NULL ? post->offsets[comm->rank] : 0;
-    for (int to = 0; post->offsets == NULL && to < comm->rank; to++)
-        given.begin += post->counts[to];
-    given.count = post->counts[comm->rank];
+    const size_t *counts = post->at.own.counts, *offsets = post->at.own.offsets;
+    given.begin = offsets != NULL ? offsets[comm->rank] : 0;
+    for (int to = 0; offsets == NULL && to < comm->rank; to++)
+        given.begin += counts[to];
+    given.count = counts[comm->rank];
     return given;
 }
 
@@ -28294,7 +28322,7 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
             continue;
         size_t at = (begin - low) * width, left = low + mine[k].count - begin, part = n < left ? n : left;
         for (int rank = 0; rank < comm->size; rank++) {
-            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->in;
+            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->at.own.in;
             comm->ins[rank] = (const unsigned char *)theirs[k].in + at;
             comm->outs[rank] = (unsigned char *)theirs[k].out + at;
         }
@@ -32840,29 +32868,30 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
 }
 
 /* Lays out the parts. A page lies between two: at a distance of 2^n bytes they would share the same sets of caches and
- * banks of memory. Returns 0 if their sum overflows. */
+ * banks of memory. Returns 0 if this rank cannot address their sum; ranks with longer words may. */
 static int dtrain__window_lay(dtrain__window *window)
 {
     size_t page = dtrain__os_page_bytes(), total = 0;
+    int fits = 1;
     for (int rank = 0; rank < window->count; rank++) {
         size_t bytes = window->sizes[rank];
         window->begins[rank] = total;
-        if (bytes > SIZE_MAX / 4 || total > SIZE_MAX / 4)
-            return 0;
-        total += (bytes + page - 1) / page * page + page;
+        fits = fits && bytes <= SIZE_MAX / 4 && total <= SIZE_MAX / 4;
+        total += fits ? (bytes + page - 1) / page * page + page : 0;
     }
     window->begins[window->count] = total;
     window->bytes = total + DTRAIN__WINDOW_KEY_BYTES + (size_t)window->count * sizeof(uint32_t);
-    return 1;
+    return fits;
 }
 
-/* Rank 0 makes the memory, and all open it. Returns the status of the exchange; *shared: all ranks have it. */
-static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *window, int *shared)
+/* Rank 0 makes the memory, and all open it. fits: this rank can. Returns the status of the exchange; *shared: all ranks
+ * have it. */
+static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *window, int fits, int *shared)
 {
     unsigned char offer[16 + DTRAIN__WINDOW_KEY_BYTES] = {0}, *memory = NULL;
     size_t key = window->begins[window->count];
     int fd = -1;
-    if (group->rank == 0 && (memory = (unsigned char *)dtrain__os_share(window->bytes, &fd)) != NULL &&
+    if (group->rank == 0 && fits && (memory = (unsigned char *)dtrain__os_share(window->bytes, &fd)) != NULL &&
         dtrain__os_random(memory + key, DTRAIN__WINDOW_KEY_BYTES) == 0) {
         dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
         dtrain__put_le(offer + 8, (uint64_t)fd, 8);
@@ -32870,7 +32899,7 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     }
     dtrain_status status = dtrain_broadcast(group, offer, sizeof offer, DTRAIN_U8, 0);
     uint64_t process = dtrain__get_le(offer, 8), id = dtrain__get_le(offer + 16, 8);
-    if (status == DTRAIN_OK && group->rank != 0 && process > 0 && process <= INT_MAX)
+    if (status == DTRAIN_OK && group->rank != 0 && fits && process > 0 && process <= INT_MAX)
         memory =
             (unsigned char *)dtrain__os_share_open((long)process, (int)dtrain__get_le(offer + 8, 8), window->bytes);
     int32_t good =
@@ -32892,8 +32921,12 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
 /* Gives this rank plain memory: the parts of the others have none here. They are of this host, so all must fit. */
 static dtrain_status dtrain__window_plain(dtrain_comm *group, dtrain__window *window)
 {
-    size_t part = window->begins[window->rank + 1] - window->begins[window->rank];
-    uint64_t left = dtrain__os_memory_left(), all = window->begins[window->count];
+    size_t page = dtrain__os_page_bytes(), bytes = window->sizes[window->rank], part = 0;
+    uint64_t left = dtrain__os_memory_left(), all = 0;
+    for (int rank = 0; rank < window->count; rank++)
+        all = window->sizes[rank] < UINT64_MAX - all ? all + window->sizes[rank] : UINT64_MAX;
+    if (bytes <= SIZE_MAX / 4)
+        part = (bytes + page - 1) / page * page + page;
     if (group->size > 1 && group->shared != NULL && !group->plane->in_process && group->rank == 0)
         dtrain__log(DTRAIN_LOG_WARN,
                     "comm_alloc: the system lets these ranks share no memory of %llu bytes; each gets its own",
@@ -32901,14 +32934,13 @@ static dtrain_status dtrain__window_plain(dtrain_comm *group, dtrain__window *wi
     for (int rank = 0; rank <= window->count; rank++)
         window->begins[rank] = rank > window->rank ? part : 0;
     window->bytes = part;
-    window->memory = all < left ? (unsigned char *)dtrain__os_reserve(part) : NULL;
+    window->memory = part > 0 && all < left ? (unsigned char *)dtrain__os_reserve(part) : NULL;
     if (window->memory != NULL)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                         "comm_alloc: rank %d has no memory for %zu bytes: the ranks of its host ask for %llu MiB, and "
                         "%llu MiB are left",
-                        group->rank, window->sizes[window->rank], (unsigned long long)(all >> 20),
-                        (unsigned long long)(left >> 20));
+                        group->rank, bytes, (unsigned long long)(all >> 20), (unsigned long long)(left >> 20));
 }
 
 /* The same on ranks of one host, or of one process. */
@@ -32926,11 +32958,9 @@ static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dt
     for (int rank = 0; status == DTRAIN_OK && rank < group->size; rank++)
         window->sizes[rank] = sizes[rank] < SIZE_MAX ? (size_t)sizes[rank] : SIZE_MAX;
     dtrain__free(group->allocator, sizes);
-    if (status == DTRAIN_OK && !dtrain__window_lay(window))
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_alloc on rank %d: the parts of %d ranks overflow a size",
-                              group->rank, group->size);
+    int fits = status == DTRAIN_OK && dtrain__window_lay(window);
     if (status == DTRAIN_OK && group->size > 1 && group->shared != NULL && !group->plane->in_process)
-        status = dtrain__window_share(group, window, &shared);
+        status = dtrain__window_share(group, window, fits, &shared);
     if (status == DTRAIN_OK && !shared)
         status = dtrain__alike_agree(group, "comm_alloc", 1, dtrain__window_plain(group, window));
     if (status == DTRAIN_ERR_TIMEOUT) /* some ranks may have ended the call, so it cannot be made again */

@@ -65,6 +65,10 @@
 #define DTRAIN__PRINTF(text, first)
 #endif
 
+/* Refuses to compile if a field of a struct in shared memory is not at its place: ranks of a host may have words of 32
+ * and of 64 bits. */
+#define DTRAIN__PLACED(type, field, at) extern char dtrain__placed[offsetof(type, field) == (at) ? 1 : -1]
+
 /* Between these two, compilers neither contract nor reorder sums and products. clang's back end has two exceptions:
  *
  *   -ffp-contract=fast   it still contracts; dtrain__isa_rounded_f32 prevents that

@@ -157,7 +157,7 @@ static int dtrain__fused_map(dtrain_comm *comm, dtrain__op *op)
         unsigned char *buffer;
         memcpy(&buffer, out ? (const void *)&op->out : (const void *)&op->in, sizeof buffer);
         if (rank != comm->rank && bytes > 0)
-            buffer = dtrain__window_find(comm, post->windows[out], rank, (size_t)post->places[out], bytes);
+            buffer = dtrain__window_find(comm, post->windows[out], rank, post->places[out], bytes);
         comm->buffers[i] = buffer;
         if (buffer == NULL && bytes > 0)
             return dtrain__fail(&op->error, DTRAIN_ERR_INVALID,
@@ -175,7 +175,7 @@ static unsigned char *dtrain__fused_buffer(const dtrain_comm *comm, const dtrain
     unsigned char *buffer;
     if (!comm->plane->in_process)
         return comm->buffers[2 * rank + out];
-    memcpy(&buffer, out ? (const void *)&post->out : (const void *)&post->in, sizeof buffer);
+    memcpy(&buffer, out ? (const void *)&post->at.own.out : (const void *)&post->at.own.in, sizeof buffer);
     return buffer;
 }
 
@@ -206,10 +206,10 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     op->inlined = dtrain__fused_inline(comm, op);
     dtrain__op_call(comm, op, 0, (dtrain__call *)post->call);
     post->check = dtrain__fused_check(post->call);
-    post->in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
-    post->out = op->out;
-    post->counts = op->counts;
-    post->offsets = op->offsets;
+    post->at.own.in = op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? comm->scratch : op->in;
+    post->at.own.out = op->out;
+    post->at.own.counts = op->counts;
+    post->at.own.offsets = op->offsets;
     int named = !comm->plane->in_process && dtrain__fused_name(comm, op, post);
     op->rounds = op->put = op->taken = 0;
     if (!named && op->inlined) {
@@ -305,10 +305,11 @@ static dtrain_extent dtrain__fused_given(const dtrain_comm *comm, const dtrain__
         given.begin = 0;
     if (op->kind != DTRAIN__ALL_TO_ALL || op->counts == NULL)
         return given;
-    given.begin = post->offsets != NULL ? post->offsets[comm->rank] : 0;
-    for (int to = 0; post->offsets == NULL && to < comm->rank; to++)
-        given.begin += post->counts[to];
-    given.count = post->counts[comm->rank];
+    const size_t *counts = post->at.own.counts, *offsets = post->at.own.offsets;
+    given.begin = offsets != NULL ? offsets[comm->rank] : 0;
+    for (int to = 0; offsets == NULL && to < comm->rank; to++)
+        given.begin += counts[to];
+    given.count = counts[comm->rank];
     return given;
 }
 
@@ -578,7 +579,7 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
             continue;
         size_t at = (begin - low) * width, left = low + mine[k].count - begin, part = n < left ? n : left;
         for (int rank = 0; rank < comm->size; rank++) {
-            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->in;
+            const dtrain__segment *theirs = (const dtrain__segment *)dtrain__fused_post_of(comm, op, rank)->at.own.in;
             comm->ins[rank] = (const unsigned char *)theirs[k].in + at;
             comm->outs[rank] = (unsigned char *)theirs[k].out + at;
         }

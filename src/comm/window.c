@@ -147,8 +147,9 @@ static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size
     return comm->window_id;
 }
 
-/* Returns a buffer that a rank of the group has named; NULL: this rank does not have it. */
-static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int rank, size_t at, size_t bytes)
+/* Returns a buffer that a rank of the group has named; NULL: this rank does not have it. at: as it was posted, maybe by
+ * a rank with longer words. */
+static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int rank, uint64_t at, size_t bytes)
 {
     dtrain__window *window = comm->window;
     unsigned char *found = NULL;
@@ -160,8 +161,8 @@ static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int ra
                 break;
     if (window != NULL)
         place = dtrain__window_place(window, comm, rank);
-    if (place >= 0 && at <= window->sizes[place] && bytes <= window->sizes[place] - at)
-        found = window->memory + window->begins[place] + at;
+    if (place >= 0 && at <= window->sizes[place] && bytes <= window->sizes[place] - (size_t)at)
+        found = window->memory + window->begins[place] + (size_t)at;
     dtrain__window_lock(0);
     return found;
 }

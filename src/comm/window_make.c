@@ -51,29 +51,30 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
 }
 
 /* Lays out the parts. A page lies between two: at a distance of 2^n bytes they would share the same sets of caches and
- * banks of memory. Returns 0 if their sum overflows. */
+ * banks of memory. Returns 0 if this rank cannot address their sum; ranks with longer words may. */
 static int dtrain__window_lay(dtrain__window *window)
 {
     size_t page = dtrain__os_page_bytes(), total = 0;
+    int fits = 1;
     for (int rank = 0; rank < window->count; rank++) {
         size_t bytes = window->sizes[rank];
         window->begins[rank] = total;
-        if (bytes > SIZE_MAX / 4 || total > SIZE_MAX / 4)
-            return 0;
-        total += (bytes + page - 1) / page * page + page;
+        fits = fits && bytes <= SIZE_MAX / 4 && total <= SIZE_MAX / 4;
+        total += fits ? (bytes + page - 1) / page * page + page : 0;
     }
     window->begins[window->count] = total;
     window->bytes = total + DTRAIN__WINDOW_KEY_BYTES + (size_t)window->count * sizeof(uint32_t);
-    return 1;
+    return fits;
 }
 
-/* Rank 0 makes the memory, and all open it. Returns the status of the exchange; *shared: all ranks have it. */
-static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *window, int *shared)
+/* Rank 0 makes the memory, and all open it. fits: this rank can. Returns the status of the exchange; *shared: all ranks
+ * have it. */
+static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *window, int fits, int *shared)
 {
     unsigned char offer[16 + DTRAIN__WINDOW_KEY_BYTES] = {0}, *memory = NULL;
     size_t key = window->begins[window->count];
     int fd = -1;
-    if (group->rank == 0 && (memory = (unsigned char *)dtrain__os_share(window->bytes, &fd)) != NULL &&
+    if (group->rank == 0 && fits && (memory = (unsigned char *)dtrain__os_share(window->bytes, &fd)) != NULL &&
         dtrain__os_random(memory + key, DTRAIN__WINDOW_KEY_BYTES) == 0) {
         dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
         dtrain__put_le(offer + 8, (uint64_t)fd, 8);
@@ -81,7 +82,7 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     }
     dtrain_status status = dtrain_broadcast(group, offer, sizeof offer, DTRAIN_U8, 0);
     uint64_t process = dtrain__get_le(offer, 8), id = dtrain__get_le(offer + 16, 8);
-    if (status == DTRAIN_OK && group->rank != 0 && process > 0 && process <= INT_MAX)
+    if (status == DTRAIN_OK && group->rank != 0 && fits && process > 0 && process <= INT_MAX)
         memory =
             (unsigned char *)dtrain__os_share_open((long)process, (int)dtrain__get_le(offer + 8, 8), window->bytes);
     int32_t good =
@@ -103,8 +104,12 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
 /* Gives this rank plain memory: the parts of the others have none here. They are of this host, so all must fit. */
 static dtrain_status dtrain__window_plain(dtrain_comm *group, dtrain__window *window)
 {
-    size_t part = window->begins[window->rank + 1] - window->begins[window->rank];
-    uint64_t left = dtrain__os_memory_left(), all = window->begins[window->count];
+    size_t page = dtrain__os_page_bytes(), bytes = window->sizes[window->rank], part = 0;
+    uint64_t left = dtrain__os_memory_left(), all = 0;
+    for (int rank = 0; rank < window->count; rank++)
+        all = window->sizes[rank] < UINT64_MAX - all ? all + window->sizes[rank] : UINT64_MAX;
+    if (bytes <= SIZE_MAX / 4)
+        part = (bytes + page - 1) / page * page + page;
     if (group->size > 1 && group->shared != NULL && !group->plane->in_process && group->rank == 0)
         dtrain__log(DTRAIN_LOG_WARN,
                     "comm_alloc: the system lets these ranks share no memory of %llu bytes; each gets its own",
@@ -112,14 +117,13 @@ static dtrain_status dtrain__window_plain(dtrain_comm *group, dtrain__window *wi
     for (int rank = 0; rank <= window->count; rank++)
         window->begins[rank] = rank > window->rank ? part : 0;
     window->bytes = part;
-    window->memory = all < left ? (unsigned char *)dtrain__os_reserve(part) : NULL;
+    window->memory = part > 0 && all < left ? (unsigned char *)dtrain__os_reserve(part) : NULL;
     if (window->memory != NULL)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                         "comm_alloc: rank %d has no memory for %zu bytes: the ranks of its host ask for %llu MiB, and "
                         "%llu MiB are left",
-                        group->rank, window->sizes[window->rank], (unsigned long long)(all >> 20),
-                        (unsigned long long)(left >> 20));
+                        group->rank, bytes, (unsigned long long)(all >> 20), (unsigned long long)(left >> 20));
 }
 
 /* The same on ranks of one host, or of one process. */
@@ -137,11 +141,9 @@ static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dt
     for (int rank = 0; status == DTRAIN_OK && rank < group->size; rank++)
         window->sizes[rank] = sizes[rank] < SIZE_MAX ? (size_t)sizes[rank] : SIZE_MAX;
     dtrain__free(group->allocator, sizes);
-    if (status == DTRAIN_OK && !dtrain__window_lay(window))
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_alloc on rank %d: the parts of %d ranks overflow a size",
-                              group->rank, group->size);
+    int fits = status == DTRAIN_OK && dtrain__window_lay(window);
     if (status == DTRAIN_OK && group->size > 1 && group->shared != NULL && !group->plane->in_process)
-        status = dtrain__window_share(group, window, &shared);
+        status = dtrain__window_share(group, window, fits, &shared);
     if (status == DTRAIN_OK && !shared)
         status = dtrain__alike_agree(group, "comm_alloc", 1, dtrain__window_plain(group, window));
     if (status == DTRAIN_ERR_TIMEOUT) /* some ranks may have ended the call, so it cannot be made again */

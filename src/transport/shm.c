@@ -22,6 +22,8 @@ typedef struct dtrain__shm_page {
     dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected */
 } dtrain__shm_page;
 
+DTRAIN__PLACED(dtrain__shm_page, ways[1], 64 + 128 + DTRAIN__THREADS_RING_BYTES);
+
 /* One side's end. */
 typedef struct dtrain__shm {
     dtrain__shm_page *page; /* NULL: the connection itself carries the bytes */

@@ -19,13 +19,22 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__POST_INLINE_BYTES 1024
 #define DTRAIN__POST_LINE_BYTES 32 /* of those, in the cache line that says that they are there */
 
-/* What a rank posts for one collective. Peers read it until they post the next one. */
-typedef struct dtrain__post {
-    uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
+/* Where a rank's buffers are, for peers in one address space. */
+typedef struct dtrain__post_own {
     const void *in;
     void *out;
     const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
-    uint64_t places[2];             /* between processes: where in and out lie in their windows */
+} dtrain__post_own;
+
+/* What a rank posts for one collective. Peers read it until they post the next one. Between processes it lies in shared
+ * memory, so its layout is the same whatever the width of a pointer. */
+typedef struct dtrain__post {
+    uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
+    union {
+        dtrain__post_own own;
+        uint64_t room[4];
+    } at;
+    uint64_t places[2]; /* between processes: where in and out lie in their windows */
     /* 2 x turn of the operation, + 1 if it was withdrawn at its deadline; peers read what follows in the same line */
     uint64_t arrived __attribute__((aligned(DTRAIN__CACHE_LINE)));
     uint64_t check;                                /* of call; if equal, peers need not read call */
@@ -52,6 +61,14 @@ typedef struct dtrain__slot {
     dtrain__post posts[2] __attribute__((
         aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
 } dtrain__slot;
+
+/* Processes with words of 32 bits and of 64 share these. */
+DTRAIN__PLACED(dtrain__post, places, 136);
+DTRAIN__PLACED(dtrain__post, data, 224);
+DTRAIN__PLACED(dtrain__slot, closed, 28);
+DTRAIN__PLACED(dtrain__slot, asleep, 72);
+DTRAIN__PLACED(dtrain__slot, posts, 192);
+DTRAIN__PLACED(dtrain__slot, posts[1], 192 + 1280);
 
 typedef struct dtrain__shared {
     dtrain__bell bell; /* unused between processes */
@@ -114,6 +131,9 @@ typedef struct dtrain__threads_ring {
     char pad2[DTRAIN__CACHE_LINE - 8];
     unsigned char bytes[DTRAIN__THREADS_RING_BYTES];
 } dtrain__threads_ring;
+
+DTRAIN__PLACED(dtrain__threads_ring, read, 64);
+DTRAIN__PLACED(dtrain__threads_ring, bytes, 128);
 
 typedef struct dtrain__threads_group dtrain__threads_group;
 

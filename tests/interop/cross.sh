@@ -133,6 +133,20 @@ together() { # name...
     port=$((port + 1))
 }
 
+# Ranks with words of so many bits in one group of this host; fails if one of them does.
+words() { # bits...
+    rank=0 ended=
+    for bits; do
+        DTRAIN_RANK=$rank DTRAIN_WORLD_SIZE=$# DTRAIN_ROOT=127.0.0.1:$port timeout 200 $here/words-$bits </dev/null &
+        ended="$ended $!"
+        rank=$((rank + 1))
+    done
+    bad=0
+    for process in $ended; do wait $process || bad=1; done
+    port=$((port + 1))
+    return $bad
+}
+
 ran=
 for name; do
     system $name
@@ -164,6 +178,24 @@ case $ran in
         "$(sed -n 's/.*weights_sha256=\([0-9a-f]*\).*/\1/p' $here/rank-0)"
     ;;
 *) echo "skipped: ranks of several processors (they take aarch64 and armhf)" ;;
+esac
+case $ran in
+*" i386 "*)
+    if [ -z "$i386" ]; then
+        system i386
+        make -s build/tests/libdtrain.a >$logs 2>&1
+        cc -O1 $warn -I. tests/interop/words.c build/tests/libdtrain.a -o $here/words-64 -lpthread -lm >>$logs 2>&1 &&
+            $cc $flags $link -O1 $warn -I. tests/interop/words.c $here/i386/dtrain.o -o $here/words-32 -lpthread -lm >>$logs 2>&1
+        check $? "a program for ranks with words of 32 and of 64 bits compiles"
+        for first in 64 32; do
+            DTRAIN_TOKEN=$$-words-of-two-lengths words $first $((96 - first)) $first $((96 - first)) >$logs 2>&1
+            check $? "four ranks with words of 32 and of 64 bits sum and train in shared memory, rank 0 with $first"
+        done
+    else
+        echo "skipped: ranks with words of 32 and of 64 bits (this kernel runs no 32-bit programs itself)"
+    fi
+    ;;
+*) echo "skipped: ranks with words of 32 and of 64 bits (they take i386)" ;;
 esac
 case $ran in
 *" s390x "*)

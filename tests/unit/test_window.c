@@ -256,13 +256,12 @@ static int asks_for_too_much(dtrain_comm *world, scene *s)
     (void)s;
     size_t much = sizeof x == 8 ? SIZE_MAX / 16384 + 1 : (size_t)3 << 30; /* 2^50 */
     CHECK_EQ(dtrain_comm_alloc(world, dtrain_comm_rank(world) == 1 ? much : 100, &x), DTRAIN_ERR_MEMORY);
-    if (sizeof x == 8) { /* else it overflows, in pages of each rank */
-        CHECK_CONTAINS(dtrain_last_error(), "has no memory for ");
+    CHECK_CONTAINS(dtrain_last_error(), "has no memory for ");
+    if (sizeof x == 8)
         CHECK_CONTAINS(dtrain_last_error(), "the ranks of its host ask for 1073741824 MiB");
-    }
     CHECK(x == NULL);
     CHECK_EQ(dtrain_comm_alloc(world, dtrain_comm_rank(world) == 1 ? SIZE_MAX : 100, &x), DTRAIN_ERR_MEMORY);
-    CHECK_CONTAINS(dtrain_last_error(), "overflow a size");
+    CHECK_CONTAINS(dtrain_last_error(), "has no memory for ");
     CHECK_EQ(dtrain_comm_alloc(world, 100, NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_comm_alloc(NULL, 100, &x), DTRAIN_ERR_INVALID);
     float *y = get(world, COUNT);
