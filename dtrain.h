@@ -645,7 +645,10 @@
  * The program's own code after them keeps its flags. gcc's pragma also redefines the macros that stand for flags, and
  * its end does not restore them: DTRAIN__EXACT_MACROS does. Without that, a <math.h> that the program includes later
  * would not declare the SIMD functions that -Ofast uses. */
-#if defined(__clang__) && !defined(__wasm__) /* which has neither the pragma nor fused products */
+#if defined(__clang__) && \
+    (defined(__x86_64__) || defined(__i386__) || defined(__s390x__) || defined(__powerpc__) || \
+     (defined(__aarch64__) && __clang_major__ >= 15) || \
+     (defined(__riscv) && __clang_major__ >= 17)) /* for others it ignores the pragma, and warns */
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
 #elif defined(__GNUC__) && !defined(__clang__)
@@ -676,8 +679,8 @@
 #else
 #define DTRAIN__EXACT_BEGIN
 #define DTRAIN__EXACT_END
-#ifdef __FAST_MATH__
-#error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
+#if defined(__FAST_MATH__) && defined(DTRAIN_IMPLEMENTATION)
+#error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754 on this processor; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
 #endif
 #endif
 
