@@ -1388,8 +1388,9 @@ typedef struct dtrain_piece {
                               it where several ranks hold the same elements, cut differently */
     dtrain_device *device; /* that holds data; NULL: the CPU. Files do not depend on it. A save or load moves the data
                               in chunks of at most 4 MiB, through pinned memory that lives as long as the call */
-    int per_step;          /* 1: a vector with one element per step, such as losses. Rank 0 holds one for each step of
-                              the checkpoint, other ranks none. ndim is 1; shape[0] is the room on rank 0 */
+    int optional; /* 1: a load leaves the data as it is if the checkpoint lacks the tensor; 0: that is an error */
+    int per_step; /* 1: a vector with one element per step, such as losses. Rank 0 holds one for each step of
+                     the checkpoint, other ranks none. ndim is 1; shape[0] is the room on rank 0 */
 } dtrain_piece;
 
 typedef struct dtrain__lister dtrain__lister;
@@ -1411,6 +1412,7 @@ struct dtrain_pieces {
     const void *table;
     dtrain_status (*list)(const dtrain_pieces *list, dtrain__lister *lister);
     dtrain_status (*loaded)(const dtrain_pieces *list, const dtrain__lister *lister); /* runs after a load; or NULL */
+    dtrain_status (*loading)(const dtrain_pieces *list); /* runs before a load writes, on every rank; or NULL */
 };
 
 /* Calls visit for each piece of the lists, as a checkpoint sees them on `rank` of `ranks`.
@@ -1419,7 +1421,7 @@ struct dtrain_pieces {
  *
  *   lists   count lists
  *   rank    0 <= rank < ranks
- *   visit   may use the piece and its name until it returns, and the data until the object is destroyed
+ *   visit   may use the piece and its name until it returns, and the data until the object is used or destroyed
  *   errors  DTRAIN_ERR_INVALID  a list's object is NULL; a bad rank; no visit; a bad table of dtrain_params_pieces
  *
  * one thread per object */
@@ -5674,7 +5676,8 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
  * RESUMING. Each rank reads the parts that it needs, and no others, from wherever they lie. The number of ranks, the
  * sharding strategy and the split of layers may differ from the run that saved. With as many ranks, the run ends with
  * the same bits as one that never stopped. Residuals of compression and rounds of local SGD go on as they
- * were, on as many ranks. build/train_gpt shows all of this: --save run --every 50, then --resume.
+ * were, on as many ranks. A load gives up a step that is open. What is saved after a load of an older step is newer
+ * than the steps that were given up. build/train_gpt shows all of this: --save run --every 50, then --resume.
  *
  * HASHES. Every 64 KiB of data, every header and the index carry a hash (XXH64), which finds damage by disks and
  * networks. A hash is no signature: it does not stop somebody who changes files on purpose.
@@ -5724,7 +5727,8 @@ typedef struct dtrain_checkpoint_state {
 typedef struct dtrain_checkpoint_desc {
     const char *directory; /* is made if it does not exist */
     int keep_last;         /* how many checkpoints stay: the newest, and those before it; 0: all. With local, 0 and 1
-                              mean 2. Later steps, of a run that was turned back, stay until they are saved again */
+                              mean 2. Steps of jobs before, and of a run that was turned back, are older than those
+                              saved since. Higher ones stay until a save passes them */
     int local;             /* 1: each rank saves to a disk of its own; see above. A disk holds at most keep_last + 2
                               checkpoints, with the one being written. A job that has loaded nothing removes none
                               before its second save */
@@ -12239,8 +12243,9 @@ typedef struct dtrain__pieces_row {
 } dtrain__pieces_row;
 
 /* Lists a row of NAME.NUMBER. data: the row; NULL: none. If fewer ranks save than have rows, each saves its own row. */
-static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
-                                   dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device)
+static void dtrain__pieces_put_one(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
+                                   dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device,
+                                   int optional)
 {
     char shard[24] = "", numbered[96];
     dtrain_piece piece;
@@ -12258,8 +12263,22 @@ static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_
     piece.shape[1] = piece.box_size[1] = piece.count = count;
     piece.data = (void *)(uintptr_t)data;
     piece.device = device;
+    piece.optional = optional;
     if (data != NULL)
         dtrain__pieces_put(lister, &piece);
+}
+
+static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
+                                   dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device)
+{
+    dtrain__pieces_put_one(lister, row, name, dtype, data, count, device, 0);
+}
+
+/* The same on the CPU, where older checkpoints have no such row. */
+static void dtrain__pieces_put_optional(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
+                                        dtrain_dtype dtype, const void *data, size_t count)
+{
+    dtrain__pieces_put_one(lister, row, name, dtype, data, count, NULL, 1);
 }
 
 static void dtrain__pieces_tell(dtrain__lister *lister, const char *key, const char *value, int fixed)
@@ -12283,9 +12302,9 @@ static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, dou
     dtrain__json_write_double(&json, value);
     text[json.bytes] = '\0';
     if (json.broken)
-        lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                      "list %zu: the setting %s is %g, expected a finite number", lister->number, key,
-                                      value);
+        lister->status =
+            dtrain__fail(NULL, DTRAIN_ERR_INVALID, "list %zu: the setting %s is %g, expected a finite number",
+                         lister->number, key, value);
     else
         dtrain__pieces_tell(lister, key, text, fixed);
 }
@@ -12301,7 +12320,7 @@ static dtrain_pieces dtrain__pieces_make(const void *object,
                                          dtrain_status (*list)(const dtrain_pieces *, dtrain__lister *),
                                          dtrain_status (*loaded)(const dtrain_pieces *, const dtrain__lister *))
 {
-    dtrain_pieces made = {NULL, 0, NULL, 0, 0, (void *)(uintptr_t)object, NULL, list, loaded};
+    dtrain_pieces made = {NULL, 0, NULL, 0, 0, (void *)(uintptr_t)object, NULL, list, loaded, NULL};
     return made;
 }
 
@@ -32270,7 +32289,7 @@ DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
 #define DTRAIN__ALIKE
 
 #define DTRAIN__ALIKE_WORDS 9 /* the first rank that cannot continue and why, a digest, and its complement */
-#define DTRAIN__ALIKE_MOST 3
+#define DTRAIN__ALIKE_MOST 4
 #define DTRAIN__ALIKE_PIECE 64
 #define DTRAIN__ALIKE_VALUES 3 /* most values that an error text quotes */
 
@@ -54789,6 +54808,7 @@ typedef struct dtrain__index_facts {
     dtrain__index_save_id id;
     uint64_t step, world_size;
     uint64_t seed, random_index;
+    uint64_t branch; /* of two saves the one of a higher branch is newer, then that of a higher step: see >>save */
 } dtrain__index_facts;
 
 enum { DTRAIN__INDEX_SETTING = 80, DTRAIN__INDEX_SETTINGS = 64 }; /* most bytes of a key or value; most settings */
@@ -55207,6 +55227,8 @@ static void dtrain__index_print_facts(dtrain__json_writer *json, const dtrain__i
     dtrain__json_member_u64(json, "nonce", facts->id.nonce);
     dtrain__json_member_u64(json, "counter", facts->id.counter);
     dtrain__json_member_u64(json, "step", facts->step);
+    if (facts->branch > 0)
+        dtrain__json_member_u64(json, "branch", facts->branch);
     dtrain__json_member_u64(json, "world_size", facts->world_size);
     dtrain__json_member_u64(json, "seed", facts->seed);
     dtrain__json_member_u64(json, "random_index", facts->random_index);
@@ -55707,9 +55729,8 @@ static void dtrain__index_read_version(dtrain__index_parser *parser)
 
 static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_facts *facts)
 {
-    static const char *const names[] = {"nonce",        "counter", "step",    "world_size", "seed",
-                                        "random_index", "format",  "version", "values",     "files",
-                                        "tensors",      "hash",    NULL};
+    static const char *const names[] = {"nonce",   "counter", "step",  "world_size", "seed", "random_index", "format",
+                                        "version", "values",  "files", "tensors",    "hash", "branch",       NULL};
     uint64_t *numbers[] = {&facts->id.nonce,   &facts->id.counter, &facts->step,
                            &facts->world_size, &facts->seed,       &facts->random_index};
     const uint32_t needed = 0xf | 31 << 6;
@@ -55728,6 +55749,7 @@ static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_f
             dtrain__json_next(&parser->json, &token);
             dtrain__json_skip(&parser->json, &token);
             break;
+        case 12: facts->branch = dtrain__index_u64(parser, UINT32_MAX); break;
         default: *numbers[which] = dtrain__index_u64(parser, which == 3 ? INT_MAX : UINT64_MAX);
         }
     dtrain__index_expect(parser, &token, DTRAIN__JSON_END, "more text after the index");
@@ -55800,6 +55822,27 @@ static dtrain_status dtrain__index_read_file(dtrain__index *index, int directory
     dtrain__free(index->allocator, text);
     *bytes_read += bytes;
     return status;
+}
+
+/* Reads the branch of an index from its first bytes, where its facts are. *branch: 0 if it has none, or is not there.
+ * Returns 0 if the system cannot read it. */
+static int dtrain__index_read_branch(int directory, const char *name, uint64_t *branch)
+{
+    char text[1024];
+    dtrain__json_reader json;
+    dtrain__json_token key, value;
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ), found = 0, absent = fd < 0 && errno == ENOENT;
+    ssize_t bytes = fd >= 0 ? dtrain__file_sys_pread(fd, text, sizeof text, 0) : -1;
+    dtrain__file_close(fd);
+    dtrain__json_open(&json, text, bytes > 0 ? (size_t)bytes : 0);
+    *branch = 0;
+    int more = dtrain__json_next(&json, &key) == DTRAIN__JSON_OBJECT;
+    while (more && !found && dtrain__json_next(&json, &key) == DTRAIN__JSON_KEY) {
+        dtrain__json_kind kind = dtrain__json_next(&json, &value);
+        more = kind == DTRAIN__JSON_NUMBER || kind == DTRAIN__JSON_STRING;
+        found = more && dtrain__json_is(&json, &key, "branch") && dtrain__json_u64(&json, &value, branch);
+    }
+    return bytes >= 0 || absent;
 }
 
 #endif
@@ -56426,6 +56469,12 @@ static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory
 #define DTRAIN__SAVE_LEFT_NS DTRAIN__TUNED(save_left_ns, 10000000000)
 #define DTRAIN__SAVE_WHY 400 /* bytes of the error that a failed rank tells the others */
 
+#define DTRAIN__SAVE_UNKNOWN UINT64_MAX /* in place of a branch */
+
+typedef struct dtrain__save_step {
+    uint64_t step, branch;
+} dtrain__save_step;
+
 struct dtrain_checkpoint {
     dtrain_allocator own; /* used if the caller gives none */
     dtrain_allocator *allocator;
@@ -56446,11 +56495,13 @@ struct dtrain_checkpoint {
     dtrain__part_writer part;
     dtrain__index whole; /* rank 0: the index of all parts */
     char *text;
-    int same_last;       /* in the last agreement all ranks named the same last save */
-    int unheard;         /* the last agreement broke off; other ranks may have agreed */
-    unsigned char *seen; /* per rank: its mark was seen */
-    uint64_t *steps;     /* found in the directory */
+    int same_last;            /* in the last agreement all ranks named the same last save */
+    int unheard;              /* the last agreement broke off; other ranks may have agreed */
+    unsigned char *seen;      /* per rank: its mark was seen */
+    dtrain__save_step *steps; /* found in the directory */
     size_t step_count;
+    uint64_t branch;       /* of the next save */
+    int branches;          /* 1: that is known */
     dtrain__worker worker; /* runs an asynchronous save, until the caller has its result */
     dtrain__worker_job job;
     uint32_t leaving; /* set by destroy: do not wait for other ranks' work */
@@ -56476,10 +56527,12 @@ static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status st
     alike->most[0] = ckpt->id.counter;
     alike->most[1] = last;
     alike->most[2] = ~last;
+    alike->most[3] = ckpt->branch;
     if (ckpt->ranks > 1)
         status = dtrain__alike_meet(ckpt->comm, alike, status);
     ckpt->unheard = alike->unheard;
     ckpt->id.counter = alike->most[0];
+    ckpt->branch = alike->most[3];
     ckpt->same_last = alike->most[1] == last && alike->most[2] == ~last;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
@@ -56817,7 +56870,8 @@ static dtrain_status dtrain__save_latest(dtrain_checkpoint *ckpt)
 
 /* ---- removing what is old ----
  * Rank 0 alone removes, and only after its own save is visible. It removes checkpoints before the newest keep_last,
- * files that the new index has replaced, and leftovers of interrupted saves. The number in a file's name says whose it
+ * files that the new index has replaced, and leftovers of interrupted saves. A checkpoint of a higher step is of a run
+ * that was turned back, or of a job before. It stays until a save passes it. The number in a file's name says whose it
  * is:
  *
  *   an earlier save of this checkpointer   dead: all its ranks have written a mark of a later save
@@ -56944,30 +56998,74 @@ static int dtrain__save_find_step(void *user, const char *name)
     uint64_t step;
     if (!dtrain__part_is_step(name, &step))
         return 0;
-    return DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, step) == DTRAIN_OK ? 0 : ENOMEM;
+    dtrain__save_step found = {step, 0};
+    return DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, found) == DTRAIN_OK ? 0 : ENOMEM;
 }
 
-static int dtrain__save_by_step(const void *left, const void *right)
+static int dtrain__save_newer(const void *left, const void *right)
 {
-    uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
-    return a > b ? -1 : a < b; /* the highest first */
+    const dtrain__save_step *a = (const dtrain__save_step *)left, *b = (const dtrain__save_step *)right;
+    if (a->branch != b->branch)
+        return a->branch > b->branch ? -1 : 1;
+    return a->step > b->step ? -1 : a->step < b->step;
 }
 
-/* Lists the steps that have a directory, the highest first. Returns 0 or an errno. */
+static const char *dtrain__save_index_name(char name[64], uint64_t step)
+{
+    snprintf(name, 64, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
+    return name;
+}
+
+/* Lists the steps that have a directory, the newest first. Returns 0 or an errno. One whose index cannot be read may be
+ * the newest, and counts as that. */
 static int dtrain__save_list_steps(dtrain_checkpoint *ckpt, int directory)
 {
+    char name[64];
     ckpt->step_count = 0;
     int error = dtrain__file_list(directory, dtrain__save_find_step, ckpt);
+    for (size_t i = 0; i < ckpt->step_count; i++) {
+        dtrain__save_step *step = &ckpt->steps[i];
+        if (!dtrain__index_read_branch(directory, dtrain__save_index_name(name, step->step), &step->branch))
+            step->branch = DTRAIN__SAVE_UNKNOWN;
+    }
     if (ckpt->step_count > 0)
-        qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_by_step);
+        qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_newer);
     return error;
 }
 
 static int dtrain__save_has_index(int directory, uint64_t step)
 {
     char name[64];
-    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
-    return dtrain__save_opens(directory, name);
+    return dtrain__save_opens(directory, dtrain__save_index_name(name, step));
+}
+
+/* Finds the newest step that has an index; NULL: there is none. */
+static const dtrain__save_step *dtrain__save_newest(dtrain_checkpoint *ckpt)
+{
+    dtrain__save_list_steps(ckpt, ckpt->directory);
+    for (size_t i = 0; i < ckpt->step_count; i++)
+        if (dtrain__save_has_index(ckpt->directory, ckpt->steps[i].step))
+            return &ckpt->steps[i];
+    return NULL;
+}
+
+/* Before the first save since a load, or of all: chooses the branch, on ranks that see a directory of steps. */
+static dtrain_status dtrain__save_branch(dtrain_checkpoint *ckpt)
+{
+    const dtrain__index_facts *loaded = ckpt->loaded.parts > 0 ? &ckpt->loaded.facts : NULL; /* what it goes on from */
+    if (ckpt->branches || (ckpt->rank > 0 && !ckpt->local))
+        return DTRAIN_OK;
+    const dtrain__save_step *newest = dtrain__save_newest(ckpt);
+    if (newest != NULL && newest->branch == DTRAIN__SAVE_UNKNOWN)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_IO,
+            "checkpoint: the index of step %llu in \"%.300s\" cannot be read, so it is not known which step "
+            "is the newest",
+            (unsigned long long)newest->step, ckpt->path);
+    int same = loaded != NULL && (newest == NULL || (newest->step == loaded->step && newest->branch == loaded->branch));
+    ckpt->branch = same ? loaded->branch : newest != NULL ? newest->branch + 1 : 0;
+    ckpt->branches = 1;
+    return DTRAIN_OK;
 }
 
 /* Removes leftovers of killed saves and creates beside the steps. */
@@ -57002,16 +57100,17 @@ static void dtrain__save_clear(dtrain_checkpoint *ckpt, int alone)
     base.ckpt = ckpt;
     base.directory = ckpt->directory;
     base.alone = alone;
-    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
-    base.now = alone ? 0 : dtrain__save_changed(ckpt->directory, name);
+    base.now = alone ? 0 : dtrain__save_changed(ckpt->directory, dtrain__save_index_name(name, step));
     if (base.now == INT64_MAX)
         return;
     dtrain__save_list_steps(ckpt, ckpt->directory);
     for (size_t i = 0; i < ckpt->step_count; i++) {
-        int whole = ckpt->steps[i] < step && dtrain__save_has_index(ckpt->directory, ckpt->steps[i]);
+        uint64_t other = ckpt->steps[i].step;
+        int whole = other < step && dtrain__save_has_index(ckpt->directory, other);
         int may = ckpt->local || !alone; /* otherwise latest may name one older than the newest keep_last */
         kept += whole;
-        dtrain__save_tidy_step(&base, ckpt->steps[i], whole && may && dtrain__save_prunes(ckpt, ckpt->steps[i], kept));
+        may = may && ckpt->steps[0].branch != DTRAIN__SAVE_UNKNOWN;
+        dtrain__save_tidy_step(&base, other, whole && may && dtrain__save_prunes(ckpt, other, kept));
     }
     dtrain__file_list(ckpt->directory, dtrain__save_sweep_base, &base);
     dtrain__thread_error = before;
@@ -57506,8 +57605,9 @@ typedef struct dtrain__load {
     dtrain__index index;
     dtrain_safetensors_model *model; /* of a plain model; NULL: a checkpoint */
     char step_name[32];
-    int directory; /* of the step; -1: a model, or local */
-    int opened;    /* a step was chosen and its index read */
+    int directory;   /* of the step; -1: a model, or local */
+    int opened;      /* a step was chosen and its index read */
+    uint64_t branch; /* local: of saves that go on from it */
     dtrain__piece_list list;
     dtrain__load_want *wants;
     unsigned char *flags; /* for each tensor: a rank asks for it; one more: a rank has a place for optimizer state */
@@ -57555,7 +57655,7 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     return DTRAIN_OK;
 }
 
-/* Finds the newest checkpoint: the one that latest names, or else the highest step that has an index. A job that saves
+/* Finds the newest checkpoint: the one that latest names, or else the newest step that has an index. A job that saves
  * into the directory may remove the step between the two looks; then latest has changed. */
 static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, const char *path, char name[32])
 {
@@ -57575,12 +57675,12 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
     int error = dtrain__save_list_steps(ckpt, directory);
     memset(name, 0, 32);
     for (size_t i = 0; i < ckpt->step_count && name[0] == '\0'; i++)
-        if (dtrain__save_has_index(directory, ckpt->steps[i]))
-            dtrain__part_step_name(name, ckpt->steps[i]);
+        if (dtrain__save_has_index(directory, ckpt->steps[i].step))
+            dtrain__part_step_name(name, ckpt->steps[i].step);
     if (error == ENOMEM)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     if (name[0] != '\0') {
-        dtrain__log(DTRAIN_LOG_WARN, "checkpoint: latest names no checkpoint; %s is the highest that is whole", name);
+        dtrain__log(DTRAIN_LOG_WARN, "checkpoint: latest names no checkpoint; %s is the newest that is whole", name);
         return DTRAIN_OK;
     }
     if (error != 0)
@@ -57765,6 +57865,7 @@ static void dtrain__load_match(dtrain__load *load)
             int again = i > 0 && dtrain__region_compare_names(piece, &load->list.pieces[i - 1]) == 0;
             int fits = tensor != NULL && dtrain__load_fits(tensor, piece);
             int asks = load->model == NULL || piece->suffix == NULL; /* optimizer state is not missing in a model */
+            asks = asks && !(tensor == NULL && piece->optional);
             load->wants[i].piece = i;
             load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
             if (tensor != NULL)
@@ -57982,6 +58083,16 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
+/* Tells every list that it is about to be overwritten, so that it gives up what is under way. */
+static dtrain_status dtrain__load_begin(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < state->list_count && status == DTRAIN_OK; i++)
+        if (state->lists[i].loading != NULL)
+            status = state->lists[i].loading(&state->lists[i]);
+    return dtrain__save_agree(load->ckpt, status, 0, NULL);
+}
+
 /* Tells every list that it was loaded, even after an error: ranks that share another list wait for this one. */
 static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
@@ -58036,6 +58147,7 @@ typedef struct dtrain__local_part {
     uint64_t holder; /* the rank that sees it */
     uint64_t before; /* 1: a later save of the step has replaced its index */
     uint64_t age;    /* parts replaced so: 0: none, 2: some, 4: all; and 1 more if some ranks have no part */
+    uint64_t branch;
 } dtrain__local_part;
 
 static const char *dtrain__local_index(uint64_t before)
@@ -58065,7 +58177,8 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
     if (status == DTRAIN_OK && index.file_count == 1 && index.files[0].rank == list->rank) {
         const dtrain__index_facts *facts = &index.facts;
         dtrain__local_part part = {
-            facts->step, facts->id, facts->world_size, (uint64_t)list->rank, (uint64_t)ckpt->rank, before, 0};
+            facts->step, facts->id, facts->world_size, (uint64_t)list->rank, (uint64_t)ckpt->rank,
+            before,      0,         facts->branch};
         status = DTRAIN__INDEX_ADD(ckpt->allocator, list->parts, list->count, part);
     } else if (status == DTRAIN_ERR_CORRUPT) {
         dtrain__log(DTRAIN_LOG_WARN, "%.600s", dtrain__thread_error.text);
@@ -58104,7 +58217,7 @@ static int dtrain__local_look(void *user, const char *name)
     if (dtrain__save_list_steps(list->ckpt, fd) == ENOMEM) /* an older step must not be taken for the newest */
         list->status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     for (size_t i = 0; i < list->ckpt->step_count && list->status == DTRAIN_OK; i++)
-        list->status = dtrain__local_add_step(list, fd, list->ckpt->steps[i]);
+        list->status = dtrain__local_add_step(list, fd, list->ckpt->steps[i].step);
     dtrain__file_close(fd);
     return list->status != DTRAIN_OK;
 }
@@ -58185,9 +58298,9 @@ static dtrain_status dtrain__local_check_parts(const dtrain_checkpoint *ckpt, co
 static int dtrain__local_newer(const void *left, const void *right)
 {
     const dtrain__local_part *a = (const dtrain__local_part *)left, *b = (const dtrain__local_part *)right;
-    const uint64_t x[] = {b->step, a->age, b->id.nonce, b->id.counter, a->rank, a->holder};
-    const uint64_t y[] = {a->step, b->age, a->id.nonce, a->id.counter, b->rank, b->holder};
-    for (int i = 0; i < 6; i++)
+    const uint64_t x[] = {b->branch, b->step, a->age, b->id.nonce, b->id.counter, a->rank, a->holder};
+    const uint64_t y[] = {a->branch, a->step, b->age, a->id.nonce, a->id.counter, b->rank, b->holder};
+    for (int i = 0; i < 7; i++)
         if (x[i] != y[i])
             return x[i] < y[i] ? -1 : 1;
     return 0;
@@ -58307,6 +58420,7 @@ static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part
         if (status != DTRAIN_OK)
             return status;
         dtrain__part_step_name(load->step_name, parts[i].step);
+        load->branch = parts[0].branch + (i > 0);
         if (!whole && load->ckpt->rank == 0)
             dtrain__log(DTRAIN_LOG_WARN, "checkpoint: step %llu is not whole on the disks of the ranks: %.400s",
                         (unsigned long long)parts[i].step, dtrain__thread_error.text);
@@ -58858,7 +58972,10 @@ static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtr
     memset(&ckpt->result, 0, sizeof ckpt->result);
     if (state == NULL)
         return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL, expected what to save");
-    dtrain_status status = dtrain__part_prepare(&ckpt->part, state, &ckpt->id, ckpt->ranks);
+    dtrain_status status = dtrain__save_branch(ckpt);
+    if (status == DTRAIN_OK)
+        status = dtrain__part_prepare(&ckpt->part, state, &ckpt->id, ckpt->ranks);
+    ckpt->part.index.facts.branch = ckpt->branch;
     if (status == DTRAIN_OK && stages)
         status = dtrain__part_stage(&ckpt->part);
     return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
@@ -58870,8 +58987,10 @@ static dtrain_status dtrain__checkpoint_agree(dtrain_checkpoint *ckpt, dtrain_st
                                               const dtrain_checkpoint_state *state)
 {
     status = dtrain__save_agree(ckpt, status, state != NULL ? state->step : 0, "step");
-    if (!ckpt->worker.threaded)
+    if (!ckpt->worker.threaded) {
         ckpt->part.index.facts.id.counter = ckpt->id.counter;
+        ckpt->part.index.facts.branch = ckpt->branch;
+    }
     if (status == DTRAIN_OK && ckpt->last.id.counter > 0 && ckpt->same_last) /* no rank has a save under way */
         ckpt->common = ckpt->last;
     return status;
@@ -58996,6 +59115,8 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     status = dtrain__checkpoint_collect(load, state);
     if (status == DTRAIN_OK)
         status = dtrain__load_compare(load);
+    if (status == DTRAIN_OK)
+        status = dtrain__load_begin(load, state);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__load_plan(load);
@@ -59039,6 +59160,8 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
         load.index = kept;
         ckpt->last.id.counter = 0; /* what is loaded is whole, whichever rank has its parts */
         ckpt->common = ckpt->loaded.facts;
+        ckpt->branches = ckpt->local; /* else the next save finds it */
+        ckpt->branch = load.branch;
     }
     dtrain__load_end(&load);
     return status == DTRAIN_OK ? status : dtrain__report(&cause);

@@ -275,7 +275,10 @@ static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtr
     memset(&ckpt->result, 0, sizeof ckpt->result);
     if (state == NULL)
         return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL, expected what to save");
-    dtrain_status status = dtrain__part_prepare(&ckpt->part, state, &ckpt->id, ckpt->ranks);
+    dtrain_status status = dtrain__save_branch(ckpt);
+    if (status == DTRAIN_OK)
+        status = dtrain__part_prepare(&ckpt->part, state, &ckpt->id, ckpt->ranks);
+    ckpt->part.index.facts.branch = ckpt->branch;
     if (status == DTRAIN_OK && stages)
         status = dtrain__part_stage(&ckpt->part);
     return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
@@ -287,8 +290,10 @@ static dtrain_status dtrain__checkpoint_agree(dtrain_checkpoint *ckpt, dtrain_st
                                               const dtrain_checkpoint_state *state)
 {
     status = dtrain__save_agree(ckpt, status, state != NULL ? state->step : 0, "step");
-    if (!ckpt->worker.threaded)
+    if (!ckpt->worker.threaded) {
         ckpt->part.index.facts.id.counter = ckpt->id.counter;
+        ckpt->part.index.facts.branch = ckpt->branch;
+    }
     if (status == DTRAIN_OK && ckpt->last.id.counter > 0 && ckpt->same_last) /* no rank has a save under way */
         ckpt->common = ckpt->last;
     return status;
@@ -413,6 +418,8 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     status = dtrain__checkpoint_collect(load, state);
     if (status == DTRAIN_OK)
         status = dtrain__load_compare(load);
+    if (status == DTRAIN_OK)
+        status = dtrain__load_begin(load, state);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__load_plan(load);
@@ -456,6 +463,8 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
         load.index = kept;
         ckpt->last.id.counter = 0; /* what is loaded is whole, whichever rank has its parts */
         ckpt->common = ckpt->loaded.facts;
+        ckpt->branches = ckpt->local; /* else the next save finds it */
+        ckpt->branch = load.branch;
     }
     dtrain__load_end(&load);
     return status == DTRAIN_OK ? status : dtrain__report(&cause);

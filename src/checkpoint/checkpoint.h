@@ -31,7 +31,8 @@
  * RESUMING. Each rank reads the parts that it needs, and no others, from wherever they lie. The number of ranks, the
  * sharding strategy and the split of layers may differ from the run that saved. With as many ranks, the run ends with
  * the same bits as one that never stopped. Residuals of compression and rounds of local SGD go on as they
- * were, on as many ranks. build/train_gpt shows all of this: --save run --every 50, then --resume.
+ * were, on as many ranks. A load gives up a step that is open. What is saved after a load of an older step is newer
+ * than the steps that were given up. build/train_gpt shows all of this: --save run --every 50, then --resume.
  *
  * HASHES. Every 64 KiB of data, every header and the index carry a hash (XXH64), which finds damage by disks and
  * networks. A hash is no signature: it does not stop somebody who changes files on purpose.
@@ -85,7 +86,8 @@ typedef struct dtrain_checkpoint_state {
 typedef struct dtrain_checkpoint_desc {
     const char *directory; /* is made if it does not exist */
     int keep_last;         /* how many checkpoints stay: the newest, and those before it; 0: all. With local, 0 and 1
-                              mean 2. Later steps, of a run that was turned back, stay until they are saved again */
+                              mean 2. Steps of jobs before, and of a run that was turned back, are older than those
+                              saved since. Higher ones stay until a save passes them */
     int local;             /* 1: each rank saves to a disk of its own; see above. A disk holds at most keep_last + 2
                               checkpoints, with the one being written. A job that has loaded nothing removes none
                               before its second save */

@@ -66,6 +66,7 @@ typedef struct dtrain__index_facts {
     dtrain__index_save_id id;
     uint64_t step, world_size;
     uint64_t seed, random_index;
+    uint64_t branch; /* of two saves the one of a higher branch is newer, then that of a higher step: see >>save */
 } dtrain__index_facts;
 
 enum { DTRAIN__INDEX_SETTING = 80, DTRAIN__INDEX_SETTINGS = 64 }; /* most bytes of a key or value; most settings */

@@ -46,6 +46,8 @@ static void dtrain__index_print_facts(dtrain__json_writer *json, const dtrain__i
     dtrain__json_member_u64(json, "nonce", facts->id.nonce);
     dtrain__json_member_u64(json, "counter", facts->id.counter);
     dtrain__json_member_u64(json, "step", facts->step);
+    if (facts->branch > 0)
+        dtrain__json_member_u64(json, "branch", facts->branch);
     dtrain__json_member_u64(json, "world_size", facts->world_size);
     dtrain__json_member_u64(json, "seed", facts->seed);
     dtrain__json_member_u64(json, "random_index", facts->random_index);
@@ -546,9 +548,8 @@ static void dtrain__index_read_version(dtrain__index_parser *parser)
 
 static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_facts *facts)
 {
-    static const char *const names[] = {"nonce",        "counter", "step",    "world_size", "seed",
-                                        "random_index", "format",  "version", "values",     "files",
-                                        "tensors",      "hash",    NULL};
+    static const char *const names[] = {"nonce",   "counter", "step",  "world_size", "seed", "random_index", "format",
+                                        "version", "values",  "files", "tensors",    "hash", "branch",       NULL};
     uint64_t *numbers[] = {&facts->id.nonce,   &facts->id.counter, &facts->step,
                            &facts->world_size, &facts->seed,       &facts->random_index};
     const uint32_t needed = 0xf | 31 << 6;
@@ -567,6 +568,7 @@ static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_f
             dtrain__json_next(&parser->json, &token);
             dtrain__json_skip(&parser->json, &token);
             break;
+        case 12: facts->branch = dtrain__index_u64(parser, UINT32_MAX); break;
         default: *numbers[which] = dtrain__index_u64(parser, which == 3 ? INT_MAX : UINT64_MAX);
         }
     dtrain__index_expect(parser, &token, DTRAIN__JSON_END, "more text after the index");
@@ -639,6 +641,27 @@ static dtrain_status dtrain__index_read_file(dtrain__index *index, int directory
     dtrain__free(index->allocator, text);
     *bytes_read += bytes;
     return status;
+}
+
+/* Reads the branch of an index from its first bytes, where its facts are. *branch: 0 if it has none, or is not there.
+ * Returns 0 if the system cannot read it. */
+static int dtrain__index_read_branch(int directory, const char *name, uint64_t *branch)
+{
+    char text[1024];
+    dtrain__json_reader json;
+    dtrain__json_token key, value;
+    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ), found = 0, absent = fd < 0 && errno == ENOENT;
+    ssize_t bytes = fd >= 0 ? dtrain__file_sys_pread(fd, text, sizeof text, 0) : -1;
+    dtrain__file_close(fd);
+    dtrain__json_open(&json, text, bytes > 0 ? (size_t)bytes : 0);
+    *branch = 0;
+    int more = dtrain__json_next(&json, &key) == DTRAIN__JSON_OBJECT;
+    while (more && !found && dtrain__json_next(&json, &key) == DTRAIN__JSON_KEY) {
+        dtrain__json_kind kind = dtrain__json_next(&json, &value);
+        more = kind == DTRAIN__JSON_NUMBER || kind == DTRAIN__JSON_STRING;
+        found = more && dtrain__json_is(&json, &key, "branch") && dtrain__json_u64(&json, &value, branch);
+    }
+    return bytes >= 0 || absent;
 }
 
 #endif

@@ -28,8 +28,9 @@ typedef struct dtrain__load {
     dtrain__index index;
     dtrain_safetensors_model *model; /* of a plain model; NULL: a checkpoint */
     char step_name[32];
-    int directory; /* of the step; -1: a model, or local */
-    int opened;    /* a step was chosen and its index read */
+    int directory;   /* of the step; -1: a model, or local */
+    int opened;      /* a step was chosen and its index read */
+    uint64_t branch; /* local: of saves that go on from it */
     dtrain__piece_list list;
     dtrain__load_want *wants;
     unsigned char *flags; /* for each tensor: a rank asks for it; one more: a rank has a place for optimizer state */
@@ -77,7 +78,7 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     return DTRAIN_OK;
 }
 
-/* Finds the newest checkpoint: the one that latest names, or else the highest step that has an index. A job that saves
+/* Finds the newest checkpoint: the one that latest names, or else the newest step that has an index. A job that saves
  * into the directory may remove the step between the two looks; then latest has changed. */
 static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, const char *path, char name[32])
 {
@@ -97,12 +98,12 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
     int error = dtrain__save_list_steps(ckpt, directory);
     memset(name, 0, 32);
     for (size_t i = 0; i < ckpt->step_count && name[0] == '\0'; i++)
-        if (dtrain__save_has_index(directory, ckpt->steps[i]))
-            dtrain__part_step_name(name, ckpt->steps[i]);
+        if (dtrain__save_has_index(directory, ckpt->steps[i].step))
+            dtrain__part_step_name(name, ckpt->steps[i].step);
     if (error == ENOMEM)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     if (name[0] != '\0') {
-        dtrain__log(DTRAIN_LOG_WARN, "checkpoint: latest names no checkpoint; %s is the highest that is whole", name);
+        dtrain__log(DTRAIN_LOG_WARN, "checkpoint: latest names no checkpoint; %s is the newest that is whole", name);
         return DTRAIN_OK;
     }
     if (error != 0)
@@ -287,6 +288,7 @@ static void dtrain__load_match(dtrain__load *load)
             int again = i > 0 && dtrain__region_compare_names(piece, &load->list.pieces[i - 1]) == 0;
             int fits = tensor != NULL && dtrain__load_fits(tensor, piece);
             int asks = load->model == NULL || piece->suffix == NULL; /* optimizer state is not missing in a model */
+            asks = asks && !(tensor == NULL && piece->optional);
             load->wants[i].piece = i;
             load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
             if (tensor != NULL)
@@ -502,6 +504,16 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
                 dtrain__verify_read(&load->reader, &load->index.pieces[job->have], &region, &to, &load->report.bytes);
     }
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
+}
+
+/* Tells every list that it is about to be overwritten, so that it gives up what is under way. */
+static dtrain_status dtrain__load_begin(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < state->list_count && status == DTRAIN_OK; i++)
+        if (state->lists[i].loading != NULL)
+            status = state->lists[i].loading(&state->lists[i]);
+    return dtrain__save_agree(load->ckpt, status, 0, NULL);
 }
 
 /* Tells every list that it was loaded, even after an error: ranks that share another list wait for this one. */

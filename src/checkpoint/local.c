@@ -20,6 +20,7 @@ typedef struct dtrain__local_part {
     uint64_t holder; /* the rank that sees it */
     uint64_t before; /* 1: a later save of the step has replaced its index */
     uint64_t age;    /* parts replaced so: 0: none, 2: some, 4: all; and 1 more if some ranks have no part */
+    uint64_t branch;
 } dtrain__local_part;
 
 static const char *dtrain__local_index(uint64_t before)
@@ -49,7 +50,8 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
     if (status == DTRAIN_OK && index.file_count == 1 && index.files[0].rank == list->rank) {
         const dtrain__index_facts *facts = &index.facts;
         dtrain__local_part part = {
-            facts->step, facts->id, facts->world_size, (uint64_t)list->rank, (uint64_t)ckpt->rank, before, 0};
+            facts->step, facts->id, facts->world_size, (uint64_t)list->rank, (uint64_t)ckpt->rank,
+            before,      0,         facts->branch};
         status = DTRAIN__INDEX_ADD(ckpt->allocator, list->parts, list->count, part);
     } else if (status == DTRAIN_ERR_CORRUPT) {
         dtrain__log(DTRAIN_LOG_WARN, "%.600s", dtrain__thread_error.text);
@@ -88,7 +90,7 @@ static int dtrain__local_look(void *user, const char *name)
     if (dtrain__save_list_steps(list->ckpt, fd) == ENOMEM) /* an older step must not be taken for the newest */
         list->status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     for (size_t i = 0; i < list->ckpt->step_count && list->status == DTRAIN_OK; i++)
-        list->status = dtrain__local_add_step(list, fd, list->ckpt->steps[i]);
+        list->status = dtrain__local_add_step(list, fd, list->ckpt->steps[i].step);
     dtrain__file_close(fd);
     return list->status != DTRAIN_OK;
 }
@@ -169,9 +171,9 @@ static dtrain_status dtrain__local_check_parts(const dtrain_checkpoint *ckpt, co
 static int dtrain__local_newer(const void *left, const void *right)
 {
     const dtrain__local_part *a = (const dtrain__local_part *)left, *b = (const dtrain__local_part *)right;
-    const uint64_t x[] = {b->step, a->age, b->id.nonce, b->id.counter, a->rank, a->holder};
-    const uint64_t y[] = {a->step, b->age, a->id.nonce, a->id.counter, b->rank, b->holder};
-    for (int i = 0; i < 6; i++)
+    const uint64_t x[] = {b->branch, b->step, a->age, b->id.nonce, b->id.counter, a->rank, a->holder};
+    const uint64_t y[] = {a->branch, a->step, b->age, a->id.nonce, a->id.counter, b->rank, b->holder};
+    for (int i = 0; i < 7; i++)
         if (x[i] != y[i])
             return x[i] < y[i] ? -1 : 1;
     return 0;
@@ -291,6 +293,7 @@ static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part
         if (status != DTRAIN_OK)
             return status;
         dtrain__part_step_name(load->step_name, parts[i].step);
+        load->branch = parts[0].branch + (i > 0);
         if (!whole && load->ckpt->rank == 0)
             dtrain__log(DTRAIN_LOG_WARN, "checkpoint: step %llu is not whole on the disks of the ranks: %.400s",
                         (unsigned long long)parts[i].step, dtrain__thread_error.text);

@@ -19,6 +19,12 @@
 #define DTRAIN__SAVE_LEFT_NS DTRAIN__TUNED(save_left_ns, 10000000000)
 #define DTRAIN__SAVE_WHY 400 /* bytes of the error that a failed rank tells the others */
 
+#define DTRAIN__SAVE_UNKNOWN UINT64_MAX /* in place of a branch */
+
+typedef struct dtrain__save_step {
+    uint64_t step, branch;
+} dtrain__save_step;
+
 struct dtrain_checkpoint {
     dtrain_allocator own; /* used if the caller gives none */
     dtrain_allocator *allocator;
@@ -39,11 +45,13 @@ struct dtrain_checkpoint {
     dtrain__part_writer part;
     dtrain__index whole; /* rank 0: the index of all parts */
     char *text;
-    int same_last;       /* in the last agreement all ranks named the same last save */
-    int unheard;         /* the last agreement broke off; other ranks may have agreed */
-    unsigned char *seen; /* per rank: its mark was seen */
-    uint64_t *steps;     /* found in the directory */
+    int same_last;            /* in the last agreement all ranks named the same last save */
+    int unheard;              /* the last agreement broke off; other ranks may have agreed */
+    unsigned char *seen;      /* per rank: its mark was seen */
+    dtrain__save_step *steps; /* found in the directory */
     size_t step_count;
+    uint64_t branch;       /* of the next save */
+    int branches;          /* 1: that is known */
     dtrain__worker worker; /* runs an asynchronous save, until the caller has its result */
     dtrain__worker_job job;
     uint32_t leaving; /* set by destroy: do not wait for other ranks' work */
@@ -69,10 +77,12 @@ static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status st
     alike->most[0] = ckpt->id.counter;
     alike->most[1] = last;
     alike->most[2] = ~last;
+    alike->most[3] = ckpt->branch;
     if (ckpt->ranks > 1)
         status = dtrain__alike_meet(ckpt->comm, alike, status);
     ckpt->unheard = alike->unheard;
     ckpt->id.counter = alike->most[0];
+    ckpt->branch = alike->most[3];
     ckpt->same_last = alike->most[1] == last && alike->most[2] == ~last;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
@@ -410,7 +420,8 @@ static dtrain_status dtrain__save_latest(dtrain_checkpoint *ckpt)
 
 /* ---- removing what is old ----
  * Rank 0 alone removes, and only after its own save is visible. It removes checkpoints before the newest keep_last,
- * files that the new index has replaced, and leftovers of interrupted saves. The number in a file's name says whose it
+ * files that the new index has replaced, and leftovers of interrupted saves. A checkpoint of a higher step is of a run
+ * that was turned back, or of a job before. It stays until a save passes it. The number in a file's name says whose it
  * is:
  *
  *   an earlier save of this checkpointer   dead: all its ranks have written a mark of a later save
@@ -537,30 +548,74 @@ static int dtrain__save_find_step(void *user, const char *name)
     uint64_t step;
     if (!dtrain__part_is_step(name, &step))
         return 0;
-    return DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, step) == DTRAIN_OK ? 0 : ENOMEM;
+    dtrain__save_step found = {step, 0};
+    return DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, found) == DTRAIN_OK ? 0 : ENOMEM;
 }
 
-static int dtrain__save_by_step(const void *left, const void *right)
+static int dtrain__save_newer(const void *left, const void *right)
 {
-    uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
-    return a > b ? -1 : a < b; /* the highest first */
+    const dtrain__save_step *a = (const dtrain__save_step *)left, *b = (const dtrain__save_step *)right;
+    if (a->branch != b->branch)
+        return a->branch > b->branch ? -1 : 1;
+    return a->step > b->step ? -1 : a->step < b->step;
 }
 
-/* Lists the steps that have a directory, the highest first. Returns 0 or an errno. */
+static const char *dtrain__save_index_name(char name[64], uint64_t step)
+{
+    snprintf(name, 64, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
+    return name;
+}
+
+/* Lists the steps that have a directory, the newest first. Returns 0 or an errno. One whose index cannot be read may be
+ * the newest, and counts as that. */
 static int dtrain__save_list_steps(dtrain_checkpoint *ckpt, int directory)
 {
+    char name[64];
     ckpt->step_count = 0;
     int error = dtrain__file_list(directory, dtrain__save_find_step, ckpt);
+    for (size_t i = 0; i < ckpt->step_count; i++) {
+        dtrain__save_step *step = &ckpt->steps[i];
+        if (!dtrain__index_read_branch(directory, dtrain__save_index_name(name, step->step), &step->branch))
+            step->branch = DTRAIN__SAVE_UNKNOWN;
+    }
     if (ckpt->step_count > 0)
-        qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_by_step);
+        qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_newer);
     return error;
 }
 
 static int dtrain__save_has_index(int directory, uint64_t step)
 {
     char name[64];
-    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
-    return dtrain__save_opens(directory, name);
+    return dtrain__save_opens(directory, dtrain__save_index_name(name, step));
+}
+
+/* Finds the newest step that has an index; NULL: there is none. */
+static const dtrain__save_step *dtrain__save_newest(dtrain_checkpoint *ckpt)
+{
+    dtrain__save_list_steps(ckpt, ckpt->directory);
+    for (size_t i = 0; i < ckpt->step_count; i++)
+        if (dtrain__save_has_index(ckpt->directory, ckpt->steps[i].step))
+            return &ckpt->steps[i];
+    return NULL;
+}
+
+/* Before the first save since a load, or of all: chooses the branch, on ranks that see a directory of steps. */
+static dtrain_status dtrain__save_branch(dtrain_checkpoint *ckpt)
+{
+    const dtrain__index_facts *loaded = ckpt->loaded.parts > 0 ? &ckpt->loaded.facts : NULL; /* what it goes on from */
+    if (ckpt->branches || (ckpt->rank > 0 && !ckpt->local))
+        return DTRAIN_OK;
+    const dtrain__save_step *newest = dtrain__save_newest(ckpt);
+    if (newest != NULL && newest->branch == DTRAIN__SAVE_UNKNOWN)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_IO,
+            "checkpoint: the index of step %llu in \"%.300s\" cannot be read, so it is not known which step "
+            "is the newest",
+            (unsigned long long)newest->step, ckpt->path);
+    int same = loaded != NULL && (newest == NULL || (newest->step == loaded->step && newest->branch == loaded->branch));
+    ckpt->branch = same ? loaded->branch : newest != NULL ? newest->branch + 1 : 0;
+    ckpt->branches = 1;
+    return DTRAIN_OK;
 }
 
 /* Removes leftovers of killed saves and creates beside the steps. */
@@ -595,16 +650,17 @@ static void dtrain__save_clear(dtrain_checkpoint *ckpt, int alone)
     base.ckpt = ckpt;
     base.directory = ckpt->directory;
     base.alone = alone;
-    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
-    base.now = alone ? 0 : dtrain__save_changed(ckpt->directory, name);
+    base.now = alone ? 0 : dtrain__save_changed(ckpt->directory, dtrain__save_index_name(name, step));
     if (base.now == INT64_MAX)
         return;
     dtrain__save_list_steps(ckpt, ckpt->directory);
     for (size_t i = 0; i < ckpt->step_count; i++) {
-        int whole = ckpt->steps[i] < step && dtrain__save_has_index(ckpt->directory, ckpt->steps[i]);
+        uint64_t other = ckpt->steps[i].step;
+        int whole = other < step && dtrain__save_has_index(ckpt->directory, other);
         int may = ckpt->local || !alone; /* otherwise latest may name one older than the newest keep_last */
         kept += whole;
-        dtrain__save_tidy_step(&base, ckpt->steps[i], whole && may && dtrain__save_prunes(ckpt, ckpt->steps[i], kept));
+        may = may && ckpt->steps[0].branch != DTRAIN__SAVE_UNKNOWN;
+        dtrain__save_tidy_step(&base, other, whole && may && dtrain__save_prunes(ckpt, other, kept));
     }
     dtrain__file_list(ckpt->directory, dtrain__save_sweep_base, &base);
     dtrain__thread_error = before;

@@ -10,7 +10,7 @@
 #include "../base/xxh64.c"
 
 #define DTRAIN__ALIKE_WORDS 9 /* the first rank that cannot continue and why, a digest, and its complement */
-#define DTRAIN__ALIKE_MOST 3
+#define DTRAIN__ALIKE_MOST 4
 #define DTRAIN__ALIKE_PIECE 64
 #define DTRAIN__ALIKE_VALUES 3 /* most values that an error text quotes */
 

@@ -62,8 +62,9 @@ typedef struct dtrain__pieces_row {
 } dtrain__pieces_row;
 
 /* Lists a row of NAME.NUMBER. data: the row; NULL: none. If fewer ranks save than have rows, each saves its own row. */
-static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
-                                   dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device)
+static void dtrain__pieces_put_one(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
+                                   dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device,
+                                   int optional)
 {
     char shard[24] = "", numbered[96];
     dtrain_piece piece;
@@ -81,8 +82,22 @@ static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_
     piece.shape[1] = piece.box_size[1] = piece.count = count;
     piece.data = (void *)(uintptr_t)data;
     piece.device = device;
+    piece.optional = optional;
     if (data != NULL)
         dtrain__pieces_put(lister, &piece);
+}
+
+static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
+                                   dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device)
+{
+    dtrain__pieces_put_one(lister, row, name, dtype, data, count, device, 0);
+}
+
+/* The same on the CPU, where older checkpoints have no such row. */
+static void dtrain__pieces_put_optional(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
+                                        dtrain_dtype dtype, const void *data, size_t count)
+{
+    dtrain__pieces_put_one(lister, row, name, dtype, data, count, NULL, 1);
 }
 
 static void dtrain__pieces_tell(dtrain__lister *lister, const char *key, const char *value, int fixed)
@@ -106,9 +121,9 @@ static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, dou
     dtrain__json_write_double(&json, value);
     text[json.bytes] = '\0';
     if (json.broken)
-        lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                      "list %zu: the setting %s is %g, expected a finite number", lister->number, key,
-                                      value);
+        lister->status =
+            dtrain__fail(NULL, DTRAIN_ERR_INVALID, "list %zu: the setting %s is %g, expected a finite number",
+                         lister->number, key, value);
     else
         dtrain__pieces_tell(lister, key, text, fixed);
 }
@@ -124,7 +139,7 @@ static dtrain_pieces dtrain__pieces_make(const void *object,
                                          dtrain_status (*list)(const dtrain_pieces *, dtrain__lister *),
                                          dtrain_status (*loaded)(const dtrain_pieces *, const dtrain__lister *))
 {
-    dtrain_pieces made = {NULL, 0, NULL, 0, 0, (void *)(uintptr_t)object, NULL, list, loaded};
+    dtrain_pieces made = {NULL, 0, NULL, 0, 0, (void *)(uintptr_t)object, NULL, list, loaded, NULL};
     return made;
 }
 

@@ -41,8 +41,9 @@ typedef struct dtrain_piece {
                               it where several ranks hold the same elements, cut differently */
     dtrain_device *device; /* that holds data; NULL: the CPU. Files do not depend on it. A save or load moves the data
                               in chunks of at most 4 MiB, through pinned memory that lives as long as the call */
-    int per_step;          /* 1: a vector with one element per step, such as losses. Rank 0 holds one for each step of
-                              the checkpoint, other ranks none. ndim is 1; shape[0] is the room on rank 0 */
+    int optional; /* 1: a load leaves the data as it is if the checkpoint lacks the tensor; 0: that is an error */
+    int per_step; /* 1: a vector with one element per step, such as losses. Rank 0 holds one for each step of
+                     the checkpoint, other ranks none. ndim is 1; shape[0] is the room on rank 0 */
 } dtrain_piece;
 
 typedef struct dtrain__lister dtrain__lister;
@@ -64,6 +65,7 @@ struct dtrain_pieces {
     const void *table;
     dtrain_status (*list)(const dtrain_pieces *list, dtrain__lister *lister);
     dtrain_status (*loaded)(const dtrain_pieces *list, const dtrain__lister *lister); /* runs after a load; or NULL */
+    dtrain_status (*loading)(const dtrain_pieces *list); /* runs before a load writes, on every rank; or NULL */
 };
 
 /* Calls visit for each piece of the lists, as a checkpoint sees them on `rank` of `ranks`.
@@ -72,7 +74,7 @@ struct dtrain_pieces {
  *
  *   lists   count lists
  *   rank    0 <= rank < ranks
- *   visit   may use the piece and its name until it returns, and the data until the object is destroyed
+ *   visit   may use the piece and its name until it returns, and the data until the object is used or destroyed
  *   errors  DTRAIN_ERR_INVALID  a list's object is NULL; a bad rank; no visit; a bad table of dtrain_params_pieces
  *
  * one thread per object */

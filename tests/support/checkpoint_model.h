@@ -33,6 +33,14 @@ static const char *fresh(const char *name)
     return path;
 }
 
+static inline int exists(const char *directory, const char *name)
+{
+    char path[400];
+    struct stat status;
+    snprintf(path, sizeof path, "%s/%s", directory, name);
+    return stat(path, &status) == 0;
+}
+
 /* ---- a model with odd shapes, and values that tell where an element belongs ---- */
 
 enum { WIDE, TINY, STACK, FROZEN, HALF, LAST, PARAMS };

@@ -165,3 +165,126 @@ TEST(ranks_that_share_no_file_system_are_told_so_at_once)
     CHECK_EQ(dtrain_run_threads(3, not_shared, &s, NULL), DTRAIN_OK);
     CHECK_EQ(count_files(s.directories[0], ".shared*"), 0);
 }
+
+/* ---- runs that are turned back ---- */
+
+/* Four numbers that say which branch saved them. */
+typedef struct turn {
+    const char *directory;
+    int local, loads, exact, keep_last;
+    uint64_t from, first, last; /* loads `from` if exact, then saves first to last, by tens */
+    float value;
+    uint64_t step;
+} turn;
+
+static dtrain_status turn_body(dtrain_comm *world, void *user)
+{
+    turn *t = (turn *)user;
+    float x[4];
+    size_t begin, count = dtrain_shard(world, 4, dtrain_comm_rank(world), &begin);
+    dtrain_piece piece;
+    dtrain_pieces list;
+    dtrain_checkpoint *ckpt = NULL;
+    dtrain_checkpoint_desc desc;
+    dtrain_checkpoint_state state;
+    dtrain_checkpoint_load_desc how;
+    memset(&piece, 0, sizeof piece), memset(&list, 0, sizeof list), memset(&desc, 0, sizeof desc);
+    memset(&state, 0, sizeof state), memset(&how, 0, sizeof how);
+    piece.name = "w";
+    piece.dtype = DTRAIN_F32;
+    piece.ndim = 1;
+    piece.shape[0] = 4;
+    piece.begin = begin;
+    piece.count = count;
+    piece.data = x;
+    list.pieces = &piece;
+    list.count = 1;
+    desc.directory = t->directory;
+    desc.local = t->local;
+    desc.keep_last = t->keep_last;
+    desc.no_sync = 1;
+    state.lists = &list;
+    state.list_count = 1;
+    how.exact = t->exact;
+    how.step = t->from;
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &desc), DTRAIN_OK);
+    dtrain_status status = t->loads ? dtrain_checkpoint_load(ckpt, &state, &how, NULL) : DTRAIN_OK;
+    if (status == DTRAIN_OK && dtrain_comm_rank(world) == 0 && t->loads) {
+        t->step = state.step;
+        t->value = t->first == 0 ? x[0] : t->value;
+    }
+    for (int i = 0; i < 4; i++)
+        x[i] = t->value;
+    for (state.step = t->first; status == DTRAIN_OK && state.step <= t->last && t->first > 0; state.step += 10)
+        status =
+            state.step % 20 == 0 ? dtrain_checkpoint_save(ckpt, &state) : dtrain_checkpoint_save_async(ckpt, &state),
+        status = status == DTRAIN_OK ? dtrain_checkpoint_wait(ckpt) : status;
+    dtrain_checkpoint_destroy(ckpt);
+    return status;
+}
+
+static void turn_run(turn t)
+{
+    CHECK_EQ(dtrain_run_threads(2, turn_body, &t, NULL), DTRAIN_OK);
+}
+
+/* The newest is `step` of the branch that saved `value`. */
+static void turn_newest(const turn *like, uint64_t step, float value)
+{
+    turn t = *like;
+    t.loads = 1;
+    t.exact = 0;
+    t.first = t.last = 0;
+    CHECK_EQ(dtrain_run_threads(2, turn_body, &t, NULL), DTRAIN_OK);
+    if (t.step != step || t.value != value)
+        TEST_FAIL("local %d: loaded step %llu of branch %g, expected step %llu of branch %g", t.local,
+                  (unsigned long long)t.step, (double)t.value, (unsigned long long)step, (double)value);
+}
+
+static int turn_has(const turn *t, int step)
+{
+    char name[64];
+    snprintf(name, sizeof name, t->local ? "rank-00001/step-%d" : "step-%d", step);
+    return exists(t->directory, name);
+}
+
+TEST(a_run_that_was_turned_back_resumes_on_its_own_branch)
+{
+    for (int local = 0; local < 2; local++) {
+        turn t = {fresh("turn"), local, 0, 0, 5, 0, 10, 50, 1, 0},
+             back = {t.directory, local, 1, 1, 5, 10, 20, 30, 2, 0};
+        turn again = {t.directory, local, 1, 0, 5, 0, 40, 40, 3, 0},
+             fresh_job = {t.directory, local, 0, 0, 5, 0, 10, 10, 4, 0};
+        turn_run(t);
+        turn_newest(&t, 50, 1);
+        turn_run(back);
+        turn_newest(&t, 30, 2);
+        if (!local) {
+            shell("rm %s/latest", t.directory);
+            dtrain_set_log(quiet, NULL);
+            turn_newest(&t, 30, 2);
+            CHECK_EQ(dtrain_checkpoint_verify(t.directory), DTRAIN_OK);
+            dtrain_set_log(NULL, NULL);
+        }
+        turn_run(again); /* goes on from 30 of the second branch */
+        turn_newest(&t, 40, 3);
+        turn_run(back); /* and back once more */
+        turn_newest(&t, 30, 2);
+        turn_run(fresh_job); /* a job that loads nothing, where there are higher steps */
+        turn_newest(&t, 10, 4);
+    }
+}
+
+TEST(keep_last_counts_from_the_newest_branch)
+{
+    for (int local = 0; local < 2; local++) {
+        turn t = {fresh("kept last"), local, 0, 0, 4, 0, 10, 40, 1, 0},
+             back = {t.directory, local, 1, 1, 2, 10, 15, 35, 2, 0};
+        turn_run(t);
+        turn_run(back); /* 15, 25 and 35; those of the first branch between them go */
+        turn_newest(&t, 35, 2);
+        CHECK(turn_has(&t, 35) && turn_has(&t, 25) && turn_has(&t, 40));
+        CHECK(!turn_has(&t, 30) && !turn_has(&t, 20) && !turn_has(&t, 15));
+        CHECK(local || !turn_has(&t, 10)); /* a disk keeps what all ranks had when the job began */
+    }
+}
