@@ -638,11 +638,13 @@ static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__l
         piece.data = which >= 0 ? slice->state[which] : slice->weights;
         dtrain__state_put_range(lister, param, &piece);
     }
-    for (size_t i = 0; i < layout->table_count && which < 0; i++) {
+    for (size_t i = 0; i < layout->table_count; i++) {
         const dtrain_param *param = &layout->table[i];
-        if (param->dtype == DTRAIN_F32) /* others are frozen, and in full on every rank */
-            continue;
-        dtrain_piece piece = dtrain__state_of(param, param->dtype, -1);
+        int no_layers = param->stacked && param->shape[0] == 0;
+        if (which >= 0 ? !no_layers || !dtrain__params_trained(param) : param->dtype == DTRAIN_F32 && !no_layers)
+            continue; /* others are frozen, and in full on every rank, or have no layer that a slice could be of */
+        dtrain_piece piece = dtrain__state_of(param, which >= 0 ? DTRAIN_F32 : param->dtype, -1);
+        piece.suffix = which >= 0 ? dtrain__state_suffix(&fsdp->optimizer, which) : NULL;
         dtrain__state_copies(&piece, param, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp));
         piece.data = param->data;
         dtrain__state_put_range(lister, param, &piece);

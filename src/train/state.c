@@ -110,20 +110,20 @@ static void dtrain__state_tell(dtrain__lister *lister, const dtrain_optimizer_de
     dtrain__pieces_tell_u64(lister, "optimizer.decoupled_decay", o->decoupled_decay != 0, 0);
 }
 
-/* Lists the optimizer state of one parameter's ranges. Returns 0 if the optimizer does not have this parameter at this
- * address. */
+/* Lists the optimizer state of one parameter's ranges. One without elements has empty ones, so that a checkpoint names
+ * what each object does that has the parameter. Returns 0 if the optimizer does not have it at this address. */
 static int dtrain__state_put_moments(const dtrain_param *param, const dtrain_optimizer *optimizer, int copies, int copy,
                                      int which, dtrain__lister *lister)
 {
-    size_t layers = dtrain__params_layers(param), each = layers > 0 ? dtrain_param_elements(param) / layers : 0;
+    size_t all = dtrain_param_elements(param), layers = all > 0 ? dtrain__params_layers(param) : 1, each = all / layers;
     if (optimizer->device != param->device)
         return 0;
-    for (size_t layer = 0; layer < layers && each > 0; layer++) {
-        dtrain_piece piece = dtrain__state_of(param, DTRAIN_F32, param->stacked ? (int)layer : -1);
+    for (size_t layer = 0; layer < layers; layer++) {
+        dtrain_piece piece = dtrain__state_of(param, DTRAIN_F32, param->stacked && all > 0 ? (int)layer : -1);
         piece.suffix = dtrain__state_suffix(&optimizer->desc, which);
         dtrain__state_copies(&piece, param, copies, copy);
         piece.data = dtrain__optimizer_state(optimizer, (const float *)param->data + layer * each, which);
-        if (piece.data == NULL)
+        if (piece.data == NULL && each > 0)
             return 0;
         dtrain__state_put_range(lister, param, &piece);
     }
