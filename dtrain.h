@@ -3134,20 +3134,17 @@ typedef enum dtrain_index_form {
     DTRAIN_INDEX_NONE       /* no indices: every element of the vector is sent, 0 for those not selected */
 } dtrain_index_form;
 
-/* How ranks add up their selections. All forms but SPLIT_TOPK give the same bits. */
+/* How ranks add up their selections. All forms give the same bits. */
 typedef enum dtrain_sparse_exchange {
     DTRAIN_EXCHANGE_AUTO = 0,     /* GATHER for up to 8 ranks, SPLIT for more */
     DTRAIN_EXCHANGE_GATHER = 801, /* every rank gets every selection. If these are longer than two whole vectors
                                    * together, the whole vectors are all-reduced instead */
-    DTRAIN_EXCHANGE_SPLIT,        /* each rank adds up one part of the vector, then all ranks get all sums. Sums that
+    DTRAIN_EXCHANGE_SPLIT         /* each rank adds up one part of the vector, then all ranks get all sums. Sums that
                                    * are shorter without indices travel without them */
-    DTRAIN_EXCHANGE_SPLIT_TOPK    /* as SPLIT, but each rank passes on only the largest sums of its part, as many as the
-                                   * ratio says, and keeps the others in its residual */
 } dtrain_sparse_exchange;
 
 typedef struct dtrain_topk_desc {
-    dtrain_topk_schedule schedule; /* its ratio is required, unless you set threshold */
-    float threshold;               /* above 0: select by magnitude instead of by ratio */
+    dtrain_topk_schedule schedule; /* its ratio is required */
     dtrain_dtype values;           /* as they are sent: DTRAIN_F32, DTRAIN_BF16 or DTRAIN_F16; 0: DTRAIN_F32 */
     dtrain_index_form indices;     /* AUTO, U32 or DELTA; 0: AUTO */
     dtrain_sparse_exchange exchange;
@@ -3161,7 +3158,6 @@ typedef struct dtrain_compressed_desc {
     float momentum;        /* top-k with feedback only: momentum of a velocity that is sent instead of the gradient. The
                             * optimizer then has no momentum of its own. 0: none */
     int no_masking;        /* 1: the velocity of elements that were sent goes on; 0: it starts again from 0 */
-    float max_norm;        /* this rank's vector is shortened to at most max_norm / sqrt(ranks); 0: not */
     uint64_t start_step;   /* first step that is compressed, counted from 0. Steps before it are all-reduced as float32,
                             * and leave no residual */
     dtrain_device *device; /* whose memory in, out and the state are; NULL: the CPU's. In a dtrain_compress_desc leave
@@ -3194,6 +3190,8 @@ typedef struct dtrain_compressed_stats {
  *     DTRAIN_CHECK(dtrain_compressed_create(&compressed, world, count, &compressor, NULL));
  *     ...
  *     DTRAIN_CHECK(dtrain_compressed_all_reduce(compressed, grads, grads, DTRAIN_MEAN));
+ *     if (!all_finite(grads, count))
+ *         dtrain_compressed_drop(compressed);                                          and leave the optimizer out
  *     uint64_t sent = dtrain_compressed_get_stats(compressed).sent_bytes;
  *     dtrain_compressed_destroy(compressed);
  *
@@ -3236,10 +3234,9 @@ typedef struct dtrain_compressed_stats {
  *     powersgd:4                         -0.6 %     +11.6 %
  *     powersgd:4:dense:start=60                      +7.4 %
  *
- * Under SGD, top-k with feedback takes over momentum and clipping (momentum correction, factor masking, local clipping:
- * Lin and others, 2018). Each rank sends from a velocity of its own (feedback.momentum) and shortens its own gradient
- * (feedback.max_norm). The optimizer then has no momentum. train_gpt selects from all gradients as one bucket: with
- * buckets of 1 MiB, which overlap with backward, it trains worse.
+ * Under SGD, top-k with feedback takes over momentum (momentum correction, factor masking: Lin and others, 2018). Each
+ * rank sends from a velocity of its own (feedback.momentum), and the optimizer has none. All gradients of train_gpt are
+ * one bucket. With buckets of 1 MiB, which overlap with backward, it trains worse.
  *
  * Under AdamW, top-k and PowerSGD fall behind. Use int8, or these three, which help:
  *
@@ -3333,12 +3330,11 @@ DTRAIN_API_MUST dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain
  *
  * It counts its steps, one for each vector, for the schedule of its ratio.
  *
- *   desc        required: a ratio or a threshold
+ *   desc        required: a ratio
  *   allocator   must outlive the compressor; NULL: the C library
- *   errors      DTRAIN_ERR_INVALID  a ratio or threshold that selects nothing, or an unknown dtype, form or exchange
+ *   errors      DTRAIN_ERR_INVALID  a ratio that is not above 0 and at most 1; an unknown dtype, form or exchange
  *               DTRAIN_ERR_MEMORY
- *   source      gather: Lin and others, ICLR 2018. Switch to dense: Renggli and others, SparCML, SC 2019.
- *               Split: Li and Hoefler, Near-Optimal Sparse Allreduce (Ok-Topk), PPoPP 2022
+ *   source      gather: Lin and others, ICLR 2018. Switch to dense: Renggli and others, SparCML, SC 2019
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
@@ -3363,13 +3359,12 @@ DTRAIN_API_MUST dtrain_status dtrain_compressor_powersgd(dtrain_compressor *comp
 
 /* Makes the state of the compressed all-reduce of one vector.
  *
- * Memory: the residual (4 bytes an element) unless no_feedback, the velocity if desc has momentum, and after the first
- * step the packed bytes of a step.
+ * Memory: the residual unless no_feedback, and the velocity if desc has momentum, each twice and 4 bytes an element;
+ * after the first step the packed bytes of a step.
  *
  * On a device, residual and velocity are in its memory. The device selects, packs, unpacks and adds. The CPU copies and
  * sends what is selected or packed, and merges the selections of top-k. The bits are the CPU's. Ranks may be on
- * different devices, or on none. A device supports top-k by a ratio, int8, fp8 and casts, without max_norm and
- * start_step.
+ * different devices, or on none. A device supports top-k, int8, fp8 and casts, without start_step.
  *
  *   comm         must outlive the state, and so must the device
  *   compressor   taken over: destroyed with the state, or by this call on an error
@@ -3378,8 +3373,8 @@ DTRAIN_API_MUST dtrain_status dtrain_compressor_powersgd(dtrain_compressor *comp
  *                                        momentum without top-k, or without feedback
  *                DTRAIN_ERR_UNSUPPORTED  something that the device does not support; the text says what to do instead
  *                DTRAIN_ERR_MEMORY
- *   source       Seide and others, Interspeech 2014. Momentum correction, masking and clipping: Lin, Han, Mao, Wang,
- *                Dally, ICLR 2018. start_step: PyTorch's start_powerSGD_iter
+ *   source       Seide and others, Interspeech 2014. Momentum correction and masking: Lin, Han, Mao, Wang, Dally, ICLR
+ *                2018. start_step: PyTorch's start_powerSGD_iter
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
@@ -3391,6 +3386,8 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
  * With a compressor that packs, each part of the vector (see dtrain_shard) is packed and sent to its rank. That rank
  * adds the parts in the tree order as float32, packs the sum and sends it to all. Residuals keep what either packing
  * loses. So with DTRAIN_SUM, out plus all new residuals is the sum of all inputs and earlier residuals, to rounding.
+ * Inputs of all steps must be in one unit, such as means over examples. A NaN or infinity reaches out in this step
+ * alone: what is kept stays finite.
  *
  * On a device the call reads in and writes out in the order of the device's queue. What you queue after the call sees
  * all of out. The CPU waits for the device before it reads what it sends: once for a selection, twice for packed bytes.
@@ -3399,11 +3396,19 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
  *   op        DTRAIN_SUM; DTRAIN_MEAN divides once by the world size, which on a device is at most 64 or a power of two
  *   errors    DTRAIN_ERR_CORRUPT  a rank sent bytes that are not valid; the text names it, and the group is broken
  *             of the device       the text names rank and device, and the group is broken
- *             others as dtrain_all_reduce; after an error the residual is undefined
+ *             others as dtrain_all_reduce; after an error what is kept is as before the call
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
                                                            dtrain_op op);
+
+/* Takes the last step back: what is kept between steps is again as before that dtrain_compressed_all_reduce. Call it on
+ * every rank if you do not apply a step, because its sum is not finite, say; else parts of it come back in later ones.
+ *
+ *   compressed   NULL is legal. After a load, an error, or another call of this it does nothing
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_compressed_drop(dtrain_compressed *compressed);
 
 /* Lists what a checkpoint keeps besides the vector, for as many ranks to go on from.
  *
@@ -3807,7 +3812,7 @@ DTRAIN_API_MUST dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, s
  * twice. Source: Tang and others, 1-bit Adam, ICML 2021. */
 typedef struct dtrain_compress_desc {
     dtrain_compression kind;         /* 0: top-k */
-    dtrain_topk_desc topk;           /* a ratio of 0 without a threshold: 0.01 */
+    dtrain_topk_desc topk;           /* a ratio of 0: 0.01 */
     size_t block;                    /* of int8, fp8 and sign; 0: their default */
     int rank;                        /* of PowerSGD; 0: 4 */
     const dtrain_compressor *own;    /* kind OWN: copied for every vector; its destroy is never called */
@@ -3828,6 +3833,9 @@ typedef struct dtrain_aggregator {
     dtrain_compressed_stats (*get_stats)(const void *self);
     /* Lists what a checkpoint keeps of it, for dtrain_aggregator_pieces; may be NULL. */
     dtrain_pieces (*get_pieces)(void *self);
+    /* Takes the last aggregate back: what it keeps between steps is again as before. Call it on every rank if you do
+     * not apply a step, or parts of it come back in later ones; dtrain_train_step does so. May be NULL. */
+    void (*drop)(void *self);
 } dtrain_aggregator;
 
 /* Makes the aggregator that all-reduces each gradient over comm, which must outlive it.
@@ -3853,7 +3861,7 @@ DTRAIN_API_MUST dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *ag
 /* Lists what a checkpoint keeps of an aggregator between steps. Only as many ranks can continue from it.
  *
  *   compressed        its state, as in dtrain_fsdp_pieces
- *   a server's        residual.0, which packing has left unsent
+ *   a server's        residual.0, which packing has left unsent, and unit.0, the weight of its sums
  *   others            nothing
  *
  * any thread */
@@ -3899,8 +3907,9 @@ typedef struct dtrain_step_result {
  *   result   out; may be NULL
  *   errors   DTRAIN_ERR_INVALID      a missing table, compute or optimizer: nothing was computed
  *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or a parameter on a device: nothing was computed
- *            the status of compute, or those of aggregate: nothing was applied. When compute fails on one rank, the
- *            others learn it when this rank leaves the group, or at their deadline
+ *            the status of compute, or those of aggregate. Nothing was applied, and what the aggregator keeps is as
+ *            before. When compute fails on one rank, the others learn it when this rank leaves the group, or at their
+ *            deadline
  *
  * collective when its aggregator is */
 DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result);
@@ -4009,7 +4018,8 @@ DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t 
  * COMPRESSION. Compressed sums (desc.compress) imply keep_full_grads. Top-k selects within a bucket; bucket_bytes
  * sets its size. A thread of the object sends bucket after bucket while backward still runs. With no_overlap,
  * DTRAIN_PROGRESS_POLL or a transport of your own, the call that ends the step sends, with the same bits. A world of
- * one compresses too, so that it trains as several ranks do.
+ * one compresses too, so that it trains as several ranks do. What is left unsent counts as a share of the mean,
+ * whatever the weights of the steps; it changes only with a step that is applied.
  *
  * QUANTISATION. Parameters that travel quantised (quantise_gather) are off by at most half a scale: 1/254 of the
  * largest element of their block. Every rank gets the same bits. Gradients (quantise_reduce) are rounded in the same
@@ -4114,7 +4124,7 @@ typedef struct dtrain_fsdp_desc {
                                            * bucket by bucket. NULL: uncompressed */
     int check_every; /* DDP, hybrid: replicas compare one part of their weights at the end of every step, and all parts
                       * in this many steps; 0: 1,000; negative: never */
-    int debug; /* 1: watch memory, see "debugging" in >>fsdp; alike on every rank. 0: if DTRAIN_DEBUG=1 is set */
+    int debug;       /* 1: watch memory, see "debugging" in >>fsdp; alike on every rank. 0: if DTRAIN_DEBUG=1 is set */
 } dtrain_fsdp_desc;
 
 /* What one rank will need and send, in bytes. Sizes are what is in use at most at once, in whole pages. */
@@ -4340,7 +4350,7 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, floa
  *
  * It works as dtrain_fsdp_clip_grad_norm does. Every element counts once, also where several ranks hold the same
  * parameter (dtrain_param_part.copies). If one part of the model drops the step, all parts do. With a loss scale, all
- * parts skip a step together.
+ * parts skip a step together, so dtrain_fsdp_step needs this call where the object's group is a part of the world.
  *
  *   fsdps    count objects of this rank, one a chunk of a pipeline, each once
  *   model    the ranks whose objects together hold the model once. In a mesh these differ in pipeline and tensor
@@ -4358,13 +4368,15 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *cons
  * With a loss scale, a step in which any gradient of any rank is not finite changes no weight and halves the scale; see
  * `skipped` of dtrain_fsdp_get_stats. Without a loss scale such a step is applied as it is.
  *
- *   errors   DTRAIN_ERR_INVALID  lr negative or not finite, or no optimizer
+ *   errors   DTRAIN_ERR_INVALID  lr negative or not finite, or no optimizer. A loss scale on a part of the world,
+ *                                without dtrain_fsdp_clip_model_grad_norm in this step: the step stays open
  *            those of dtrain_fsdp_finish
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr);
 
-/* Drops the gradients of a step that you do not want to apply. Do not call it within a micro-batch.
+/* Drops the gradients of a step that you do not want to apply, and with compression all that it has left unsent. Do not
+ * call it within a micro-batch.
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp);
@@ -4379,9 +4391,9 @@ typedef struct dtrain_slice {
     int unit;
     size_t begin, count; /* elements of the box in row-major order; count may be 0 */
     int no_decay;
-    float *weights;  /* count float32 each; NULL if there is none, or none yet */
-    float *grads;    /* set from dtrain_fsdp_finish to the step */
-    float *state[2]; /* AdamW: m and v; SGD with momentum: the velocity */
+    float *weights;        /* count float32 each; NULL if there is none, or none yet */
+    float *grads;          /* set from dtrain_fsdp_finish to the step */
+    float *state[2];       /* AdamW: m and v; SGD with momentum: the velocity */
     dtrain_device *device; /* that the memory belongs to; NULL: the CPU's */
 } dtrain_slice;
 
@@ -4498,7 +4510,8 @@ DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_buck
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
                                                    uint64_t sent_bytes);
 
-/* Lists an FSDP's state between steps, for a checkpoint. A load publishes the weights. The list has:
+/* Lists an FSDP's state between steps, for a checkpoint. In an open step it is the state before that step. A load gives
+ * an open step up, and publishes the weights. The list has:
  *
  *   NAME                    weights
  *   NAME@adam.m, @adam.v    optimizer state of AdamW
@@ -4511,10 +4524,11 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t be
  * each copy of a part is cut in another way, and only copy 0 is saved.
  *
  * What compression keeps is as dtrain_compressed_pieces says, numbered from 0; PowerSGD has an entry for each matrix.
- * With feedback.momentum the velocity of what travels uncompressed comes last, as plain_velocity.NUMBER. Each entry has
- * a row for each rank of the FSDP, and only as many ranks can continue from it. If shards have different lengths, each
- * shard has entries of its own, under shard-N/NAME, with a row for each copy. Give each of several compressed FSDPs in
- * one checkpoint a dtrain_pieces.name.
+ * With feedback.momentum the velocity of what travels uncompressed follows, as plain_velocity.NUMBER. unit.0 is the
+ * weight of the sums that all of these are of. Without it, as in older files, they are forgotten, and the log says so.
+ * Each entry has a row for each rank of the FSDP, and only as many ranks can continue from it. If shards have different
+ * lengths, each shard has entries of its own, under shard-N/NAME, with a row for each copy. Give each of several
+ * compressed FSDPs in one checkpoint a dtrain_pieces.name.
  *
  * any thread; a save or load is collective over the FSDP's ranks */
 DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp);
@@ -4549,9 +4563,9 @@ extern "C" {
 typedef struct dtrain_ddp dtrain_ddp;
 
 typedef struct dtrain_ddp_desc {
-    size_t bucket_bytes; /* units travel together once they have this size; 0: 1 MiB; 1: each alone */
-    int no_broadcast;    /* 1: parameters are the same on all ranks already */
-    int no_overlap;      /* 1: reductions start when all units are complete */
+    size_t bucket_bytes;                  /* units travel together once they have this size; 0: 1 MiB; 1: each alone */
+    int no_broadcast;                     /* 1: parameters are the same on all ranks already */
+    int no_overlap;                       /* 1: reductions start when all units are complete */
     const dtrain_compress_desc *compress; /* copied. Sums travel compressed, bucket by bucket, on a thread that the DDP
                                            * starts; with no_overlap in dtrain_ddp_finish. NULL: uncompressed */
     int check_every; /* ranks compare one part of their weights in every dtrain_ddp_finish, and all parts in this many
@@ -4607,7 +4621,8 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batche
  *            DTRAIN_ERR_MEMORY   a step has more micro-batches than any before it; the object is broken
  *            those of dtrain_all_reduce_async: the object is broken
  *
- * one thread per object; never blocks, but up to timeout_ms on devices that have one queue or DTRAIN_PROGRESS_POLL */
+ * one thread per object; never blocks, but up to timeout_ms on devices that have one queue, under DTRAIN_PROGRESS_POLL,
+ * and with compression, until every rank has begun the step */
 DTRAIN_API_MUST dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
 
 /* Ends a micro-batch in which some units were not used, and so not reduced. You may call it once after every
@@ -4638,6 +4653,18 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight);
+
+/* Gives a step up: the open one, or the last finished one if you do not apply its gradients. What compression keeps
+ * between steps is again as before it; else parts of the step come back in later ones. Gradients are undefined then.
+ *
+ *     DTRAIN_CHECK(dtrain_ddp_finish(ddp, &examples));
+ *     if (examples == 0 || !all_finite(grads, count))
+ *         DTRAIN_CHECK(dtrain_ddp_drop(ddp));                                            and leave the optimizer out
+ *
+ *   errors   those of dtrain_all_reduce: the DDP is broken
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_ddp_drop(dtrain_ddp *ddp);
 
 /* Lists the buckets of the last finished step, as dtrain_fsdp_buckets does.
  *
@@ -5311,7 +5338,7 @@ typedef struct dtrain_server_desc {
 
 /* Makes one rank's end of a parameter server, and gives every rank the server's parameters, frozen ones too.
  *
- * Memory, at most, for P trained elements. F is 4 P bytes with error feedback (the default), and 0 without; packed is
+ * Memory, at most, for P trained elements. F is 8 P bytes with error feedback (the default), and 0 without; packed is
  * the size of all packed gradients:
  *
  *   form           rank     without compression         with compression
@@ -5525,8 +5552,8 @@ typedef struct dtrain_local_sgd_desc {
  * too: every round waits window_ms for a server that makes none.
  *
  * Memory comes from the group's allocator. It is 4 floats an element (outer weights, momentum, the weights that this
- * rank started from, its difference), what a round of the largest fragment needs, and residuals. A server also holds
- * pieces of all members. The three groups that the object makes come on top. Nothing is allocated later.
+ * rank started from, its difference), what a round of the largest fragment needs, and residuals twice. A server also
+ * holds pieces of all members. The three groups that the object makes come on top. Nothing is allocated later.
  *
  *   comm      must outlive the object; you may go on using it. Its progress is by a service thread, unless it has one
  *             rank
@@ -5555,7 +5582,8 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
  * weights. Its gradient is the mean of the members' differences by their weights.
  *
  * A difference that is too late for a round counts in the next one. A lost member is no error: rounds go on with the
- * others, and a member that is alone makes its outer steps alone.
+ * others, and a member that is alone makes its outer steps alone. A member whose parameters are not finite hands in
+ * nothing, and goes on from the outer weights; the log says so.
  *
  *   weight   weight of the step on this rank, at least 0: usually its number of examples or tokens
  *   errors   DTRAIN_ERR_INVALID  NULL, or a weight that is negative or not finite: nothing was done
@@ -5573,6 +5601,20 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, dou
  *
  * one thread per object; blocks up to timeout_ms and window_ms */
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local);
+
+/* Makes the parameters as they are the outer weights: those of rank 0, unless desc.no_broadcast says that all ranks
+ * have the same. Call it after you have set them, or loaded them without dtrain_local_sgd_pieces; else the next round
+ * goes on from the old ones.
+ *
+ *     read_weights(path, weights);                              into the table's memory
+ *     DTRAIN_CHECK(dtrain_local_sgd_publish(local));
+ *
+ * The outer momentum and what packing has left unsent start again from 0. Rounds under way end first.
+ *
+ *   errors   those of dtrain_local_sgd_sync, dtrain_barrier and dtrain_broadcast
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms and window_ms */
+DTRAIN_API_MUST dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local);
 
 /* Ends training: takes part in rounds until every member that is left has called it.
  *
@@ -5612,8 +5654,9 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
 
 /* Lists what a checkpoint keeps besides the parameters. Call dtrain_local_sgd_sync on every rank first.
  *
- * A load writes into a new object, made from the same table and desc. With the parameters loaded too, the run goes on
- * with the bits of one that never stopped. It needs as many ranks as saved: each list has one row for each rank.
+ * A load writes into an object made from the same table and desc; it ends rounds that are under way. With the
+ * parameters loaded too, the run goes on with the bits of one that never stopped. It needs as many ranks as saved: each
+ * list has one row for each rank. A file without this state, loaded with `lenient`, is as dtrain_local_sgd_publish.
  *
  *   outer          F32   outer weights
  *   momentum       F32   of the outer step; not listed if it has none
@@ -5621,6 +5664,7 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
  *   weights        F64   of the steps since the last snapshot, for each fragment
  *   counters       U64   steps, then rounds of each fragment
  *   residual.0 ... F32   of each fragment that is packed with feedback
+ *   unit.0 ...     F64   the weight of the sums that these are of
  *
  * any thread */
 DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local);
@@ -24365,6 +24409,18 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
                         comm->rank);
 }
 
+/* Whether ranks of the world that are still there are not in the group. */
+static int dtrain__group_is_part(const dtrain_comm *comm)
+{
+    const dtrain__council *council = comm->seat->council;
+    int there = 0;
+    dtrain__seat_lock(comm->seat, 1);
+    for (int rank = 0; rank < council->size; rank++)
+        there += council->gone(council->self, rank) == DTRAIN__PRESENT;
+    dtrain__seat_lock(comm->seat, 0);
+    return there > comm->size;
+}
+
 /* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */
 static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
 {
@@ -37005,16 +37061,6 @@ static dtrain_status dtrain__topk_add(float *sum, const float *data, size_t coun
     return dtrain__topk_select(&from, sparse);
 }
 
-/* Selects every element whose magnitude is at least threshold, which is above 0, and every NaN. */
-static dtrain_status dtrain__topk_threshold(const float *data, size_t count, float threshold, dtrain__sparse *sparse)
-{
-    dtrain__topk_source from = {data, NULL, NULL, count, 0};
-    dtrain_status status = dtrain__topk_open(sparse, count, count / 64);
-    while (status == DTRAIN_OK && !dtrain__topk_collect(&from, dtrain__topk_bits(&threshold), sparse))
-        status = dtrain__topk_reserve(sparse, sparse->capacity < count / 4 ? 4 * sparse->capacity : count);
-    return status;
-}
-
 DTRAIN__FAST_END
 #endif
 
@@ -37395,26 +37441,40 @@ DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
 DTRAIN__QUANTISE_BYTES(dtrain__quantise_int8, 127.0f, dtrain__quantise_int8, DTRAIN__QUANTISE_FROM_INT8)
 DTRAIN__QUANTISE_BYTES(dtrain__quantise_fp8, 448.0f, dtrain__quantise_fp8, dtrain__quantise_from_fp8)
 
-/* The mean magnitude: lane i % 16 adds element i; lanes are added as a tree. */
-DTRAIN__INLINE float dtrain__quantise_sign_scale(const dtrain__u32 *bits, size_t count)
+/* The mean of magnitudes times `share`: lane i % 16 adds element i; lanes are added as a tree. */
+DTRAIN__INLINE float dtrain__quantise_mean(const dtrain__u32 *bits, size_t count, float share)
 {
     float lanes[DTRAIN__QUANTISE_LANES] = {0}, magnitude;
+    uint32_t zero = dtrain__isa_zero;
     size_t i = 0;
     for (; i + DTRAIN__QUANTISE_LANES <= count; i += DTRAIN__QUANTISE_LANES)
         for (int k = 0; k < DTRAIN__QUANTISE_LANES; k++) {
             uint32_t size = bits[i + (size_t)k] & 0x7fffffffu;
             memcpy(&magnitude, &size, sizeof size);
-            lanes[k] = lanes[k] + magnitude;
+            lanes[k] = lanes[k] + dtrain__isa_rounded_f32(magnitude * share, zero);
         }
     for (int k = 0; i < count; i++, k++) {
         uint32_t size = bits[i] & 0x7fffffffu;
         memcpy(&magnitude, &size, sizeof size);
-        lanes[k] = lanes[k] + magnitude;
+        lanes[k] = lanes[k] + dtrain__isa_rounded_f32(magnitude * share, zero);
     }
     for (int half = DTRAIN__QUANTISE_LANES / 2; half > 0; half /= 2)
         for (int k = 0; k < half; k++)
             lanes[k] = lanes[k] + lanes[k + half];
     return lanes[0] / (float)count;
+}
+
+/* The mean magnitude. Where the sum of finite ones overflows, it adds them up at 2^-16 of their size. */
+DTRAIN__INLINE float dtrain__quantise_sign_scale(const dtrain__u32 *bits, size_t count)
+{
+    float mean = dtrain__quantise_mean(bits, count, 1.0f);
+    const float most = 3.40282347e38f;
+    if (mean <= most)
+        return mean;
+    mean = dtrain__quantise_mean(bits, count, 1.52587890625e-5f);
+    if (!(mean <= most))
+        return mean;
+    return mean < most * 1.52587890625e-5f ? mean * 65536.0f : most;
 }
 
 DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count, size_t block, unsigned char *out)
@@ -37778,10 +37838,9 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>feedback ----
- * What happens to a vector before and after compression. It is shortened if it is too long, and added to a velocity.
- * What was sent is subtracted from the residual. These work element by element, each operation rounded by itself. A
- * length is the root of squares added in float64 in a fixed order. Here are also the buffers of compression, which grow
- * and stay. */
+ * What happens to a vector before and after compression. It is added to a velocity, and what was sent is subtracted
+ * from the residual. These work element by element, each operation rounded by itself. Here are also the buffers of
+ * compression, which grow and stay. */
 #ifndef DTRAIN__FEEDBACK
 #define DTRAIN__FEEDBACK
 
@@ -37796,18 +37855,21 @@ DTRAIN__INLINE void dtrain__feedback_velocity_body(float *velocity, const float 
         dtrain__isa_rounded_f32(velocity[i] * momentum, zero) + dtrain__isa_rounded_f32(in[i] * factor, zero);
 }
 
-/* residual = residual - sent; a NaN or infinity becomes 0, because it would stay forever */
+/* Returns x, or 0 for a NaN or infinity, because it would stay forever. */
+DTRAIN__INLINE float dtrain__feedback_bounded(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits & 0x7f800000u) == 0x7f800000u ? 0 : bits;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+}
+
+/* residual = residual - sent */
 DTRAIN__INLINE void dtrain__feedback_left_body(float *residual, const float *sent, size_t count)
 {
-    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)
-    {
-        float left = residual[i] - sent[i];
-        uint32_t bits;
-        memcpy(&bits, &left, sizeof bits);
-        bits = (bits & 0x7f800000u) == 0x7f800000u ? 0 : bits;
-        memcpy(&left, &bits, sizeof bits);
-        residual[i] = left;
-    }
+    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) residual[i] =
+        dtrain__feedback_bounded(residual[i] - sent[i]);
 }
 
 DTRAIN__KERNEL(dtrain__feedback_velocity,
@@ -37815,17 +37877,51 @@ DTRAIN__KERNEL(dtrain__feedback_velocity,
                (velocity, in, momentum, factor, count))
 DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_t count), (residual, sent, count))
 
-/* Returns the factor that shortens a vector to the length `most`; 1 if it is not longer, or its length is not finite.
- */
-static float dtrain__feedback_factor(const float *in, size_t count, double most)
+/* Replaces NaN and infinity by 0. data: NULL is nothing. */
+static void dtrain__feedback_finite(float *data, size_t count)
 {
-    double length = dtrain__vector_sqrt_f64(dtrain__vector_sum_squares(in, count));
-    uint64_t bits;
-    memcpy(&bits, &length, sizeof bits);
-    return (bits >> 52 & 0x7ff) != 0x7ff && length > most ? (float)(most / length) : 1.0f;
+    for (size_t i = 0; data != NULL && i < count; i++)
+        data[i] = dtrain__feedback_bounded(data[i]);
 }
 
 DTRAIN__EXACT_END
+
+/* Of two versions of a state, one counts. A step writes the other one. If the step is applied, that one counts, and the
+ * first can be gone back to until the next step begins. So whatever ends a step that is not applied has nothing to
+ * undo, and a checkpoint that is saved or loaded meanwhile has the state before it. */
+typedef struct dtrain__versions {
+    int now, other;
+} dtrain__versions;
+
+/* What the other version is. */
+enum {
+    DTRAIN__VERSION_NONE = 0, /* of no use */
+    DTRAIN__VERSION_AFTER,    /* that after the step under way */
+    DTRAIN__VERSION_BEFORE    /* that before the last step */
+};
+
+/* Ends a step. */
+static void dtrain__versions_end(dtrain__versions *v, int applied)
+{
+    int counts = applied && v->other == DTRAIN__VERSION_AFTER;
+    v->now = counts ? !v->now : v->now;
+    v->other = counts ? DTRAIN__VERSION_BEFORE : DTRAIN__VERSION_NONE;
+}
+
+/* Goes back to before the last step, if that was applied and no other has begun. */
+static void dtrain__versions_undo(dtrain__versions *v)
+{
+    v->now = v->other == DTRAIN__VERSION_BEFORE ? !v->now : v->now;
+    v->other = DTRAIN__VERSION_NONE;
+}
+
+/* What parts of sums of weight `from` are multiplied by to become parts of sums of weight `to`: they are kept as shares
+ * of the mean. A weight of 0: nothing is kept yet. */
+static float dtrain__feedback_ratio(double to, double from)
+{
+    double ratio = from > 0.0 ? to / from : 1.0;
+    return ratio < 3.4028234663852886e38 ? (float)ratio : 3.4028234663852886e38f;
+}
 
 /* Reads a number of steps as a checkpoint keeps it: its lower and upper 24 bits. */
 static uint64_t dtrain__feedback_steps(const float step[2])
@@ -37915,7 +38011,7 @@ typedef struct dtrain__device_vector {
     dtrain_comm *comm;
     dtrain_allocator *allocator; /* of the CPU's memory */
     size_t count;
-    float *residual, *velocity; /* NULL: none */
+    float *residual, *velocity; /* the owner's; NULL: none */
     float *out;                 /* of this call: the result at its end, temporary room before */
     int masks;                  /* 1: the velocity of elements that were sent starts again from 0 */
     dtrain_device_selection *selection;
@@ -38024,8 +38120,6 @@ static void dtrain__device_vector_destroy(dtrain__device_vector *v)
 {
     dtrain__device_elements *lists[4] = {&v->chosen, &v->left, &v->kept, &v->sums};
     dtrain_device_selection_destroy(v->device, v->selection);
-    dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, v->residual);
-    dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, v->velocity);
     for (int i = 0; i < 4; i++) {
         dtrain__device_vector_free(v, DTRAIN_MEMORY_PINNED, lists[i]->here.data);
         dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, lists[i]->there.data);
@@ -38085,11 +38179,11 @@ static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float 
                                : status;
 }
 
-/* velocity = velocity * momentum + in * factor; on a device factor is 1 */
-static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum, float factor)
+/* velocity = velocity * momentum + in */
+static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum)
 {
     if (v->device == NULL) {
-        dtrain__feedback_velocity(v->velocity, in, momentum, factor, v->count);
+        dtrain__feedback_velocity(v->velocity, in, momentum, 1.0f, v->count);
         return DTRAIN_OK;
     }
     dtrain_status status = dtrain_device_scale(v->device, DTRAIN_F32, v->velocity, (double)momentum, v->count);
@@ -38168,42 +38262,50 @@ static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, cons
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Writes to v->left what is added to the residual: the sent values, negated. Its indices name the elements whose rest
- * is a NaN or infinity. Returns how many those are. */
-static size_t dtrain__device_vector_count_bad(dtrain__device_vector *v, const float *sent)
+/* Writes to v->left what is added to the residual: the sent values, negated. Returns whether that leaves a NaN or
+ * infinity, among the chosen elements or others. */
+static int dtrain__device_vector_negate(dtrain__device_vector *v, const float *sent)
 {
-    size_t bad = 0;
+    int bad = 0;
     for (size_t i = 0; i < v->chosen.count; i++) {
         float left = v->chosen.values[i] - sent[i];
-        uint32_t bits;
-        memcpy(&bits, &left, sizeof bits);
         v->left.values[i] = -sent[i];
-        if ((bits & 0x7f800000u) == 0x7f800000u)
-            v->left.indices[bad++] = v->chosen.indices[i];
+        bad |= dtrain__device_unbounded(DTRAIN_F32, &left, 1);
     }
     return bad;
+}
+
+/* Replaces infinities and NaN in the residual and the velocity by zero. It overwrites v->out. */
+static dtrain_status dtrain__device_vector_clean(dtrain__device_vector *v)
+{
+    dtrain_status status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_SPREAD, v->count * sizeof(float));
+    float *spread = dtrain__device_vector_floats(v, DTRAIN__DEVICE_SPREAD);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_vector_finite(v, v->residual, v->out, spread, v->count);
+    if (status == DTRAIN_OK && v->velocity != NULL)
+        status = dtrain__device_vector_finite(v, v->velocity, v->out, spread, v->count);
+    return status;
 }
 
 /* Subtracts the sent values of chosen elements from the residual, and sets their velocity to zero. */
 static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const float *sent)
 {
     dtrain__device_elements *left = &v->left;
-    size_t k = v->chosen.count, bad = 0;
+    size_t k = v->chosen.count;
     dtrain_status status = DTRAIN_OK;
+    int bad = 0;
     if (v->residual == NULL || k == 0)
         return DTRAIN_OK;
     status = dtrain__device_elements_reserve(v, left, k);
     if (status == DTRAIN_OK) {
-        bad = dtrain__device_vector_count_bad(v, sent);
+        bad = dtrain__device_vector_negate(v, sent);
         status = dtrain_device_copy(v->device, left->values_there, left->values, 4 * k);
     }
     if (status == DTRAIN_OK)
         status =
             dtrain_device_sparse_add(v->device, v->chosen.indices_there, left->values_there, k, v->residual, v->count);
-    if (status == DTRAIN_OK && bad > 0)
-        status = dtrain_device_copy(v->device, left->indices_there, left->indices, 4 * bad);
-    if (status == DTRAIN_OK && bad > 0)
-        status = dtrain__device_vector_drop(v, v->residual, left->indices_there, left->values_there, bad);
+    if (status == DTRAIN_OK && bad)
+        status = dtrain__device_vector_clean(v);
     if (status == DTRAIN_OK && v->velocity != NULL && v->masks)
         status = dtrain__device_vector_drop(v, v->velocity, v->chosen.indices_there, left->values_there, k);
     return dtrain__device_vector_broken(v->comm, v->device, status);
@@ -38256,7 +38358,7 @@ typedef struct dtrain__selections_state {
     dtrain_topk_desc desc;
     float step[2]; /* see >>feedback */
     int ranks;
-    dtrain__sparse chosen, picked;
+    dtrain__sparse chosen;
     dtrain__sparse *pieces;  /* 2 * ranks: one level of the tree, and the next */
     uint64_t *sizes;         /* 2 * ranks: bytes to each rank, from each rank */
     size_t *numbers;         /* 5 * ranks + 1: the same bytes as counts and offsets, then the bounds of parts */
@@ -38269,7 +38371,6 @@ typedef struct dtrain__selections {
     dtrain__device_vector *v;
     uint64_t *sent;
     int rank, ranks;
-    double ratio; /* of this step */
 } dtrain__selections;
 
 static void dtrain__selections_free(dtrain__selections_state *state)
@@ -38360,15 +38461,6 @@ static void dtrain__selections_round(const dtrain__selections_state *state, dtra
     }
 }
 
-/* whole - part; 0 if that is a NaN or infinity. */
-static float dtrain__selections_rest(float whole, float part)
-{
-    float left = whole - part;
-    uint32_t bits;
-    memcpy(&bits, &left, sizeof bits);
-    return (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
-}
-
 /* Returns x, or 0 for -0. */
 static float dtrain__selections_unsigned(float x)
 {
@@ -38385,14 +38477,13 @@ static dtrain_status dtrain__selections_broken(const dtrain__selections *x, dtra
     return dtrain__device_vector_broken(x->v->comm, x->v->device, status);
 }
 
-/* Counts a step and notes its ratio. Returns how many elements it selects. */
+/* Counts a step. Returns how many elements it selects. */
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
     uint64_t step = dtrain__feedback_steps(state->step);
-    x->ratio = dtrain__topk_ratio(&state->desc.schedule, step);
     dtrain__feedback_set_steps(state->step, step + 1);
-    return dtrain_topk_count(x->v->count, x->ratio);
+    return dtrain_topk_count(x->v->count, dtrain__topk_ratio(&state->desc.schedule, step));
 }
 
 /* Selects on the device, rounds, and updates residual and velocity there. */
@@ -38416,27 +38507,24 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
     return dtrain__device_vector_leave(x->v, chosen->values);
 }
 
-/* Selects and rounds on the CPU. The rest stays in the residual; the velocity of what is sent becomes 0. */
+/* Selects and rounds on the CPU. The rest stays in the residual; the velocity of what is sent becomes 0. NaN and
+ * infinity are chosen first, so only then may more of them be left. */
 static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
 {
     const dtrain__device_vector *v = x->v;
     dtrain__sparse *chosen = &x->state->chosen;
-    float threshold = x->state->desc.threshold;
-    dtrain_status status;
     size_t k = dtrain__selections_next(x);
-    if (threshold > 0.0f && v->residual != NULL)
-        dtrain__fold_sum_f32(v->residual, in, v->count);
-    if (threshold > 0.0f)
-        status = dtrain__topk_threshold(v->residual != NULL ? v->residual : in, v->count, threshold, chosen);
-    else if (v->residual != NULL)
-        status = dtrain__topk_add(v->residual, in, v->count, k, chosen);
-    else
-        status = dtrain__topk_pick(in, v->count, k, chosen);
+    dtrain_status status = v->residual != NULL ? dtrain__topk_add(v->residual, in, v->count, k, chosen)
+                                               : dtrain__topk_pick(in, v->count, k, chosen);
     if (status != DTRAIN_OK)
         return dtrain__selections_broken(x, status);
+    if (dtrain__device_unbounded(DTRAIN_F32, chosen->values, chosen->count)) {
+        dtrain__feedback_finite(v->residual, v->count);
+        dtrain__feedback_finite(v->velocity, v->count);
+    }
     dtrain__selections_round(x->state, chosen);
     for (size_t i = 0; v->residual != NULL && i < chosen->count; i++)
-        v->residual[chosen->indices[i]] = dtrain__selections_rest(v->residual[chosen->indices[i]], chosen->values[i]);
+        v->residual[chosen->indices[i]] = dtrain__feedback_bounded(v->residual[chosen->indices[i]] - chosen->values[i]);
     for (size_t i = 0; v->velocity != NULL && v->masks && i < chosen->count; i++)
         v->velocity[chosen->indices[i]] = 0.0f;
     return DTRAIN_OK;
@@ -38659,29 +38747,21 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
     }
 }
 
-/* Decides which sums of the part are passed on: all, or with SPLIT_TOPK the largest, as many as quota says. The others,
- * and what rounding loses, go to the residual. */
-static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin,
-                                               size_t quota)
+/* Rounds the sums of the part to the dtype in which they are sent. What that loses goes to the residual. */
+static void dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin)
 {
-    dtrain__selections_state *state = x->state;
-    dtrain__sparse *picked = &state->picked;
-    size_t keeps = state->desc.exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && quota < merged->count ? quota : merged->count;
-    dtrain_status status = dtrain__topk_pick(merged->values, merged->count, keeps, picked);
-    size_t next = 0;
-    if (status != DTRAIN_OK)
-        return dtrain__feedback_broken(x->v->comm, status, x->rank);
-    dtrain__selections_round(state, picked);
-    for (size_t i = 0; i < merged->count; i++) {
-        int passes = next < picked->count && picked->indices[next] == i;
-        float whole = merged->values[i], part = passes ? picked->values[next] : 0.0f;
-        dtrain__selections_keep(x, begin + merged->indices[i], dtrain__selections_rest(whole, part));
-        merged->indices[next] = merged->indices[i];
-        merged->values[next] = part;
-        next += (size_t)passes;
+    float whole[DTRAIN__SPARSE_TILE];
+    for (size_t at = 0; x->state->desc.values != DTRAIN_F32 && at < merged->count; at += DTRAIN__SPARSE_TILE) {
+        size_t n = merged->count - at < DTRAIN__SPARSE_TILE ? merged->count - at : DTRAIN__SPARSE_TILE;
+        dtrain__sparse tile = *merged;
+        tile.count = n;
+        tile.indices = merged->indices + at;
+        tile.values = merged->values + at;
+        memcpy(whole, tile.values, n * sizeof(float));
+        dtrain__selections_round(x->state, &tile);
+        for (size_t i = 0; i < n; i++)
+            dtrain__selections_keep(x, begin + tile.indices[i], dtrain__feedback_bounded(whole[i] - tile.values[i]));
     }
-    merged->count = next;
-    return DTRAIN_OK;
 }
 
 /* Gathers every rank's sums, and unpacks each into its part of the result. */
@@ -38716,7 +38796,7 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
     if (status == DTRAIN_OK && v->device != NULL)
         status = dtrain__device_vector_begin(v, &v->kept, merged->count);
     if (status == DTRAIN_OK)
-        status = dtrain__selections_settle(x, merged, begin, dtrain_topk_count(part, x->ratio));
+        dtrain__selections_settle(x, merged, begin);
     if (status == DTRAIN_OK && v->device != NULL)
         status = dtrain__device_vector_add(v, &v->kept, v->residual);
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
@@ -38726,8 +38806,8 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
 static dtrain_status dtrain__selections_run(const dtrain_compressor *compressor, dtrain__device_vector *v,
                                             const float *in, uint64_t *sent)
 {
-    dtrain__selections x = {
-        (dtrain__selections_state *)compressor->self, v, sent, dtrain_comm_rank(v->comm), dtrain_comm_size(v->comm), 0};
+    dtrain__selections x = {(dtrain__selections_state *)compressor->self, v, sent, dtrain_comm_rank(v->comm),
+                            dtrain_comm_size(v->comm)};
     dtrain_sparse_exchange way = x.state->desc.exchange;
     uint64_t mode = dtrain__fpmode_enter();
     dtrain_status status = dtrain__selections_broken(&x, dtrain__selections_open(x.state, x.ranks));
@@ -38759,7 +38839,6 @@ static void dtrain__selections_destroy(void *self)
     dtrain_allocator *allocator = state->allocator;
     dtrain__selections_free(state);
     dtrain__sparse_destroy(&state->chosen);
-    dtrain__sparse_destroy(&state->picked);
     dtrain__free(allocator, state->out);
     dtrain__free(allocator, state->in);
     dtrain__free(allocator, state);
@@ -38767,12 +38846,7 @@ static void dtrain__selections_destroy(void *self)
 
 static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
 {
-    uint32_t threshold;
-    memcpy(&threshold, &desc->threshold, sizeof threshold);
-    if (threshold > 0x7f800000u)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: threshold is %g, expected a number above 0",
-                            (double)desc->threshold);
-    if (threshold == 0 && !(desc->schedule.ratio > 0.0 && desc->schedule.ratio <= 1.0))
+    if (!(desc->schedule.ratio > 0.0 && desc->schedule.ratio <= 1.0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compressor_topk: the ratio is %g, expected one above 0 and at most 1",
                             desc->schedule.ratio);
@@ -38780,16 +38854,11 @@ static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
         (desc->indices != DTRAIN_INDEX_AUTO && desc->indices != DTRAIN_INDEX_U32 &&
          desc->indices != DTRAIN_INDEX_DELTA) ||
         (desc->exchange != DTRAIN_EXCHANGE_AUTO &&
-         (desc->exchange < DTRAIN_EXCHANGE_GATHER || desc->exchange > DTRAIN_EXCHANGE_SPLIT_TOPK)))
+         (desc->exchange < DTRAIN_EXCHANGE_GATHER || desc->exchange > DTRAIN_EXCHANGE_SPLIT)))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compressor_topk: values %s, index form %d, exchange %d; expected F32, BF16 or F16, AUTO, "
                             "U32 or DELTA, and one of dtrain_sparse_exchange",
                             dtrain_dtype_name(desc->values), (int)desc->indices, (int)desc->exchange);
-    if (desc->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && threshold != 0)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "compressor_topk: SPLIT_TOPK needs a ratio, and the threshold is %g: leave that 0, or take SPLIT",
-            (double)desc->threshold);
     return DTRAIN_OK;
 }
 
@@ -38800,7 +38869,7 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
     if (compressor == NULL || desc == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: %s is NULL, expected %s",
                             compressor == NULL ? "compressor" : "desc",
-                            compressor == NULL ? "a place for it" : "a ratio or a threshold");
+                            compressor == NULL ? "a place for it" : "a ratio");
     memset(compressor, 0, sizeof *compressor);
     full = *desc;
     full.values = full.values == 0 ? DTRAIN_F32 : full.values;
@@ -38813,7 +38882,7 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_topk: no memory for %zu bytes", sizeof *state);
     state->desc = full;
     state->allocator = allocator;
-    state->chosen.allocator = state->picked.allocator = state->allocator;
+    state->chosen.allocator = state->allocator;
     compressor->name = "topk";
     compressor->self = state;
     compressor->reduce = dtrain__selections_reduce;
@@ -39343,12 +39412,22 @@ static dtrain_status dtrain__packed_reduce(dtrain__device_vector *v, const dtrai
 #define DTRAIN__COMPRESSED
 DTRAIN__FAST_BEGIN
 
+/* What is kept between steps. */
+typedef struct dtrain__compressed_kept {
+    float *residual, *velocity;    /* NULL: none */
+    float *start;                  /* of PowerSGD; NULL: none */
+    float step[2], dense_steps[2]; /* of top-k; and those not compressed, up to start_step: see >>feedback */
+    double unit;                   /* weight of the sums that residual and velocity are parts of; 0: none yet */
+} dtrain__compressed_kept;
+
+/* A step reads the version that counts and writes the other one, which counts once the step is applied. */
 struct dtrain_compressed {
     dtrain__device_vector vector;
     dtrain_compressor compressor;
     dtrain_compressed_desc desc;
-    float dense_steps[2]; /* steps not compressed, up to start_step; see >>feedback */
-    size_t *numbers;      /* 4 a rank, for >>packed */
+    dtrain__compressed_kept kept[2];
+    dtrain__versions versions;
+    size_t *numbers; /* 4 a rank, for >>packed */
     dtrain_compressed_stats stats;
 };
 
@@ -39357,24 +39436,59 @@ static int dtrain__compressed_is_topk(const dtrain_compressed *c)
     return c->compressor.reduce == dtrain__selections_reduce;
 }
 
-/* Shortens the vector, and adds it to the velocity. *in: what to send afterwards, which may be in out. */
-static dtrain_status dtrain__compressed_prepare(dtrain_compressed *c, const float **in, float *out)
+static size_t dtrain__compressed_starts(const dtrain_compressed *c)
+{
+    const dtrain__powersgd *p = (const dtrain__powersgd *)c->compressor.self;
+    return c->compressor.reduce == dtrain__powersgd_reduce ? p->columns * p->rank : 0;
+}
+
+/* to = from * factor, of the vector's length. */
+static dtrain_status dtrain__compressed_carry(const dtrain__device_vector *v, float *to, const float *from,
+                                              float factor)
+{
+    if (to == NULL || v->count == 0)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_device_copy(v->device, to, from, v->count * sizeof(float));
+    return status == DTRAIN_OK && factor != 1.0f
+               ? dtrain_device_scale(v->device, DTRAIN_F32, to, (double)factor, v->count)
+               : status;
+}
+
+/* Begins a step whose sums have weight `unit`: writes what is kept, in its unit, to the version that the step changes.
+ */
+static dtrain_status dtrain__compressed_open(dtrain_compressed *c, double unit)
 {
     dtrain__device_vector *v = &c->vector;
-    double ranks = (double)dtrain_comm_size(v->comm);
-    float factor = 1.0f;
-    if (c->desc.max_norm > 0.0f && v->count > 0)
-        factor = dtrain__feedback_factor(*in, v->count, (double)c->desc.max_norm / dtrain__vector_sqrt_f64(ranks));
-    if (v->velocity != NULL) {
-        const float *from = *in;
-        *in = v->velocity;
-        return dtrain__device_vector_gain(v, from, c->desc.momentum, factor);
-    }
-    if (factor != 1.0f) {
-        dtrain__fold_weigh_f32(*in, (double)factor, out, v->count);
-        *in = out;
-    }
-    return DTRAIN_OK;
+    const dtrain__compressed_kept *old = &c->kept[c->versions.now];
+    dtrain__compressed_kept *next = &c->kept[!c->versions.now];
+    float factor = dtrain__feedback_ratio(unit, old->unit);
+    c->versions.other = DTRAIN__VERSION_NONE;
+    memcpy(next->step, old->step, sizeof next->step);
+    memcpy(next->dense_steps, old->dense_steps, sizeof next->dense_steps);
+    next->unit = unit;
+    v->residual = next->residual;
+    v->velocity = next->velocity;
+    if (next->start != NULL)
+        memcpy(((dtrain__powersgd *)c->compressor.self)->right, old->start,
+               dtrain__compressed_starts(c) * sizeof(float));
+    if (dtrain__compressed_is_topk(c))
+        memcpy(((dtrain__selections_state *)c->compressor.self)->step, old->step, sizeof old->step);
+    dtrain_status status = dtrain__compressed_carry(v, next->residual, old->residual, factor);
+    if (status == DTRAIN_OK)
+        status = dtrain__compressed_carry(v, next->velocity, old->velocity, factor);
+    return v->device != NULL ? dtrain__device_vector_broken(v->comm, v->device, status) : status;
+}
+
+/* Takes over what the compressor itself has changed. */
+static void dtrain__compressed_close(dtrain_compressed *c)
+{
+    dtrain__compressed_kept *next = &c->kept[!c->versions.now];
+    if (next->start != NULL)
+        memcpy(next->start, ((const dtrain__powersgd *)c->compressor.self)->right,
+               dtrain__compressed_starts(c) * sizeof(float));
+    if (dtrain__compressed_is_topk(c))
+        memcpy(next->step, ((const dtrain__selections_state *)c->compressor.self)->step, sizeof next->step);
+    c->versions.other = DTRAIN__VERSION_AFTER;
 }
 
 static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const float *in, const float *out,
@@ -39392,37 +39506,86 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
     return DTRAIN_OK;
 }
 
-/* Sets the number of steps before the next one, for an owner that counts steps itself. */
-static void dtrain__compressed_at_step(dtrain_compressed *c, uint64_t step)
+/* All-reduces a vector without a compressor, and with it the velocity's share if there is one. */
+static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
 {
-    dtrain__feedback_set_steps(c->dense_steps, step < c->desc.start_step ? step : c->desc.start_step);
+    dtrain__device_vector *v = &c->vector;
+    c->stats.sent_bytes += dtrain__plan_sent_bytes(v->count, dtrain_comm_size(v->comm));
+    dtrain_status status = dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
+    if (v->velocity != NULL && in == v->velocity)
+        dtrain__feedback_finite(v->velocity, v->count);
+    return status;
 }
 
-static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
+static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *in, float *out, dtrain_op op,
+                                            double unit, const uint64_t *step)
 {
     dtrain__device_vector *v = &c->vector;
     const dtrain_compressor *q = &c->compressor;
-    uint64_t *sent = &c->stats.sent_bytes;
+    dtrain__compressed_kept *next = &c->kept[!c->versions.now];
     int ranks = dtrain_comm_size(v->comm), divides = op == DTRAIN_MEAN && ranks > 1;
     dtrain_status status = divides ? dtrain__device_vector_can_divide(v, ranks) : DTRAIN_OK;
     v->out = out;
     if (status == DTRAIN_OK)
-        status = dtrain__compressed_prepare(c, &in, out);
+        status = dtrain__compressed_open(c, unit);
+    if (status == DTRAIN_OK && v->velocity != NULL) {
+        status = dtrain__device_vector_gain(v, in, c->desc.momentum);
+        in = v->velocity;
+    }
     if (status != DTRAIN_OK)
         return status;
-    uint64_t step = dtrain__feedback_steps(c->dense_steps);
-    if (step < c->desc.start_step) {
-        dtrain__feedback_set_steps(c->dense_steps, step + 1);
-        *sent += dtrain__plan_sent_bytes(v->count, ranks);
-        return dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
-    }
-    if (dtrain__compressed_is_topk(c))
-        status = dtrain__selections_run(q, v, in, sent);
+    uint64_t dense = step != NULL ? *step : dtrain__feedback_steps(next->dense_steps);
+    dtrain__feedback_set_steps(next->dense_steps, dense < c->desc.start_step ? dense + 1 : c->desc.start_step);
+    if (dense < c->desc.start_step) {
+        status = dtrain__compressed_dense(c, in, out, op);
+        divides = 0;
+    } else if (dtrain__compressed_is_topk(c))
+        status = dtrain__selections_run(q, v, in, &c->stats.sent_bytes);
     else if (q->reduce != NULL)
-        status = q->reduce(q, v->comm, in, v->residual, out, v->count, sent);
+        status = q->reduce(q, v->comm, in, v->residual, out, v->count, &c->stats.sent_bytes);
     else
-        status = dtrain__packed_reduce(v, q, c->numbers, in, sent);
-    return status == DTRAIN_OK && divides ? dtrain__device_vector_divide(v, ranks) : status;
+        status = dtrain__packed_reduce(v, q, c->numbers, in, &c->stats.sent_bytes);
+    if (status == DTRAIN_OK && divides)
+        status = dtrain__device_vector_divide(v, ranks);
+    if (status == DTRAIN_OK)
+        dtrain__compressed_close(c);
+    return status;
+}
+
+/* Makes a step whose sums have weight `unit` over all ranks, in the floating-point mode of the caller; see >>feedback.
+ * step: the number of steps before it; NULL: counted here. What is kept changes once the step counts. */
+static dtrain_status dtrain__compressed_step(dtrain_compressed *c, const float *in, float *out, dtrain_op op,
+                                             double unit, const uint64_t *step)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_status status = dtrain__compressed_run(c, in, out, op, unit, step);
+    c->stats.steps++;
+    c->stats.dense_bytes += dtrain__plan_sent_bytes(c->vector.count, dtrain_comm_size(c->vector.comm));
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+/* Sums a vector over all ranks as it is, and leaves what is kept. */
+static dtrain_status dtrain__compressed_whole(dtrain_compressed *c, float *vector)
+{
+    dtrain__device_vector *v = &c->vector;
+    size_t bytes = v->count * sizeof(float);
+    float *here = vector;
+    dtrain_status status = DTRAIN_OK;
+    if (v->device != NULL) {
+        status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_WHOLE, bytes);
+        here = dtrain__device_vector_floats(v, DTRAIN__DEVICE_WHOLE);
+        if (status == DTRAIN_OK)
+            status = dtrain_device_copy(v->device, here, vector, bytes);
+        if (status == DTRAIN_OK)
+            status = dtrain_device_wait(v->device);
+        status = dtrain__device_vector_broken(v->comm, v->device, status);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__compressed_dense(c, here, here, DTRAIN_SUM);
+    if (status != DTRAIN_OK || v->device == NULL)
+        return status;
+    return dtrain__device_vector_broken(v->comm, v->device, dtrain_device_copy(v->device, vector, here, bytes));
 }
 
 DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
@@ -39432,32 +39595,35 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
     dtrain_status status = dtrain__compressed_check(c, in, out, op);
     if (status != DTRAIN_OK)
         return status;
-    uint64_t mode = dtrain__fpmode_enter();
-    status = dtrain__compressed_run(c, in, out, op);
-    c->stats.steps++;
-    c->stats.dense_bytes += dtrain__plan_sent_bytes(c->vector.count, dtrain_comm_size(c->vector.comm));
-    dtrain__fpmode_restore(mode);
+    status = dtrain__compressed_step(c, in, out, op, 1.0, NULL);
+    dtrain__versions_end(&c->versions, 1);
     return status;
+}
+
+DTRAIN_API void dtrain_compressed_drop(dtrain_compressed *compressed)
+{
+    if (compressed != NULL)
+        dtrain__versions_undo(&compressed->versions);
 }
 
 static void dtrain__compressed_list(const dtrain_compressed *c, const dtrain__pieces_row *row, dtrain__lister *lister)
 {
     const dtrain__device_vector *v = &c->vector;
-    const float *start = NULL, *step = NULL;
-    size_t starts = 0;
-    if (dtrain__compressed_is_topk(c))
-        step = ((const dtrain__selections_state *)c->compressor.self)->step;
-    if (c->compressor.reduce == dtrain__powersgd_reduce) {
-        const dtrain__powersgd *p = (const dtrain__powersgd *)c->compressor.self;
-        start = p->right;
-        starts = p->columns * p->rank;
-    }
-    dtrain__pieces_put_row(lister, row, "residual", DTRAIN_F32, v->residual, v->count, v->device);
-    dtrain__pieces_put_row(lister, row, "velocity", DTRAIN_F32, v->velocity, v->count, v->device);
-    dtrain__pieces_put_row(lister, row, "start", DTRAIN_F32, start, starts, NULL);
-    dtrain__pieces_put_row(lister, row, "step", DTRAIN_F32, step, 2, NULL);
+    const dtrain__compressed_kept *kept = &c->kept[c->versions.now];
+    dtrain__pieces_put_row(lister, row, "residual", DTRAIN_F32, kept->residual, v->count, v->device);
+    dtrain__pieces_put_row(lister, row, "velocity", DTRAIN_F32, kept->velocity, v->count, v->device);
+    dtrain__pieces_put_row(lister, row, "start", DTRAIN_F32, kept->start, dtrain__compressed_starts(c), NULL);
+    dtrain__pieces_put_row(lister, row, "step", DTRAIN_F32, dtrain__compressed_is_topk(c) ? kept->step : NULL, 2, NULL);
     if (c->desc.start_step > 0)
-        dtrain__pieces_put_row(lister, row, "dense_steps", DTRAIN_F32, c->dense_steps, 2, NULL);
+        dtrain__pieces_put_row(lister, row, "dense_steps", DTRAIN_F32, kept->dense_steps, 2, NULL);
+}
+
+/* After a load no step can be taken back. */
+static dtrain_status dtrain__compressed_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    (void)lister;
+    ((dtrain_compressed *)list->object)->versions.other = DTRAIN__VERSION_NONE;
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__compressed_list_one(const dtrain_pieces *list, dtrain__lister *lister)
@@ -39470,7 +39636,7 @@ static dtrain_status dtrain__compressed_list_one(const dtrain_pieces *list, dtra
 
 DTRAIN_API dtrain_pieces dtrain_compressed_pieces(dtrain_compressed *compressed)
 {
-    return dtrain__pieces_make(compressed, dtrain__compressed_list_one, NULL);
+    return dtrain__pieces_make(compressed, dtrain__compressed_list_one, dtrain__compressed_loaded);
 }
 
 DTRAIN_API dtrain_compressed_stats dtrain_compressed_get_stats(const dtrain_compressed *compressed)
@@ -39482,17 +39648,15 @@ DTRAIN_API dtrain_compressed_stats dtrain_compressed_get_stats(const dtrain_comp
 static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *compressor,
                                                    const dtrain_compressed_desc *desc)
 {
-    uint32_t momentum, norm;
+    uint32_t momentum;
     memcpy(&momentum, &desc->momentum, sizeof momentum);
-    memcpy(&norm, &desc->max_norm, sizeof norm);
     if (desc->start_step >> 48 != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: start_step is %llu, expected below 2^48",
                             (unsigned long long)desc->start_step);
-    if (momentum >= 0x3f800000u || norm >= 0x7f800000u)
+    if (momentum >= 0x3f800000u)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compressed_create: momentum is %g, max_norm %g; expected finite numbers of at least 0, "
-                            "momentum below 1",
-                            (double)desc->momentum, (double)desc->max_norm);
+                            "compressed_create: momentum is %g, expected a number of at least 0 and below 1",
+                            (double)desc->momentum);
     if (momentum != 0 && (desc->no_feedback || compressor->reduce != dtrain__selections_reduce))
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -39508,27 +39672,16 @@ static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
     const char *device = dtrain_device_name(c->desc.device), *cure = "or keep the vector on the CPU, device NULL";
     const dtrain_compressor *q = &c->compressor;
     int topk = dtrain__compressed_is_topk(c), rank = dtrain_comm_rank(c->vector.comm);
-    float threshold = topk ? ((const dtrain__selections_state *)q->self)->desc.threshold : 0.0f;
     if (!topk && !dtrain__packed_can(q))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: %s has no kernels for the compressor %s: take top-k, int8, "
                             "fp8, or a cast, %s",
                             rank, device, q->name != NULL ? q->name : "of your own", cure);
-    if (threshold > 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "compressed_create on rank %d: %s selects by a ratio, and the threshold is %g: give topk a "
-                            "ratio, %s",
-                            rank, device, (double)threshold, cure);
     if (c->desc.start_step > 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: start_step is %llu, and a vector on %s is compressed from "
                             "its first step on: leave it 0, %s",
                             rank, (unsigned long long)c->desc.start_step, device, cure);
-    if (c->desc.max_norm > 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "compressed_create on rank %d: max_norm is %g, and %s does not shorten a rank's vector: "
-                            "leave it 0 and call dtrain_device_clip before, %s",
-                            rank, (double)c->desc.max_norm, device, cure);
     return DTRAIN_OK;
 }
 
@@ -39556,10 +39709,17 @@ static dtrain_status dtrain__compressed_init(dtrain_compressed *c)
     c->numbers = (size_t *)dtrain__alloc(v->allocator, 4 * (size_t)dtrain_comm_size(v->comm) * sizeof(size_t));
     if (c->numbers == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for counts and offsets");
-    if (status == DTRAIN_OK && !c->desc.no_feedback)
-        status = dtrain__device_vector_zeros(v, &v->residual);
-    if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
-        status = dtrain__device_vector_zeros(v, &v->velocity);
+    for (int i = 0; i < 2; i++) {
+        dtrain__compressed_kept *kept = &c->kept[i];
+        if (status == DTRAIN_OK && !c->desc.no_feedback)
+            status = dtrain__device_vector_zeros(v, &kept->residual);
+        if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
+            status = dtrain__device_vector_zeros(v, &kept->velocity);
+        size_t starts = dtrain__compressed_starts(c);
+        if (status == DTRAIN_OK && starts > 0 &&
+            (kept->start = (float *)dtrain__alloc(v->allocator, starts * sizeof(float))) == NULL)
+            status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", starts);
+    }
     if (status == DTRAIN_OK && v->device != NULL)
         status = dtrain__compressed_reserve(c);
     if (status == DTRAIN_OK)
@@ -39610,6 +39770,11 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     if (compressed == NULL)
         return;
     dtrain_allocator *allocator = compressed->vector.allocator;
+    for (int i = 0; i < 2; i++) {
+        dtrain__device_vector_free(&compressed->vector, DTRAIN_MEMORY_DEVICE, compressed->kept[i].residual);
+        dtrain__device_vector_free(&compressed->vector, DTRAIN_MEMORY_DEVICE, compressed->kept[i].velocity);
+        dtrain__free(allocator, compressed->kept[i].start);
+    }
     dtrain__quantise_destroy(&compressed->compressor);
     dtrain__device_vector_destroy(&compressed->vector);
     dtrain__free(allocator, compressed->numbers);
@@ -39618,17 +39783,44 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
 
 /* ---- for other modules that own the state of a vector on the CPU ---- */
 
-/* Returns the residual; NULL: there is none. */
+/* Returns the residual that counts; NULL: there is none. */
 static float *dtrain__compressed_residual(const dtrain_compressed *c)
 {
-    return c->vector.residual;
+    return c->kept[c->versions.now].residual;
+}
+
+/* For owners whose steps end later; they list the weight of the sums, too. */
+static dtrain__versions *dtrain__compressed_versions(dtrain_compressed *c)
+{
+    return &c->versions;
+}
+
+/* The weight of the sums that what is kept is of. */
+static double *dtrain__compressed_unit(dtrain_compressed *c)
+{
+    return &c->kept[c->versions.now].unit;
+}
+
+/* Forgets what is kept of sums, as nothing says what weight they have. */
+static dtrain_status dtrain__compressed_forget(dtrain_compressed *c)
+{
+    dtrain__device_vector *v = &c->vector;
+    dtrain__compressed_kept *kept = &c->kept[c->versions.now];
+    const float zero = 0.0f;
+    dtrain_status status = DTRAIN_OK;
+    kept->unit = 0.0;
+    if (kept->residual != NULL)
+        status = dtrain_device_fill(v->device, kept->residual, &zero, sizeof zero, v->count);
+    if (status == DTRAIN_OK && kept->velocity != NULL)
+        status = dtrain_device_fill(v->device, kept->velocity, &zero, sizeof zero, v->count);
+    return status;
 }
 
 /* Returns the bytes of the state, without the memory for packing that the owner lends. */
 static size_t dtrain__compressed_bytes(size_t count, int ranks, const dtrain_compressed_desc *desc)
 {
     return sizeof(dtrain_compressed) + 4 * (size_t)ranks * sizeof(size_t) +
-           (desc->no_feedback ? 0 : count * sizeof(float));
+           (desc->no_feedback ? 0 : 2 * count * sizeof(float));
 }
 
 /* Lends memory for packed parts that go out, that come in, and for unpacked ones. With rooms NULL it takes it back. */
@@ -39647,13 +39839,16 @@ static void dtrain__compressed_move(dtrain_compressed *c, dtrain_comm *comm)
     c->vector.comm = comm;
 }
 
-/* Packs `in`, unless it is NULL, for an owner that sends packed parts itself. out: room for the sum. */
-static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__packed *p, const float *in, float *out)
+/* Begins a step for an owner that sends packed parts itself: packs `in`, unless it is NULL. out: room for the sum. The
+ * owner says with dtrain__versions_end whether the step counts. */
+static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__packed *p, const float *in, float *out,
+                                              double unit)
 {
     dtrain_status status = dtrain__packed_open(p, &c->vector, &c->compressor, c->numbers, &c->stats.sent_bytes);
     c->vector.out = out;
-    if (status == DTRAIN_OK && in != NULL)
-        status = dtrain__compressed_prepare(c, &in, out);
+    if (status == DTRAIN_OK)
+        status = dtrain__compressed_open(c, unit);
+    c->versions.other = DTRAIN__VERSION_AFTER;
     return status == DTRAIN_OK && in != NULL ? dtrain__packed_send(p, in) : status;
 }
 
@@ -40281,8 +40476,8 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %zu of the table has no name: give it one", index);
     unsigned bits = dtrain_dtype_bits(param->dtype);
     if (bits == 0 || bits % 8 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d has no whole bytes: use DTRAIN_F32",
-                            name, (int)param->dtype);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d has no whole bytes: use DTRAIN_F32", name,
+                            (int)param->dtype);
     if (param->ndim < 0 || param->ndim > DTRAIN_MAX_DIMS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: ndim is %d, expected 0 to %d", name, param->ndim,
                             DTRAIN_MAX_DIMS);
@@ -40429,7 +40624,6 @@ static const dtrain__alike_field dtrain__params_compress_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.stage_steps, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.first_ratio, FLOAT),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.factor, FLOAT),
-    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.threshold, FLOAT),
     DTRAIN__ALIKE_CONSTANT(dtrain_compress_desc, topk.values, dtrain__alike_dtype),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.indices, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.exchange, NUMBER),
@@ -40439,7 +40633,6 @@ static const dtrain__alike_field dtrain__params_compress_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.no_feedback, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.momentum, FLOAT),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.no_masking, FLAG),
-    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.max_norm, FLOAT),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.start_step, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.device, OWN), /* NULL here */
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, least_count, NUMBER),
@@ -41564,13 +41757,13 @@ static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_
 
 static dtrain_aggregator dtrain__aggregator_local(void)
 {
-    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL, NULL, NULL};
+    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL, NULL, NULL, NULL};
     return aggregator;
 }
 
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm)
 {
-    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL, NULL, NULL};
+    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL, NULL, NULL, NULL};
     return aggregator;
 }
 
@@ -41625,10 +41818,13 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
     status = desc->compute(desc->user, &weight);
     if (status == DTRAIN_OK)
         status = aggregator->aggregate(aggregator->self, desc->table, desc->count, weight, &own.total_weight);
+    int drops = status == DTRAIN_OK && aggregator->drop != NULL;
     if (status == DTRAIN_OK && own.total_weight > 0.0 && desc->max_norm != 0.0f)
         status = dtrain_clip_grad_norm(desc->table, desc->count, desc->max_norm, &own.norm);
     if (status == DTRAIN_OK && own.total_weight > 0.0)
         status = dtrain_optimizer_step(desc->optimizer, desc->lr);
+    if (status != DTRAIN_OK && drops)
+        aggregator->drop(aggregator->self);
     if (result != NULL)
         *result = own;
     return status;
@@ -41645,8 +41841,8 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
  * all gradients of a table in this way.
  *
  * A compressor that selects works on one large part. With a part for each parameter, the few elements that matter would
- * share the sent ones with many that do not. Sums travel, not means, so that the unsent rest has the scale of the next
- * step's gradients. They are divided once, by the weight of all ranks. */
+ * share the sent ones with many that do not. Sums travel, and are divided once, by the weight of all ranks. What is
+ * kept of them is a share of the mean: a step of another weight scales it first, and one of weight 0 leaves it. */
 #ifndef DTRAIN__COMPRESSION
 #define DTRAIN__COMPRESSION
 
@@ -41657,8 +41853,6 @@ typedef struct dtrain__compression_part {
     size_t at, count;
     int dense;                /* the table marks its parameters dense */
     dtrain_compressed *state; /* NULL: it is all-reduced uncompressed */
-    float *before;            /* 1-bit Adam: the residual before the current step; NULL: none */
-    int folded;               /* momenta travel in the current step */
 } dtrain__compression_part;
 
 typedef struct dtrain__compression_set {
@@ -41667,8 +41861,11 @@ typedef struct dtrain__compression_set {
     dtrain_device *device; /* where the vector is; NULL: the CPU */
     dtrain__compression_part *parts;
     size_t part_count, plain_count;
-    float *plain;              /* uncompressed parts side by side; for a vector on a device in pinned memory */
-    float momentum, *velocity; /* velocity of the sums of uncompressed parts, plain_count floats; NULL: none */
+    float *plain; /* uncompressed parts side by side; for a vector on a device in pinned memory */
+    float momentum;
+    float *velocity[2]; /* of the sums of uncompressed parts, plain_count floats in each version; NULL: none */
+    double unit[2];     /* weight of the sums that each version is of; 0: none yet */
+    dtrain__versions versions;
 } dtrain__compression_set;
 
 typedef struct dtrain__compression {
@@ -41690,7 +41887,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
                             "compress: feedback.device is %s, expected NULL: the table's parameters have the device",
                             dtrain_device_name(desc->feedback.device));
     if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK) {
-        if (topk.threshold == 0.0f && topk.schedule.ratio == 0.0)
+        if (topk.schedule.ratio == 0.0)
             topk.schedule.ratio = 0.01;
         return dtrain_compressor_topk(made, &topk, allocator);
     }
@@ -41743,16 +41940,15 @@ static dtrain_status dtrain__compression_meet(dtrain_comm *comm, const char *cal
 
 static void dtrain__compression_close(dtrain__compression_set *set)
 {
-    for (size_t i = 0; i < set->part_count; i++) {
+    for (size_t i = 0; i < set->part_count; i++)
         dtrain_compressed_destroy(set->parts[i].state);
-        dtrain__free(set->allocator, set->parts[i].before);
-    }
     dtrain__free(set->allocator, set->parts);
     if (set->device != NULL)
         dtrain_device_free(set->device, DTRAIN_MEMORY_PINNED, set->plain);
     else
         dtrain__free(set->allocator, set->plain);
-    dtrain__free(set->allocator, set->velocity);
+    dtrain__free(set->allocator, set->velocity[0]);
+    dtrain__free(set->allocator, set->velocity[1]);
     memset(set, 0, sizeof *set);
 }
 
@@ -41798,13 +41994,8 @@ static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const
     }
     dtrain_status status = dtrain__compression_make(desc, rows, count / rows, set->allocator, &compressor);
     feedback.device = set->device;
-    if (status == DTRAIN_OK)
-        status = dtrain_compressed_create(&part->state, set->comm, count, &compressor, &feedback);
-    if (status != DTRAIN_OK || !desc->adam || desc->feedback.no_feedback)
-        return status;
-    part->before = (float *)dtrain__alloc(set->allocator, count * sizeof(float));
-    return part->before != NULL ? DTRAIN_OK
-                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu numbers", count);
+    return status == DTRAIN_OK ? dtrain_compressed_create(&part->state, set->comm, count, &compressor, &feedback)
+                               : status;
 }
 
 /* Ends a set after all parts have been added. */
@@ -41821,14 +42012,24 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
     if (status != DTRAIN_OK)
         return status;
     set->plain = (float *)plain;
-    if (set->momentum > 0.0f)
-        set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
-    if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
+    int good = set->plain != NULL;
+    for (int i = 0; i < 2 && set->momentum > 0.0f; i++)
+        good &= (set->velocity[i] = (float *)dtrain__alloc(set->allocator, bytes)) != NULL;
+    if (!good)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu bytes of small parts", bytes);
     return DTRAIN_OK;
 }
 
-/* Lists the states of all parts, and last the velocity of uncompressed parts. */
+/* Whether anything is kept of sums. */
+static int dtrain__compression_keeps(const dtrain__compression_set *set)
+{
+    int keeps = set->velocity[0] != NULL;
+    for (size_t i = 0; i < set->part_count && !keeps; i++)
+        keeps = set->parts[i].state != NULL && dtrain__compressed_residual(set->parts[i].state) != NULL;
+    return keeps;
+}
+
+/* Lists the states of all parts, then the velocity of uncompressed parts, and last the weight of the sums. */
 static void dtrain__compression_list(const dtrain__compression_set *set, dtrain__pieces_row row, dtrain__lister *lister)
 {
     for (size_t i = 0; i < set->part_count; i++)
@@ -41837,7 +42038,51 @@ static void dtrain__compression_list(const dtrain__compression_set *set, dtrain_
             row.number++;
         }
     if (set->plain_count > 0)
-        dtrain__pieces_put_row(lister, &row, "plain_velocity", DTRAIN_F32, set->velocity, set->plain_count, NULL);
+        dtrain__pieces_put_row(lister, &row, "plain_velocity", DTRAIN_F32, set->velocity[set->versions.now],
+                               set->plain_count, NULL);
+    row.number = 0;
+    if (dtrain__compression_keeps(set))
+        dtrain__pieces_put_optional(lister, &row, "unit", DTRAIN_F64, &set->unit[set->versions.now], 1);
+}
+
+/* After a load: whether the weight of the sums came with what is kept of them, which else must be forgotten. *unit: as
+ * the load left it, -1 before. */
+static int dtrain__compression_known(double *unit, int rank, const dtrain__lister *lister)
+{
+    int known = dtrain__train_finite(*unit) && *unit >= 0.0;
+    *unit = known ? *unit : 0.0;
+    if (!known && lister->ask != NULL)
+        dtrain__log(
+            DTRAIN_LOG_WARN,
+            "compress: rank %d starts with nothing unsent: the checkpoint does not say the weight of the sums that "
+            "its residuals are of, as older ones did not",
+            rank);
+    return known;
+}
+
+/* Before a load: what a checkpoint does not say is unknown. */
+static void dtrain__compression_loading(dtrain__compression_set *set)
+{
+    dtrain__versions_end(&set->versions, 0);
+    for (size_t i = 0; i < set->part_count; i++)
+        if (set->parts[i].state != NULL)
+            dtrain__versions_end(dtrain__compressed_versions(set->parts[i].state), 0);
+    set->unit[set->versions.now] = -1.0;
+}
+
+/* After a load. What is kept of sums is forgotten if their weight was not saved with them. */
+static dtrain_status dtrain__compression_loaded(dtrain__compression_set *set, const dtrain__lister *lister)
+{
+    double *unit = &set->unit[set->versions.now];
+    dtrain_status status = DTRAIN_OK;
+    int known = !dtrain__compression_keeps(set) || dtrain__compression_known(unit, dtrain_comm_rank(set->comm), lister);
+    *unit = *unit > 0.0 ? *unit : 0.0;
+    for (size_t i = 0; status == DTRAIN_OK && i < set->part_count && !known; i++)
+        if (set->parts[i].state != NULL)
+            status = dtrain__compressed_forget(set->parts[i].state);
+    if (!known && set->velocity[set->versions.now] != NULL)
+        memset(set->velocity[set->versions.now], 0, set->plain_count * sizeof(float));
+    return status;
 }
 
 /* Copies the uncompressed parts from first to end out of the vector, side by side, or back. When it returns, the CPU
@@ -41860,9 +42105,9 @@ static dtrain_status dtrain__compression_copy_plain(dtrain__compression_set *set
     return set->device != NULL ? dtrain__device_vector_broken(set->comm, set->device, status) : status;
 }
 
-/* All-reduces the uncompressed parts from first to end as one. */
+/* All-reduces the uncompressed parts from first to end as one. total: the weight of all ranks. */
 static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set, float *vector, size_t first,
-                                                    size_t end, dtrain_compressed_stats *stats)
+                                                    size_t end, double total, dtrain_compressed_stats *stats)
 {
     size_t before = 0, count = 0; /* elements of uncompressed parts before first, and from there to end */
     for (size_t i = 0; i < end; i++)
@@ -41877,12 +42122,17 @@ static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set
     dtrain_status status = dtrain__compression_copy_plain(set, sum, vector, first, end, 0);
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(set->comm, sum, sum, count, DTRAIN_F32, DTRAIN_SUM);
-    if (status == DTRAIN_OK &&
-        set->velocity != NULL) { /* with feedback.momentum the optimizer has none */
+    if (status == DTRAIN_OK && total > 0.0 &&
+        set->velocity[0] != NULL) { /* with feedback.momentum the optimizer has none */
+        const float *old = set->velocity[set->versions.now] + before;
+        float *next = set->velocity[!set->versions.now] + before;
         uint64_t mode = dtrain__fpmode_enter();
-        dtrain__feedback_velocity(set->velocity + before, sum, set->momentum, 1.0f, count);
+        float momentum = set->momentum * dtrain__feedback_ratio(total, set->unit[set->versions.now]);
+        memcpy(next, old, count * sizeof(float));
+        dtrain__feedback_velocity(next, sum, momentum, 1.0f, count);
+        memcpy(sum, next, count * sizeof(float));
+        dtrain__feedback_finite(next, count);
         dtrain__fpmode_restore(mode);
-        memcpy(sum, set->velocity + before, count * sizeof(float));
     }
     return status == DTRAIN_OK ? dtrain__compression_copy_plain(set, sum, vector, first, end, 1) : status;
 }
@@ -41900,10 +42150,7 @@ static void dtrain__compression_fold(dtrain__compression_set *set, float *vector
 {
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = first; i < end; i++) {
-        dtrain__compression_part *part = &set->parts[i];
-        part->folded = part->before != NULL;
-        if (part->folded)
-            memcpy(part->before, dtrain__compressed_residual(part->state), part->count * sizeof(float));
+        const dtrain__compression_part *part = &set->parts[i];
         if (!part->dense)
             dtrain__feedback_velocity(vector + part->at, momenta->m + part->at, momenta->rest1, momenta->factor,
                                       part->count);
@@ -41911,29 +42158,44 @@ static void dtrain__compression_fold(dtrain__compression_set *set, float *vector
     dtrain__fpmode_restore(mode);
 }
 
-/* Ends a step. dropped: it was not applied, so m stays as it is, and the residual goes back to that before the step. */
-static void dtrain__compression_step_over(dtrain__compression_set *set, int dropped)
+/* Ends a step: applied, or as if it had never been. */
+static void dtrain__compression_end_step(dtrain__compression_set *set, int applied)
 {
-    for (size_t i = 0; i < set->part_count; i++) {
-        dtrain__compression_part *part = &set->parts[i];
-        if (part->folded && dropped)
-            memcpy(dtrain__compressed_residual(part->state), part->before, part->count * sizeof(float));
-        part->folded = 0;
-    }
+    dtrain__versions_end(&set->versions, applied);
+    for (size_t i = 0; i < set->part_count; i++)
+        if (set->parts[i].state != NULL)
+            dtrain__versions_end(dtrain__compressed_versions(set->parts[i].state), applied);
+}
+
+/* Takes the last step back, if that was applied and no other has begun. */
+static void dtrain__compression_undo(dtrain__compression_set *set)
+{
+    dtrain__versions_undo(&set->versions);
+    for (size_t i = 0; i < set->part_count; i++)
+        if (set->parts[i].state != NULL)
+            dtrain__versions_undo(dtrain__compressed_versions(set->parts[i].state));
 }
 
 /* Sums the parts from first to end over all ranks, and adds the bytes sent to stats. On a device, the sums are complete
- * in the order of its queue. */
+ * in the order of its queue. total: the weight of all ranks. With 0 all parts travel uncompressed, and no state changes.
+ * step: the number of steps before this one; NULL: the states count. */
 static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
-                                              dtrain_compressed_stats *stats)
+                                              double total, const uint64_t *step, dtrain_compressed_stats *stats)
 {
-    dtrain_status status = dtrain__compression_send_plain(set, vector, first, end, stats);
+    if (total > 0.0) {
+        set->unit[!set->versions.now] = total;
+        set->versions.other = DTRAIN__VERSION_AFTER;
+    }
+    dtrain_status status = dtrain__compression_send_plain(set, vector, first, end, total, stats);
     for (size_t i = first; status == DTRAIN_OK && i < end; i++) {
         const dtrain__compression_part *part = &set->parts[i];
         if (part->state == NULL)
             continue;
         dtrain_compressed_stats before = dtrain_compressed_get_stats(part->state), after;
-        status = dtrain_compressed_all_reduce(part->state, vector + part->at, vector + part->at, DTRAIN_SUM);
+        float *at = vector + part->at;
+        *dtrain__compressed_unit(part->state) = set->unit[set->versions.now];
+        status = total > 0.0 ? dtrain__compressed_step(part->state, at, at, DTRAIN_SUM, total, step)
+                             : dtrain__compressed_whole(part->state, at);
         after = dtrain_compressed_get_stats(part->state);
         stats->dense_bytes += after.dense_bytes - before.dense_bytes;
         stats->sent_bytes += after.sent_bytes - before.sent_bytes;
@@ -41989,7 +42251,8 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
     for (size_t i = 0; i < count; in += all->elements[i++])
         if (all->elements[i] > 0)
             memcpy(all->flat + in, table[i].grad, all->elements[i] * sizeof(float));
-    status = dtrain__compression_send(&all->set, all->flat, 0, all->set.part_count, &all->stats);
+    status = dtrain__compression_send(&all->set, all->flat, 0, all->set.part_count, *total_weight, NULL, &all->stats);
+    dtrain__compression_end_step(&all->set, status == DTRAIN_OK);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < count; out += all->elements[i++])
@@ -41998,6 +42261,11 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
     dtrain__aggregator_divide(table, count, *total_weight);
     all->stats.steps++;
     return DTRAIN_OK;
+}
+
+static void dtrain__compression_drop(void *self)
+{
+    dtrain__compression_undo(&((dtrain__compression *)self)->set);
 }
 
 static dtrain_compressed_stats dtrain__compression_counters(const void *self)
@@ -42013,9 +42281,22 @@ static dtrain_status dtrain__compression_list_all(const dtrain_pieces *list, dtr
     return DTRAIN_OK;
 }
 
+static dtrain_status dtrain__compression_loading_all(const dtrain_pieces *list)
+{
+    dtrain__compression_loading(&((dtrain__compression *)list->object)->set);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__compression_loaded_all(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    return dtrain__compression_loaded(&((dtrain__compression *)list->object)->set, lister);
+}
+
 static dtrain_pieces dtrain__compression_pieces(void *self)
 {
-    return dtrain__pieces_make(self, dtrain__compression_list_all, NULL);
+    dtrain_pieces made = dtrain__pieces_make(self, dtrain__compression_list_all, dtrain__compression_loaded_all);
+    made.loading = dtrain__compression_loading_all;
+    return made;
 }
 
 DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
@@ -42051,6 +42332,7 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     }
     aggregator->self = all;
     aggregator->aggregate = dtrain__compression_run;
+    aggregator->drop = dtrain__compression_drop;
     aggregator->destroy = dtrain__compression_destroy;
     aggregator->get_stats = dtrain__compression_counters;
     aggregator->get_pieces = dtrain__compression_pieces;
@@ -43093,9 +43375,9 @@ struct dtrain_fsdp {
     dtrain_work *announcing;
     dtrain__fsdp_note note, sent_note, *notes;
     dtrain_work *exchanging;
-    int called;       /* rounds of which this rank has told the others whether it begins them */
-    dtrain__norm sum; /* of squares, valid if summed */
-    int summed;
+    int called;         /* rounds of which this rank has told the others whether it begins them */
+    dtrain__norm sum;   /* of squares, valid if summed */
+    int summed, agreed; /* agreed: the sum is that of all parts of the model */
     float loss_scale;
     int good_steps;
     dtrain_fsdp_stats stats;
@@ -43272,6 +43554,31 @@ static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, in
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, lane == DTRAIN__FSDP_LANE_GATHER ? "gathering" : "reducing", unit);
     return DTRAIN_OK;
+}
+
+/* Finds the weight of all ranks, and the most micro-batches of one rank, from what they announced. */
+static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    fsdp->total_weight = (double)ranks;
+    fsdp->most = 1;
+    if (fsdp->announced < 0)
+        return DTRAIN_OK;
+    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__FSDP_LANE_REDUCE, 0);
+    fsdp->total_weight = 0.0;
+    for (int rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
+        if (!(all[2 * rank] >= 0.0 && all[2 * rank] <= (double)INT_MAX) || !(all[2 * rank + 1] >= 0.0) ||
+            !dtrain__train_finite(all[2 * rank + 1])) {
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                         "rank %d announces %g micro-batches of weight %g: expected finite numbers of at least 0", rank,
+                         all[2 * rank], all[2 * rank + 1]);
+            return dtrain__fsdp_break(fsdp, DTRAIN_ERR_CORRUPT, "hearing what ranks announce", -1);
+        }
+        fsdp->most = all[2 * rank] > (double)fsdp->most ? (int)all[2 * rank] : fsdp->most;
+        fsdp->total_weight += all[2 * rank + 1];
+    }
+    return status;
 }
 
 /* Waits for all operations of a unit, also after a failure, because their buffers must be free. */
@@ -44404,6 +44711,7 @@ typedef struct dtrain__reducer_job {
     float *sums;         /* of the whole layout, at a level */
     dtrain__compression_momenta momenta;
     uint64_t step; /* counted from 0 */
+    double total;  /* weight of all ranks */
     dtrain_status status;
     dtrain_compressed_stats stats;
     int64_t begin_ns, end_ns;
@@ -44429,13 +44737,11 @@ static dtrain_status dtrain__reducer_run(dtrain__reducer *reducer, dtrain__reduc
     size_t first = job->highest + 1 < reducer->layout->unit_count ? ends[job->highest + 1] : 0;
     dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * job->lowest] : NULL;
     dtrain_status status = events != NULL ? dtrain__device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
-    for (size_t i = first; i < ends[job->lowest] && reducer->adam; i++)
-        if (reducer->set.parts[i].state != NULL)
-            dtrain__compressed_at_step(reducer->set.parts[i].state, job->step);
     if (job->momenta.m != NULL)
         dtrain__compression_fold(&reducer->set, job->sums, first, ends[job->lowest], &job->momenta);
     if (status == DTRAIN_OK)
-        status = dtrain__compression_send(&reducer->set, job->sums, first, ends[job->lowest], &job->stats);
+        status = dtrain__compression_send(&reducer->set, job->sums, first, ends[job->lowest], job->total,
+                                          reducer->adam ? &job->step : NULL, &job->stats);
     return status == DTRAIN_OK && events != NULL ? dtrain__device_event_record(reducer->queue, events[1]) : status;
 }
 
@@ -44596,15 +44902,15 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     return status;
 }
 
-/* Takes over the units of a bucket. The sums, and under 1-bit Adam the momenta that are folded into them, must stay in
- * place until dtrain__reducer_finish. */
+/* Takes over the units of a bucket, once all ranks have announced their weights. The sums, and under 1-bit Adam the
+ * momenta that are folded into them, must stay in place until dtrain__reducer_finish. */
 static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int highest, float *sums)
 {
     dtrain__reducer *reducer = fsdp->reducer;
     dtrain__reducer_job *job = &reducer->jobs[lowest];
     double weight = fsdp->announced >= 0 ? fsdp->announcement[1] : 1.0;
-    dtrain_status status = DTRAIN_OK;
-    if (reducer->queue != NULL)
+    dtrain_status status = dtrain__fsdp_announced(fsdp);
+    if (status == DTRAIN_OK && reducer->queue != NULL)
         status = dtrain__device_event_record(reducer->caller, reducer->events[2 * lowest]);
     if (status != DTRAIN_OK)
         return status;
@@ -44613,6 +44919,7 @@ static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int hig
     job->highest = highest;
     job->sums = sums;
     job->step = fsdp->step;
+    job->total = fsdp->total_weight;
     if (fsdp->freezes && fsdp->step >= fsdp->freeze_step) {
         job->momenta.m = fsdp->state; /* laid out as the gradients */
         job->momenta.rest1 = (float)(1.0 - (double)fsdp->optimizer.beta1);
@@ -44647,11 +44954,28 @@ static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* Ends a step: see dtrain__compression_step_over. */
-static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
+/* Ends a step: see dtrain__compression_end_step. No bucket is under way. */
+static void dtrain__reducer_end_step(dtrain__reducer *reducer, int applied)
 {
     if (reducer != NULL)
-        dtrain__compression_step_over(&reducer->set, dropped);
+        dtrain__compression_end_step(&reducer->set, applied);
+}
+
+static void dtrain__reducer_undo(dtrain__reducer *reducer)
+{
+    if (reducer != NULL)
+        dtrain__compression_undo(&reducer->set);
+}
+
+static void dtrain__reducer_loading(dtrain__reducer *reducer)
+{
+    if (reducer != NULL)
+        dtrain__compression_loading(&reducer->set);
+}
+
+static dtrain_status dtrain__reducer_loaded(dtrain__reducer *reducer, const dtrain__lister *lister)
+{
+    return reducer != NULL ? dtrain__compression_loaded(&reducer->set, lister) : DTRAIN_OK;
 }
 
 /* Lists what compression keeps: a row for each rank. If buckets differ in size between shards, each shard has rows of
@@ -44692,7 +45016,7 @@ static uint64_t dtrain__reducer_selection_bytes(const dtrain_topk_desc *topk, si
 /* Returns the most bytes that top-k sends after its warm-up. Lengths travel before the selections. */
 static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t count, int ranks)
 {
-    double ratio = topk->threshold > 0.0f ? 1.0 : topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
+    double ratio = topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
     size_t chosen = dtrain_topk_count(count, ratio), part = dtrain__split(count, ranks, 0, NULL), picked;
     uint64_t others = (uint64_t)(ranks - 1), one = dtrain__reducer_selection_bytes(topk, chosen, count);
     uint64_t dense = dtrain__plan_sent_bytes(count, ranks), most = 8 * (uint64_t)count;
@@ -44703,8 +45027,6 @@ static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t 
         return 8 * others + (others * one > dense ? others * one : dense);
     }
     picked = chosen > part / (size_t)ranks ? part : chosen * (size_t)ranks;
-    if (topk->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK)
-        picked = dtrain_topk_count(part, ratio);
     return others * (16 + DTRAIN__SPARSE_HEADER + dtrain__reducer_selection_bytes(topk, picked, part)) +
            dtrain__reducer_selection_bytes(topk, chosen, SIZE_MAX / 8);
 }
@@ -44831,9 +45153,25 @@ static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
     return dtrain__no_compress("compress");
 }
 
-static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
+static void dtrain__reducer_end_step(dtrain__reducer *reducer, int applied)
 {
-    (void)reducer, (void)dropped;
+    (void)reducer, (void)applied;
+}
+
+static void dtrain__reducer_undo(dtrain__reducer *reducer)
+{
+    (void)reducer;
+}
+
+static void dtrain__reducer_loading(dtrain__reducer *reducer)
+{
+    (void)reducer;
+}
+
+static dtrain_status dtrain__reducer_loaded(dtrain__reducer *reducer, const dtrain__lister *lister)
+{
+    (void)reducer, (void)lister;
+    return DTRAIN_OK;
 }
 
 static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__layout *layout, int rank,
@@ -45586,31 +45924,6 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *c
     }
 }
 
-/* Finds the weight of all ranks, and the most micro-batches of one rank, from what they announced. */
-static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
-{
-    int ranks = dtrain_comm_size(fsdp->comm);
-    fsdp->total_weight = (double)ranks;
-    fsdp->most = 1;
-    if (fsdp->announced < 0)
-        return DTRAIN_OK;
-    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__FSDP_LANE_REDUCE, 0);
-    fsdp->total_weight = 0.0;
-    for (int rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
-        if (!(all[2 * rank] >= 0.0 && all[2 * rank] <= (double)INT_MAX) || !(all[2 * rank + 1] >= 0.0) ||
-            !dtrain__train_finite(all[2 * rank + 1])) {
-            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                         "rank %d announces %g micro-batches of weight %g: expected finite numbers of at least 0", rank,
-                         all[2 * rank], all[2 * rank + 1]);
-            return dtrain__fsdp_break(fsdp, DTRAIN_ERR_CORRUPT, "hearing what ranks announce", -1);
-        }
-        fsdp->most = all[2 * rank] > (double)fsdp->most ? (int)all[2 * rank] : fsdp->most;
-        fsdp->total_weight += all[2 * rank + 1];
-    }
-    return status;
-}
-
 /* Counts the micro-batches that are folded in full before they are reduced, this one included. Ranks that gather
  * together also reduce together, in the last pass of all. Else some would wait in a reduction, others in a gather. */
 static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
@@ -46258,9 +46571,10 @@ static dtrain_status dtrain__fsdp_end_round(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Forgets the step's gradients. */
-static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
+/* Forgets the step's gradients. applied: they have gone into the weights; else it is as if the step had never been. */
+static void dtrain__fsdp_reset(dtrain_fsdp *fsdp, int applied)
 {
+    dtrain__reducer_end_step(fsdp->reducer, applied);
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
         dtrain__fsdp_page_grads(fsdp, i, 0);
         fsdp->units[i].reduced = fsdp->units[i].backward = 0;
@@ -46272,7 +46586,7 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     fsdp->buckets_old = 1;
     fsdp->announced = fsdp->last = -1;
     fsdp->ended = fsdp->round = fsdp->called = fsdp->joined = 0;
-    fsdp->reduced_units = fsdp->just_ended = fsdp->summed = 0;
+    fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->agreed = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
     dtrain__fsdp_between(fsdp);
 }
@@ -46281,7 +46595,6 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
  * be held. It goes unit by unit, because units share places on a device. */
 static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
 {
-    dtrain__reducer_step_over(fsdp->reducer, 1);
     for (int i = 0; i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_page_grads(fsdp, i, 0);
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
@@ -46289,7 +46602,7 @@ static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
             dtrain__fsdp_page_grads(fsdp, i, 1);
         dtrain__fsdp_page_grads(fsdp, i, 0);
     }
-    dtrain__fsdp_reset(fsdp);
+    dtrain__fsdp_reset(fsdp, 0);
 }
 
 /* Ends all rounds of a step. A rank adds nothing to rounds that only others have begun. Sets *most to the most
@@ -46486,6 +46799,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
                             "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
                             "dtrain_fsdp_local, then call dtrain_fsdp_publish");
     status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->agreed && dtrain__group_is_part(fsdp->comm))
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_step: with a loss scale all parts of a model skip a step or none does, and this "
+            "object's group is a part of the world: call dtrain_fsdp_clip_model_grad_norm before, with the "
+            "ranks of the whole model, or with NULL if no other rank has a part of it; then call this again");
     if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f) {
         status = dtrain__fsdp_sum_squares(fsdp);
         skip = status == DTRAIN_OK && dtrain__fsdp_overflows(fsdp);
@@ -46495,16 +46814,16 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     fsdp->stats.skipped += (uint64_t)skip;
     fsdp->stats.steps += (uint64_t)!skip;
     if (skip) {
-        dtrain__fsdp_reset(fsdp);
+        dtrain__fsdp_reset(fsdp, 0);
         return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
     }
     dtrain__fsdp_update(fsdp, lr);
-    dtrain__reducer_step_over(fsdp->reducer, 0);
-    dtrain__fsdp_reset(fsdp);
+    dtrain__fsdp_reset(fsdp, 1);
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
-/* Ends a step without applying it; publishes: 1 also makes the contents of the slices count. */
+/* Ends a step without an update. publishes: 1 also makes the contents of the slices count, in which the caller has
+ * applied gradients that were finished. */
 static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, const char *call)
 {
     int most = 0;
@@ -46513,6 +46832,8 @@ static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, cons
         status = dtrain__fsdp_complete(fsdp, &most);
     if (status != DTRAIN_OK)
         return status;
+    if (publishes)
+        dtrain__reducer_end_step(fsdp->reducer, fsdp->grads != NULL);
     dtrain__fsdp_wipe(fsdp);
     return dtrain__fsdp_leave(fsdp, publishes ? dtrain__fsdp_publish_now(fsdp) : DTRAIN_OK);
 }
@@ -46595,7 +46916,7 @@ static dtrain_status dtrain__fsdp_check_norm(const char *call, float max_norm)
 static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
 {
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
-    fsdp->summed = 0;
+    fsdp->summed = fsdp->agreed = 0;
     return status == DTRAIN_OK ? dtrain__fsdp_sum_squares(fsdp) : status;
 }
 
@@ -46619,7 +46940,7 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->summed = 0;
+    fsdp->summed = fsdp->agreed = 0;
     status = dtrain__fsdp_queue_squares(fsdp, fsdp->device.limbs);
     if (status == DTRAIN_OK)
         status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm,
@@ -46729,7 +47050,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
         return status;
     if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    return dtrain__fsdp_clip(fsdps, count, model, max_norm, norm, call);
+    status = dtrain__fsdp_clip(fsdps, count, model, max_norm, norm, call);
+    for (int i = 0; status == DTRAIN_OK && i < count; i++)
+        fsdps[i]->agreed = 1;
+    return status;
 }
 
 #endif
@@ -47152,9 +47476,8 @@ static size_t dtrain__fsdp_plan_compression(const dtrain__layout *layout, const 
     if (desc == NULL)
         return 0;
     floats += !desc->feedback.no_feedback;
-    floats += !desc->feedback.no_feedback && desc->adam;
     floats += desc->feedback.momentum > 0.0f;
-    return floats * layout->grads * sizeof(float);
+    return 2 * floats * layout->grads * sizeof(float); /* in two versions */
 }
 
 /* Returns the bytes that all buckets send between copies. */
@@ -47645,7 +47968,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     fsdp->scattering = fsdp->bucket = fsdp->at = -1;
     dtrain__fsdp_debug_share(fsdp);
     dtrain__fsdp_zero_grads(fsdp);
-    dtrain__fsdp_reset(fsdp);
+    dtrain__fsdp_reset(fsdp, 0);
     status = dtrain__fsdp_first_values(fsdp);
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
@@ -47914,6 +48237,16 @@ static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__
     return DTRAIN_OK;
 }
 
+/* Begins a load: an open step is given up. */
+static dtrain_status dtrain__fsdp_state_loading(const dtrain_pieces *list)
+{
+    dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
+    dtrain_status status = dtrain_fsdp_drop(fsdp);
+    if (status == DTRAIN_OK)
+        dtrain__reducer_loading(fsdp->reducer);
+    return status;
+}
+
 /* Ends a load: publishes the weights, which drops gradients, and sets the counters. */
 static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {
@@ -47921,6 +48254,8 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
     uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->good_steps;
     double scale = (double)fsdp->loss_scale;
     dtrain_status status = dtrain_fsdp_publish(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__reducer_loaded(fsdp->reducer, lister);
     if (status == DTRAIN_OK)
         status = dtrain__pieces_ask(lister, "optimizer.step", UINT64_MAX, &step, NULL);
     if (status == DTRAIN_OK)
@@ -47942,7 +48277,9 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
 
 DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp)
 {
-    return dtrain__pieces_make(fsdp, dtrain__fsdp_state_list, dtrain__fsdp_state_loaded);
+    dtrain_pieces made = dtrain__pieces_make(fsdp, dtrain__fsdp_state_list, dtrain__fsdp_state_loaded);
+    made.loading = dtrain__fsdp_state_loading;
+    return made;
 }
 
 #endif
@@ -48016,9 +48353,21 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
             dtrain__fsdp_copy(fsdp, cut->grads, fsdp->slices[i].grads, cut->count);
     }
     if (status == DTRAIN_OK)
-        dtrain__fsdp_reset(fsdp);
+        dtrain__fsdp_reset(fsdp, 1);
     fsdp->announced = -1; /* the step is closed, also after an error */
     return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_drop(dtrain_ddp *ddp)
+{
+    dtrain_fsdp *fsdp = dtrain__ddp_fsdp(ddp);
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_drop", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->announced >= 0)
+        return dtrain__fsdp_abandon(fsdp, 0, "dtrain_ddp_drop");
+    dtrain__reducer_undo(fsdp->reducer);
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -48065,9 +48414,26 @@ static dtrain_status dtrain__ddp_list(const dtrain_pieces *list, dtrain__lister 
     return DTRAIN_OK;
 }
 
+/* Begins a load: an open step is given up. */
+static dtrain_status dtrain__ddp_loading(const dtrain_pieces *list)
+{
+    dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
+    dtrain_status status = dtrain__fsdp_abandon(fsdp, 0, "dtrain_checkpoint_load");
+    if (status == DTRAIN_OK)
+        dtrain__reducer_loading(fsdp->reducer);
+    return status;
+}
+
+static dtrain_status dtrain__ddp_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    return dtrain__reducer_loaded(((dtrain_fsdp *)list->object)->reducer, lister);
+}
+
 DTRAIN_API dtrain_pieces dtrain_ddp_pieces(dtrain_ddp *ddp)
 {
-    return dtrain__pieces_make(ddp, dtrain__ddp_list, NULL);
+    dtrain_pieces made = dtrain__pieces_make(ddp, dtrain__ddp_list, dtrain__ddp_loaded);
+    made.loading = dtrain__ddp_loading;
+    return made;
 }
 
 #endif
@@ -51227,11 +51593,11 @@ static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtr
 {
     double ratio = desc->schedule.ratio != 0.0 ? desc->schedule.ratio : 0.01;
     dtrain_dtype values = desc->values != 0 ? desc->values : DTRAIN_F32;
-    if (desc->schedule.stage_steps != 0 || desc->threshold != 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "dtrain_server_create: top-k with a %s; a server selects by one ratio in all steps: set "
-                            "schedule.ratio alone",
-                            desc->threshold != 0.0f ? "threshold" : "warm-up");
+    if (desc->schedule.stage_steps != 0)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_UNSUPPORTED,
+            "dtrain_server_create: top-k with a warm-up; a server selects by one ratio in all steps: set "
+            "schedule.ratio alone");
     if (!(ratio > 0.0 && ratio <= 1.0) || dtrain__sparse_width(values) == 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -51301,7 +51667,9 @@ struct dtrain_server {
     size_t piece_count, largest, message_bytes; /* largest: most bytes of a piece with its prefix */
     dtrain__server_link *links;
     int link_count;
-    float *residual; /* a worker's from its gradients, or the synchronous server's from its sums */
+    float *residual[2]; /* a worker's from its gradients, or the synchronous server's from its sums; in two versions */
+    double unit[2];     /* weight of the sums that each is of; 0: none yet. A worker's of its own pushes if async */
+    dtrain__versions versions;
     float *own, *wide;
     unsigned char *out_frames;
     const void **inputs; /* of a fold; weights has theirs */
@@ -51411,17 +51779,27 @@ static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table
     }
 }
 
+/* Begins to pack the pieces of a step whose sums have weight `unit`; see >>feedback. With 0 they leave the residual. */
+static void dtrain__server_open(dtrain_server *s, double unit)
+{
+    s->unit[!s->versions.now] = unit;
+    s->versions.other = unit > 0.0 ? DTRAIN__VERSION_AFTER : DTRAIN__VERSION_NONE;
+}
+
 /* Packs a piece plus its residual, and keeps the new residual. Returns what the other end will have: from, or back. */
 static const float *dtrain__server_pack(dtrain_server *s, const dtrain__server_piece *piece, const float *from,
                                         unsigned char *to, float *back)
 {
     const dtrain_compressor *q = &s->compressor;
-    float *residual = s->residual != NULL ? s->residual + piece->begin : NULL;
+    int now = s->versions.now;
+    float *residual = s->residual[0] != NULL && s->unit[!now] > 0.0 ? s->residual[!now] + piece->begin : NULL;
     if (!piece->packed) {
         memcpy(to, from, piece->count * sizeof(float));
         return from;
     }
     if (residual != NULL) {
+        float factor = dtrain__feedback_ratio(s->unit[!now], s->unit[now]);
+        dtrain__fold_weigh_f32(s->residual[now] + piece->begin, (double)factor, residual, piece->count);
         dtrain__fold_sum_f32(residual, from, piece->count);
         from = residual;
     }
@@ -51511,13 +51889,12 @@ static dtrain_status dtrain__server_check_desc(dtrain_server *s)
             "dtrain_server_create on rank %d: compression %d does not pack: use top-k, BF16, F16, INT8, FP8, "
             "SIGN or an OWN without reduce, or dtrain_aggregator_compressed",
             s->rank, (int)c->kind);
-    if (c->feedback.momentum != 0.0f || c->feedback.max_norm != 0.0f || c->feedback.start_step > 0)
+    if (c->feedback.momentum != 0.0f || c->feedback.start_step > 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "dtrain_server_create on rank %d: feedback has momentum %g, max_norm %g and start_step %llu; "
-            "a server has none of them: leave them 0",
-            s->rank, (double)c->feedback.momentum, (double)c->feedback.max_norm,
-            (unsigned long long)c->feedback.start_step);
+            "dtrain_server_create on rank %d: feedback has momentum %g and start_step %llu; a server has "
+            "neither: leave them 0",
+            s->rank, (double)c->feedback.momentum, (unsigned long long)c->feedback.start_step);
     dtrain_status status = dtrain__params_no_adam(c, "dtrain_server_create");
     if (status != DTRAIN_OK)
         return status;
@@ -51578,7 +51955,8 @@ static int dtrain__server_buffers(dtrain_server *s, int frees)
     int sync = !s->desc.async, folds = sync && s->serves, sends = !sync && s->serves, good = 1;
     size_t piece = s->total < DTRAIN__SERVER_PIECE ? s->total : DTRAIN__SERVER_PIECE, n = (size_t)s->link_count + 1;
     size_t frames = sync ? DTRAIN__SERVER_WINDOW : 0;
-    good &= dtrain__server_buffer(s, frees, &s->residual, s->feedback && !sends ? s->total : 0, sizeof(float));
+    for (int i = 0; i < 2; i++)
+        good &= dtrain__server_buffer(s, frees, &s->residual[i], s->feedback && !sends ? s->total : 0, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->own, piece, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->wide, piece, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->inputs, folds ? n : 0, sizeof *s->inputs);
@@ -51721,7 +52099,8 @@ DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *serv
  * The synchronous parameter server. Each piece of the gradients is one message to the server, and its sum one message
  * back, each after a weight. DTRAIN__SERVER_WINDOW messages are under way in each direction. A worker sends at most
  * that many pieces before it gets sums back. The server receives piece p from all workers before it waits for room to
- * send its sum. So server and workers never wait for each other. */
+ * send its sum. So server and workers never wait for each other. Where packing has feedback, the workers' weights and
+ * their sum are exchanged before, as residuals are scaled by it. */
 #ifndef DTRAIN__SERVER_SYNC
 #define DTRAIN__SERVER_SYNC
 
@@ -51764,6 +52143,18 @@ static dtrain_status dtrain__server_receive(dtrain_server *s, dtrain__server_lin
 
 /* ---- a worker ---- */
 
+/* Learns the weight of all ranks, which the residual is scaled to before it is packed. */
+static dtrain_status dtrain__server_ask_total(dtrain_server *s, double weight, double *total)
+{
+    dtrain_status status = dtrain_send(s->links[0].comm, &weight, 1, DTRAIN_F64, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain_recv(s->links[0].comm, total, 1, DTRAIN_F64, 0);
+    if (status == DTRAIN_OK && (!dtrain__train_finite(*total) || *total < 0.0))
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "the weight of all ranks is %g, expected a number of at least 0", *total);
+    return status;
+}
+
 static dtrain_status dtrain__server_give(dtrain_server *s, const dtrain_param *table, size_t piece, double weight)
 {
     dtrain__server_link *link = &s->links[0];
@@ -51795,7 +52186,9 @@ static dtrain_status dtrain__server_get(dtrain_server *s, const dtrain_param *ta
 static dtrain_status dtrain__server_work(dtrain_server *s, const dtrain_param *table, double weight, double *total)
 {
     dtrain__server_link *link = &s->links[0];
-    dtrain_status status = DTRAIN_OK;
+    double unit = 1.0;
+    dtrain_status status = s->feedback ? dtrain__server_ask_total(s, weight, &unit) : DTRAIN_OK;
+    dtrain__server_open(s, unit);
     for (size_t p = 0; p < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; p++)
         status = dtrain__server_expect(s, link, p);
     for (size_t p = 0; p < s->piece_count + DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; p++) {
@@ -51831,6 +52224,29 @@ static void dtrain__server_input(dtrain_server *s, int *n, const void *values, d
 {
     s->inputs[*n] = values;
     s->weights[(*n)++] = weight;
+}
+
+/* Tells every worker the weight of all ranks. */
+static dtrain_status dtrain__server_tell_total(dtrain_server *s, double weight, double *total)
+{
+    dtrain_status status = DTRAIN_OK;
+    *total = weight;
+    for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++) {
+        dtrain__server_link *link = &s->links[i];
+        double theirs = 0.0;
+        if (link->comm == NULL)
+            continue;
+        status = dtrain_recv(link->comm, &theirs, 1, DTRAIN_F64, 1);
+        if (status == DTRAIN_OK && (!dtrain__train_finite(theirs) || theirs < 0.0))
+            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                  "it announced a weight of %g, expected a number of at least 0", theirs);
+        status = dtrain__server_judge(s, link, status);
+        *total += link->comm != NULL ? theirs : 0.0;
+    }
+    for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++)
+        if (s->links[i].comm != NULL)
+            status = dtrain__server_judge(s, &s->links[i], dtrain_send(s->links[i].comm, total, 1, DTRAIN_F64, 1));
+    return status;
 }
 
 /* Collects a piece from every worker that is left and from this rank, in the order of ranks. *n: how many there are. */
@@ -51900,7 +52316,9 @@ static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param 
 
 static dtrain_status dtrain__server_fold_all(dtrain_server *s, const dtrain_param *table, double weight, double *total)
 {
-    dtrain_status status = DTRAIN_OK;
+    double unit = 1.0;
+    dtrain_status status = s->feedback ? dtrain__server_tell_total(s, weight, &unit) : DTRAIN_OK;
+    dtrain__server_open(s, unit);
     for (int i = 0; i < s->link_count; i++)
         for (size_t p = 0; p < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK && s->links[i].comm != NULL; p++)
             status = dtrain__server_judge(s, &s->links[i], dtrain__server_expect(s, &s->links[i], p));
@@ -51928,6 +52346,7 @@ static dtrain_status dtrain__server_sync(dtrain_server *s, const dtrain_param *t
     status =
         s->serves ? dtrain__server_fold_all(s, table, weight, total) : dtrain__server_work(s, table, weight, total);
     dtrain__fpmode_restore(mode);
+    dtrain__versions_end(&s->versions, status == DTRAIN_OK);
     s->stats.steps += status == DTRAIN_OK;
     return status;
 }
@@ -52016,6 +52435,7 @@ static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *t
                             "server_push on rank %d: no pull since the last push: call dtrain_server_pull in between",
                             s->rank);
     dtrain_status status = dtrain__server_flush(link);
+    dtrain__server_open(s, weight); /* the server divides each push by its own weight, and leaves out one of weight 0 */
     for (size_t p = 0; p < s->piece_count && status == DTRAIN_OK; p++) {
         dtrain__server_take(s, table, &s->pieces[p], 0, s->own);
         dtrain__server_pack(s, &s->pieces[p], s->own, link->message + s->pieces[p].at, s->wide);
@@ -52025,6 +52445,7 @@ static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *t
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_PUSH, bits, s->clock, 0, 0);
     if (status == DTRAIN_OK)
         status = dtrain_send_async(link->comm, link->message, s->message_bytes, DTRAIN_U8, 0, &link->out[1]);
+    dtrain__versions_end(&s->versions, status == DTRAIN_OK);
     if (status != DTRAIN_OK)
         return dtrain__server_gone(s, "server_push", status);
     s->clock++;
@@ -52474,19 +52895,52 @@ static dtrain_status dtrain__server_list(const dtrain_pieces *list, dtrain__list
     dtrain__pieces_row row = {s->rank, s->ranks, 1, 0, 0};
     row.ranks -= s->desc.async != 0;
     row.rank -= s->desc.async && s->rank > s->desc.server;
-    dtrain__pieces_put_row(lister, &row, "residual", DTRAIN_F32, s->residual, s->total, NULL);
+    dtrain__pieces_put_row(lister, &row, "residual", DTRAIN_F32, s->residual[s->versions.now], s->total, NULL);
+    if (s->residual[0] != NULL)
+        dtrain__pieces_put_optional(lister, &row, "unit", DTRAIN_F64, &s->unit[s->versions.now], 1);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__server_loading(const dtrain_pieces *list)
+{
+    dtrain_server *s = (dtrain_server *)list->object;
+    dtrain__versions_end(&s->versions, 0);
+    s->unit[s->versions.now] = -1.0;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__server_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    dtrain_server *s = (dtrain_server *)list->object;
+    float *residual = s->residual[s->versions.now];
+    if (residual != NULL && !dtrain__compression_known(&s->unit[s->versions.now], s->rank, lister))
+        memset(residual, 0, s->total * sizeof(float));
     return DTRAIN_OK;
 }
 
 static dtrain_pieces dtrain__server_pieces(void *self)
 {
-    return dtrain__pieces_make(self, dtrain__server_list, NULL);
+    dtrain_pieces made = dtrain__pieces_make(self, dtrain__server_list, dtrain__server_loaded);
+    made.loading = dtrain__server_loading;
+    return made;
+}
+
+/* Takes the last step of a synchronous server back. An asynchronous one has applied what a worker pushed. */
+static void dtrain__server_drop_step(void *self)
+{
+    dtrain_server *s = (dtrain_server *)self;
+    if (s != NULL && !s->desc.async)
+        dtrain__versions_undo(&s->versions);
 }
 
 DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server)
 {
-    dtrain_aggregator aggregator = {server, dtrain__server_aggregate, NULL, dtrain__server_counters,
-                                    dtrain__server_pieces};
+    dtrain_aggregator aggregator = {server,
+                                    dtrain__server_aggregate,
+                                    NULL,
+                                    dtrain__server_counters,
+                                    dtrain__server_pieces,
+                                    dtrain__server_drop_step};
     return aggregator;
 }
 
@@ -52524,6 +52978,7 @@ typedef struct dtrain__rounds_fragment {
     int due;                 /* a boundary has passed while the last difference was in a round */
     int behind;              /* a round was made without this rank since its last result */
     int closed;              /* every member had finished in the last round */
+    int astray;              /* the parameters of the difference were not finite: it is handed in as nothing */
     uint64_t snapshot;       /* the step of the difference */
     double handed;           /* the weight of the difference */
     int64_t opened_ns;       /* when its window opened or will open; 0: no member has handed in */
@@ -52533,7 +52988,6 @@ typedef struct dtrain__rounds_fragment {
 typedef struct dtrain__rounds_sizes {
     size_t total, largest;  /* elements of all fragments, and of the largest */
     size_t works;           /* handles */
-    size_t saved;           /* elements of the largest fragment that has a residual */
     size_t rooms[3], packs; /* bytes of the rooms, and of the packing states */
     size_t all;             /* bytes of everything that is allocated */
 } dtrain__rounds_sizes;
@@ -52542,6 +52996,7 @@ struct dtrain_local_sgd {
     dtrain_allocator *allocator;
     dtrain_local_sgd_desc desc;
     dtrain_compress_desc compress;
+    dtrain_comm *comm; /* the caller's */
     int rank, ranks;   /* in the caller's group */
     int server;        /* rank of the server in group; -1: none */
     int server_origin; /* its rank in the world */
@@ -52549,10 +53004,10 @@ struct dtrain_local_sgd {
     dtrain__params params;
     dtrain__rounds_sizes sizes;
     dtrain__rounds_fragment *fragments;
-    unsigned char *block;                                /* holds all of these arrays; see dtrain__rounds_place */
-    float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity: NULL without momentum */
-    double *weights;                                     /* of the steps since each fragment's snapshot */
-    uint64_t *counters;                                  /* steps, then rounds of each fragment */
+    unsigned char *block;                        /* holds all of these arrays; see dtrain__rounds_place */
+    float *outer, *velocity, *base, *diff, *sum; /* velocity: NULL without momentum */
+    double *weights;                             /* of the steps since each fragment's snapshot */
+    uint64_t *counters;                          /* steps, then rounds of each fragment */
     dtrain_local_sgd_stats stats;
     dtrain__os_mutex mutex;
     dtrain__worker worker;
@@ -52705,7 +53160,6 @@ static size_t dtrain__rounds_place(dtrain_local_sgd *local, unsigned char *block
     local->base = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
     local->diff = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
     local->sum = (float *)dtrain__rounds_next(block, &at, sizes->largest, sizeof(float));
-    local->saved = (float *)dtrain__rounds_next(block, &at, sizes->saved, sizeof(float));
     local->weights = (double *)dtrain__rounds_next(block, &at, fragments, sizeof(double));
     local->counters = (uint64_t *)dtrain__rounds_next(block, &at, fragments + 1, sizeof(uint64_t));
     local->fragments =
@@ -52743,11 +53197,8 @@ static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
         sizes->total += count;
         sizes->largest = count > sizes->largest ? count : sizes->largest;
         dtrain__rounds_rooms(sizes, packs ? &q : NULL, count, ranks, serves);
-        if (!packs)
-            continue;
-        sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
-        if (!desc->compress->feedback.no_feedback && count > sizes->saved)
-            sizes->saved = count;
+        if (packs)
+            sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
     }
     sizes->works = (size_t)ranks * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
     if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &bytes))
@@ -52817,6 +53268,16 @@ static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int f
     f->handed = (double)(float)f->handed; /* rounded as the product below rounds it */
     local->weights[fragment] = 0.0;
     dtrain__rounds_walk(local, fragment, dtrain__rounds_subtract);
+    f->astray = dtrain__device_unbounded(DTRAIN_F32, local->diff + f->begin, f->count);
+    if (f->astray) {
+        dtrain__log(
+            DTRAIN_LOG_WARN,
+            "local_sgd: rank %d hands in nothing of fragment %d: its parameters are not finite. It goes on from the "
+            "outer weights",
+            local->rank, fragment);
+        memset(local->diff + f->begin, 0, f->count * sizeof(float));
+        f->handed = 0.0;
+    }
     if (f->count > 0) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__fold_weigh_f32(local->diff + f->begin, f->handed, local->diff + f->begin, f->count);
@@ -52837,7 +53298,8 @@ static void dtrain__rounds_apply(dtrain_local_sgd *local, int fragment)
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     if (f->state != DTRAIN__ROUNDS_LANDED)
         return;
-    dtrain__rounds_walk(local, fragment, f->snapshot == local->counters[0] ? dtrain__rounds_adopt : dtrain__rounds_mix);
+    int adopts = f->astray || f->snapshot == local->counters[0];
+    dtrain__rounds_walk(local, fragment, adopts ? dtrain__rounds_adopt : dtrain__rounds_mix);
     if (f->count > 0)
         memcpy(local->base + f->begin, local->outer + f->begin, f->count * sizeof(float));
     f->state = DTRAIN__ROUNDS_IDLE;
@@ -53245,8 +53707,9 @@ static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
 
 /* ---- both ---- */
 
-/* Sums the members' differences into local->sum. in: this rank's difference, or NULL. */
-static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in)
+/* Sums the members' differences into local->sum. in: this rank's difference, or NULL. total: the weight of all. */
+static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in,
+                                            double total)
 {
     dtrain__rounds_transfer t;
     dtrain_status status = DTRAIN_OK;
@@ -53260,7 +53723,7 @@ static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrai
     t.sent = 0;
     uint64_t mode = dtrain__fpmode_enter();
     if (t.packs)
-        status = dtrain__compressed_begin(f->pack, &t.packed, in, local->sum);
+        status = dtrain__compressed_begin(f->pack, &t.packed, in, local->sum, total);
     if (status == DTRAIN_OK)
         status = dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
     dtrain__fpmode_restore(mode);
@@ -53329,9 +53792,19 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     outer.momentum = local->desc.outer_momentum;
     outer.nesterov = 1;
     dtrain__os_lock(&local->mutex);
+    int steps = total > 0.0 && f->count > 0;
+    if (steps && dtrain__device_unbounded(DTRAIN_F32, local->sum, f->count)) { /* the same on every member */
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "local_sgd: rank %d: the sum of round %llu is not finite, so it moves no weights: the members' "
+                    "differences are too large",
+                    local->rank, (unsigned long long)local->counters[1 + fragment]);
+        steps = 0;
+    }
+    if (f->pack != NULL)
+        dtrain__versions_end(dtrain__compressed_versions(f->pack), steps);
     if (local->counters[1 + fragment] < (uint64_t)local->desc.warmup_rounds)
         outer.momentum = 0.0f; /* leaves the velocity as it is */
-    if (total > 0.0 && f->count > 0) {
+    if (steps) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__fold_divide_f32(local->sum, total, f->count);
         dtrain__fpmode_restore(mode);
@@ -53421,23 +53894,22 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
     return status;
 }
 
-/* Sums the members' differences into local->sum. in: this rank's, or NULL; local->sum is zeros then. */
-static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
+/* Sums the members' differences into local->sum. in: this rank's, or NULL; local->sum is zeros then. total: the weight
+ * of all. */
+static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in,
+                                           double total)
 {
-    const float *from = in != NULL ? in : local->sum, *residual;
+    const float *from = in != NULL ? in : local->sum;
     uint64_t sent = dtrain__plan_sent_bytes(f->count, dtrain_comm_size(local->group));
     dtrain_status status;
     if (f->pack != NULL) {
         sent = dtrain_compressed_get_stats(f->pack).sent_bytes;
-        residual = dtrain__compressed_residual(f->pack);
         dtrain__compressed_lend(f->pack, local->rooms, local->sizes.rooms);
-        if (residual != NULL)
-            memcpy(local->saved, residual, f->count * sizeof(float));
     }
     if (local->server >= 0) {
-        status = dtrain__rounds_through(local, f, in);
+        status = dtrain__rounds_through(local, f, in, total);
     } else if (f->pack != NULL) {
-        status = dtrain_compressed_all_reduce(f->pack, from, local->sum, DTRAIN_SUM);
+        status = dtrain__compressed_step(f->pack, from, local->sum, DTRAIN_SUM, total, NULL);
         dtrain__rounds_sent(local, dtrain_compressed_get_stats(f->pack).sent_bytes - sent);
     } else {
         status = dtrain_all_reduce(local->group, from, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
@@ -53454,15 +53926,14 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     double weight, total = 0.0;
-    int reduced = 0, mine = dtrain__rounds_take(local, fragment, &weight), members = dtrain_comm_size(local->group);
+    int mine = dtrain__rounds_take(local, fragment, &weight), members = dtrain_comm_size(local->group);
     const float *in = mine && weight > 0.0 ? local->diff + f->begin : NULL;
     dtrain__rounds_busy(local, 1);
     dtrain_status status = dtrain__rounds_hello(local, fragment, mine, weight, &total);
     if (status == DTRAIN_OK && total > 0.0 && f->count > 0) {
         if (in == NULL)
             memset(local->sum, 0, f->count * sizeof(float));
-        reduced = 1;
-        status = dtrain__rounds_reduce(local, f, in);
+        status = dtrain__rounds_reduce(local, f, in, total);
     }
     dtrain__error cause = dtrain__thread_error;
     if (status != DTRAIN_OK)
@@ -53473,8 +53944,8 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
         dtrain__rounds_commit(local, fragment, mine, total, local->hellos + DTRAIN__ROUNDS_WORDS, members);
         return 1;
     }
-    if (reduced && f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL)
-        memcpy(dtrain__compressed_residual(f->pack), local->saved, f->count * sizeof(float));
+    if (f->pack != NULL)
+        dtrain__versions_end(dtrain__compressed_versions(f->pack), 0);
     dtrain__os_lock(&local->mutex); /* this rank hands its difference in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
@@ -53888,6 +54359,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes", sizeof *made);
     made->allocator = allocator;
+    made->comm = comm;
     made->rank = dtrain_comm_rank(comm);
     made->ranks = dtrain_comm_size(comm);
     made->timeout_ms = comm->desc.timeout_ms;
@@ -54098,11 +54570,88 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
     return count;
 }
 
+/* Starts from the parameters as they are, as a new object does. No round is under way. The mutex is held. */
+static dtrain_status dtrain__rounds_restart(dtrain_local_sgd *local)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_walk(local, i, dtrain__rounds_start);
+        local->weights[i] = 0.0;
+        if (local->fragments[i].pack != NULL && status == DTRAIN_OK)
+            status = dtrain__compressed_forget(local->fragments[i].pack);
+    }
+    if (local->velocity != NULL)
+        memset(local->velocity, 0, local->sizes.total * sizeof(float));
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local)
+{
+    if (local == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_publish: the object is NULL: create it first");
+    dtrain_status status = dtrain_local_sgd_sync(local);
+    if (status == DTRAIN_OK) /* until all have, another one's round may still change this rank's outer weights */
+        status = dtrain_barrier(local->comm);
+    for (size_t i = 0; status == DTRAIN_OK && i < local->params.range_count && !local->desc.no_broadcast; i++)
+        status =
+            dtrain_broadcast(local->comm, local->params.ranges[i].data, local->params.ranges[i].count, DTRAIN_F32, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__os_lock(&local->mutex);
+    status = dtrain__rounds_restart(local);
+    dtrain__os_unlock(&local->mutex);
+    return status;
+}
+
+/* Before a load: no round of any member is under way once all have said so. */
+static dtrain_status dtrain__rounds_loading(const dtrain_pieces *list)
+{
+    dtrain_local_sgd *local = (dtrain_local_sgd *)list->object;
+    dtrain_status status = dtrain_local_sgd_sync(local);
+    if (status != DTRAIN_OK)
+        return status;
+    local->counters[0] = UINT64_MAX; /* the load overwrites it */
+    for (int i = 0; i < local->desc.fragments; i++)
+        if (local->fragments[i].pack != NULL)
+            *dtrain__compressed_unit(local->fragments[i].pack) = -1.0;
+    return DTRAIN_OK;
+}
+
+/* After a load: of a file without this state the parameters alone, which it starts from. */
+static dtrain_status dtrain__rounds_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    dtrain_local_sgd *local = (dtrain_local_sgd *)list->object;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__os_lock(&local->mutex);
+    if (local->counters[0] == UINT64_MAX) {
+        status = dtrain__rounds_restart(local);
+        memset(local->counters, 0, (size_t)(local->desc.fragments + 1) * sizeof *local->counters);
+    }
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        f->snapshot = local->counters[0];
+        f->due = f->behind = f->closed = f->astray = 0;
+        f->opened_ns = 0;
+        if (f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL && status == DTRAIN_OK &&
+            !dtrain__compression_known(dtrain__compressed_unit(f->pack), local->rank, lister))
+            status = dtrain__compressed_forget(f->pack);
+    }
+    dtrain__os_unlock(&local->mutex);
+    return status;
+}
+
 static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__lister *lister)
 {
-    const dtrain_local_sgd *l = (const dtrain_local_sgd *)list->object;
+    dtrain_local_sgd *l = (dtrain_local_sgd *)list->object;
     dtrain__pieces_row row = {l->rank, l->ranks, 1, 0, 0};
     size_t fragments = (size_t)l->desc.fragments;
+    uint32_t news;
+    if (lister->ask == NULL && dtrain__rounds_under_way(l, -1, &news)) /* a load ends them itself */
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_local_sgd_pieces: a round of rank %d is under way: call dtrain_local_sgd_sync on every "
+            "rank first",
+            l->rank);
     dtrain__pieces_put_row(lister, &row, "outer", DTRAIN_F32, l->outer, l->sizes.total, NULL);
     row.number++;
     dtrain__pieces_put_row(lister, &row, "momentum", DTRAIN_F32, l->velocity, l->sizes.total, NULL);
@@ -54119,13 +54668,18 @@ static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__list
         snprintf(name, sizeof name, "residual.%d", i);
         row.number += residual != NULL;
         dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, residual, f->count, NULL);
+        snprintf(name, sizeof name, "unit.%d", i);
+        if (residual != NULL)
+            dtrain__pieces_put_optional(lister, &row, name, DTRAIN_F64, dtrain__compressed_unit(f->pack), 1);
     }
     return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local)
 {
-    return dtrain__pieces_make(local, dtrain__rounds_list, NULL);
+    dtrain_pieces made = dtrain__pieces_make(local, dtrain__rounds_list, dtrain__rounds_loaded);
+    made.loading = dtrain__rounds_loading;
+    return made;
 }
 
 DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)

@@ -50,8 +50,6 @@ static inline int gpt_settle_micro(gpt_flags *f, int ranks)
         return 1;
     }
     f->micro = f->accum > 0 ? f->accum * ranks : f->micro > 0 ? f->micro : 8;
-    if (f->compression.feedback.momentum > 0) /* velocities are long: gradients are shortened before, on each rank */
-        f->compression.feedback.max_norm = (float)(f->clip * (double)(f->micro * f->batch * f->context));
     return 0;
 }
 
@@ -151,7 +149,8 @@ static inline dtrain_status gpt_mean_loss(const gpt_flags *flags, dtrain_comm *w
     return status;
 }
 
-/* The norm that a step's gradients are clipped to; 0: none. With momentum correction each rank has clipped its own. */
+/* The norm that a step's gradients are clipped to; 0: none. With momentum correction they are velocities, which are
+ * long. */
 static inline float gpt_clip(const gpt_flags *flags)
 {
     return flags->compression.feedback.momentum > 0 ? 0 : (float)flags->clip;

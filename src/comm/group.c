@@ -255,6 +255,18 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
                         comm->rank);
 }
 
+/* Whether ranks of the world that are still there are not in the group. */
+static int dtrain__group_is_part(const dtrain_comm *comm)
+{
+    const dtrain__council *council = comm->seat->council;
+    int there = 0;
+    dtrain__seat_lock(comm->seat, 1);
+    for (int rank = 0; rank < council->size; rank++)
+        there += council->gone(council->self, rank) == DTRAIN__PRESENT;
+    dtrain__seat_lock(comm->seat, 0);
+    return there > comm->size;
+}
+
 /* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */
 static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
 {

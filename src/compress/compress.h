@@ -10,6 +10,8 @@
  *     DTRAIN_CHECK(dtrain_compressed_create(&compressed, world, count, &compressor, NULL));
  *     ...
  *     DTRAIN_CHECK(dtrain_compressed_all_reduce(compressed, grads, grads, DTRAIN_MEAN));
+ *     if (!all_finite(grads, count))
+ *         dtrain_compressed_drop(compressed);                                          and leave the optimizer out
  *     uint64_t sent = dtrain_compressed_get_stats(compressed).sent_bytes;
  *     dtrain_compressed_destroy(compressed);
  *
@@ -52,10 +54,9 @@
  *     powersgd:4                         -0.6 %     +11.6 %
  *     powersgd:4:dense:start=60                      +7.4 %
  *
- * Under SGD, top-k with feedback takes over momentum and clipping (momentum correction, factor masking, local clipping:
- * Lin and others, 2018). Each rank sends from a velocity of its own (feedback.momentum) and shortens its own gradient
- * (feedback.max_norm). The optimizer then has no momentum. train_gpt selects from all gradients as one bucket: with
- * buckets of 1 MiB, which overlap with backward, it trains worse.
+ * Under SGD, top-k with feedback takes over momentum (momentum correction, factor masking: Lin and others, 2018). Each
+ * rank sends from a velocity of its own (feedback.momentum), and the optimizer has none. All gradients of train_gpt are
+ * one bucket. With buckets of 1 MiB, which overlap with backward, it trains worse.
  *
  * Under AdamW, top-k and PowerSGD fall behind. Use int8, or these three, which help:
  *
@@ -154,12 +155,11 @@ DTRAIN_API_MUST dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain
  *
  * It counts its steps, one for each vector, for the schedule of its ratio.
  *
- *   desc        required: a ratio or a threshold
+ *   desc        required: a ratio
  *   allocator   must outlive the compressor; NULL: the C library
- *   errors      DTRAIN_ERR_INVALID  a ratio or threshold that selects nothing, or an unknown dtype, form or exchange
+ *   errors      DTRAIN_ERR_INVALID  a ratio that is not above 0 and at most 1; an unknown dtype, form or exchange
  *               DTRAIN_ERR_MEMORY
- *   source      gather: Lin and others, ICLR 2018. Switch to dense: Renggli and others, SparCML, SC 2019.
- *               Split: Li and Hoefler, Near-Optimal Sparse Allreduce (Ok-Topk), PPoPP 2022
+ *   source      gather: Lin and others, ICLR 2018. Switch to dense: Renggli and others, SparCML, SC 2019
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
@@ -184,13 +184,12 @@ DTRAIN_API_MUST dtrain_status dtrain_compressor_powersgd(dtrain_compressor *comp
 
 /* Makes the state of the compressed all-reduce of one vector.
  *
- * Memory: the residual (4 bytes an element) unless no_feedback, the velocity if desc has momentum, and after the first
- * step the packed bytes of a step.
+ * Memory: the residual unless no_feedback, and the velocity if desc has momentum, each twice and 4 bytes an element;
+ * after the first step the packed bytes of a step.
  *
  * On a device, residual and velocity are in its memory. The device selects, packs, unpacks and adds. The CPU copies and
  * sends what is selected or packed, and merges the selections of top-k. The bits are the CPU's. Ranks may be on
- * different devices, or on none. A device supports top-k by a ratio, int8, fp8 and casts, without max_norm and
- * start_step.
+ * different devices, or on none. A device supports top-k, int8, fp8 and casts, without start_step.
  *
  *   comm         must outlive the state, and so must the device
  *   compressor   taken over: destroyed with the state, or by this call on an error
@@ -199,8 +198,8 @@ DTRAIN_API_MUST dtrain_status dtrain_compressor_powersgd(dtrain_compressor *comp
  *                                        momentum without top-k, or without feedback
  *                DTRAIN_ERR_UNSUPPORTED  something that the device does not support; the text says what to do instead
  *                DTRAIN_ERR_MEMORY
- *   source       Seide and others, Interspeech 2014. Momentum correction, masking and clipping: Lin, Han, Mao, Wang,
- *                Dally, ICLR 2018. start_step: PyTorch's start_powerSGD_iter
+ *   source       Seide and others, Interspeech 2014. Momentum correction and masking: Lin, Han, Mao, Wang, Dally, ICLR
+ *                2018. start_step: PyTorch's start_powerSGD_iter
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
@@ -212,6 +211,8 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
  * With a compressor that packs, each part of the vector (see dtrain_shard) is packed and sent to its rank. That rank
  * adds the parts in the tree order as float32, packs the sum and sends it to all. Residuals keep what either packing
  * loses. So with DTRAIN_SUM, out plus all new residuals is the sum of all inputs and earlier residuals, to rounding.
+ * Inputs of all steps must be in one unit, such as means over examples. A NaN or infinity reaches out in this step
+ * alone: what is kept stays finite.
  *
  * On a device the call reads in and writes out in the order of the device's queue. What you queue after the call sees
  * all of out. The CPU waits for the device before it reads what it sends: once for a selection, twice for packed bytes.
@@ -220,11 +221,19 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
  *   op        DTRAIN_SUM; DTRAIN_MEAN divides once by the world size, which on a device is at most 64 or a power of two
  *   errors    DTRAIN_ERR_CORRUPT  a rank sent bytes that are not valid; the text names it, and the group is broken
  *             of the device       the text names rank and device, and the group is broken
- *             others as dtrain_all_reduce; after an error the residual is undefined
+ *             others as dtrain_all_reduce; after an error what is kept is as before the call
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
                                                            dtrain_op op);
+
+/* Takes the last step back: what is kept between steps is again as before that dtrain_compressed_all_reduce. Call it on
+ * every rank if you do not apply a step, because its sum is not finite, say; else parts of it come back in later ones.
+ *
+ *   compressed   NULL is legal. After a load, an error, or another call of this it does nothing
+ *
+ * one thread per object */
+DTRAIN_API void dtrain_compressed_drop(dtrain_compressed *compressed);
 
 /* Lists what a checkpoint keeps besides the vector, for as many ranks to go on from.
  *

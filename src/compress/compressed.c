@@ -12,12 +12,22 @@
 #include "packed.c"
 DTRAIN__FAST_BEGIN
 
+/* What is kept between steps. */
+typedef struct dtrain__compressed_kept {
+    float *residual, *velocity;    /* NULL: none */
+    float *start;                  /* of PowerSGD; NULL: none */
+    float step[2], dense_steps[2]; /* of top-k; and those not compressed, up to start_step: see >>feedback */
+    double unit;                   /* weight of the sums that residual and velocity are parts of; 0: none yet */
+} dtrain__compressed_kept;
+
+/* A step reads the version that counts and writes the other one, which counts once the step is applied. */
 struct dtrain_compressed {
     dtrain__device_vector vector;
     dtrain_compressor compressor;
     dtrain_compressed_desc desc;
-    float dense_steps[2]; /* steps not compressed, up to start_step; see >>feedback */
-    size_t *numbers;      /* 4 a rank, for >>packed */
+    dtrain__compressed_kept kept[2];
+    dtrain__versions versions;
+    size_t *numbers; /* 4 a rank, for >>packed */
     dtrain_compressed_stats stats;
 };
 
@@ -26,24 +36,59 @@ static int dtrain__compressed_is_topk(const dtrain_compressed *c)
     return c->compressor.reduce == dtrain__selections_reduce;
 }
 
-/* Shortens the vector, and adds it to the velocity. *in: what to send afterwards, which may be in out. */
-static dtrain_status dtrain__compressed_prepare(dtrain_compressed *c, const float **in, float *out)
+static size_t dtrain__compressed_starts(const dtrain_compressed *c)
+{
+    const dtrain__powersgd *p = (const dtrain__powersgd *)c->compressor.self;
+    return c->compressor.reduce == dtrain__powersgd_reduce ? p->columns * p->rank : 0;
+}
+
+/* to = from * factor, of the vector's length. */
+static dtrain_status dtrain__compressed_carry(const dtrain__device_vector *v, float *to, const float *from,
+                                              float factor)
+{
+    if (to == NULL || v->count == 0)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_device_copy(v->device, to, from, v->count * sizeof(float));
+    return status == DTRAIN_OK && factor != 1.0f
+               ? dtrain_device_scale(v->device, DTRAIN_F32, to, (double)factor, v->count)
+               : status;
+}
+
+/* Begins a step whose sums have weight `unit`: writes what is kept, in its unit, to the version that the step changes.
+ */
+static dtrain_status dtrain__compressed_open(dtrain_compressed *c, double unit)
 {
     dtrain__device_vector *v = &c->vector;
-    double ranks = (double)dtrain_comm_size(v->comm);
-    float factor = 1.0f;
-    if (c->desc.max_norm > 0.0f && v->count > 0)
-        factor = dtrain__feedback_factor(*in, v->count, (double)c->desc.max_norm / dtrain__vector_sqrt_f64(ranks));
-    if (v->velocity != NULL) {
-        const float *from = *in;
-        *in = v->velocity;
-        return dtrain__device_vector_gain(v, from, c->desc.momentum, factor);
-    }
-    if (factor != 1.0f) {
-        dtrain__fold_weigh_f32(*in, (double)factor, out, v->count);
-        *in = out;
-    }
-    return DTRAIN_OK;
+    const dtrain__compressed_kept *old = &c->kept[c->versions.now];
+    dtrain__compressed_kept *next = &c->kept[!c->versions.now];
+    float factor = dtrain__feedback_ratio(unit, old->unit);
+    c->versions.other = DTRAIN__VERSION_NONE;
+    memcpy(next->step, old->step, sizeof next->step);
+    memcpy(next->dense_steps, old->dense_steps, sizeof next->dense_steps);
+    next->unit = unit;
+    v->residual = next->residual;
+    v->velocity = next->velocity;
+    if (next->start != NULL)
+        memcpy(((dtrain__powersgd *)c->compressor.self)->right, old->start,
+               dtrain__compressed_starts(c) * sizeof(float));
+    if (dtrain__compressed_is_topk(c))
+        memcpy(((dtrain__selections_state *)c->compressor.self)->step, old->step, sizeof old->step);
+    dtrain_status status = dtrain__compressed_carry(v, next->residual, old->residual, factor);
+    if (status == DTRAIN_OK)
+        status = dtrain__compressed_carry(v, next->velocity, old->velocity, factor);
+    return v->device != NULL ? dtrain__device_vector_broken(v->comm, v->device, status) : status;
+}
+
+/* Takes over what the compressor itself has changed. */
+static void dtrain__compressed_close(dtrain_compressed *c)
+{
+    dtrain__compressed_kept *next = &c->kept[!c->versions.now];
+    if (next->start != NULL)
+        memcpy(next->start, ((const dtrain__powersgd *)c->compressor.self)->right,
+               dtrain__compressed_starts(c) * sizeof(float));
+    if (dtrain__compressed_is_topk(c))
+        memcpy(next->step, ((const dtrain__selections_state *)c->compressor.self)->step, sizeof next->step);
+    c->versions.other = DTRAIN__VERSION_AFTER;
 }
 
 static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const float *in, const float *out,
@@ -61,37 +106,86 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
     return DTRAIN_OK;
 }
 
-/* Sets the number of steps before the next one, for an owner that counts steps itself. */
-static void dtrain__compressed_at_step(dtrain_compressed *c, uint64_t step)
+/* All-reduces a vector without a compressor, and with it the velocity's share if there is one. */
+static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
 {
-    dtrain__feedback_set_steps(c->dense_steps, step < c->desc.start_step ? step : c->desc.start_step);
+    dtrain__device_vector *v = &c->vector;
+    c->stats.sent_bytes += dtrain__plan_sent_bytes(v->count, dtrain_comm_size(v->comm));
+    dtrain_status status = dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
+    if (v->velocity != NULL && in == v->velocity)
+        dtrain__feedback_finite(v->velocity, v->count);
+    return status;
 }
 
-static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
+static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *in, float *out, dtrain_op op,
+                                            double unit, const uint64_t *step)
 {
     dtrain__device_vector *v = &c->vector;
     const dtrain_compressor *q = &c->compressor;
-    uint64_t *sent = &c->stats.sent_bytes;
+    dtrain__compressed_kept *next = &c->kept[!c->versions.now];
     int ranks = dtrain_comm_size(v->comm), divides = op == DTRAIN_MEAN && ranks > 1;
     dtrain_status status = divides ? dtrain__device_vector_can_divide(v, ranks) : DTRAIN_OK;
     v->out = out;
     if (status == DTRAIN_OK)
-        status = dtrain__compressed_prepare(c, &in, out);
+        status = dtrain__compressed_open(c, unit);
+    if (status == DTRAIN_OK && v->velocity != NULL) {
+        status = dtrain__device_vector_gain(v, in, c->desc.momentum);
+        in = v->velocity;
+    }
     if (status != DTRAIN_OK)
         return status;
-    uint64_t step = dtrain__feedback_steps(c->dense_steps);
-    if (step < c->desc.start_step) {
-        dtrain__feedback_set_steps(c->dense_steps, step + 1);
-        *sent += dtrain__plan_sent_bytes(v->count, ranks);
-        return dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
-    }
-    if (dtrain__compressed_is_topk(c))
-        status = dtrain__selections_run(q, v, in, sent);
+    uint64_t dense = step != NULL ? *step : dtrain__feedback_steps(next->dense_steps);
+    dtrain__feedback_set_steps(next->dense_steps, dense < c->desc.start_step ? dense + 1 : c->desc.start_step);
+    if (dense < c->desc.start_step) {
+        status = dtrain__compressed_dense(c, in, out, op);
+        divides = 0;
+    } else if (dtrain__compressed_is_topk(c))
+        status = dtrain__selections_run(q, v, in, &c->stats.sent_bytes);
     else if (q->reduce != NULL)
-        status = q->reduce(q, v->comm, in, v->residual, out, v->count, sent);
+        status = q->reduce(q, v->comm, in, v->residual, out, v->count, &c->stats.sent_bytes);
     else
-        status = dtrain__packed_reduce(v, q, c->numbers, in, sent);
-    return status == DTRAIN_OK && divides ? dtrain__device_vector_divide(v, ranks) : status;
+        status = dtrain__packed_reduce(v, q, c->numbers, in, &c->stats.sent_bytes);
+    if (status == DTRAIN_OK && divides)
+        status = dtrain__device_vector_divide(v, ranks);
+    if (status == DTRAIN_OK)
+        dtrain__compressed_close(c);
+    return status;
+}
+
+/* Makes a step whose sums have weight `unit` over all ranks, in the floating-point mode of the caller; see >>feedback.
+ * step: the number of steps before it; NULL: counted here. What is kept changes once the step counts. */
+static dtrain_status dtrain__compressed_step(dtrain_compressed *c, const float *in, float *out, dtrain_op op,
+                                             double unit, const uint64_t *step)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_status status = dtrain__compressed_run(c, in, out, op, unit, step);
+    c->stats.steps++;
+    c->stats.dense_bytes += dtrain__plan_sent_bytes(c->vector.count, dtrain_comm_size(c->vector.comm));
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+/* Sums a vector over all ranks as it is, and leaves what is kept. */
+static dtrain_status dtrain__compressed_whole(dtrain_compressed *c, float *vector)
+{
+    dtrain__device_vector *v = &c->vector;
+    size_t bytes = v->count * sizeof(float);
+    float *here = vector;
+    dtrain_status status = DTRAIN_OK;
+    if (v->device != NULL) {
+        status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_WHOLE, bytes);
+        here = dtrain__device_vector_floats(v, DTRAIN__DEVICE_WHOLE);
+        if (status == DTRAIN_OK)
+            status = dtrain_device_copy(v->device, here, vector, bytes);
+        if (status == DTRAIN_OK)
+            status = dtrain_device_wait(v->device);
+        status = dtrain__device_vector_broken(v->comm, v->device, status);
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__compressed_dense(c, here, here, DTRAIN_SUM);
+    if (status != DTRAIN_OK || v->device == NULL)
+        return status;
+    return dtrain__device_vector_broken(v->comm, v->device, dtrain_device_copy(v->device, vector, here, bytes));
 }
 
 DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
@@ -101,32 +195,35 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
     dtrain_status status = dtrain__compressed_check(c, in, out, op);
     if (status != DTRAIN_OK)
         return status;
-    uint64_t mode = dtrain__fpmode_enter();
-    status = dtrain__compressed_run(c, in, out, op);
-    c->stats.steps++;
-    c->stats.dense_bytes += dtrain__plan_sent_bytes(c->vector.count, dtrain_comm_size(c->vector.comm));
-    dtrain__fpmode_restore(mode);
+    status = dtrain__compressed_step(c, in, out, op, 1.0, NULL);
+    dtrain__versions_end(&c->versions, 1);
     return status;
+}
+
+DTRAIN_API void dtrain_compressed_drop(dtrain_compressed *compressed)
+{
+    if (compressed != NULL)
+        dtrain__versions_undo(&compressed->versions);
 }
 
 static void dtrain__compressed_list(const dtrain_compressed *c, const dtrain__pieces_row *row, dtrain__lister *lister)
 {
     const dtrain__device_vector *v = &c->vector;
-    const float *start = NULL, *step = NULL;
-    size_t starts = 0;
-    if (dtrain__compressed_is_topk(c))
-        step = ((const dtrain__selections_state *)c->compressor.self)->step;
-    if (c->compressor.reduce == dtrain__powersgd_reduce) {
-        const dtrain__powersgd *p = (const dtrain__powersgd *)c->compressor.self;
-        start = p->right;
-        starts = p->columns * p->rank;
-    }
-    dtrain__pieces_put_row(lister, row, "residual", DTRAIN_F32, v->residual, v->count, v->device);
-    dtrain__pieces_put_row(lister, row, "velocity", DTRAIN_F32, v->velocity, v->count, v->device);
-    dtrain__pieces_put_row(lister, row, "start", DTRAIN_F32, start, starts, NULL);
-    dtrain__pieces_put_row(lister, row, "step", DTRAIN_F32, step, 2, NULL);
+    const dtrain__compressed_kept *kept = &c->kept[c->versions.now];
+    dtrain__pieces_put_row(lister, row, "residual", DTRAIN_F32, kept->residual, v->count, v->device);
+    dtrain__pieces_put_row(lister, row, "velocity", DTRAIN_F32, kept->velocity, v->count, v->device);
+    dtrain__pieces_put_row(lister, row, "start", DTRAIN_F32, kept->start, dtrain__compressed_starts(c), NULL);
+    dtrain__pieces_put_row(lister, row, "step", DTRAIN_F32, dtrain__compressed_is_topk(c) ? kept->step : NULL, 2, NULL);
     if (c->desc.start_step > 0)
-        dtrain__pieces_put_row(lister, row, "dense_steps", DTRAIN_F32, c->dense_steps, 2, NULL);
+        dtrain__pieces_put_row(lister, row, "dense_steps", DTRAIN_F32, kept->dense_steps, 2, NULL);
+}
+
+/* After a load no step can be taken back. */
+static dtrain_status dtrain__compressed_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    (void)lister;
+    ((dtrain_compressed *)list->object)->versions.other = DTRAIN__VERSION_NONE;
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__compressed_list_one(const dtrain_pieces *list, dtrain__lister *lister)
@@ -139,7 +236,7 @@ static dtrain_status dtrain__compressed_list_one(const dtrain_pieces *list, dtra
 
 DTRAIN_API dtrain_pieces dtrain_compressed_pieces(dtrain_compressed *compressed)
 {
-    return dtrain__pieces_make(compressed, dtrain__compressed_list_one, NULL);
+    return dtrain__pieces_make(compressed, dtrain__compressed_list_one, dtrain__compressed_loaded);
 }
 
 DTRAIN_API dtrain_compressed_stats dtrain_compressed_get_stats(const dtrain_compressed *compressed)
@@ -151,17 +248,15 @@ DTRAIN_API dtrain_compressed_stats dtrain_compressed_get_stats(const dtrain_comp
 static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *compressor,
                                                    const dtrain_compressed_desc *desc)
 {
-    uint32_t momentum, norm;
+    uint32_t momentum;
     memcpy(&momentum, &desc->momentum, sizeof momentum);
-    memcpy(&norm, &desc->max_norm, sizeof norm);
     if (desc->start_step >> 48 != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: start_step is %llu, expected below 2^48",
                             (unsigned long long)desc->start_step);
-    if (momentum >= 0x3f800000u || norm >= 0x7f800000u)
+    if (momentum >= 0x3f800000u)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compressed_create: momentum is %g, max_norm %g; expected finite numbers of at least 0, "
-                            "momentum below 1",
-                            (double)desc->momentum, (double)desc->max_norm);
+                            "compressed_create: momentum is %g, expected a number of at least 0 and below 1",
+                            (double)desc->momentum);
     if (momentum != 0 && (desc->no_feedback || compressor->reduce != dtrain__selections_reduce))
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -177,27 +272,16 @@ static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
     const char *device = dtrain_device_name(c->desc.device), *cure = "or keep the vector on the CPU, device NULL";
     const dtrain_compressor *q = &c->compressor;
     int topk = dtrain__compressed_is_topk(c), rank = dtrain_comm_rank(c->vector.comm);
-    float threshold = topk ? ((const dtrain__selections_state *)q->self)->desc.threshold : 0.0f;
     if (!topk && !dtrain__packed_can(q))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: %s has no kernels for the compressor %s: take top-k, int8, "
                             "fp8, or a cast, %s",
                             rank, device, q->name != NULL ? q->name : "of your own", cure);
-    if (threshold > 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "compressed_create on rank %d: %s selects by a ratio, and the threshold is %g: give topk a "
-                            "ratio, %s",
-                            rank, device, (double)threshold, cure);
     if (c->desc.start_step > 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: start_step is %llu, and a vector on %s is compressed from "
                             "its first step on: leave it 0, %s",
                             rank, (unsigned long long)c->desc.start_step, device, cure);
-    if (c->desc.max_norm > 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "compressed_create on rank %d: max_norm is %g, and %s does not shorten a rank's vector: "
-                            "leave it 0 and call dtrain_device_clip before, %s",
-                            rank, (double)c->desc.max_norm, device, cure);
     return DTRAIN_OK;
 }
 
@@ -225,10 +309,17 @@ static dtrain_status dtrain__compressed_init(dtrain_compressed *c)
     c->numbers = (size_t *)dtrain__alloc(v->allocator, 4 * (size_t)dtrain_comm_size(v->comm) * sizeof(size_t));
     if (c->numbers == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for counts and offsets");
-    if (status == DTRAIN_OK && !c->desc.no_feedback)
-        status = dtrain__device_vector_zeros(v, &v->residual);
-    if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
-        status = dtrain__device_vector_zeros(v, &v->velocity);
+    for (int i = 0; i < 2; i++) {
+        dtrain__compressed_kept *kept = &c->kept[i];
+        if (status == DTRAIN_OK && !c->desc.no_feedback)
+            status = dtrain__device_vector_zeros(v, &kept->residual);
+        if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
+            status = dtrain__device_vector_zeros(v, &kept->velocity);
+        size_t starts = dtrain__compressed_starts(c);
+        if (status == DTRAIN_OK && starts > 0 &&
+            (kept->start = (float *)dtrain__alloc(v->allocator, starts * sizeof(float))) == NULL)
+            status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", starts);
+    }
     if (status == DTRAIN_OK && v->device != NULL)
         status = dtrain__compressed_reserve(c);
     if (status == DTRAIN_OK)
@@ -279,6 +370,11 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     if (compressed == NULL)
         return;
     dtrain_allocator *allocator = compressed->vector.allocator;
+    for (int i = 0; i < 2; i++) {
+        dtrain__device_vector_free(&compressed->vector, DTRAIN_MEMORY_DEVICE, compressed->kept[i].residual);
+        dtrain__device_vector_free(&compressed->vector, DTRAIN_MEMORY_DEVICE, compressed->kept[i].velocity);
+        dtrain__free(allocator, compressed->kept[i].start);
+    }
     dtrain__quantise_destroy(&compressed->compressor);
     dtrain__device_vector_destroy(&compressed->vector);
     dtrain__free(allocator, compressed->numbers);
@@ -287,17 +383,44 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
 
 /* ---- for other modules that own the state of a vector on the CPU ---- */
 
-/* Returns the residual; NULL: there is none. */
+/* Returns the residual that counts; NULL: there is none. */
 static float *dtrain__compressed_residual(const dtrain_compressed *c)
 {
-    return c->vector.residual;
+    return c->kept[c->versions.now].residual;
+}
+
+/* For owners whose steps end later; they list the weight of the sums, too. */
+static dtrain__versions *dtrain__compressed_versions(dtrain_compressed *c)
+{
+    return &c->versions;
+}
+
+/* The weight of the sums that what is kept is of. */
+static double *dtrain__compressed_unit(dtrain_compressed *c)
+{
+    return &c->kept[c->versions.now].unit;
+}
+
+/* Forgets what is kept of sums, as nothing says what weight they have. */
+static dtrain_status dtrain__compressed_forget(dtrain_compressed *c)
+{
+    dtrain__device_vector *v = &c->vector;
+    dtrain__compressed_kept *kept = &c->kept[c->versions.now];
+    const float zero = 0.0f;
+    dtrain_status status = DTRAIN_OK;
+    kept->unit = 0.0;
+    if (kept->residual != NULL)
+        status = dtrain_device_fill(v->device, kept->residual, &zero, sizeof zero, v->count);
+    if (status == DTRAIN_OK && kept->velocity != NULL)
+        status = dtrain_device_fill(v->device, kept->velocity, &zero, sizeof zero, v->count);
+    return status;
 }
 
 /* Returns the bytes of the state, without the memory for packing that the owner lends. */
 static size_t dtrain__compressed_bytes(size_t count, int ranks, const dtrain_compressed_desc *desc)
 {
     return sizeof(dtrain_compressed) + 4 * (size_t)ranks * sizeof(size_t) +
-           (desc->no_feedback ? 0 : count * sizeof(float));
+           (desc->no_feedback ? 0 : 2 * count * sizeof(float));
 }
 
 /* Lends memory for packed parts that go out, that come in, and for unpacked ones. With rooms NULL it takes it back. */
@@ -316,13 +439,16 @@ static void dtrain__compressed_move(dtrain_compressed *c, dtrain_comm *comm)
     c->vector.comm = comm;
 }
 
-/* Packs `in`, unless it is NULL, for an owner that sends packed parts itself. out: room for the sum. */
-static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__packed *p, const float *in, float *out)
+/* Begins a step for an owner that sends packed parts itself: packs `in`, unless it is NULL. out: room for the sum. The
+ * owner says with dtrain__versions_end whether the step counts. */
+static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__packed *p, const float *in, float *out,
+                                              double unit)
 {
     dtrain_status status = dtrain__packed_open(p, &c->vector, &c->compressor, c->numbers, &c->stats.sent_bytes);
     c->vector.out = out;
-    if (status == DTRAIN_OK && in != NULL)
-        status = dtrain__compressed_prepare(c, &in, out);
+    if (status == DTRAIN_OK)
+        status = dtrain__compressed_open(c, unit);
+    c->versions.other = DTRAIN__VERSION_AFTER;
     return status == DTRAIN_OK && in != NULL ? dtrain__packed_send(p, in) : status;
 }
 

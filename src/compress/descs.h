@@ -64,20 +64,17 @@ typedef enum dtrain_index_form {
     DTRAIN_INDEX_NONE       /* no indices: every element of the vector is sent, 0 for those not selected */
 } dtrain_index_form;
 
-/* How ranks add up their selections. All forms but SPLIT_TOPK give the same bits. */
+/* How ranks add up their selections. All forms give the same bits. */
 typedef enum dtrain_sparse_exchange {
     DTRAIN_EXCHANGE_AUTO = 0,     /* GATHER for up to 8 ranks, SPLIT for more */
     DTRAIN_EXCHANGE_GATHER = 801, /* every rank gets every selection. If these are longer than two whole vectors
                                    * together, the whole vectors are all-reduced instead */
-    DTRAIN_EXCHANGE_SPLIT,        /* each rank adds up one part of the vector, then all ranks get all sums. Sums that
+    DTRAIN_EXCHANGE_SPLIT         /* each rank adds up one part of the vector, then all ranks get all sums. Sums that
                                    * are shorter without indices travel without them */
-    DTRAIN_EXCHANGE_SPLIT_TOPK    /* as SPLIT, but each rank passes on only the largest sums of its part, as many as the
-                                   * ratio says, and keeps the others in its residual */
 } dtrain_sparse_exchange;
 
 typedef struct dtrain_topk_desc {
-    dtrain_topk_schedule schedule; /* its ratio is required, unless you set threshold */
-    float threshold;               /* above 0: select by magnitude instead of by ratio */
+    dtrain_topk_schedule schedule; /* its ratio is required */
     dtrain_dtype values;           /* as they are sent: DTRAIN_F32, DTRAIN_BF16 or DTRAIN_F16; 0: DTRAIN_F32 */
     dtrain_index_form indices;     /* AUTO, U32 or DELTA; 0: AUTO */
     dtrain_sparse_exchange exchange;
@@ -91,7 +88,6 @@ typedef struct dtrain_compressed_desc {
     float momentum;        /* top-k with feedback only: momentum of a velocity that is sent instead of the gradient. The
                             * optimizer then has no momentum of its own. 0: none */
     int no_masking;        /* 1: the velocity of elements that were sent goes on; 0: it starts again from 0 */
-    float max_norm;        /* this rank's vector is shortened to at most max_norm / sqrt(ranks); 0: not */
     uint64_t start_step;   /* first step that is compressed, counted from 0. Steps before it are all-reduced as float32,
                             * and leave no residual */
     dtrain_device *device; /* whose memory in, out and the state are; NULL: the CPU's. In a dtrain_compress_desc leave

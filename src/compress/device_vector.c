@@ -44,7 +44,7 @@ typedef struct dtrain__device_vector {
     dtrain_comm *comm;
     dtrain_allocator *allocator; /* of the CPU's memory */
     size_t count;
-    float *residual, *velocity; /* NULL: none */
+    float *residual, *velocity; /* the owner's; NULL: none */
     float *out;                 /* of this call: the result at its end, temporary room before */
     int masks;                  /* 1: the velocity of elements that were sent starts again from 0 */
     dtrain_device_selection *selection;
@@ -153,8 +153,6 @@ static void dtrain__device_vector_destroy(dtrain__device_vector *v)
 {
     dtrain__device_elements *lists[4] = {&v->chosen, &v->left, &v->kept, &v->sums};
     dtrain_device_selection_destroy(v->device, v->selection);
-    dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, v->residual);
-    dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, v->velocity);
     for (int i = 0; i < 4; i++) {
         dtrain__device_vector_free(v, DTRAIN_MEMORY_PINNED, lists[i]->here.data);
         dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, lists[i]->there.data);
@@ -214,11 +212,11 @@ static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float 
                                : status;
 }
 
-/* velocity = velocity * momentum + in * factor; on a device factor is 1 */
-static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum, float factor)
+/* velocity = velocity * momentum + in */
+static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum)
 {
     if (v->device == NULL) {
-        dtrain__feedback_velocity(v->velocity, in, momentum, factor, v->count);
+        dtrain__feedback_velocity(v->velocity, in, momentum, 1.0f, v->count);
         return DTRAIN_OK;
     }
     dtrain_status status = dtrain_device_scale(v->device, DTRAIN_F32, v->velocity, (double)momentum, v->count);
@@ -297,42 +295,50 @@ static dtrain_status dtrain__device_vector_select(dtrain__device_vector *v, cons
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Writes to v->left what is added to the residual: the sent values, negated. Its indices name the elements whose rest
- * is a NaN or infinity. Returns how many those are. */
-static size_t dtrain__device_vector_count_bad(dtrain__device_vector *v, const float *sent)
+/* Writes to v->left what is added to the residual: the sent values, negated. Returns whether that leaves a NaN or
+ * infinity, among the chosen elements or others. */
+static int dtrain__device_vector_negate(dtrain__device_vector *v, const float *sent)
 {
-    size_t bad = 0;
+    int bad = 0;
     for (size_t i = 0; i < v->chosen.count; i++) {
         float left = v->chosen.values[i] - sent[i];
-        uint32_t bits;
-        memcpy(&bits, &left, sizeof bits);
         v->left.values[i] = -sent[i];
-        if ((bits & 0x7f800000u) == 0x7f800000u)
-            v->left.indices[bad++] = v->chosen.indices[i];
+        bad |= dtrain__device_unbounded(DTRAIN_F32, &left, 1);
     }
     return bad;
+}
+
+/* Replaces infinities and NaN in the residual and the velocity by zero. It overwrites v->out. */
+static dtrain_status dtrain__device_vector_clean(dtrain__device_vector *v)
+{
+    dtrain_status status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_SPREAD, v->count * sizeof(float));
+    float *spread = dtrain__device_vector_floats(v, DTRAIN__DEVICE_SPREAD);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_vector_finite(v, v->residual, v->out, spread, v->count);
+    if (status == DTRAIN_OK && v->velocity != NULL)
+        status = dtrain__device_vector_finite(v, v->velocity, v->out, spread, v->count);
+    return status;
 }
 
 /* Subtracts the sent values of chosen elements from the residual, and sets their velocity to zero. */
 static dtrain_status dtrain__device_vector_leave(dtrain__device_vector *v, const float *sent)
 {
     dtrain__device_elements *left = &v->left;
-    size_t k = v->chosen.count, bad = 0;
+    size_t k = v->chosen.count;
     dtrain_status status = DTRAIN_OK;
+    int bad = 0;
     if (v->residual == NULL || k == 0)
         return DTRAIN_OK;
     status = dtrain__device_elements_reserve(v, left, k);
     if (status == DTRAIN_OK) {
-        bad = dtrain__device_vector_count_bad(v, sent);
+        bad = dtrain__device_vector_negate(v, sent);
         status = dtrain_device_copy(v->device, left->values_there, left->values, 4 * k);
     }
     if (status == DTRAIN_OK)
         status =
             dtrain_device_sparse_add(v->device, v->chosen.indices_there, left->values_there, k, v->residual, v->count);
-    if (status == DTRAIN_OK && bad > 0)
-        status = dtrain_device_copy(v->device, left->indices_there, left->indices, 4 * bad);
-    if (status == DTRAIN_OK && bad > 0)
-        status = dtrain__device_vector_drop(v, v->residual, left->indices_there, left->values_there, bad);
+    if (status == DTRAIN_OK && bad)
+        status = dtrain__device_vector_clean(v);
     if (status == DTRAIN_OK && v->velocity != NULL && v->masks)
         status = dtrain__device_vector_drop(v, v->velocity, v->chosen.indices_there, left->values_there, k);
     return dtrain__device_vector_broken(v->comm, v->device, status);

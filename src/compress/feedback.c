@@ -1,8 +1,7 @@
 /* ---- >>feedback ----
- * What happens to a vector before and after compression. It is shortened if it is too long, and added to a velocity.
- * What was sent is subtracted from the residual. These work element by element, each operation rounded by itself. A
- * length is the root of squares added in float64 in a fixed order. Here are also the buffers of compression, which grow
- * and stay. */
+ * What happens to a vector before and after compression. It is added to a velocity, and what was sent is subtracted
+ * from the residual. These work element by element, each operation rounded by itself. Here are also the buffers of
+ * compression, which grow and stay. */
 #ifndef DTRAIN__FEEDBACK
 #define DTRAIN__FEEDBACK
 #include "compress.h"
@@ -22,18 +21,21 @@ DTRAIN__INLINE void dtrain__feedback_velocity_body(float *velocity, const float 
         dtrain__isa_rounded_f32(velocity[i] * momentum, zero) + dtrain__isa_rounded_f32(in[i] * factor, zero);
 }
 
-/* residual = residual - sent; a NaN or infinity becomes 0, because it would stay forever */
+/* Returns x, or 0 for a NaN or infinity, because it would stay forever. */
+DTRAIN__INLINE float dtrain__feedback_bounded(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits & 0x7f800000u) == 0x7f800000u ? 0 : bits;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+}
+
+/* residual = residual - sent */
 DTRAIN__INLINE void dtrain__feedback_left_body(float *residual, const float *sent, size_t count)
 {
-    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)
-    {
-        float left = residual[i] - sent[i];
-        uint32_t bits;
-        memcpy(&bits, &left, sizeof bits);
-        bits = (bits & 0x7f800000u) == 0x7f800000u ? 0 : bits;
-        memcpy(&left, &bits, sizeof bits);
-        residual[i] = left;
-    }
+    DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) residual[i] =
+        dtrain__feedback_bounded(residual[i] - sent[i]);
 }
 
 DTRAIN__KERNEL(dtrain__feedback_velocity,
@@ -41,17 +43,51 @@ DTRAIN__KERNEL(dtrain__feedback_velocity,
                (velocity, in, momentum, factor, count))
 DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_t count), (residual, sent, count))
 
-/* Returns the factor that shortens a vector to the length `most`; 1 if it is not longer, or its length is not finite.
- */
-static float dtrain__feedback_factor(const float *in, size_t count, double most)
+/* Replaces NaN and infinity by 0. data: NULL is nothing. */
+static void dtrain__feedback_finite(float *data, size_t count)
 {
-    double length = dtrain__vector_sqrt_f64(dtrain__vector_sum_squares(in, count));
-    uint64_t bits;
-    memcpy(&bits, &length, sizeof bits);
-    return (bits >> 52 & 0x7ff) != 0x7ff && length > most ? (float)(most / length) : 1.0f;
+    for (size_t i = 0; data != NULL && i < count; i++)
+        data[i] = dtrain__feedback_bounded(data[i]);
 }
 
 DTRAIN__EXACT_END
+
+/* Of two versions of a state, one counts. A step writes the other one. If the step is applied, that one counts, and the
+ * first can be gone back to until the next step begins. So whatever ends a step that is not applied has nothing to
+ * undo, and a checkpoint that is saved or loaded meanwhile has the state before it. */
+typedef struct dtrain__versions {
+    int now, other;
+} dtrain__versions;
+
+/* What the other version is. */
+enum {
+    DTRAIN__VERSION_NONE = 0, /* of no use */
+    DTRAIN__VERSION_AFTER,    /* that after the step under way */
+    DTRAIN__VERSION_BEFORE    /* that before the last step */
+};
+
+/* Ends a step. */
+static void dtrain__versions_end(dtrain__versions *v, int applied)
+{
+    int counts = applied && v->other == DTRAIN__VERSION_AFTER;
+    v->now = counts ? !v->now : v->now;
+    v->other = counts ? DTRAIN__VERSION_BEFORE : DTRAIN__VERSION_NONE;
+}
+
+/* Goes back to before the last step, if that was applied and no other has begun. */
+static void dtrain__versions_undo(dtrain__versions *v)
+{
+    v->now = v->other == DTRAIN__VERSION_BEFORE ? !v->now : v->now;
+    v->other = DTRAIN__VERSION_NONE;
+}
+
+/* What parts of sums of weight `from` are multiplied by to become parts of sums of weight `to`: they are kept as shares
+ * of the mean. A weight of 0: nothing is kept yet. */
+static float dtrain__feedback_ratio(double to, double from)
+{
+    double ratio = from > 0.0 ? to / from : 1.0;
+    return ratio < 3.4028234663852886e38 ? (float)ratio : 3.4028234663852886e38f;
+}
 
 /* Reads a number of steps as a checkpoint keeps it: its lower and upper 24 bits. */
 static uint64_t dtrain__feedback_steps(const float step[2])

@@ -127,26 +127,40 @@ DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
 DTRAIN__QUANTISE_BYTES(dtrain__quantise_int8, 127.0f, dtrain__quantise_int8, DTRAIN__QUANTISE_FROM_INT8)
 DTRAIN__QUANTISE_BYTES(dtrain__quantise_fp8, 448.0f, dtrain__quantise_fp8, dtrain__quantise_from_fp8)
 
-/* The mean magnitude: lane i % 16 adds element i; lanes are added as a tree. */
-DTRAIN__INLINE float dtrain__quantise_sign_scale(const dtrain__u32 *bits, size_t count)
+/* The mean of magnitudes times `share`: lane i % 16 adds element i; lanes are added as a tree. */
+DTRAIN__INLINE float dtrain__quantise_mean(const dtrain__u32 *bits, size_t count, float share)
 {
     float lanes[DTRAIN__QUANTISE_LANES] = {0}, magnitude;
+    uint32_t zero = dtrain__isa_zero;
     size_t i = 0;
     for (; i + DTRAIN__QUANTISE_LANES <= count; i += DTRAIN__QUANTISE_LANES)
         for (int k = 0; k < DTRAIN__QUANTISE_LANES; k++) {
             uint32_t size = bits[i + (size_t)k] & 0x7fffffffu;
             memcpy(&magnitude, &size, sizeof size);
-            lanes[k] = lanes[k] + magnitude;
+            lanes[k] = lanes[k] + dtrain__isa_rounded_f32(magnitude * share, zero);
         }
     for (int k = 0; i < count; i++, k++) {
         uint32_t size = bits[i] & 0x7fffffffu;
         memcpy(&magnitude, &size, sizeof size);
-        lanes[k] = lanes[k] + magnitude;
+        lanes[k] = lanes[k] + dtrain__isa_rounded_f32(magnitude * share, zero);
     }
     for (int half = DTRAIN__QUANTISE_LANES / 2; half > 0; half /= 2)
         for (int k = 0; k < half; k++)
             lanes[k] = lanes[k] + lanes[k + half];
     return lanes[0] / (float)count;
+}
+
+/* The mean magnitude. Where the sum of finite ones overflows, it adds them up at 2^-16 of their size. */
+DTRAIN__INLINE float dtrain__quantise_sign_scale(const dtrain__u32 *bits, size_t count)
+{
+    float mean = dtrain__quantise_mean(bits, count, 1.0f);
+    const float most = 3.40282347e38f;
+    if (mean <= most)
+        return mean;
+    mean = dtrain__quantise_mean(bits, count, 1.52587890625e-5f);
+    if (!(mean <= most))
+        return mean;
+    return mean < most * 1.52587890625e-5f ? mean * 65536.0f : most;
 }
 
 DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count, size_t block, unsigned char *out)

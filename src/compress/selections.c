@@ -19,7 +19,7 @@ typedef struct dtrain__selections_state {
     dtrain_topk_desc desc;
     float step[2]; /* see >>feedback */
     int ranks;
-    dtrain__sparse chosen, picked;
+    dtrain__sparse chosen;
     dtrain__sparse *pieces;  /* 2 * ranks: one level of the tree, and the next */
     uint64_t *sizes;         /* 2 * ranks: bytes to each rank, from each rank */
     size_t *numbers;         /* 5 * ranks + 1: the same bytes as counts and offsets, then the bounds of parts */
@@ -32,7 +32,6 @@ typedef struct dtrain__selections {
     dtrain__device_vector *v;
     uint64_t *sent;
     int rank, ranks;
-    double ratio; /* of this step */
 } dtrain__selections;
 
 static void dtrain__selections_free(dtrain__selections_state *state)
@@ -123,15 +122,6 @@ static void dtrain__selections_round(const dtrain__selections_state *state, dtra
     }
 }
 
-/* whole - part; 0 if that is a NaN or infinity. */
-static float dtrain__selections_rest(float whole, float part)
-{
-    float left = whole - part;
-    uint32_t bits;
-    memcpy(&bits, &left, sizeof bits);
-    return (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
-}
-
 /* Returns x, or 0 for -0. */
 static float dtrain__selections_unsigned(float x)
 {
@@ -148,14 +138,13 @@ static dtrain_status dtrain__selections_broken(const dtrain__selections *x, dtra
     return dtrain__device_vector_broken(x->v->comm, x->v->device, status);
 }
 
-/* Counts a step and notes its ratio. Returns how many elements it selects. */
+/* Counts a step. Returns how many elements it selects. */
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
     uint64_t step = dtrain__feedback_steps(state->step);
-    x->ratio = dtrain__topk_ratio(&state->desc.schedule, step);
     dtrain__feedback_set_steps(state->step, step + 1);
-    return dtrain_topk_count(x->v->count, x->ratio);
+    return dtrain_topk_count(x->v->count, dtrain__topk_ratio(&state->desc.schedule, step));
 }
 
 /* Selects on the device, rounds, and updates residual and velocity there. */
@@ -179,27 +168,24 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
     return dtrain__device_vector_leave(x->v, chosen->values);
 }
 
-/* Selects and rounds on the CPU. The rest stays in the residual; the velocity of what is sent becomes 0. */
+/* Selects and rounds on the CPU. The rest stays in the residual; the velocity of what is sent becomes 0. NaN and
+ * infinity are chosen first, so only then may more of them be left. */
 static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
 {
     const dtrain__device_vector *v = x->v;
     dtrain__sparse *chosen = &x->state->chosen;
-    float threshold = x->state->desc.threshold;
-    dtrain_status status;
     size_t k = dtrain__selections_next(x);
-    if (threshold > 0.0f && v->residual != NULL)
-        dtrain__fold_sum_f32(v->residual, in, v->count);
-    if (threshold > 0.0f)
-        status = dtrain__topk_threshold(v->residual != NULL ? v->residual : in, v->count, threshold, chosen);
-    else if (v->residual != NULL)
-        status = dtrain__topk_add(v->residual, in, v->count, k, chosen);
-    else
-        status = dtrain__topk_pick(in, v->count, k, chosen);
+    dtrain_status status = v->residual != NULL ? dtrain__topk_add(v->residual, in, v->count, k, chosen)
+                                               : dtrain__topk_pick(in, v->count, k, chosen);
     if (status != DTRAIN_OK)
         return dtrain__selections_broken(x, status);
+    if (dtrain__device_unbounded(DTRAIN_F32, chosen->values, chosen->count)) {
+        dtrain__feedback_finite(v->residual, v->count);
+        dtrain__feedback_finite(v->velocity, v->count);
+    }
     dtrain__selections_round(x->state, chosen);
     for (size_t i = 0; v->residual != NULL && i < chosen->count; i++)
-        v->residual[chosen->indices[i]] = dtrain__selections_rest(v->residual[chosen->indices[i]], chosen->values[i]);
+        v->residual[chosen->indices[i]] = dtrain__feedback_bounded(v->residual[chosen->indices[i]] - chosen->values[i]);
     for (size_t i = 0; v->velocity != NULL && v->masks && i < chosen->count; i++)
         v->velocity[chosen->indices[i]] = 0.0f;
     return DTRAIN_OK;
@@ -422,29 +408,21 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
     }
 }
 
-/* Decides which sums of the part are passed on: all, or with SPLIT_TOPK the largest, as many as quota says. The others,
- * and what rounding loses, go to the residual. */
-static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin,
-                                               size_t quota)
+/* Rounds the sums of the part to the dtype in which they are sent. What that loses goes to the residual. */
+static void dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin)
 {
-    dtrain__selections_state *state = x->state;
-    dtrain__sparse *picked = &state->picked;
-    size_t keeps = state->desc.exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && quota < merged->count ? quota : merged->count;
-    dtrain_status status = dtrain__topk_pick(merged->values, merged->count, keeps, picked);
-    size_t next = 0;
-    if (status != DTRAIN_OK)
-        return dtrain__feedback_broken(x->v->comm, status, x->rank);
-    dtrain__selections_round(state, picked);
-    for (size_t i = 0; i < merged->count; i++) {
-        int passes = next < picked->count && picked->indices[next] == i;
-        float whole = merged->values[i], part = passes ? picked->values[next] : 0.0f;
-        dtrain__selections_keep(x, begin + merged->indices[i], dtrain__selections_rest(whole, part));
-        merged->indices[next] = merged->indices[i];
-        merged->values[next] = part;
-        next += (size_t)passes;
+    float whole[DTRAIN__SPARSE_TILE];
+    for (size_t at = 0; x->state->desc.values != DTRAIN_F32 && at < merged->count; at += DTRAIN__SPARSE_TILE) {
+        size_t n = merged->count - at < DTRAIN__SPARSE_TILE ? merged->count - at : DTRAIN__SPARSE_TILE;
+        dtrain__sparse tile = *merged;
+        tile.count = n;
+        tile.indices = merged->indices + at;
+        tile.values = merged->values + at;
+        memcpy(whole, tile.values, n * sizeof(float));
+        dtrain__selections_round(x->state, &tile);
+        for (size_t i = 0; i < n; i++)
+            dtrain__selections_keep(x, begin + tile.indices[i], dtrain__feedback_bounded(whole[i] - tile.values[i]));
     }
-    merged->count = next;
-    return DTRAIN_OK;
 }
 
 /* Gathers every rank's sums, and unpacks each into its part of the result. */
@@ -479,7 +457,7 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
     if (status == DTRAIN_OK && v->device != NULL)
         status = dtrain__device_vector_begin(v, &v->kept, merged->count);
     if (status == DTRAIN_OK)
-        status = dtrain__selections_settle(x, merged, begin, dtrain_topk_count(part, x->ratio));
+        dtrain__selections_settle(x, merged, begin);
     if (status == DTRAIN_OK && v->device != NULL)
         status = dtrain__device_vector_add(v, &v->kept, v->residual);
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
@@ -489,8 +467,8 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
 static dtrain_status dtrain__selections_run(const dtrain_compressor *compressor, dtrain__device_vector *v,
                                             const float *in, uint64_t *sent)
 {
-    dtrain__selections x = {
-        (dtrain__selections_state *)compressor->self, v, sent, dtrain_comm_rank(v->comm), dtrain_comm_size(v->comm), 0};
+    dtrain__selections x = {(dtrain__selections_state *)compressor->self, v, sent, dtrain_comm_rank(v->comm),
+                            dtrain_comm_size(v->comm)};
     dtrain_sparse_exchange way = x.state->desc.exchange;
     uint64_t mode = dtrain__fpmode_enter();
     dtrain_status status = dtrain__selections_broken(&x, dtrain__selections_open(x.state, x.ranks));
@@ -522,7 +500,6 @@ static void dtrain__selections_destroy(void *self)
     dtrain_allocator *allocator = state->allocator;
     dtrain__selections_free(state);
     dtrain__sparse_destroy(&state->chosen);
-    dtrain__sparse_destroy(&state->picked);
     dtrain__free(allocator, state->out);
     dtrain__free(allocator, state->in);
     dtrain__free(allocator, state);
@@ -530,12 +507,7 @@ static void dtrain__selections_destroy(void *self)
 
 static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
 {
-    uint32_t threshold;
-    memcpy(&threshold, &desc->threshold, sizeof threshold);
-    if (threshold > 0x7f800000u)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: threshold is %g, expected a number above 0",
-                            (double)desc->threshold);
-    if (threshold == 0 && !(desc->schedule.ratio > 0.0 && desc->schedule.ratio <= 1.0))
+    if (!(desc->schedule.ratio > 0.0 && desc->schedule.ratio <= 1.0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compressor_topk: the ratio is %g, expected one above 0 and at most 1",
                             desc->schedule.ratio);
@@ -543,16 +515,11 @@ static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
         (desc->indices != DTRAIN_INDEX_AUTO && desc->indices != DTRAIN_INDEX_U32 &&
          desc->indices != DTRAIN_INDEX_DELTA) ||
         (desc->exchange != DTRAIN_EXCHANGE_AUTO &&
-         (desc->exchange < DTRAIN_EXCHANGE_GATHER || desc->exchange > DTRAIN_EXCHANGE_SPLIT_TOPK)))
+         (desc->exchange < DTRAIN_EXCHANGE_GATHER || desc->exchange > DTRAIN_EXCHANGE_SPLIT)))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compressor_topk: values %s, index form %d, exchange %d; expected F32, BF16 or F16, AUTO, "
                             "U32 or DELTA, and one of dtrain_sparse_exchange",
                             dtrain_dtype_name(desc->values), (int)desc->indices, (int)desc->exchange);
-    if (desc->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && threshold != 0)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "compressor_topk: SPLIT_TOPK needs a ratio, and the threshold is %g: leave that 0, or take SPLIT",
-            (double)desc->threshold);
     return DTRAIN_OK;
 }
 
@@ -563,7 +530,7 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
     if (compressor == NULL || desc == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: %s is NULL, expected %s",
                             compressor == NULL ? "compressor" : "desc",
-                            compressor == NULL ? "a place for it" : "a ratio or a threshold");
+                            compressor == NULL ? "a place for it" : "a ratio");
     memset(compressor, 0, sizeof *compressor);
     full = *desc;
     full.values = full.values == 0 ? DTRAIN_F32 : full.values;
@@ -576,7 +543,7 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_topk: no memory for %zu bytes", sizeof *state);
     state->desc = full;
     state->allocator = allocator;
-    state->chosen.allocator = state->picked.allocator = state->allocator;
+    state->chosen.allocator = state->allocator;
     compressor->name = "topk";
     compressor->self = state;
     compressor->reduce = dtrain__selections_reduce;

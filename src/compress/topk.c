@@ -463,15 +463,5 @@ static dtrain_status dtrain__topk_add(float *sum, const float *data, size_t coun
     return dtrain__topk_select(&from, sparse);
 }
 
-/* Selects every element whose magnitude is at least threshold, which is above 0, and every NaN. */
-static dtrain_status dtrain__topk_threshold(const float *data, size_t count, float threshold, dtrain__sparse *sparse)
-{
-    dtrain__topk_source from = {data, NULL, NULL, count, 0};
-    dtrain_status status = dtrain__topk_open(sparse, count, count / 64);
-    while (status == DTRAIN_OK && !dtrain__topk_collect(&from, dtrain__topk_bits(&threshold), sparse))
-        status = dtrain__topk_reserve(sparse, sparse->capacity < count / 4 ? 4 * sparse->capacity : count);
-    return status;
-}
-
 DTRAIN__FAST_END
 #endif

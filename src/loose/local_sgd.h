@@ -68,8 +68,8 @@ typedef struct dtrain_local_sgd_desc {
  * too: every round waits window_ms for a server that makes none.
  *
  * Memory comes from the group's allocator. It is 4 floats an element (outer weights, momentum, the weights that this
- * rank started from, its difference), what a round of the largest fragment needs, and residuals. A server also holds
- * pieces of all members. The three groups that the object makes come on top. Nothing is allocated later.
+ * rank started from, its difference), what a round of the largest fragment needs, and residuals twice. A server also
+ * holds pieces of all members. The three groups that the object makes come on top. Nothing is allocated later.
  *
  *   comm      must outlive the object; you may go on using it. Its progress is by a service thread, unless it has one
  *             rank
@@ -98,7 +98,8 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
  * weights. Its gradient is the mean of the members' differences by their weights.
  *
  * A difference that is too late for a round counts in the next one. A lost member is no error: rounds go on with the
- * others, and a member that is alone makes its outer steps alone.
+ * others, and a member that is alone makes its outer steps alone. A member whose parameters are not finite hands in
+ * nothing, and goes on from the outer weights; the log says so.
  *
  *   weight   weight of the step on this rank, at least 0: usually its number of examples or tokens
  *   errors   DTRAIN_ERR_INVALID  NULL, or a weight that is negative or not finite: nothing was done
@@ -116,6 +117,20 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, dou
  *
  * one thread per object; blocks up to timeout_ms and window_ms */
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local);
+
+/* Makes the parameters as they are the outer weights: those of rank 0, unless desc.no_broadcast says that all ranks
+ * have the same. Call it after you have set them, or loaded them without dtrain_local_sgd_pieces; else the next round
+ * goes on from the old ones.
+ *
+ *     read_weights(path, weights);                              into the table's memory
+ *     DTRAIN_CHECK(dtrain_local_sgd_publish(local));
+ *
+ * The outer momentum and what packing has left unsent start again from 0. Rounds under way end first.
+ *
+ *   errors   those of dtrain_local_sgd_sync, dtrain_barrier and dtrain_broadcast
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms and window_ms */
+DTRAIN_API_MUST dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local);
 
 /* Ends training: takes part in rounds until every member that is left has called it.
  *
@@ -155,8 +170,9 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
 
 /* Lists what a checkpoint keeps besides the parameters. Call dtrain_local_sgd_sync on every rank first.
  *
- * A load writes into a new object, made from the same table and desc. With the parameters loaded too, the run goes on
- * with the bits of one that never stopped. It needs as many ranks as saved: each list has one row for each rank.
+ * A load writes into an object made from the same table and desc; it ends rounds that are under way. With the
+ * parameters loaded too, the run goes on with the bits of one that never stopped. It needs as many ranks as saved: each
+ * list has one row for each rank. A file without this state, loaded with `lenient`, is as dtrain_local_sgd_publish.
  *
  *   outer          F32   outer weights
  *   momentum       F32   of the outer step; not listed if it has none
@@ -164,6 +180,7 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
  *   weights        F64   of the steps since the last snapshot, for each fragment
  *   counters       U64   steps, then rounds of each fragment
  *   residual.0 ... F32   of each fragment that is packed with feedback
+ *   unit.0 ...     F64   the weight of the sums that these are of
  *
  * any thread */
 DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local);

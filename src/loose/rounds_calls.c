@@ -144,6 +144,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes", sizeof *made);
     made->allocator = allocator;
+    made->comm = comm;
     made->rank = dtrain_comm_rank(comm);
     made->ranks = dtrain_comm_size(comm);
     made->timeout_ms = comm->desc.timeout_ms;
@@ -354,11 +355,88 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
     return count;
 }
 
+/* Starts from the parameters as they are, as a new object does. No round is under way. The mutex is held. */
+static dtrain_status dtrain__rounds_restart(dtrain_local_sgd *local)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_walk(local, i, dtrain__rounds_start);
+        local->weights[i] = 0.0;
+        if (local->fragments[i].pack != NULL && status == DTRAIN_OK)
+            status = dtrain__compressed_forget(local->fragments[i].pack);
+    }
+    if (local->velocity != NULL)
+        memset(local->velocity, 0, local->sizes.total * sizeof(float));
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local)
+{
+    if (local == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_publish: the object is NULL: create it first");
+    dtrain_status status = dtrain_local_sgd_sync(local);
+    if (status == DTRAIN_OK) /* until all have, another one's round may still change this rank's outer weights */
+        status = dtrain_barrier(local->comm);
+    for (size_t i = 0; status == DTRAIN_OK && i < local->params.range_count && !local->desc.no_broadcast; i++)
+        status =
+            dtrain_broadcast(local->comm, local->params.ranges[i].data, local->params.ranges[i].count, DTRAIN_F32, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__os_lock(&local->mutex);
+    status = dtrain__rounds_restart(local);
+    dtrain__os_unlock(&local->mutex);
+    return status;
+}
+
+/* Before a load: no round of any member is under way once all have said so. */
+static dtrain_status dtrain__rounds_loading(const dtrain_pieces *list)
+{
+    dtrain_local_sgd *local = (dtrain_local_sgd *)list->object;
+    dtrain_status status = dtrain_local_sgd_sync(local);
+    if (status != DTRAIN_OK)
+        return status;
+    local->counters[0] = UINT64_MAX; /* the load overwrites it */
+    for (int i = 0; i < local->desc.fragments; i++)
+        if (local->fragments[i].pack != NULL)
+            *dtrain__compressed_unit(local->fragments[i].pack) = -1.0;
+    return DTRAIN_OK;
+}
+
+/* After a load: of a file without this state the parameters alone, which it starts from. */
+static dtrain_status dtrain__rounds_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    dtrain_local_sgd *local = (dtrain_local_sgd *)list->object;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__os_lock(&local->mutex);
+    if (local->counters[0] == UINT64_MAX) {
+        status = dtrain__rounds_restart(local);
+        memset(local->counters, 0, (size_t)(local->desc.fragments + 1) * sizeof *local->counters);
+    }
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        f->snapshot = local->counters[0];
+        f->due = f->behind = f->closed = f->astray = 0;
+        f->opened_ns = 0;
+        if (f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL && status == DTRAIN_OK &&
+            !dtrain__compression_known(dtrain__compressed_unit(f->pack), local->rank, lister))
+            status = dtrain__compressed_forget(f->pack);
+    }
+    dtrain__os_unlock(&local->mutex);
+    return status;
+}
+
 static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__lister *lister)
 {
-    const dtrain_local_sgd *l = (const dtrain_local_sgd *)list->object;
+    dtrain_local_sgd *l = (dtrain_local_sgd *)list->object;
     dtrain__pieces_row row = {l->rank, l->ranks, 1, 0, 0};
     size_t fragments = (size_t)l->desc.fragments;
+    uint32_t news;
+    if (lister->ask == NULL && dtrain__rounds_under_way(l, -1, &news)) /* a load ends them itself */
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_local_sgd_pieces: a round of rank %d is under way: call dtrain_local_sgd_sync on every "
+            "rank first",
+            l->rank);
     dtrain__pieces_put_row(lister, &row, "outer", DTRAIN_F32, l->outer, l->sizes.total, NULL);
     row.number++;
     dtrain__pieces_put_row(lister, &row, "momentum", DTRAIN_F32, l->velocity, l->sizes.total, NULL);
@@ -375,13 +453,18 @@ static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__list
         snprintf(name, sizeof name, "residual.%d", i);
         row.number += residual != NULL;
         dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, residual, f->count, NULL);
+        snprintf(name, sizeof name, "unit.%d", i);
+        if (residual != NULL)
+            dtrain__pieces_put_optional(lister, &row, name, DTRAIN_F64, dtrain__compressed_unit(f->pack), 1);
     }
     return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local)
 {
-    return dtrain__pieces_make(local, dtrain__rounds_list, NULL);
+    dtrain_pieces made = dtrain__pieces_make(local, dtrain__rounds_list, dtrain__rounds_loaded);
+    made.loading = dtrain__rounds_loading;
+    return made;
 }
 
 DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)

@@ -196,8 +196,9 @@ static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
 
 /* ---- both ---- */
 
-/* Sums the members' differences into local->sum. in: this rank's difference, or NULL. */
-static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in)
+/* Sums the members' differences into local->sum. in: this rank's difference, or NULL. total: the weight of all. */
+static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in,
+                                            double total)
 {
     dtrain__rounds_transfer t;
     dtrain_status status = DTRAIN_OK;
@@ -211,7 +212,7 @@ static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrai
     t.sent = 0;
     uint64_t mode = dtrain__fpmode_enter();
     if (t.packs)
-        status = dtrain__compressed_begin(f->pack, &t.packed, in, local->sum);
+        status = dtrain__compressed_begin(f->pack, &t.packed, in, local->sum, total);
     if (status == DTRAIN_OK)
         status = dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
     dtrain__fpmode_restore(mode);

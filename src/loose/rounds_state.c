@@ -37,6 +37,7 @@ typedef struct dtrain__rounds_fragment {
     int due;                 /* a boundary has passed while the last difference was in a round */
     int behind;              /* a round was made without this rank since its last result */
     int closed;              /* every member had finished in the last round */
+    int astray;              /* the parameters of the difference were not finite: it is handed in as nothing */
     uint64_t snapshot;       /* the step of the difference */
     double handed;           /* the weight of the difference */
     int64_t opened_ns;       /* when its window opened or will open; 0: no member has handed in */
@@ -46,7 +47,6 @@ typedef struct dtrain__rounds_fragment {
 typedef struct dtrain__rounds_sizes {
     size_t total, largest;  /* elements of all fragments, and of the largest */
     size_t works;           /* handles */
-    size_t saved;           /* elements of the largest fragment that has a residual */
     size_t rooms[3], packs; /* bytes of the rooms, and of the packing states */
     size_t all;             /* bytes of everything that is allocated */
 } dtrain__rounds_sizes;
@@ -55,6 +55,7 @@ struct dtrain_local_sgd {
     dtrain_allocator *allocator;
     dtrain_local_sgd_desc desc;
     dtrain_compress_desc compress;
+    dtrain_comm *comm; /* the caller's */
     int rank, ranks;   /* in the caller's group */
     int server;        /* rank of the server in group; -1: none */
     int server_origin; /* its rank in the world */
@@ -62,10 +63,10 @@ struct dtrain_local_sgd {
     dtrain__params params;
     dtrain__rounds_sizes sizes;
     dtrain__rounds_fragment *fragments;
-    unsigned char *block;                                /* holds all of these arrays; see dtrain__rounds_place */
-    float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity: NULL without momentum */
-    double *weights;                                     /* of the steps since each fragment's snapshot */
-    uint64_t *counters;                                  /* steps, then rounds of each fragment */
+    unsigned char *block;                        /* holds all of these arrays; see dtrain__rounds_place */
+    float *outer, *velocity, *base, *diff, *sum; /* velocity: NULL without momentum */
+    double *weights;                             /* of the steps since each fragment's snapshot */
+    uint64_t *counters;                          /* steps, then rounds of each fragment */
     dtrain_local_sgd_stats stats;
     dtrain__os_mutex mutex;
     dtrain__worker worker;
@@ -218,7 +219,6 @@ static size_t dtrain__rounds_place(dtrain_local_sgd *local, unsigned char *block
     local->base = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
     local->diff = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
     local->sum = (float *)dtrain__rounds_next(block, &at, sizes->largest, sizeof(float));
-    local->saved = (float *)dtrain__rounds_next(block, &at, sizes->saved, sizeof(float));
     local->weights = (double *)dtrain__rounds_next(block, &at, fragments, sizeof(double));
     local->counters = (uint64_t *)dtrain__rounds_next(block, &at, fragments + 1, sizeof(uint64_t));
     local->fragments =
@@ -256,11 +256,8 @@ static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
         sizes->total += count;
         sizes->largest = count > sizes->largest ? count : sizes->largest;
         dtrain__rounds_rooms(sizes, packs ? &q : NULL, count, ranks, serves);
-        if (!packs)
-            continue;
-        sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
-        if (!desc->compress->feedback.no_feedback && count > sizes->saved)
-            sizes->saved = count;
+        if (packs)
+            sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
     }
     sizes->works = (size_t)ranks * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
     if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &bytes))
@@ -330,6 +327,16 @@ static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int f
     f->handed = (double)(float)f->handed; /* rounded as the product below rounds it */
     local->weights[fragment] = 0.0;
     dtrain__rounds_walk(local, fragment, dtrain__rounds_subtract);
+    f->astray = dtrain__device_unbounded(DTRAIN_F32, local->diff + f->begin, f->count);
+    if (f->astray) {
+        dtrain__log(
+            DTRAIN_LOG_WARN,
+            "local_sgd: rank %d hands in nothing of fragment %d: its parameters are not finite. It goes on from the "
+            "outer weights",
+            local->rank, fragment);
+        memset(local->diff + f->begin, 0, f->count * sizeof(float));
+        f->handed = 0.0;
+    }
     if (f->count > 0) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__fold_weigh_f32(local->diff + f->begin, f->handed, local->diff + f->begin, f->count);
@@ -350,7 +357,8 @@ static void dtrain__rounds_apply(dtrain_local_sgd *local, int fragment)
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     if (f->state != DTRAIN__ROUNDS_LANDED)
         return;
-    dtrain__rounds_walk(local, fragment, f->snapshot == local->counters[0] ? dtrain__rounds_adopt : dtrain__rounds_mix);
+    int adopts = f->astray || f->snapshot == local->counters[0];
+    dtrain__rounds_walk(local, fragment, adopts ? dtrain__rounds_adopt : dtrain__rounds_mix);
     if (f->count > 0)
         memcpy(local->base + f->begin, local->outer + f->begin, f->count * sizeof(float));
     f->state = DTRAIN__ROUNDS_IDLE;

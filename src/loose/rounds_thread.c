@@ -28,9 +28,19 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     outer.momentum = local->desc.outer_momentum;
     outer.nesterov = 1;
     dtrain__os_lock(&local->mutex);
+    int steps = total > 0.0 && f->count > 0;
+    if (steps && dtrain__device_unbounded(DTRAIN_F32, local->sum, f->count)) { /* the same on every member */
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "local_sgd: rank %d: the sum of round %llu is not finite, so it moves no weights: the members' "
+                    "differences are too large",
+                    local->rank, (unsigned long long)local->counters[1 + fragment]);
+        steps = 0;
+    }
+    if (f->pack != NULL)
+        dtrain__versions_end(dtrain__compressed_versions(f->pack), steps);
     if (local->counters[1 + fragment] < (uint64_t)local->desc.warmup_rounds)
         outer.momentum = 0.0f; /* leaves the velocity as it is */
-    if (total > 0.0 && f->count > 0) {
+    if (steps) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__fold_divide_f32(local->sum, total, f->count);
         dtrain__fpmode_restore(mode);
@@ -120,23 +130,22 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
     return status;
 }
 
-/* Sums the members' differences into local->sum. in: this rank's, or NULL; local->sum is zeros then. */
-static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
+/* Sums the members' differences into local->sum. in: this rank's, or NULL; local->sum is zeros then. total: the weight
+ * of all. */
+static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in,
+                                           double total)
 {
-    const float *from = in != NULL ? in : local->sum, *residual;
+    const float *from = in != NULL ? in : local->sum;
     uint64_t sent = dtrain__plan_sent_bytes(f->count, dtrain_comm_size(local->group));
     dtrain_status status;
     if (f->pack != NULL) {
         sent = dtrain_compressed_get_stats(f->pack).sent_bytes;
-        residual = dtrain__compressed_residual(f->pack);
         dtrain__compressed_lend(f->pack, local->rooms, local->sizes.rooms);
-        if (residual != NULL)
-            memcpy(local->saved, residual, f->count * sizeof(float));
     }
     if (local->server >= 0) {
-        status = dtrain__rounds_through(local, f, in);
+        status = dtrain__rounds_through(local, f, in, total);
     } else if (f->pack != NULL) {
-        status = dtrain_compressed_all_reduce(f->pack, from, local->sum, DTRAIN_SUM);
+        status = dtrain__compressed_step(f->pack, from, local->sum, DTRAIN_SUM, total, NULL);
         dtrain__rounds_sent(local, dtrain_compressed_get_stats(f->pack).sent_bytes - sent);
     } else {
         status = dtrain_all_reduce(local->group, from, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
@@ -153,15 +162,14 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
 {
     dtrain__rounds_fragment *f = &local->fragments[fragment];
     double weight, total = 0.0;
-    int reduced = 0, mine = dtrain__rounds_take(local, fragment, &weight), members = dtrain_comm_size(local->group);
+    int mine = dtrain__rounds_take(local, fragment, &weight), members = dtrain_comm_size(local->group);
     const float *in = mine && weight > 0.0 ? local->diff + f->begin : NULL;
     dtrain__rounds_busy(local, 1);
     dtrain_status status = dtrain__rounds_hello(local, fragment, mine, weight, &total);
     if (status == DTRAIN_OK && total > 0.0 && f->count > 0) {
         if (in == NULL)
             memset(local->sum, 0, f->count * sizeof(float));
-        reduced = 1;
-        status = dtrain__rounds_reduce(local, f, in);
+        status = dtrain__rounds_reduce(local, f, in, total);
     }
     dtrain__error cause = dtrain__thread_error;
     if (status != DTRAIN_OK)
@@ -172,8 +180,8 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
         dtrain__rounds_commit(local, fragment, mine, total, local->hellos + DTRAIN__ROUNDS_WORDS, members);
         return 1;
     }
-    if (reduced && f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL)
-        memcpy(dtrain__compressed_residual(f->pack), local->saved, f->count * sizeof(float));
+    if (f->pack != NULL)
+        dtrain__versions_end(dtrain__compressed_versions(f->pack), 0);
     dtrain__os_lock(&local->mutex); /* this rank hands its difference in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;

@@ -79,11 +79,11 @@ static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtr
 {
     double ratio = desc->schedule.ratio != 0.0 ? desc->schedule.ratio : 0.01;
     dtrain_dtype values = desc->values != 0 ? desc->values : DTRAIN_F32;
-    if (desc->schedule.stage_steps != 0 || desc->threshold != 0.0f)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "dtrain_server_create: top-k with a %s; a server selects by one ratio in all steps: set "
-                            "schedule.ratio alone",
-                            desc->threshold != 0.0f ? "threshold" : "warm-up");
+    if (desc->schedule.stage_steps != 0)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_UNSUPPORTED,
+            "dtrain_server_create: top-k with a warm-up; a server selects by one ratio in all steps: set "
+            "schedule.ratio alone");
     if (!(ratio > 0.0 && ratio <= 1.0) || dtrain__sparse_width(values) == 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -153,7 +153,9 @@ struct dtrain_server {
     size_t piece_count, largest, message_bytes; /* largest: most bytes of a piece with its prefix */
     dtrain__server_link *links;
     int link_count;
-    float *residual; /* a worker's from its gradients, or the synchronous server's from its sums */
+    float *residual[2]; /* a worker's from its gradients, or the synchronous server's from its sums; in two versions */
+    double unit[2];     /* weight of the sums that each is of; 0: none yet. A worker's of its own pushes if async */
+    dtrain__versions versions;
     float *own, *wide;
     unsigned char *out_frames;
     const void **inputs; /* of a fold; weights has theirs */
@@ -263,17 +265,27 @@ static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table
     }
 }
 
+/* Begins to pack the pieces of a step whose sums have weight `unit`; see >>feedback. With 0 they leave the residual. */
+static void dtrain__server_open(dtrain_server *s, double unit)
+{
+    s->unit[!s->versions.now] = unit;
+    s->versions.other = unit > 0.0 ? DTRAIN__VERSION_AFTER : DTRAIN__VERSION_NONE;
+}
+
 /* Packs a piece plus its residual, and keeps the new residual. Returns what the other end will have: from, or back. */
 static const float *dtrain__server_pack(dtrain_server *s, const dtrain__server_piece *piece, const float *from,
                                         unsigned char *to, float *back)
 {
     const dtrain_compressor *q = &s->compressor;
-    float *residual = s->residual != NULL ? s->residual + piece->begin : NULL;
+    int now = s->versions.now;
+    float *residual = s->residual[0] != NULL && s->unit[!now] > 0.0 ? s->residual[!now] + piece->begin : NULL;
     if (!piece->packed) {
         memcpy(to, from, piece->count * sizeof(float));
         return from;
     }
     if (residual != NULL) {
+        float factor = dtrain__feedback_ratio(s->unit[!now], s->unit[now]);
+        dtrain__fold_weigh_f32(s->residual[now] + piece->begin, (double)factor, residual, piece->count);
         dtrain__fold_sum_f32(residual, from, piece->count);
         from = residual;
     }

@@ -40,7 +40,7 @@ typedef struct dtrain_server_desc {
 
 /* Makes one rank's end of a parameter server, and gives every rank the server's parameters, frozen ones too.
  *
- * Memory, at most, for P trained elements. F is 4 P bytes with error feedback (the default), and 0 without; packed is
+ * Memory, at most, for P trained elements. F is 8 P bytes with error feedback (the default), and 0 without; packed is
  * the size of all packed gradients:
  *
  *   form           rank     without compression         with compression

@@ -326,19 +326,52 @@ static dtrain_status dtrain__server_list(const dtrain_pieces *list, dtrain__list
     dtrain__pieces_row row = {s->rank, s->ranks, 1, 0, 0};
     row.ranks -= s->desc.async != 0;
     row.rank -= s->desc.async && s->rank > s->desc.server;
-    dtrain__pieces_put_row(lister, &row, "residual", DTRAIN_F32, s->residual, s->total, NULL);
+    dtrain__pieces_put_row(lister, &row, "residual", DTRAIN_F32, s->residual[s->versions.now], s->total, NULL);
+    if (s->residual[0] != NULL)
+        dtrain__pieces_put_optional(lister, &row, "unit", DTRAIN_F64, &s->unit[s->versions.now], 1);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__server_loading(const dtrain_pieces *list)
+{
+    dtrain_server *s = (dtrain_server *)list->object;
+    dtrain__versions_end(&s->versions, 0);
+    s->unit[s->versions.now] = -1.0;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__server_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    dtrain_server *s = (dtrain_server *)list->object;
+    float *residual = s->residual[s->versions.now];
+    if (residual != NULL && !dtrain__compression_known(&s->unit[s->versions.now], s->rank, lister))
+        memset(residual, 0, s->total * sizeof(float));
     return DTRAIN_OK;
 }
 
 static dtrain_pieces dtrain__server_pieces(void *self)
 {
-    return dtrain__pieces_make(self, dtrain__server_list, NULL);
+    dtrain_pieces made = dtrain__pieces_make(self, dtrain__server_list, dtrain__server_loaded);
+    made.loading = dtrain__server_loading;
+    return made;
+}
+
+/* Takes the last step of a synchronous server back. An asynchronous one has applied what a worker pushed. */
+static void dtrain__server_drop_step(void *self)
+{
+    dtrain_server *s = (dtrain_server *)self;
+    if (s != NULL && !s->desc.async)
+        dtrain__versions_undo(&s->versions);
 }
 
 DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server)
 {
-    dtrain_aggregator aggregator = {server, dtrain__server_aggregate, NULL, dtrain__server_counters,
-                                    dtrain__server_pieces};
+    dtrain_aggregator aggregator = {server,
+                                    dtrain__server_aggregate,
+                                    NULL,
+                                    dtrain__server_counters,
+                                    dtrain__server_pieces,
+                                    dtrain__server_drop_step};
     return aggregator;
 }
 

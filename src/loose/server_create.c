@@ -26,13 +26,12 @@ static dtrain_status dtrain__server_check_desc(dtrain_server *s)
             "dtrain_server_create on rank %d: compression %d does not pack: use top-k, BF16, F16, INT8, FP8, "
             "SIGN or an OWN without reduce, or dtrain_aggregator_compressed",
             s->rank, (int)c->kind);
-    if (c->feedback.momentum != 0.0f || c->feedback.max_norm != 0.0f || c->feedback.start_step > 0)
+    if (c->feedback.momentum != 0.0f || c->feedback.start_step > 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "dtrain_server_create on rank %d: feedback has momentum %g, max_norm %g and start_step %llu; "
-            "a server has none of them: leave them 0",
-            s->rank, (double)c->feedback.momentum, (double)c->feedback.max_norm,
-            (unsigned long long)c->feedback.start_step);
+            "dtrain_server_create on rank %d: feedback has momentum %g and start_step %llu; a server has "
+            "neither: leave them 0",
+            s->rank, (double)c->feedback.momentum, (unsigned long long)c->feedback.start_step);
     dtrain_status status = dtrain__params_no_adam(c, "dtrain_server_create");
     if (status != DTRAIN_OK)
         return status;
@@ -93,7 +92,8 @@ static int dtrain__server_buffers(dtrain_server *s, int frees)
     int sync = !s->desc.async, folds = sync && s->serves, sends = !sync && s->serves, good = 1;
     size_t piece = s->total < DTRAIN__SERVER_PIECE ? s->total : DTRAIN__SERVER_PIECE, n = (size_t)s->link_count + 1;
     size_t frames = sync ? DTRAIN__SERVER_WINDOW : 0;
-    good &= dtrain__server_buffer(s, frees, &s->residual, s->feedback && !sends ? s->total : 0, sizeof(float));
+    for (int i = 0; i < 2; i++)
+        good &= dtrain__server_buffer(s, frees, &s->residual[i], s->feedback && !sends ? s->total : 0, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->own, piece, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->wide, piece, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->inputs, folds ? n : 0, sizeof *s->inputs);

@@ -2,7 +2,8 @@
  * The synchronous parameter server. Each piece of the gradients is one message to the server, and its sum one message
  * back, each after a weight. DTRAIN__SERVER_WINDOW messages are under way in each direction. A worker sends at most
  * that many pieces before it gets sums back. The server receives piece p from all workers before it waits for room to
- * send its sum. So server and workers never wait for each other. */
+ * send its sum. So server and workers never wait for each other. Where packing has feedback, the workers' weights and
+ * their sum are exchanged before, as residuals are scaled by it. */
 #ifndef DTRAIN__SERVER_SYNC
 #define DTRAIN__SERVER_SYNC
 #include "server_create.c"
@@ -46,6 +47,18 @@ static dtrain_status dtrain__server_receive(dtrain_server *s, dtrain__server_lin
 
 /* ---- a worker ---- */
 
+/* Learns the weight of all ranks, which the residual is scaled to before it is packed. */
+static dtrain_status dtrain__server_ask_total(dtrain_server *s, double weight, double *total)
+{
+    dtrain_status status = dtrain_send(s->links[0].comm, &weight, 1, DTRAIN_F64, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain_recv(s->links[0].comm, total, 1, DTRAIN_F64, 0);
+    if (status == DTRAIN_OK && (!dtrain__train_finite(*total) || *total < 0.0))
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "the weight of all ranks is %g, expected a number of at least 0", *total);
+    return status;
+}
+
 static dtrain_status dtrain__server_give(dtrain_server *s, const dtrain_param *table, size_t piece, double weight)
 {
     dtrain__server_link *link = &s->links[0];
@@ -77,7 +90,9 @@ static dtrain_status dtrain__server_get(dtrain_server *s, const dtrain_param *ta
 static dtrain_status dtrain__server_work(dtrain_server *s, const dtrain_param *table, double weight, double *total)
 {
     dtrain__server_link *link = &s->links[0];
-    dtrain_status status = DTRAIN_OK;
+    double unit = 1.0;
+    dtrain_status status = s->feedback ? dtrain__server_ask_total(s, weight, &unit) : DTRAIN_OK;
+    dtrain__server_open(s, unit);
     for (size_t p = 0; p < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; p++)
         status = dtrain__server_expect(s, link, p);
     for (size_t p = 0; p < s->piece_count + DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; p++) {
@@ -113,6 +128,29 @@ static void dtrain__server_input(dtrain_server *s, int *n, const void *values, d
 {
     s->inputs[*n] = values;
     s->weights[(*n)++] = weight;
+}
+
+/* Tells every worker the weight of all ranks. */
+static dtrain_status dtrain__server_tell_total(dtrain_server *s, double weight, double *total)
+{
+    dtrain_status status = DTRAIN_OK;
+    *total = weight;
+    for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++) {
+        dtrain__server_link *link = &s->links[i];
+        double theirs = 0.0;
+        if (link->comm == NULL)
+            continue;
+        status = dtrain_recv(link->comm, &theirs, 1, DTRAIN_F64, 1);
+        if (status == DTRAIN_OK && (!dtrain__train_finite(theirs) || theirs < 0.0))
+            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                  "it announced a weight of %g, expected a number of at least 0", theirs);
+        status = dtrain__server_judge(s, link, status);
+        *total += link->comm != NULL ? theirs : 0.0;
+    }
+    for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++)
+        if (s->links[i].comm != NULL)
+            status = dtrain__server_judge(s, &s->links[i], dtrain_send(s->links[i].comm, total, 1, DTRAIN_F64, 1));
+    return status;
 }
 
 /* Collects a piece from every worker that is left and from this rank, in the order of ranks. *n: how many there are. */
@@ -182,7 +220,9 @@ static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param 
 
 static dtrain_status dtrain__server_fold_all(dtrain_server *s, const dtrain_param *table, double weight, double *total)
 {
-    dtrain_status status = DTRAIN_OK;
+    double unit = 1.0;
+    dtrain_status status = s->feedback ? dtrain__server_tell_total(s, weight, &unit) : DTRAIN_OK;
+    dtrain__server_open(s, unit);
     for (int i = 0; i < s->link_count; i++)
         for (size_t p = 0; p < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK && s->links[i].comm != NULL; p++)
             status = dtrain__server_judge(s, &s->links[i], dtrain__server_expect(s, &s->links[i], p));
@@ -210,6 +250,7 @@ static dtrain_status dtrain__server_sync(dtrain_server *s, const dtrain_param *t
     status =
         s->serves ? dtrain__server_fold_all(s, table, weight, total) : dtrain__server_work(s, table, weight, total);
     dtrain__fpmode_restore(mode);
+    dtrain__versions_end(&s->versions, status == DTRAIN_OK);
     s->stats.steps += status == DTRAIN_OK;
     return status;
 }

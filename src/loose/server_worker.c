@@ -81,6 +81,7 @@ static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *t
                             "server_push on rank %d: no pull since the last push: call dtrain_server_pull in between",
                             s->rank);
     dtrain_status status = dtrain__server_flush(link);
+    dtrain__server_open(s, weight); /* the server divides each push by its own weight, and leaves out one of weight 0 */
     for (size_t p = 0; p < s->piece_count && status == DTRAIN_OK; p++) {
         dtrain__server_take(s, table, &s->pieces[p], 0, s->own);
         dtrain__server_pack(s, &s->pieces[p], s->own, link->message + s->pieces[p].at, s->wide);
@@ -90,6 +91,7 @@ static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *t
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_PUSH, bits, s->clock, 0, 0);
     if (status == DTRAIN_OK)
         status = dtrain_send_async(link->comm, link->message, s->message_bytes, DTRAIN_U8, 0, &link->out[1]);
+    dtrain__versions_end(&s->versions, status == DTRAIN_OK);
     if (status != DTRAIN_OK)
         return dtrain__server_gone(s, "server_push", status);
     s->clock++;

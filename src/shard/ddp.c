@@ -70,9 +70,21 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
             dtrain__fsdp_copy(fsdp, cut->grads, fsdp->slices[i].grads, cut->count);
     }
     if (status == DTRAIN_OK)
-        dtrain__fsdp_reset(fsdp);
+        dtrain__fsdp_reset(fsdp, 1);
     fsdp->announced = -1; /* the step is closed, also after an error */
     return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_ddp_drop(dtrain_ddp *ddp)
+{
+    dtrain_fsdp *fsdp = dtrain__ddp_fsdp(ddp);
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_drop", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->announced >= 0)
+        return dtrain__fsdp_abandon(fsdp, 0, "dtrain_ddp_drop");
+    dtrain__reducer_undo(fsdp->reducer);
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -119,9 +131,26 @@ static dtrain_status dtrain__ddp_list(const dtrain_pieces *list, dtrain__lister 
     return DTRAIN_OK;
 }
 
+/* Begins a load: an open step is given up. */
+static dtrain_status dtrain__ddp_loading(const dtrain_pieces *list)
+{
+    dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
+    dtrain_status status = dtrain__fsdp_abandon(fsdp, 0, "dtrain_checkpoint_load");
+    if (status == DTRAIN_OK)
+        dtrain__reducer_loading(fsdp->reducer);
+    return status;
+}
+
+static dtrain_status dtrain__ddp_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    return dtrain__reducer_loaded(((dtrain_fsdp *)list->object)->reducer, lister);
+}
+
 DTRAIN_API dtrain_pieces dtrain_ddp_pieces(dtrain_ddp *ddp)
 {
-    return dtrain__pieces_make(ddp, dtrain__ddp_list, NULL);
+    dtrain_pieces made = dtrain__pieces_make(ddp, dtrain__ddp_list, dtrain__ddp_loaded);
+    made.loading = dtrain__ddp_loading;
+    return made;
 }
 
 #endif

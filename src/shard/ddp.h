@@ -14,9 +14,9 @@ extern "C" {
 typedef struct dtrain_ddp dtrain_ddp;
 
 typedef struct dtrain_ddp_desc {
-    size_t bucket_bytes; /* units travel together once they have this size; 0: 1 MiB; 1: each alone */
-    int no_broadcast;    /* 1: parameters are the same on all ranks already */
-    int no_overlap;      /* 1: reductions start when all units are complete */
+    size_t bucket_bytes;                  /* units travel together once they have this size; 0: 1 MiB; 1: each alone */
+    int no_broadcast;                     /* 1: parameters are the same on all ranks already */
+    int no_overlap;                       /* 1: reductions start when all units are complete */
     const dtrain_compress_desc *compress; /* copied. Sums travel compressed, bucket by bucket, on a thread that the DDP
                                            * starts; with no_overlap in dtrain_ddp_finish. NULL: uncompressed */
     int check_every; /* ranks compare one part of their weights in every dtrain_ddp_finish, and all parts in this many
@@ -72,7 +72,8 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batche
  *            DTRAIN_ERR_MEMORY   a step has more micro-batches than any before it; the object is broken
  *            those of dtrain_all_reduce_async: the object is broken
  *
- * one thread per object; never blocks, but up to timeout_ms on devices that have one queue or DTRAIN_PROGRESS_POLL */
+ * one thread per object; never blocks, but up to timeout_ms on devices that have one queue, under DTRAIN_PROGRESS_POLL,
+ * and with compression, until every rank has begun the step */
 DTRAIN_API_MUST dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
 
 /* Ends a micro-batch in which some units were not used, and so not reduced. You may call it once after every
@@ -103,6 +104,18 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight);
+
+/* Gives a step up: the open one, or the last finished one if you do not apply its gradients. What compression keeps
+ * between steps is again as before it; else parts of the step come back in later ones. Gradients are undefined then.
+ *
+ *     DTRAIN_CHECK(dtrain_ddp_finish(ddp, &examples));
+ *     if (examples == 0 || !all_finite(grads, count))
+ *         DTRAIN_CHECK(dtrain_ddp_drop(ddp));                                            and leave the optimizer out
+ *
+ *   errors   those of dtrain_all_reduce: the DDP is broken
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_ddp_drop(dtrain_ddp *ddp);
 
 /* Lists the buckets of the last finished step, as dtrain_fsdp_buckets does.
  *

@@ -158,9 +158,9 @@ struct dtrain_fsdp {
     dtrain_work *announcing;
     dtrain__fsdp_note note, sent_note, *notes;
     dtrain_work *exchanging;
-    int called;       /* rounds of which this rank has told the others whether it begins them */
-    dtrain__norm sum; /* of squares, valid if summed */
-    int summed;
+    int called;         /* rounds of which this rank has told the others whether it begins them */
+    dtrain__norm sum;   /* of squares, valid if summed */
+    int summed, agreed; /* agreed: the sum is that of all parts of the model */
     float loss_scale;
     int good_steps;
     dtrain_fsdp_stats stats;
@@ -337,6 +337,31 @@ static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, in
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, lane == DTRAIN__FSDP_LANE_GATHER ? "gathering" : "reducing", unit);
     return DTRAIN_OK;
+}
+
+/* Finds the weight of all ranks, and the most micro-batches of one rank, from what they announced. */
+static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    fsdp->total_weight = (double)ranks;
+    fsdp->most = 1;
+    if (fsdp->announced < 0)
+        return DTRAIN_OK;
+    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__FSDP_LANE_REDUCE, 0);
+    fsdp->total_weight = 0.0;
+    for (int rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
+        if (!(all[2 * rank] >= 0.0 && all[2 * rank] <= (double)INT_MAX) || !(all[2 * rank + 1] >= 0.0) ||
+            !dtrain__train_finite(all[2 * rank + 1])) {
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                         "rank %d announces %g micro-batches of weight %g: expected finite numbers of at least 0", rank,
+                         all[2 * rank], all[2 * rank + 1]);
+            return dtrain__fsdp_break(fsdp, DTRAIN_ERR_CORRUPT, "hearing what ranks announce", -1);
+        }
+        fsdp->most = all[2 * rank] > (double)fsdp->most ? (int)all[2 * rank] : fsdp->most;
+        fsdp->total_weight += all[2 * rank + 1];
+    }
+    return status;
 }
 
 /* Waits for all operations of a unit, also after a failure, because their buffers must be free. */

@@ -72,7 +72,8 @@
  * COMPRESSION. Compressed sums (desc.compress) imply keep_full_grads. Top-k selects within a bucket; bucket_bytes
  * sets its size. A thread of the object sends bucket after bucket while backward still runs. With no_overlap,
  * DTRAIN_PROGRESS_POLL or a transport of your own, the call that ends the step sends, with the same bits. A world of
- * one compresses too, so that it trains as several ranks do.
+ * one compresses too, so that it trains as several ranks do. What is left unsent counts as a share of the mean,
+ * whatever the weights of the steps; it changes only with a step that is applied.
  *
  * QUANTISATION. Parameters that travel quantised (quantise_gather) are off by at most half a scale: 1/254 of the
  * largest element of their block. Every rank gets the same bits. Gradients (quantise_reduce) are rounded in the same
@@ -178,7 +179,7 @@ typedef struct dtrain_fsdp_desc {
                                            * bucket by bucket. NULL: uncompressed */
     int check_every; /* DDP, hybrid: replicas compare one part of their weights at the end of every step, and all parts
                       * in this many steps; 0: 1,000; negative: never */
-    int debug; /* 1: watch memory, see "debugging" in >>fsdp; alike on every rank. 0: if DTRAIN_DEBUG=1 is set */
+    int debug;       /* 1: watch memory, see "debugging" in >>fsdp; alike on every rank. 0: if DTRAIN_DEBUG=1 is set */
 } dtrain_fsdp_desc;
 
 /* What one rank will need and send, in bytes. Sizes are what is in use at most at once, in whole pages. */
@@ -404,7 +405,7 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, floa
  *
  * It works as dtrain_fsdp_clip_grad_norm does. Every element counts once, also where several ranks hold the same
  * parameter (dtrain_param_part.copies). If one part of the model drops the step, all parts do. With a loss scale, all
- * parts skip a step together.
+ * parts skip a step together, so dtrain_fsdp_step needs this call where the object's group is a part of the world.
  *
  *   fsdps    count objects of this rank, one a chunk of a pipeline, each once
  *   model    the ranks whose objects together hold the model once. In a mesh these differ in pipeline and tensor
@@ -422,13 +423,15 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *cons
  * With a loss scale, a step in which any gradient of any rank is not finite changes no weight and halves the scale; see
  * `skipped` of dtrain_fsdp_get_stats. Without a loss scale such a step is applied as it is.
  *
- *   errors   DTRAIN_ERR_INVALID  lr negative or not finite, or no optimizer
+ *   errors   DTRAIN_ERR_INVALID  lr negative or not finite, or no optimizer. A loss scale on a part of the world,
+ *                                without dtrain_fsdp_clip_model_grad_norm in this step: the step stays open
  *            those of dtrain_fsdp_finish
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr);
 
-/* Drops the gradients of a step that you do not want to apply. Do not call it within a micro-batch.
+/* Drops the gradients of a step that you do not want to apply, and with compression all that it has left unsent. Do not
+ * call it within a micro-batch.
  *
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp);
@@ -443,9 +446,9 @@ typedef struct dtrain_slice {
     int unit;
     size_t begin, count; /* elements of the box in row-major order; count may be 0 */
     int no_decay;
-    float *weights;  /* count float32 each; NULL if there is none, or none yet */
-    float *grads;    /* set from dtrain_fsdp_finish to the step */
-    float *state[2]; /* AdamW: m and v; SGD with momentum: the velocity */
+    float *weights;        /* count float32 each; NULL if there is none, or none yet */
+    float *grads;          /* set from dtrain_fsdp_finish to the step */
+    float *state[2];       /* AdamW: m and v; SGD with momentum: the velocity */
     dtrain_device *device; /* that the memory belongs to; NULL: the CPU's */
 } dtrain_slice;
 
@@ -562,7 +565,8 @@ DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_buck
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
                                                    uint64_t sent_bytes);
 
-/* Lists an FSDP's state between steps, for a checkpoint. A load publishes the weights. The list has:
+/* Lists an FSDP's state between steps, for a checkpoint. In an open step it is the state before that step. A load gives
+ * an open step up, and publishes the weights. The list has:
  *
  *   NAME                    weights
  *   NAME@adam.m, @adam.v    optimizer state of AdamW
@@ -575,10 +579,11 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t be
  * each copy of a part is cut in another way, and only copy 0 is saved.
  *
  * What compression keeps is as dtrain_compressed_pieces says, numbered from 0; PowerSGD has an entry for each matrix.
- * With feedback.momentum the velocity of what travels uncompressed comes last, as plain_velocity.NUMBER. Each entry has
- * a row for each rank of the FSDP, and only as many ranks can continue from it. If shards have different lengths, each
- * shard has entries of its own, under shard-N/NAME, with a row for each copy. Give each of several compressed FSDPs in
- * one checkpoint a dtrain_pieces.name.
+ * With feedback.momentum the velocity of what travels uncompressed follows, as plain_velocity.NUMBER. unit.0 is the
+ * weight of the sums that all of these are of. Without it, as in older files, they are forgotten, and the log says so.
+ * Each entry has a row for each rank of the FSDP, and only as many ranks can continue from it. If shards have different
+ * lengths, each shard has entries of its own, under shard-N/NAME, with a row for each copy. Give each of several
+ * compressed FSDPs in one checkpoint a dtrain_pieces.name.
  *
  * any thread; a save or load is collective over the FSDP's ranks */
 DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp);

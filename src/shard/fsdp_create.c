@@ -397,7 +397,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     fsdp->scattering = fsdp->bucket = fsdp->at = -1;
     dtrain__fsdp_debug_share(fsdp);
     dtrain__fsdp_zero_grads(fsdp);
-    dtrain__fsdp_reset(fsdp);
+    dtrain__fsdp_reset(fsdp, 0);
     status = dtrain__fsdp_first_values(fsdp);
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
@@ -666,6 +666,16 @@ static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__
     return DTRAIN_OK;
 }
 
+/* Begins a load: an open step is given up. */
+static dtrain_status dtrain__fsdp_state_loading(const dtrain_pieces *list)
+{
+    dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
+    dtrain_status status = dtrain_fsdp_drop(fsdp);
+    if (status == DTRAIN_OK)
+        dtrain__reducer_loading(fsdp->reducer);
+    return status;
+}
+
 /* Ends a load: publishes the weights, which drops gradients, and sets the counters. */
 static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {
@@ -673,6 +683,8 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
     uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->good_steps;
     double scale = (double)fsdp->loss_scale;
     dtrain_status status = dtrain_fsdp_publish(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__reducer_loaded(fsdp->reducer, lister);
     if (status == DTRAIN_OK)
         status = dtrain__pieces_ask(lister, "optimizer.step", UINT64_MAX, &step, NULL);
     if (status == DTRAIN_OK)
@@ -694,7 +706,9 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
 
 DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp)
 {
-    return dtrain__pieces_make(fsdp, dtrain__fsdp_state_list, dtrain__fsdp_state_loaded);
+    dtrain_pieces made = dtrain__pieces_make(fsdp, dtrain__fsdp_state_list, dtrain__fsdp_state_loaded);
+    made.loading = dtrain__fsdp_state_loading;
+    return made;
 }
 
 #endif

@@ -120,9 +120,8 @@ static size_t dtrain__fsdp_plan_compression(const dtrain__layout *layout, const 
     if (desc == NULL)
         return 0;
     floats += !desc->feedback.no_feedback;
-    floats += !desc->feedback.no_feedback && desc->adam;
     floats += desc->feedback.momentum > 0.0f;
-    return floats * layout->grads * sizeof(float);
+    return 2 * floats * layout->grads * sizeof(float); /* in two versions */
 }
 
 /* Returns the bytes that all buckets send between copies. */

@@ -396,31 +396,6 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *c
     }
 }
 
-/* Finds the weight of all ranks, and the most micro-batches of one rank, from what they announced. */
-static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
-{
-    int ranks = dtrain_comm_size(fsdp->comm);
-    fsdp->total_weight = (double)ranks;
-    fsdp->most = 1;
-    if (fsdp->announced < 0)
-        return DTRAIN_OK;
-    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__FSDP_LANE_REDUCE, 0);
-    fsdp->total_weight = 0.0;
-    for (int rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
-        if (!(all[2 * rank] >= 0.0 && all[2 * rank] <= (double)INT_MAX) || !(all[2 * rank + 1] >= 0.0) ||
-            !dtrain__train_finite(all[2 * rank + 1])) {
-            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                         "rank %d announces %g micro-batches of weight %g: expected finite numbers of at least 0", rank,
-                         all[2 * rank], all[2 * rank + 1]);
-            return dtrain__fsdp_break(fsdp, DTRAIN_ERR_CORRUPT, "hearing what ranks announce", -1);
-        }
-        fsdp->most = all[2 * rank] > (double)fsdp->most ? (int)all[2 * rank] : fsdp->most;
-        fsdp->total_weight += all[2 * rank + 1];
-    }
-    return status;
-}
-
 /* Counts the micro-batches that are folded in full before they are reduced, this one included. Ranks that gather
  * together also reduce together, in the last pass of all. Else some would wait in a reduction, others in a gather. */
 static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)

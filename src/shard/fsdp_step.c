@@ -64,9 +64,10 @@ static dtrain_status dtrain__fsdp_end_round(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Forgets the step's gradients. */
-static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
+/* Forgets the step's gradients. applied: they have gone into the weights; else it is as if the step had never been. */
+static void dtrain__fsdp_reset(dtrain_fsdp *fsdp, int applied)
 {
+    dtrain__reducer_end_step(fsdp->reducer, applied);
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
         dtrain__fsdp_page_grads(fsdp, i, 0);
         fsdp->units[i].reduced = fsdp->units[i].backward = 0;
@@ -78,7 +79,7 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     fsdp->buckets_old = 1;
     fsdp->announced = fsdp->last = -1;
     fsdp->ended = fsdp->round = fsdp->called = fsdp->joined = 0;
-    fsdp->reduced_units = fsdp->just_ended = fsdp->summed = 0;
+    fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->agreed = 0;
     fsdp->turn = fsdp->layout.unit_count - 1;
     dtrain__fsdp_between(fsdp);
 }
@@ -87,7 +88,6 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
  * be held. It goes unit by unit, because units share places on a device. */
 static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
 {
-    dtrain__reducer_step_over(fsdp->reducer, 1);
     for (int i = 0; i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_page_grads(fsdp, i, 0);
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
@@ -95,7 +95,7 @@ static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
             dtrain__fsdp_page_grads(fsdp, i, 1);
         dtrain__fsdp_page_grads(fsdp, i, 0);
     }
-    dtrain__fsdp_reset(fsdp);
+    dtrain__fsdp_reset(fsdp, 0);
 }
 
 /* Ends all rounds of a step. A rank adds nothing to rounds that only others have begun. Sets *most to the most
@@ -292,6 +292,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
                             "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
                             "dtrain_fsdp_local, then call dtrain_fsdp_publish");
     status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->agreed && dtrain__group_is_part(fsdp->comm))
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_step: with a loss scale all parts of a model skip a step or none does, and this "
+            "object's group is a part of the world: call dtrain_fsdp_clip_model_grad_norm before, with the "
+            "ranks of the whole model, or with NULL if no other rank has a part of it; then call this again");
     if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f) {
         status = dtrain__fsdp_sum_squares(fsdp);
         skip = status == DTRAIN_OK && dtrain__fsdp_overflows(fsdp);
@@ -301,16 +307,16 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     fsdp->stats.skipped += (uint64_t)skip;
     fsdp->stats.steps += (uint64_t)!skip;
     if (skip) {
-        dtrain__fsdp_reset(fsdp);
+        dtrain__fsdp_reset(fsdp, 0);
         return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
     }
     dtrain__fsdp_update(fsdp, lr);
-    dtrain__reducer_step_over(fsdp->reducer, 0);
-    dtrain__fsdp_reset(fsdp);
+    dtrain__fsdp_reset(fsdp, 1);
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
-/* Ends a step without applying it; publishes: 1 also makes the contents of the slices count. */
+/* Ends a step without an update. publishes: 1 also makes the contents of the slices count, in which the caller has
+ * applied gradients that were finished. */
 static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, const char *call)
 {
     int most = 0;
@@ -319,6 +325,8 @@ static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, cons
         status = dtrain__fsdp_complete(fsdp, &most);
     if (status != DTRAIN_OK)
         return status;
+    if (publishes)
+        dtrain__reducer_end_step(fsdp->reducer, fsdp->grads != NULL);
     dtrain__fsdp_wipe(fsdp);
     return dtrain__fsdp_leave(fsdp, publishes ? dtrain__fsdp_publish_now(fsdp) : DTRAIN_OK);
 }
@@ -401,7 +409,7 @@ static dtrain_status dtrain__fsdp_check_norm(const char *call, float max_norm)
 static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
 {
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
-    fsdp->summed = 0;
+    fsdp->summed = fsdp->agreed = 0;
     return status == DTRAIN_OK ? dtrain__fsdp_sum_squares(fsdp) : status;
 }
 
@@ -425,7 +433,7 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->summed = 0;
+    fsdp->summed = fsdp->agreed = 0;
     status = dtrain__fsdp_queue_squares(fsdp, fsdp->device.limbs);
     if (status == DTRAIN_OK)
         status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm,
@@ -535,7 +543,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
         return status;
     if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    return dtrain__fsdp_clip(fsdps, count, model, max_norm, norm, call);
+    status = dtrain__fsdp_clip(fsdps, count, model, max_norm, norm, call);
+    for (int i = 0; status == DTRAIN_OK && i < count; i++)
+        fsdps[i]->agreed = 1;
+    return status;
 }
 
 #endif

@@ -68,9 +68,25 @@ static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
     return dtrain__no_compress("compress");
 }
 
-static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
+static void dtrain__reducer_end_step(dtrain__reducer *reducer, int applied)
 {
-    (void)reducer, (void)dropped;
+    (void)reducer, (void)applied;
+}
+
+static void dtrain__reducer_undo(dtrain__reducer *reducer)
+{
+    (void)reducer;
+}
+
+static void dtrain__reducer_loading(dtrain__reducer *reducer)
+{
+    (void)reducer;
+}
+
+static dtrain_status dtrain__reducer_loaded(dtrain__reducer *reducer, const dtrain__lister *lister)
+{
+    (void)reducer, (void)lister;
+    return DTRAIN_OK;
 }
 
 static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__layout *layout, int rank,

@@ -19,6 +19,7 @@ typedef struct dtrain__reducer_job {
     float *sums;         /* of the whole layout, at a level */
     dtrain__compression_momenta momenta;
     uint64_t step; /* counted from 0 */
+    double total;  /* weight of all ranks */
     dtrain_status status;
     dtrain_compressed_stats stats;
     int64_t begin_ns, end_ns;
@@ -44,13 +45,11 @@ static dtrain_status dtrain__reducer_run(dtrain__reducer *reducer, dtrain__reduc
     size_t first = job->highest + 1 < reducer->layout->unit_count ? ends[job->highest + 1] : 0;
     dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * job->lowest] : NULL;
     dtrain_status status = events != NULL ? dtrain__device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
-    for (size_t i = first; i < ends[job->lowest] && reducer->adam; i++)
-        if (reducer->set.parts[i].state != NULL)
-            dtrain__compressed_at_step(reducer->set.parts[i].state, job->step);
     if (job->momenta.m != NULL)
         dtrain__compression_fold(&reducer->set, job->sums, first, ends[job->lowest], &job->momenta);
     if (status == DTRAIN_OK)
-        status = dtrain__compression_send(&reducer->set, job->sums, first, ends[job->lowest], &job->stats);
+        status = dtrain__compression_send(&reducer->set, job->sums, first, ends[job->lowest], job->total,
+                                          reducer->adam ? &job->step : NULL, &job->stats);
     return status == DTRAIN_OK && events != NULL ? dtrain__device_event_record(reducer->queue, events[1]) : status;
 }
 
@@ -211,15 +210,15 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     return status;
 }
 
-/* Takes over the units of a bucket. The sums, and under 1-bit Adam the momenta that are folded into them, must stay in
- * place until dtrain__reducer_finish. */
+/* Takes over the units of a bucket, once all ranks have announced their weights. The sums, and under 1-bit Adam the
+ * momenta that are folded into them, must stay in place until dtrain__reducer_finish. */
 static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int highest, float *sums)
 {
     dtrain__reducer *reducer = fsdp->reducer;
     dtrain__reducer_job *job = &reducer->jobs[lowest];
     double weight = fsdp->announced >= 0 ? fsdp->announcement[1] : 1.0;
-    dtrain_status status = DTRAIN_OK;
-    if (reducer->queue != NULL)
+    dtrain_status status = dtrain__fsdp_announced(fsdp);
+    if (status == DTRAIN_OK && reducer->queue != NULL)
         status = dtrain__device_event_record(reducer->caller, reducer->events[2 * lowest]);
     if (status != DTRAIN_OK)
         return status;
@@ -228,6 +227,7 @@ static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int hig
     job->highest = highest;
     job->sums = sums;
     job->step = fsdp->step;
+    job->total = fsdp->total_weight;
     if (fsdp->freezes && fsdp->step >= fsdp->freeze_step) {
         job->momenta.m = fsdp->state; /* laid out as the gradients */
         job->momenta.rest1 = (float)(1.0 - (double)fsdp->optimizer.beta1);
@@ -262,11 +262,28 @@ static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* Ends a step: see dtrain__compression_step_over. */
-static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
+/* Ends a step: see dtrain__compression_end_step. No bucket is under way. */
+static void dtrain__reducer_end_step(dtrain__reducer *reducer, int applied)
 {
     if (reducer != NULL)
-        dtrain__compression_step_over(&reducer->set, dropped);
+        dtrain__compression_end_step(&reducer->set, applied);
+}
+
+static void dtrain__reducer_undo(dtrain__reducer *reducer)
+{
+    if (reducer != NULL)
+        dtrain__compression_undo(&reducer->set);
+}
+
+static void dtrain__reducer_loading(dtrain__reducer *reducer)
+{
+    if (reducer != NULL)
+        dtrain__compression_loading(&reducer->set);
+}
+
+static dtrain_status dtrain__reducer_loaded(dtrain__reducer *reducer, const dtrain__lister *lister)
+{
+    return reducer != NULL ? dtrain__compression_loaded(&reducer->set, lister) : DTRAIN_OK;
 }
 
 /* Lists what compression keeps: a row for each rank. If buckets differ in size between shards, each shard has rows of
@@ -307,7 +324,7 @@ static uint64_t dtrain__reducer_selection_bytes(const dtrain_topk_desc *topk, si
 /* Returns the most bytes that top-k sends after its warm-up. Lengths travel before the selections. */
 static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t count, int ranks)
 {
-    double ratio = topk->threshold > 0.0f ? 1.0 : topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
+    double ratio = topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
     size_t chosen = dtrain_topk_count(count, ratio), part = dtrain__split(count, ranks, 0, NULL), picked;
     uint64_t others = (uint64_t)(ranks - 1), one = dtrain__reducer_selection_bytes(topk, chosen, count);
     uint64_t dense = dtrain__plan_sent_bytes(count, ranks), most = 8 * (uint64_t)count;
@@ -318,8 +335,6 @@ static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t 
         return 8 * others + (others * one > dense ? others * one : dense);
     }
     picked = chosen > part / (size_t)ranks ? part : chosen * (size_t)ranks;
-    if (topk->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK)
-        picked = dtrain_topk_count(part, ratio);
     return others * (16 + DTRAIN__SPARSE_HEADER + dtrain__reducer_selection_bytes(topk, picked, part)) +
            dtrain__reducer_selection_bytes(topk, chosen, SIZE_MAX / 8);
 }

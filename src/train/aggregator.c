@@ -124,13 +124,13 @@ static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_
 
 static dtrain_aggregator dtrain__aggregator_local(void)
 {
-    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL, NULL, NULL};
+    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL, NULL, NULL, NULL};
     return aggregator;
 }
 
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm)
 {
-    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL, NULL, NULL};
+    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL, NULL, NULL, NULL};
     return aggregator;
 }
 
@@ -185,10 +185,13 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
     status = desc->compute(desc->user, &weight);
     if (status == DTRAIN_OK)
         status = aggregator->aggregate(aggregator->self, desc->table, desc->count, weight, &own.total_weight);
+    int drops = status == DTRAIN_OK && aggregator->drop != NULL;
     if (status == DTRAIN_OK && own.total_weight > 0.0 && desc->max_norm != 0.0f)
         status = dtrain_clip_grad_norm(desc->table, desc->count, desc->max_norm, &own.norm);
     if (status == DTRAIN_OK && own.total_weight > 0.0)
         status = dtrain_optimizer_step(desc->optimizer, desc->lr);
+    if (status != DTRAIN_OK && drops)
+        aggregator->drop(aggregator->self);
     if (result != NULL)
         *result = own;
     return status;

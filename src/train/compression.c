@@ -3,8 +3,8 @@
  * all gradients of a table in this way.
  *
  * A compressor that selects works on one large part. With a part for each parameter, the few elements that matter would
- * share the sent ones with many that do not. Sums travel, not means, so that the unsent rest has the scale of the next
- * step's gradients. They are divided once, by the weight of all ranks. */
+ * share the sent ones with many that do not. Sums travel, and are divided once, by the weight of all ranks. What is
+ * kept of them is a share of the mean: a step of another weight scales it first, and one of weight 0 leaves it. */
 #ifndef DTRAIN__COMPRESSION
 #define DTRAIN__COMPRESSION
 #include "train.h"
@@ -20,8 +20,6 @@ typedef struct dtrain__compression_part {
     size_t at, count;
     int dense;                /* the table marks its parameters dense */
     dtrain_compressed *state; /* NULL: it is all-reduced uncompressed */
-    float *before;            /* 1-bit Adam: the residual before the current step; NULL: none */
-    int folded;               /* momenta travel in the current step */
 } dtrain__compression_part;
 
 typedef struct dtrain__compression_set {
@@ -30,8 +28,11 @@ typedef struct dtrain__compression_set {
     dtrain_device *device; /* where the vector is; NULL: the CPU */
     dtrain__compression_part *parts;
     size_t part_count, plain_count;
-    float *plain;              /* uncompressed parts side by side; for a vector on a device in pinned memory */
-    float momentum, *velocity; /* velocity of the sums of uncompressed parts, plain_count floats; NULL: none */
+    float *plain; /* uncompressed parts side by side; for a vector on a device in pinned memory */
+    float momentum;
+    float *velocity[2]; /* of the sums of uncompressed parts, plain_count floats in each version; NULL: none */
+    double unit[2];     /* weight of the sums that each version is of; 0: none yet */
+    dtrain__versions versions;
 } dtrain__compression_set;
 
 typedef struct dtrain__compression {
@@ -53,7 +54,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
                             "compress: feedback.device is %s, expected NULL: the table's parameters have the device",
                             dtrain_device_name(desc->feedback.device));
     if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK) {
-        if (topk.threshold == 0.0f && topk.schedule.ratio == 0.0)
+        if (topk.schedule.ratio == 0.0)
             topk.schedule.ratio = 0.01;
         return dtrain_compressor_topk(made, &topk, allocator);
     }
@@ -106,16 +107,15 @@ static dtrain_status dtrain__compression_meet(dtrain_comm *comm, const char *cal
 
 static void dtrain__compression_close(dtrain__compression_set *set)
 {
-    for (size_t i = 0; i < set->part_count; i++) {
+    for (size_t i = 0; i < set->part_count; i++)
         dtrain_compressed_destroy(set->parts[i].state);
-        dtrain__free(set->allocator, set->parts[i].before);
-    }
     dtrain__free(set->allocator, set->parts);
     if (set->device != NULL)
         dtrain_device_free(set->device, DTRAIN_MEMORY_PINNED, set->plain);
     else
         dtrain__free(set->allocator, set->plain);
-    dtrain__free(set->allocator, set->velocity);
+    dtrain__free(set->allocator, set->velocity[0]);
+    dtrain__free(set->allocator, set->velocity[1]);
     memset(set, 0, sizeof *set);
 }
 
@@ -161,13 +161,8 @@ static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const
     }
     dtrain_status status = dtrain__compression_make(desc, rows, count / rows, set->allocator, &compressor);
     feedback.device = set->device;
-    if (status == DTRAIN_OK)
-        status = dtrain_compressed_create(&part->state, set->comm, count, &compressor, &feedback);
-    if (status != DTRAIN_OK || !desc->adam || desc->feedback.no_feedback)
-        return status;
-    part->before = (float *)dtrain__alloc(set->allocator, count * sizeof(float));
-    return part->before != NULL ? DTRAIN_OK
-                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu numbers", count);
+    return status == DTRAIN_OK ? dtrain_compressed_create(&part->state, set->comm, count, &compressor, &feedback)
+                               : status;
 }
 
 /* Ends a set after all parts have been added. */
@@ -184,14 +179,24 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
     if (status != DTRAIN_OK)
         return status;
     set->plain = (float *)plain;
-    if (set->momentum > 0.0f)
-        set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
-    if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
+    int good = set->plain != NULL;
+    for (int i = 0; i < 2 && set->momentum > 0.0f; i++)
+        good &= (set->velocity[i] = (float *)dtrain__alloc(set->allocator, bytes)) != NULL;
+    if (!good)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu bytes of small parts", bytes);
     return DTRAIN_OK;
 }
 
-/* Lists the states of all parts, and last the velocity of uncompressed parts. */
+/* Whether anything is kept of sums. */
+static int dtrain__compression_keeps(const dtrain__compression_set *set)
+{
+    int keeps = set->velocity[0] != NULL;
+    for (size_t i = 0; i < set->part_count && !keeps; i++)
+        keeps = set->parts[i].state != NULL && dtrain__compressed_residual(set->parts[i].state) != NULL;
+    return keeps;
+}
+
+/* Lists the states of all parts, then the velocity of uncompressed parts, and last the weight of the sums. */
 static void dtrain__compression_list(const dtrain__compression_set *set, dtrain__pieces_row row, dtrain__lister *lister)
 {
     for (size_t i = 0; i < set->part_count; i++)
@@ -200,7 +205,51 @@ static void dtrain__compression_list(const dtrain__compression_set *set, dtrain_
             row.number++;
         }
     if (set->plain_count > 0)
-        dtrain__pieces_put_row(lister, &row, "plain_velocity", DTRAIN_F32, set->velocity, set->plain_count, NULL);
+        dtrain__pieces_put_row(lister, &row, "plain_velocity", DTRAIN_F32, set->velocity[set->versions.now],
+                               set->plain_count, NULL);
+    row.number = 0;
+    if (dtrain__compression_keeps(set))
+        dtrain__pieces_put_optional(lister, &row, "unit", DTRAIN_F64, &set->unit[set->versions.now], 1);
+}
+
+/* After a load: whether the weight of the sums came with what is kept of them, which else must be forgotten. *unit: as
+ * the load left it, -1 before. */
+static int dtrain__compression_known(double *unit, int rank, const dtrain__lister *lister)
+{
+    int known = dtrain__train_finite(*unit) && *unit >= 0.0;
+    *unit = known ? *unit : 0.0;
+    if (!known && lister->ask != NULL)
+        dtrain__log(
+            DTRAIN_LOG_WARN,
+            "compress: rank %d starts with nothing unsent: the checkpoint does not say the weight of the sums that "
+            "its residuals are of, as older ones did not",
+            rank);
+    return known;
+}
+
+/* Before a load: what a checkpoint does not say is unknown. */
+static void dtrain__compression_loading(dtrain__compression_set *set)
+{
+    dtrain__versions_end(&set->versions, 0);
+    for (size_t i = 0; i < set->part_count; i++)
+        if (set->parts[i].state != NULL)
+            dtrain__versions_end(dtrain__compressed_versions(set->parts[i].state), 0);
+    set->unit[set->versions.now] = -1.0;
+}
+
+/* After a load. What is kept of sums is forgotten if their weight was not saved with them. */
+static dtrain_status dtrain__compression_loaded(dtrain__compression_set *set, const dtrain__lister *lister)
+{
+    double *unit = &set->unit[set->versions.now];
+    dtrain_status status = DTRAIN_OK;
+    int known = !dtrain__compression_keeps(set) || dtrain__compression_known(unit, dtrain_comm_rank(set->comm), lister);
+    *unit = *unit > 0.0 ? *unit : 0.0;
+    for (size_t i = 0; status == DTRAIN_OK && i < set->part_count && !known; i++)
+        if (set->parts[i].state != NULL)
+            status = dtrain__compressed_forget(set->parts[i].state);
+    if (!known && set->velocity[set->versions.now] != NULL)
+        memset(set->velocity[set->versions.now], 0, set->plain_count * sizeof(float));
+    return status;
 }
 
 /* Copies the uncompressed parts from first to end out of the vector, side by side, or back. When it returns, the CPU
@@ -223,9 +272,9 @@ static dtrain_status dtrain__compression_copy_plain(dtrain__compression_set *set
     return set->device != NULL ? dtrain__device_vector_broken(set->comm, set->device, status) : status;
 }
 
-/* All-reduces the uncompressed parts from first to end as one. */
+/* All-reduces the uncompressed parts from first to end as one. total: the weight of all ranks. */
 static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set, float *vector, size_t first,
-                                                    size_t end, dtrain_compressed_stats *stats)
+                                                    size_t end, double total, dtrain_compressed_stats *stats)
 {
     size_t before = 0, count = 0; /* elements of uncompressed parts before first, and from there to end */
     for (size_t i = 0; i < end; i++)
@@ -240,12 +289,17 @@ static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set
     dtrain_status status = dtrain__compression_copy_plain(set, sum, vector, first, end, 0);
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(set->comm, sum, sum, count, DTRAIN_F32, DTRAIN_SUM);
-    if (status == DTRAIN_OK &&
-        set->velocity != NULL) { /* with feedback.momentum the optimizer has none */
+    if (status == DTRAIN_OK && total > 0.0 &&
+        set->velocity[0] != NULL) { /* with feedback.momentum the optimizer has none */
+        const float *old = set->velocity[set->versions.now] + before;
+        float *next = set->velocity[!set->versions.now] + before;
         uint64_t mode = dtrain__fpmode_enter();
-        dtrain__feedback_velocity(set->velocity + before, sum, set->momentum, 1.0f, count);
+        float momentum = set->momentum * dtrain__feedback_ratio(total, set->unit[set->versions.now]);
+        memcpy(next, old, count * sizeof(float));
+        dtrain__feedback_velocity(next, sum, momentum, 1.0f, count);
+        memcpy(sum, next, count * sizeof(float));
+        dtrain__feedback_finite(next, count);
         dtrain__fpmode_restore(mode);
-        memcpy(sum, set->velocity + before, count * sizeof(float));
     }
     return status == DTRAIN_OK ? dtrain__compression_copy_plain(set, sum, vector, first, end, 1) : status;
 }
@@ -263,10 +317,7 @@ static void dtrain__compression_fold(dtrain__compression_set *set, float *vector
 {
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = first; i < end; i++) {
-        dtrain__compression_part *part = &set->parts[i];
-        part->folded = part->before != NULL;
-        if (part->folded)
-            memcpy(part->before, dtrain__compressed_residual(part->state), part->count * sizeof(float));
+        const dtrain__compression_part *part = &set->parts[i];
         if (!part->dense)
             dtrain__feedback_velocity(vector + part->at, momenta->m + part->at, momenta->rest1, momenta->factor,
                                       part->count);
@@ -274,29 +325,44 @@ static void dtrain__compression_fold(dtrain__compression_set *set, float *vector
     dtrain__fpmode_restore(mode);
 }
 
-/* Ends a step. dropped: it was not applied, so m stays as it is, and the residual goes back to that before the step. */
-static void dtrain__compression_step_over(dtrain__compression_set *set, int dropped)
+/* Ends a step: applied, or as if it had never been. */
+static void dtrain__compression_end_step(dtrain__compression_set *set, int applied)
 {
-    for (size_t i = 0; i < set->part_count; i++) {
-        dtrain__compression_part *part = &set->parts[i];
-        if (part->folded && dropped)
-            memcpy(dtrain__compressed_residual(part->state), part->before, part->count * sizeof(float));
-        part->folded = 0;
-    }
+    dtrain__versions_end(&set->versions, applied);
+    for (size_t i = 0; i < set->part_count; i++)
+        if (set->parts[i].state != NULL)
+            dtrain__versions_end(dtrain__compressed_versions(set->parts[i].state), applied);
+}
+
+/* Takes the last step back, if that was applied and no other has begun. */
+static void dtrain__compression_undo(dtrain__compression_set *set)
+{
+    dtrain__versions_undo(&set->versions);
+    for (size_t i = 0; i < set->part_count; i++)
+        if (set->parts[i].state != NULL)
+            dtrain__versions_undo(dtrain__compressed_versions(set->parts[i].state));
 }
 
 /* Sums the parts from first to end over all ranks, and adds the bytes sent to stats. On a device, the sums are complete
- * in the order of its queue. */
+ * in the order of its queue. total: the weight of all ranks. With 0 all parts travel uncompressed, and no state changes.
+ * step: the number of steps before this one; NULL: the states count. */
 static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
-                                              dtrain_compressed_stats *stats)
+                                              double total, const uint64_t *step, dtrain_compressed_stats *stats)
 {
-    dtrain_status status = dtrain__compression_send_plain(set, vector, first, end, stats);
+    if (total > 0.0) {
+        set->unit[!set->versions.now] = total;
+        set->versions.other = DTRAIN__VERSION_AFTER;
+    }
+    dtrain_status status = dtrain__compression_send_plain(set, vector, first, end, total, stats);
     for (size_t i = first; status == DTRAIN_OK && i < end; i++) {
         const dtrain__compression_part *part = &set->parts[i];
         if (part->state == NULL)
             continue;
         dtrain_compressed_stats before = dtrain_compressed_get_stats(part->state), after;
-        status = dtrain_compressed_all_reduce(part->state, vector + part->at, vector + part->at, DTRAIN_SUM);
+        float *at = vector + part->at;
+        *dtrain__compressed_unit(part->state) = set->unit[set->versions.now];
+        status = total > 0.0 ? dtrain__compressed_step(part->state, at, at, DTRAIN_SUM, total, step)
+                             : dtrain__compressed_whole(part->state, at);
         after = dtrain_compressed_get_stats(part->state);
         stats->dense_bytes += after.dense_bytes - before.dense_bytes;
         stats->sent_bytes += after.sent_bytes - before.sent_bytes;
@@ -352,7 +418,8 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
     for (size_t i = 0; i < count; in += all->elements[i++])
         if (all->elements[i] > 0)
             memcpy(all->flat + in, table[i].grad, all->elements[i] * sizeof(float));
-    status = dtrain__compression_send(&all->set, all->flat, 0, all->set.part_count, &all->stats);
+    status = dtrain__compression_send(&all->set, all->flat, 0, all->set.part_count, *total_weight, NULL, &all->stats);
+    dtrain__compression_end_step(&all->set, status == DTRAIN_OK);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < count; out += all->elements[i++])
@@ -361,6 +428,11 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
     dtrain__aggregator_divide(table, count, *total_weight);
     all->stats.steps++;
     return DTRAIN_OK;
+}
+
+static void dtrain__compression_drop(void *self)
+{
+    dtrain__compression_undo(&((dtrain__compression *)self)->set);
 }
 
 static dtrain_compressed_stats dtrain__compression_counters(const void *self)
@@ -376,9 +448,22 @@ static dtrain_status dtrain__compression_list_all(const dtrain_pieces *list, dtr
     return DTRAIN_OK;
 }
 
+static dtrain_status dtrain__compression_loading_all(const dtrain_pieces *list)
+{
+    dtrain__compression_loading(&((dtrain__compression *)list->object)->set);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__compression_loaded_all(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    return dtrain__compression_loaded(&((dtrain__compression *)list->object)->set, lister);
+}
+
 static dtrain_pieces dtrain__compression_pieces(void *self)
 {
-    return dtrain__pieces_make(self, dtrain__compression_list_all, NULL);
+    dtrain_pieces made = dtrain__pieces_make(self, dtrain__compression_list_all, dtrain__compression_loaded_all);
+    made.loading = dtrain__compression_loading_all;
+    return made;
 }
 
 DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
@@ -414,6 +499,7 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     }
     aggregator->self = all;
     aggregator->aggregate = dtrain__compression_run;
+    aggregator->drop = dtrain__compression_drop;
     aggregator->destroy = dtrain__compression_destroy;
     aggregator->get_stats = dtrain__compression_counters;
     aggregator->get_pieces = dtrain__compression_pieces;

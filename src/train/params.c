@@ -137,8 +137,8 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %zu of the table has no name: give it one", index);
     unsigned bits = dtrain_dtype_bits(param->dtype);
     if (bits == 0 || bits % 8 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d has no whole bytes: use DTRAIN_F32",
-                            name, (int)param->dtype);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: dtype %d has no whole bytes: use DTRAIN_F32", name,
+                            (int)param->dtype);
     if (param->ndim < 0 || param->ndim > DTRAIN_MAX_DIMS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "parameter %s: ndim is %d, expected 0 to %d", name, param->ndim,
                             DTRAIN_MAX_DIMS);
@@ -285,7 +285,6 @@ static const dtrain__alike_field dtrain__params_compress_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.stage_steps, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.first_ratio, FLOAT),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.factor, FLOAT),
-    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.threshold, FLOAT),
     DTRAIN__ALIKE_CONSTANT(dtrain_compress_desc, topk.values, dtrain__alike_dtype),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.indices, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.exchange, NUMBER),
@@ -295,7 +294,6 @@ static const dtrain__alike_field dtrain__params_compress_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.no_feedback, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.momentum, FLOAT),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.no_masking, FLAG),
-    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.max_norm, FLOAT),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.start_step, NUMBER),
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.device, OWN), /* NULL here */
     DTRAIN__ALIKE_FIELD(dtrain_compress_desc, least_count, NUMBER),

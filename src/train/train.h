@@ -372,7 +372,7 @@ DTRAIN_API_MUST dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, s
  * twice. Source: Tang and others, 1-bit Adam, ICML 2021. */
 typedef struct dtrain_compress_desc {
     dtrain_compression kind;         /* 0: top-k */
-    dtrain_topk_desc topk;           /* a ratio of 0 without a threshold: 0.01 */
+    dtrain_topk_desc topk;           /* a ratio of 0: 0.01 */
     size_t block;                    /* of int8, fp8 and sign; 0: their default */
     int rank;                        /* of PowerSGD; 0: 4 */
     const dtrain_compressor *own;    /* kind OWN: copied for every vector; its destroy is never called */
@@ -393,6 +393,9 @@ typedef struct dtrain_aggregator {
     dtrain_compressed_stats (*get_stats)(const void *self);
     /* Lists what a checkpoint keeps of it, for dtrain_aggregator_pieces; may be NULL. */
     dtrain_pieces (*get_pieces)(void *self);
+    /* Takes the last aggregate back: what it keeps between steps is again as before. Call it on every rank if you do
+     * not apply a step, or parts of it come back in later ones; dtrain_train_step does so. May be NULL. */
+    void (*drop)(void *self);
 } dtrain_aggregator;
 
 /* Makes the aggregator that all-reduces each gradient over comm, which must outlive it.
@@ -418,7 +421,7 @@ DTRAIN_API_MUST dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *ag
 /* Lists what a checkpoint keeps of an aggregator between steps. Only as many ranks can continue from it.
  *
  *   compressed        its state, as in dtrain_fsdp_pieces
- *   a server's        residual.0, which packing has left unsent
+ *   a server's        residual.0, which packing has left unsent, and unit.0, the weight of its sums
  *   others            nothing
  *
  * any thread */
@@ -464,8 +467,9 @@ typedef struct dtrain_step_result {
  *   result   out; may be NULL
  *   errors   DTRAIN_ERR_INVALID      a missing table, compute or optimizer: nothing was computed
  *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or a parameter on a device: nothing was computed
- *            the status of compute, or those of aggregate: nothing was applied. When compute fails on one rank, the
- *            others learn it when this rank leaves the group, or at their deadline
+ *            the status of compute, or those of aggregate. Nothing was applied, and what the aggregator keeps is as
+ *            before. When compute fails on one rank, the others learn it when this rank leaves the group, or at their
+ *            deadline
  *
  * collective when its aggregator is */
 DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result);

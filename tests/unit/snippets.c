@@ -332,7 +332,8 @@ static dtrain_status frame_loop(dtrain_comm *world, void *user)
     while (!done) {
         DTRAIN_CHECK(dtrain_comm_poll(world, 300));
         render_frame();
-        if (dtrain_work_done(work)) status = dtrain_work_wait(work), done = 1;
+        if (dtrain_work_done(work))
+            status = dtrain_work_wait(work), done = 1;
     }
     while (group == NULL) {
         DTRAIN_CHECK(dtrain_comm_shrink_poll(world, 300, &group));
@@ -491,7 +492,7 @@ static dtrain_status on_a_device(dtrain_comm *world, void *user)
     uint32_t found = 0;
     (void)world, (void)user;
     DTRAIN_CHECK(dtrain_device_axpy(gpu, DTRAIN_F32, g, 0.5, update, 3));
-    DTRAIN_CHECK(dtrain_device_overflow(gpu, DTRAIN_F32, g, 3, &found)); /* a NaN or an infinity? */
+    DTRAIN_CHECK(dtrain_device_overflow(gpu, DTRAIN_F32, g, 3, &found));     /* a NaN or an infinity? */
     DTRAIN_CHECK(dtrain_device_sgd(gpu, w, g, NULL, 3, &sgd, 0.5f, narrow)); /* and the weights in BF16 */
     DTRAIN_CHECK(dtrain_convert(narrow, DTRAIN_BF16, wide, DTRAIN_F32, 3));
     return !found && wide[2] == 2 && w[2] == 2 ? DTRAIN_OK : DTRAIN_ERR_INVALID;
@@ -624,7 +625,8 @@ static dtrain_status checkpointed(dtrain_comm *world, void *user)
         lists[0] = dtrain_fsdp_pieces(fsdp);
         lists[1] = dtrain_sampler_pieces(&sampler);
         state.lists = lists, state.list_count = 2;
-        if (resume) DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL));
+        if (resume)
+            DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL));
         step = resume ? state.step : step;
         state.step = step;
         DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));
@@ -643,6 +645,14 @@ static double far_from(const float *values, size_t count, double expected)
     for (size_t i = 0; i < count; i++)
         most = fmax(most, fabs((double)values[i] - expected));
     return most;
+}
+
+static int all_finite(const float *values, size_t count)
+{
+    int finite = 1;
+    for (size_t i = 0; i < count; i++)
+        finite &= isfinite(values[i]) != 0;
+    return finite;
 }
 
 /* tensor/tensor.h and train/train.h: the formulas of optimizers give what the optimizers do. */
@@ -709,11 +719,70 @@ static dtrain_status compressed(dtrain_comm *world, void *user)
         for (size_t i = 0; i < count; i++)
             grads[i] = 1;
         DTRAIN_CHECK(dtrain_compressed_all_reduce(compressed, grads, grads, DTRAIN_MEAN));
+        if (!all_finite(grads, count))
+            dtrain_compressed_drop(compressed);
         uint64_t sent = dtrain_compressed_get_stats(compressed).sent_bytes;
         dtrain_compressed_destroy(compressed);
         good &= far_from(grads, count, 1) < 1e-3 && (sent > 0) == (ranks > 1);
     }
     return good ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+/* shard/ddp.h: a step of no examples, and one with a gradient that is not finite, are given up. */
+static dtrain_status given_up(dtrain_comm *world, void *user)
+{
+    float weights[COUNT] = ZERO, grads[COUNT] = ZERO;
+    size_t count = COUNT;
+    int good = 1, applied = 0;
+    dtrain_param table = ZERO;
+    dtrain_compress_desc compress = ZERO;
+    dtrain_ddp_desc desc = ZERO;
+    dtrain_ddp *ddp;
+    (void)user;
+    table.name = "w", table.dtype = DTRAIN_F32, table.shape[0] = count, table.data = weights, table.grad = grads;
+    compress.kind = DTRAIN_COMPRESS_INT8, compress.least_count = 1;
+    desc.compress = &compress;
+    DTRAIN_CHECK(dtrain_ddp_create(&ddp, world, &table, 1, &desc));
+    for (int step = 0; step < 4; step++) {
+        double examples;
+        DTRAIN_CHECK(dtrain_ddp_begin(ddp, 1, step == 1 ? 0 : 2));
+        for (size_t i = 0; i < count && step != 1; i++)
+            grads[i] += step == 2 ? INFINITY : 2;
+        DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
+        DTRAIN_CHECK(dtrain_ddp_finish(ddp, &examples));
+        if (examples == 0 || !all_finite(grads, count))
+            DTRAIN_CHECK(dtrain_ddp_drop(ddp));
+        else
+            good &= far_from(grads, count, 1) < 0.01, applied++;
+    }
+    dtrain_ddp_destroy(ddp);
+    return good && applied == 2 ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+static void read_weights(const char *path, float *weights)
+{
+    for (size_t i = 0; path != NULL && i < COUNT; i++)
+        weights[i] = 5;
+}
+
+/* loose/local_sgd.h: other weights than those of the creation. */
+static dtrain_status published(dtrain_comm *world, void *user)
+{
+    float weights[COUNT] = ZERO, grads[COUNT] = ZERO;
+    const char *path = "model";
+    dtrain_param table = ZERO;
+    dtrain_local_sgd_desc desc = ZERO;
+    dtrain_local_sgd *local;
+    (void)user;
+    table.name = "w", table.dtype = DTRAIN_F32, table.shape[0] = COUNT, table.data = weights, table.grad = grads;
+    desc.steps = 1, desc.blocking = 1;
+    DTRAIN_CHECK(dtrain_local_sgd_create(&local, world, &table, 1, &desc));
+    read_weights(path, weights);
+    DTRAIN_CHECK(dtrain_local_sgd_publish(local));
+    DTRAIN_CHECK(dtrain_local_sgd_step(local, 1));
+    DTRAIN_CHECK(dtrain_local_sgd_finish(local));
+    dtrain_local_sgd_destroy(local);
+    return far_from(weights, COUNT, 5) == 0 ? DTRAIN_OK : DTRAIN_ERR_INVALID;
 }
 
 static void forward(const float *weights, int unit)
@@ -915,6 +984,8 @@ int main(int argc, char **argv)
     check("reduced in backward from the environment", size, reduced_in_backward(world, NULL));
     check("formulas of optimizers from the environment", size, formulas(world, NULL));
     check("compressed from the environment", size, compressed(world, NULL));
+    check("steps given up from the environment", size, given_up(world, NULL));
+    check("weights published from the environment", size, published(world, NULL));
     check("the loop of FSDP from the environment", size, fsdp_loop(world, NULL));
     check("pieces from the environment", size, pieces(world, NULL));
     dtrain_comm_destroy(world);
@@ -936,6 +1007,8 @@ int main(int argc, char **argv)
         check("in parts", ranks, dtrain_run_threads(ranks, in_parts, NULL, NULL));
         check("formulas of optimizers", ranks, dtrain_run_threads(ranks, formulas, NULL, NULL));
         check("compressed", ranks, dtrain_run_threads(ranks, compressed, NULL, NULL));
+        check("steps given up", ranks, dtrain_run_threads(ranks, given_up, NULL, NULL));
+        check("weights published", ranks, dtrain_run_threads(ranks, published, NULL, NULL));
         check("the loop of FSDP", ranks, dtrain_run_threads(ranks, fsdp_loop, NULL, NULL));
         check("pieces", ranks, dtrain_run_threads(ranks, pieces, NULL, NULL));
         if (argc > 1) {

@@ -60,7 +60,7 @@ TEST(every_byte_of_a_desc_is_compared_or_each_ranks_own)
 {
     CHECK_TABLE(dtrain__fsdp_fields, dtrain_fsdp_desc, 8);
     CHECK_TABLE(dtrain__fsdp_group_fields, dtrain_param_group, 4);
-    CHECK_TABLE(dtrain__params_compress_fields, dtrain_compress_desc, 12);
+    CHECK_TABLE(dtrain__params_compress_fields, dtrain_compress_desc, 20);
     CHECK_TABLE(dtrain__rounds_fields, dtrain_local_sgd_desc, 8);
     CHECK_TABLE(dtrain__server_fields, dtrain_server_desc, 0);
     CHECK_TABLE(dtrain__checkpoint_fields, dtrain_checkpoint_desc, 0);

@@ -19,7 +19,7 @@ static dtrain_compressor compressor_of(int kind)
     topk.schedule.ratio = 0.01;
     topk.schedule.stage_steps = kind == TOPK ? 1 : 0;
     topk.values = kind == TOPK_BF16 ? DTRAIN_BF16 : DTRAIN_F32;
-    topk.exchange = kind == TOPK_SPLIT ? DTRAIN_EXCHANGE_SPLIT_TOPK : DTRAIN_EXCHANGE_GATHER;
+    topk.exchange = kind == TOPK_SPLIT ? DTRAIN_EXCHANGE_SPLIT : DTRAIN_EXCHANGE_GATHER;
     switch (kind) {
     case INT8: return dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
     case FP8: return dtrain_compressor_of(DTRAIN_COMPRESS_FP8, 64);

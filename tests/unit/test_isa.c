@@ -271,10 +271,7 @@ static void topk(const kernel *k, size_t count)
     dtrain_status status;
     memset(&sparse, 0, sizeof sparse);
     memcpy(f[0], in[0], count * sizeof(float));
-    if (k->a > 0)
-        status = dtrain__topk_add(f[0], (const float *)in[1], count, count / (size_t)k->a, &sparse);
-    else
-        status = dtrain__topk_threshold(f[0], count, 1.5f, &sparse);
+    status = dtrain__topk_add(f[0], (const float *)in[1], count, count / (size_t)k->a, &sparse);
     CHECK_EQ(status, DTRAIN_OK);
     memcpy(out[1], sparse.indices, sparse.count * sizeof sparse.indices[0]);
     memcpy(out[2], sparse.values, sparse.count * sizeof sparse.values[0]);
@@ -321,7 +318,6 @@ TEST(compression_is_that_of_scalar)
     static const kernel kernels[] = {{"topk", topk, DTRAIN_F32, DTRAIN_F32, 4, 0, 3, 1, 0, 0},
                                      {"topk", topk, DTRAIN_F32, DTRAIN_F32, 4, 0, 3, 3, 0, 0},
                                      {"topk", topk, DTRAIN_F32, DTRAIN_F32, 4, 0, 3, 50, 0, 0},
-                                     {"topk", topk, DTRAIN_F32, DTRAIN_F32, 4, 0, 3, 0, 0, 0},
                                      {"int8", pack, DTRAIN_F32, DTRAIN_F32, 4, 1, 2, DTRAIN_COMPRESS_INT8, 64, 0},
                                      {"int8", pack, DTRAIN_F32, DTRAIN_F32, 4, 1, 2, DTRAIN_COMPRESS_INT8, 1024, 0},
                                      {"fp8", pack, DTRAIN_F32, DTRAIN_F32, 4, 1, 2, DTRAIN_COMPRESS_FP8, 64, 0},

@@ -285,7 +285,7 @@ TEST(constants_of_all_enums_are_disjoint)
                                         {DTRAIN_SGD, DTRAIN_OPTIMIZER_NONE},
                                         {DTRAIN_FULL_SHARD, DTRAIN_HYBRID_SHARD},
                                         {DTRAIN_INDEX_U32, DTRAIN_INDEX_NONE},
-                                        {DTRAIN_EXCHANGE_GATHER, DTRAIN_EXCHANGE_SPLIT_TOPK},
+                                        {DTRAIN_EXCHANGE_GATHER, DTRAIN_EXCHANGE_SPLIT},
                                         {DTRAIN_COMPRESS_TOPK, DTRAIN_COMPRESS_OWN},
                                         {DTRAIN_PIPELINE_GPIPE, DTRAIN_PIPELINE_ZB_H1},
                                         {DTRAIN_PART_FORWARD, DTRAIN_PART_WEIGHTS},

@@ -91,7 +91,7 @@ static float rate_of(int step)
 /* ---- the paper, in float64 ---- */
 
 typedef struct reference {
-    double p[ALL], m[ALL], v[ALL], residual[RANKS][ALL], sum[ALL];
+    double p[ALL], m[ALL], v[ALL], residual[RANKS][ALL], sum[ALL]; /* residual: a share of the mean */
 } reference;
 
 static int larger(const void *a, const void *b)
@@ -119,9 +119,12 @@ static void reference_step(reference *ref, int step)
     double total = 0, lr = (double)rate_of(step), t = step + 1, formed = step < START ? t : START;
     int frozen = step >= START;
     memset(ref->sum, 0, sizeof ref->sum);
+    for (int r = 0; r < RANKS; r++)
+        total += weight_of(r, step);
     for (int r = 0; r < RANKS; r++) {
         double weight = weight_of(r, step);
-        total += weight;
+        for (size_t i = 0; i < ALL; i++)
+            ref->residual[r][i] *= total;
         for (size_t i = 0; i < ALL; i++) {
             double g = weight > 0 ? (double)(float)gradient(r, step, i) : 0;
             if (frozen && i >= EMBEDDING)
@@ -131,6 +134,8 @@ static void reference_step(reference *ref, int step)
         }
         if (frozen)
             reference_send(ref, r, EMBEDDING, MATRIX + BIAS, dtrain_topk_count(MATRIX + BIAS, 0.05));
+        for (size_t i = 0; i < ALL; i++)
+            ref->residual[r][i] /= total;
     }
     for (size_t i = 0; i < ALL; i++) {
         double mean = ref->sum[i] / total, n = i < EMBEDDING ? t : formed;

@@ -550,3 +550,72 @@ TEST(ranks_with_parts_of_the_same_size_from_other_places_do_not_share_an_fsdp)
 {
     CHECK_EQ(dtrain_run_threads(2, strangers_body, NULL, NULL), DTRAIN_OK);
 }
+
+/* ---- one decision for all parts ---- */
+
+/* Two stages with a loss scale each; the first one's gradients are infinite in step 1. What each step changed, and the
+ * scale after it. */
+typedef struct stages {
+    int clips, refused;
+    float changes[2][4], scales[2][4];
+} stages;
+
+static dtrain_status stages_body(dtrain_comm *world, void *user)
+{
+    stages *s = (stages *)user;
+    int stage = dtrain_comm_rank(world);
+    dtrain_comm *own = NULL;
+    float w[2] = {0, 0}, g[2] = {0, 0};
+    dtrain_param table;
+    dtrain_fsdp_desc desc;
+    dtrain_fsdp *fsdp = NULL;
+    memset(&table, 0, sizeof table), memset(&desc, 0, sizeof desc);
+    CHECK_EQ(dtrain_comm_split(world, stage, 0, &own), DTRAIN_OK);
+    table.name = stage ? "b" : "a";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = 2;
+    table.data = w;
+    table.grad = g;
+    desc.optimizer.kind = DTRAIN_SGD;
+    desc.loss_scale = 1024;
+    CHECK_EQ(dtrain_fsdp_create(&fsdp, own, &table, 1, &desc), DTRAIN_OK);
+    for (int step = 0; step < 4; step++) {
+        float scale = dtrain_fsdp_loss_scale(fsdp), before = w[0];
+        CHECK_EQ(dtrain_broadcast(world, &scale, 1, DTRAIN_F32, 1), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_begin(fsdp, 1, 1), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_gather(fsdp, 0), DTRAIN_OK);
+        g[0] = g[1] = step == 1 && stage == 0 ? INFINITY : scale;
+        CHECK_EQ(dtrain_fsdp_reduce(fsdp, 0), DTRAIN_OK);
+        if (s->clips < 2) {
+            dtrain_status refused = dtrain_fsdp_step(fsdp, 1);
+            s->refused += stage == 0 && refused == DTRAIN_ERR_INVALID &&
+                          strstr(dtrain_last_error(), "call dtrain_fsdp_clip_model_grad_norm before") != NULL;
+            if (s->clips == 0)
+                CHECK_EQ(dtrain_fsdp_drop(fsdp), DTRAIN_OK);
+        }
+        if (s->clips > 0) { /* also after a refusal */
+            CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(&fsdp, 1, s->clips == 3 ? NULL : world, 0, NULL), DTRAIN_OK);
+            CHECK_EQ(dtrain_fsdp_step(fsdp, 1), DTRAIN_OK);
+        }
+        s->changes[stage][step] = before - w[0];
+        s->scales[stage][step] = dtrain_fsdp_loss_scale(fsdp);
+    }
+    dtrain_fsdp_destroy(fsdp);
+    dtrain_comm_destroy(own);
+    return DTRAIN_OK;
+}
+
+TEST(parts_with_a_loss_scale_step_only_once_all_have_decided)
+{
+    static const float changes[4] = {1, 0, 1, 1}, scales[4] = {1024, 512, 512, 512};
+    for (int clips = 0; clips < 3; clips++) {
+        stages s;
+        memset(&s, 0, sizeof s);
+        s.clips = clips;
+        CHECK_EQ(dtrain_run_threads(2, stages_body, &s, NULL), DTRAIN_OK);
+        CHECK_EQ(s.refused, clips < 2 ? 4 : 0);
+        for (int stage = 0; stage < 2 && clips > 0; stage++)
+            for (int step = 0; step < 4; step++)
+                CHECK(s.changes[stage][step] == changes[step] && s.scales[stage][step] == scales[step]);
+    }
+}

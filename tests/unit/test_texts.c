@@ -182,7 +182,6 @@ TEST(constants_of_different_enums_differ)
                                     DTRAIN_INDEX_NONE,
                                     DTRAIN_EXCHANGE_GATHER,
                                     DTRAIN_EXCHANGE_SPLIT,
-                                    DTRAIN_EXCHANGE_SPLIT_TOPK,
                                     DTRAIN_DEVICE_STAGED,
                                     DTRAIN_DEVICE_EVENTS,
                                     DTRAIN_DEVICE_FLAGS,

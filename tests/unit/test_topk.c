@@ -281,32 +281,6 @@ TEST(a_warm_up_quarters_the_ratio_each_stage)
     CHECK(dtrain__topk_ratio(&schedule, 0) == 0.001);
 }
 
-TEST(a_threshold_takes_all_that_reach_it)
-{
-    const float data[] = {1.0f, -3.0f, 2.0f, -2.0f, 0.0f, 1.9999999f};
-    dtrain__sparse sparse;
-    memset(&sparse, 0, sizeof sparse);
-    CHECK_EQ(dtrain__topk_threshold(data, 6, 2.0f, &sparse), DTRAIN_OK);
-    CHECK_EQ(sparse.count, 3);
-    CHECK(sparse.indices[0] == 1 && sparse.indices[1] == 2 && sparse.indices[2] == 3);
-    CHECK(sparse.values[0] == -3.0f && sparse.values[2] == -2.0f);
-    for (int kind = 0; kind < KINDS; kind++) {
-        enum { N = 50000 };
-        static float many[N];
-        size_t expected = 0, at = 0, wrong = 0;
-        fill(many, N, kind, 9);
-        CHECK_EQ(dtrain__topk_threshold(many, N, 0.01f, &sparse), DTRAIN_OK);
-        for (size_t i = 0; i < N; i++)
-            if (rank_of(many[i]) >= rank_of(0.01f)) {
-                wrong += at >= sparse.count || sparse.indices[at++] != i;
-                expected++;
-            }
-        CHECK_EQ(wrong, 0);
-        CHECK_EQ(sparse.count, expected);
-    }
-    dtrain__sparse_destroy(&sparse);
-}
-
 TEST(selections_refuse_what_cannot_be)
 {
     float data[4] = {1, 2, 3, 4};

@@ -1,0 +1,784 @@
+/* ---- >>test_kept ----
+ * What compression keeps between steps: a step that is not applied leaves it as if that step had never been, whatever
+ * ended it; it is a share of the mean, so that a step of another weight gets no more than its due; and it is finite. */
+#include "dtrain.h"
+#include <math.h>
+#include "test.h"
+#include "processes.h"
+#include "checkpoint_model.h"
+
+enum { N = 4096, RANKS = 3, STEPS = 9, BAD = 5 };
+
+/* The objects that keep something. */
+enum { OF_DDP, OF_FSDP, OF_HYBRID, OF_AGGREGATOR, OF_BARE, OBJECTS };
+static const char *const objects[] = {"DDP", "FSDP", "HYBRID_SHARD", "aggregator", "bare"};
+
+static const struct {
+    const char *name;
+    dtrain_compression kind;
+    float momentum;
+    int no_masking;
+    uint64_t start;
+} kinds[] = {{"top-k", DTRAIN_COMPRESS_TOPK, 0, 0, 0},
+             {"top-k with momentum", DTRAIN_COMPRESS_TOPK, 0.9f, 0, 0},
+             {"top-k with momentum, unmasked", DTRAIN_COMPRESS_TOPK, 0.9f, 1, 0},
+             {"top-k from step 3", DTRAIN_COMPRESS_TOPK, 0, 0, 3},
+             {"sign", DTRAIN_COMPRESS_SIGN, 0, 0, 0},
+             {"int8", DTRAIN_COMPRESS_INT8, 0, 0, 0},
+             {"fp8", DTRAIN_COMPRESS_FP8, 0, 0, 0},
+             {"bf16", DTRAIN_COMPRESS_BF16, 0, 0, 0},
+             {"powersgd", DTRAIN_COMPRESS_POWERSGD, 0, 0, 0},
+             {"powersgd from step 7", DTRAIN_COMPRESS_POWERSGD, 0, 0, 7}};
+enum { KINDS = sizeof kinds / sizeof kinds[0] };
+
+/* What happens to the bad step. */
+enum {
+    NEVER,       /* there is none */
+    DROPPED,     /* before its gradients are finished */
+    FINISHED,    /* and then dropped */
+    WEIGHTLESS,  /* its weight is 0 */
+    REFUSED,     /* the optimizer refuses its rate */
+    LOADED,      /* the run goes back to its last checkpoint while the step is open */
+    LOADED_LATE, /* and once its gradients are finished */
+    ENDS
+};
+static const char *const ways[] = {
+    "never", "dropped", "finished and dropped", "of weight 0", "refused", "loaded over while open", "loaded over"};
+
+typedef struct trial {
+    int object, kind, way;
+    float bad; /* every gradient of the bad step */
+    uint64_t hash;
+    const char *directory;
+} trial;
+
+typedef struct rig {
+    dtrain_comm *world;
+    const trial *t;
+    float w[N], g[N], sum[N], weight;
+    dtrain_param table[2];
+    dtrain_ddp *ddp;
+    dtrain_fsdp *fsdp;
+    dtrain_aggregator aggregator;
+    dtrain_compressed *bare;
+    dtrain_optimizer *optimizer;
+    dtrain_checkpoint *ckpt;
+    dtrain_pieces lists[2];
+    int step, wrong;
+} rig;
+
+static dtrain_compress_desc compress_of(int kind)
+{
+    dtrain_compress_desc c;
+    memset(&c, 0, sizeof c);
+    c.kind = kinds[kind].kind;
+    c.topk.schedule.ratio = 0.02;
+    c.topk.schedule.stage_steps = 2; /* the number of steps counts */
+    c.rank = 2;
+    c.feedback.momentum = kinds[kind].momentum;
+    c.feedback.no_masking = kinds[kind].no_masking;
+    c.feedback.start_step = kinds[kind].start;
+    return c;
+}
+
+static void fill(rig *r, float *g)
+{
+    int rank = dtrain_comm_rank(r->world);
+    for (int i = 0; i < N; i++)
+        g[i] += r->wrong ? r->t->bad * (float)(1 + i % 7)
+                         : r->weight * (float)(((i * 7 + r->step * 13 + rank * 5) % 64) - 30) / 64.0f;
+}
+
+static void open_bare(rig *r, const dtrain_compress_desc *c)
+{
+    dtrain_compressor q = dtrain_compressor_of(c->kind, 0);
+    if (c->kind == DTRAIN_COMPRESS_TOPK)
+        CHECK_EQ(dtrain_compressor_topk(&q, &c->topk, NULL), DTRAIN_OK);
+    if (c->kind == DTRAIN_COMPRESS_POWERSGD)
+        CHECK_EQ(dtrain_compressor_powersgd(&q, 64, 64, 2, 1, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_compressed_create(&r->bare, r->world, N, &q, &c->feedback), DTRAIN_OK);
+    r->lists[1] = dtrain_compressed_pieces(r->bare);
+}
+
+static void rig_open(rig *r)
+{
+    dtrain_compress_desc c = compress_of(r->t->kind);
+    dtrain_optimizer_desc sgd;
+    memset(&sgd, 0, sizeof sgd);
+    sgd.kind = DTRAIN_SGD;
+    r->weight = 4.0f;
+    r->table[0].name = "w"; /* one parameter is compressed, and a small one is not */
+    r->table[1].name = "small";
+    for (int i = 0; i < 2; i++) {
+        int begin = i == 0 ? 0 : N - 64;
+        r->table[i].dtype = DTRAIN_F32;
+        r->table[i].shape[0] = i == 0 ? 63 : 64;
+        r->table[i].shape[1] = i == 0 ? 64 : 0;
+        r->table[i].data = r->w + begin;
+        r->table[i].grad = r->g + begin;
+        r->table[i].dense = i;
+    }
+    if (r->t->object == OF_DDP) {
+        dtrain_ddp_desc d;
+        memset(&d, 0, sizeof d);
+        d.compress = &c;
+        CHECK_EQ(dtrain_ddp_create(&r->ddp, r->world, r->table, 2, &d), DTRAIN_OK);
+        r->lists[1] = dtrain_ddp_pieces(r->ddp);
+    } else if (r->t->object == OF_FSDP || r->t->object == OF_HYBRID) {
+        dtrain_fsdp_desc d;
+        memset(&d, 0, sizeof d);
+        d.strategy = r->t->object == OF_FSDP ? DTRAIN_DDP : DTRAIN_HYBRID_SHARD;
+        d.shard_size = 2;
+        d.optimizer = sgd;
+        d.compress = &c;
+        CHECK_EQ(dtrain_fsdp_create(&r->fsdp, r->world, r->table, 2, &d), DTRAIN_OK);
+        r->lists[0] = dtrain_fsdp_pieces(r->fsdp);
+    } else if (r->t->object == OF_AGGREGATOR) {
+        CHECK_EQ(dtrain_aggregator_compressed(&r->aggregator, r->world, r->table, 2, &c), DTRAIN_OK);
+        r->lists[1] = dtrain_aggregator_pieces(&r->aggregator);
+    } else
+        open_bare(r, &c);
+    if (r->fsdp == NULL) {
+        CHECK_EQ(dtrain_optimizer_create(&r->optimizer, r->table, 2, &sgd, NULL), DTRAIN_OK);
+        r->lists[0] = dtrain_params_pieces(r->table, 2, r->optimizer);
+    }
+    if (r->t->way >= LOADED) {
+        dtrain_checkpoint_desc d;
+        memset(&d, 0, sizeof d);
+        d.directory = r->t->directory;
+        d.no_sync = 1;
+        CHECK_EQ(dtrain_checkpoint_create(&r->ckpt, r->world, &d), DTRAIN_OK);
+    }
+}
+
+static void rig_close(rig *r)
+{
+    dtrain_checkpoint_destroy(r->ckpt);
+    dtrain_ddp_destroy(r->ddp);
+    dtrain_fsdp_destroy(r->fsdp);
+    dtrain_aggregator_destroy(&r->aggregator);
+    dtrain_compressed_destroy(r->bare);
+    dtrain_optimizer_destroy(r->optimizer);
+}
+
+static dtrain_status save_or_load(rig *r, int load)
+{
+    dtrain_checkpoint_state q;
+    memset(&q, 0, sizeof q);
+    q.lists = r->lists;
+    q.list_count = r->fsdp != NULL ? 1 : 2;
+    q.step = BAD;
+    return load ? dtrain_checkpoint_load(r->ckpt, &q, NULL, NULL) : dtrain_checkpoint_save(r->ckpt, &q);
+}
+
+static dtrain_status compute(void *user, double *weight)
+{
+    rig *r = (rig *)user;
+    fill(r, r->g);
+    *weight = (double)r->weight;
+    return DTRAIN_OK;
+}
+
+/* A step up to where its gradients are finished, or before. */
+static void begin(rig *r, int finishes)
+{
+    if (r->ddp != NULL) {
+        CHECK_EQ(dtrain_ddp_begin(r->ddp, 1, (double)r->weight), DTRAIN_OK);
+        fill(r, r->g);
+        CHECK_EQ(dtrain_ddp_reduce(r->ddp, 0), DTRAIN_OK);
+        if (finishes)
+            CHECK_EQ(dtrain_ddp_finish(r->ddp, NULL), DTRAIN_OK);
+    } else if (r->fsdp != NULL) {
+        float part[N];
+        CHECK_EQ(dtrain_fsdp_begin(r->fsdp, 1, (double)r->weight), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_gather(r->fsdp, 0), DTRAIN_OK);
+        memset(part, 0, sizeof part);
+        fill(r, part);
+        for (int i = 0; i < N; i++)
+            (i < N - 64 ? dtrain_fsdp_grad(r->fsdp, "w") + i
+                        : dtrain_fsdp_grad(r->fsdp, "small") + (i - (N - 64)))[0] += part[i];
+        CHECK_EQ(dtrain_fsdp_reduce(r->fsdp, 0), DTRAIN_OK);
+        if (finishes)
+            CHECK_EQ(dtrain_fsdp_finish(r->fsdp, NULL), DTRAIN_OK);
+    } else if (r->bare != NULL) {
+        memset(r->g, 0, sizeof r->g);
+        fill(r, r->g);
+        CHECK_EQ(dtrain_compressed_all_reduce(r->bare, r->g, r->g, DTRAIN_MEAN), DTRAIN_OK);
+    } else {
+        double total;
+        memset(r->g, 0, sizeof r->g);
+        fill(r, r->g);
+        CHECK_EQ(r->aggregator.aggregate(r->aggregator.self, r->table, 2, (double)r->weight, &total), DTRAIN_OK);
+    }
+}
+
+static void drop(rig *r)
+{
+    if (r->ddp != NULL)
+        CHECK_EQ(dtrain_ddp_drop(r->ddp), DTRAIN_OK);
+    else if (r->fsdp != NULL)
+        CHECK_EQ(dtrain_fsdp_drop(r->fsdp), DTRAIN_OK);
+    else if (r->bare != NULL)
+        dtrain_compressed_drop(r->bare);
+    else
+        r->aggregator.drop(r->aggregator.self);
+}
+
+static void good_step(rig *r)
+{
+    begin(r, 1);
+    if (r->fsdp != NULL)
+        CHECK_EQ(dtrain_fsdp_step(r->fsdp, 0.01f), DTRAIN_OK);
+    else
+        CHECK_EQ(dtrain_optimizer_step(r->optimizer, 0.01f), DTRAIN_OK);
+}
+
+static void bad_step(rig *r)
+{
+    dtrain_step_desc step = {r->table, 2, compute, r, &r->aggregator, r->optimizer, NAN, 0};
+    r->wrong = 1;
+    r->weight = r->t->way == WEIGHTLESS ? 0 : 4.0f;
+    if (r->t->way >= LOADED)
+        CHECK_EQ(save_or_load(r, 0), DTRAIN_OK);
+    if (r->t->way == REFUSED)
+        CHECK_EQ(dtrain_train_step(&step, NULL), DTRAIN_ERR_INVALID);
+    else
+        begin(r, r->t->way == FINISHED || r->t->way == WEIGHTLESS || r->t->way == LOADED_LATE);
+    if (r->t->way >= LOADED)
+        CHECK_EQ(save_or_load(r, 1), DTRAIN_OK);
+    else if (r->t->way == DROPPED || r->t->way == FINISHED || (r->t->way == WEIGHTLESS && r->fsdp != NULL))
+        drop(r);
+    r->wrong = 0;
+    r->weight = 4.0f;
+}
+
+static void visit(void *user, const dtrain_piece *piece)
+{
+    uint64_t *hash = (uint64_t *)user;
+    const unsigned char *data = (const unsigned char *)piece->data;
+    for (size_t i = 0; i < piece->count * dtrain_dtype_bits(piece->dtype) / 8; i++)
+        *hash = (*hash ^ data[i]) * 1099511628211u;
+}
+
+static dtrain_status trial_body(dtrain_comm *world, void *user)
+{
+    trial *t = (trial *)user;
+    rig *r = (rig *)calloc(1, sizeof *r);
+    uint64_t hash = 14695981039346656037u;
+    r->world = world;
+    r->t = t;
+    rig_open(r);
+    for (r->step = 0; r->step < STEPS; r->step++) {
+        if (r->step == BAD && t->way != NEVER)
+            bad_step(r);
+        good_step(r);
+    }
+    CHECK_EQ(dtrain_pieces_each(r->lists, r->fsdp != NULL ? 1 : 2, dtrain_comm_size(world), dtrain_comm_rank(world),
+                                visit, &hash),
+             DTRAIN_OK);
+    CHECK_EQ(dtrain_all_reduce(world, &hash, &hash, 1, DTRAIN_U64, DTRAIN_SUM), DTRAIN_OK);
+    t->hash = hash; /* the same on every rank */
+    rig_close(r);
+    free(r);
+    return DTRAIN_OK;
+}
+
+/* Whether the object can lose a step in this way. */
+static int may(int object, int way)
+{
+    int finishes = object == OF_DDP || object == OF_FSDP || object == OF_HYBRID;
+    return way == DROPPED || way == LOADED ? finishes
+           : way == REFUSED                ? object == OF_AGGREGATOR
+           : way == WEIGHTLESS             ? object != OF_BARE
+                                           : 1;
+}
+
+static void every_way(int object)
+{
+    static const float bads[] = {1e6f, NAN, INFINITY};
+    for (int kind = 0; kind < KINDS; kind++) {
+        trial t = {object, kind, NEVER, 0, 0, NULL};
+        if (object == OF_HYBRID && kinds[kind].kind == DTRAIN_COMPRESS_POWERSGD)
+            continue; /* it needs whole matrices */
+        CHECK_EQ(dtrain_run_threads(object == OF_HYBRID ? 4 : RANKS, trial_body, &t, NULL), DTRAIN_OK);
+        uint64_t expected = t.hash;
+        for (int way = DROPPED; way < ENDS; way++) {
+            if (!may(object, way))
+                continue;
+            t.way = way;
+            t.bad = way == WEIGHTLESS ? 0.0f : bads[(way + kind) % 3];
+            t.directory = fresh("kept");
+            CHECK_EQ(dtrain_run_threads(object == OF_HYBRID ? 4 : RANKS, trial_body, &t, NULL), DTRAIN_OK);
+            if (t.hash != expected)
+                TEST_FAIL(
+                    "%s, %s: after a step of %g that was %s, weights or what is kept differ from a run without it",
+                    objects[object], kinds[kind].name, (double)t.bad, ways[way]);
+        }
+    }
+}
+
+TEST(a_lost_step_leaves_no_trace_in_ddp)
+{
+    every_way(OF_DDP);
+}
+
+TEST(a_lost_step_leaves_no_trace_in_fsdp)
+{
+    every_way(OF_FSDP);
+}
+
+TEST(a_lost_step_leaves_no_trace_in_hybrid_sharding)
+{
+    every_way(OF_HYBRID);
+}
+
+TEST(a_lost_step_leaves_no_trace_in_an_aggregator)
+{
+    every_way(OF_AGGREGATOR);
+}
+
+TEST(a_lost_step_leaves_no_trace_in_a_vector)
+{
+    every_way(OF_BARE);
+}
+
+/* ---- weights ---- */
+
+/* Every example's gradient is 1, so no element may have got more than one for each step. last: weight of the last step;
+ * before and at: the sum of the mean gradients in the step before, and in that one. */
+typedef struct shares {
+    int object, kind, loads;
+    double last, before, at, most;
+    const char *directory;
+} shares;
+
+static double sum_of(const float *g)
+{
+    double all = 0;
+    for (int i = 0; i < N; i++)
+        all += (double)g[i];
+    return all;
+}
+
+static double all_ones(rig *r, float weight)
+{
+    r->weight = weight;
+    if (r->ddp != NULL) {
+        CHECK_EQ(dtrain_ddp_begin(r->ddp, 1, (double)weight), DTRAIN_OK);
+        for (int i = 0; i < N; i++)
+            r->g[i] += weight;
+        CHECK_EQ(dtrain_ddp_reduce(r->ddp, 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_ddp_finish(r->ddp, NULL), DTRAIN_OK);
+    } else {
+        double total;
+        for (int i = 0; i < N; i++)
+            r->g[i] = weight;
+        CHECK_EQ(r->aggregator.aggregate(r->aggregator.self, r->table, 2, (double)weight, &total), DTRAIN_OK);
+    }
+    for (int i = 0; i < N - 64; i++)
+        r->sum[i] += r->g[i];
+    return sum_of(r->g);
+}
+
+static dtrain_status shares_body(dtrain_comm *world, void *user)
+{
+    shares *s = (shares *)user;
+    trial t = {s->object, s->kind, s->loads ? LOADED : NEVER, 0, 0, s->directory};
+    rig *r = (rig *)calloc(1, sizeof *r);
+    double before = 0, at = 0, most = 0;
+    r->world = world;
+    r->t = &t;
+    rig_open(r);
+    for (int step = 0; step < 40; step++)
+        before = all_ones(r, 32);
+    if (s->loads) {
+        CHECK_EQ(save_or_load(r, 0), DTRAIN_OK);
+        rig_close(r);
+        float *kept = (float *)malloc(sizeof r->sum);
+        memcpy(kept, r->sum, sizeof r->sum);
+        memset(r, 0, sizeof *r);
+        memcpy(r->sum, kept, sizeof r->sum);
+        free(kept);
+        r->world = world;
+        r->t = &t;
+        rig_open(r);
+        CHECK_EQ(save_or_load(r, 1), DTRAIN_OK);
+    }
+    at = all_ones(r, (float)s->last);
+    for (int step = 0; step < 20; step++)
+        all_ones(r, 32);
+    for (int i = 0; i < N - 64; i++)
+        most = (double)r->sum[i] > most ? (double)r->sum[i] : most;
+    rig_close(r);
+    free(r);
+    if (dtrain_comm_rank(world) == 0) {
+        s->before = before;
+        s->at = at;
+        s->most = most;
+    }
+    return DTRAIN_OK;
+}
+
+TEST(a_step_of_another_weight_gets_its_share_of_what_is_kept)
+{
+    static const int some[] = {0, 4, 5};
+    for (int object = OF_DDP; object <= OF_AGGREGATOR; object += OF_AGGREGATOR - OF_DDP)
+        for (int k = 0; k < 3; k++)
+            for (int last = 0; last < 3; last++)
+                for (int loads = 0; loads < 2; loads++) {
+                    static const double lasts[] = {32, 1, 0};
+                    shares s = {object, some[k], loads, lasts[last], 0, 0, 0, fresh("shares")};
+                    CHECK_EQ(dtrain_run_threads(2, shares_body, &s, NULL), DTRAIN_OK);
+                    if (!(s.most <= 61.5) || (s.last > 0 && !(fabs(s.at - s.before) < 0.2 * s.before)) ||
+                        (s.last == 0 && !(s.at == 0)))
+                        TEST_FAIL("%s, %s: %g in the step before, %g in the last of weight %g%s; one element %g in 61",
+                                  objects[object], kinds[some[k]].name, s.before, s.at, s.last,
+                                  loads ? ", after a load" : "", s.most);
+                }
+}
+
+/* ---- NaN and infinity ---- */
+
+typedef struct lost {
+    int kind, steps, object;
+    float bad;
+} lost;
+
+static dtrain_status lost_body(dtrain_comm *world, void *user)
+{
+    lost *l = (lost *)user;
+    trial t = {l->object, l->kind, NEVER, 0, 0, NULL};
+    rig *r = (rig *)calloc(1, sizeof *r);
+    int steps = 0;
+    r->world = world;
+    r->t = &t;
+    rig_open(r);
+    for (int step = 0; step < 40; step++) {
+        int bad = 0;
+        if (r->ddp != NULL)
+            CHECK_EQ(dtrain_ddp_begin(r->ddp, 1, 1), DTRAIN_OK);
+        for (int i = 0; i < N; i++)
+            r->g[i] = step == 12 && dtrain_comm_rank(world) == 0 && i % 3 == 0 ? l->bad : 1.0f;
+        if (r->ddp != NULL) {
+            CHECK_EQ(dtrain_ddp_reduce(r->ddp, 0), DTRAIN_OK);
+            CHECK_EQ(dtrain_ddp_finish(r->ddp, NULL), DTRAIN_OK);
+        } else
+            CHECK_EQ(dtrain_compressed_all_reduce(r->bare, r->g, r->g, DTRAIN_SUM), DTRAIN_OK);
+        for (int i = 0; i < N; i++)
+            bad |= !isfinite(r->g[i]);
+        steps += bad;
+        CHECK(bad == (step == 12));
+    }
+    rig_close(r);
+    free(r);
+    if (dtrain_comm_rank(world) == 0)
+        l->steps = steps;
+    return DTRAIN_OK;
+}
+
+TEST(one_bad_step_costs_one_step)
+{
+    for (int object = OF_DDP; object <= OF_BARE; object += OF_BARE - OF_DDP)
+        for (int kind = 0; kind < KINDS; kind++)
+            for (int infinite = 0; infinite < 2; infinite++) {
+                lost l = {kind, 0, object, infinite ? -INFINITY : NAN};
+                CHECK_EQ(dtrain_run_threads(2, lost_body, &l, NULL), DTRAIN_OK);
+                if (l.steps != 1)
+                    TEST_FAIL("%s, %s: one step of %g lost %d", objects[object], kinds[kind].name, (double)l.bad,
+                              l.steps);
+            }
+}
+
+TEST(the_scale_of_signs_is_finite_for_finite_blocks)
+{
+    dtrain_compressor sign = dtrain_compressor_of(DTRAIN_COMPRESS_SIGN, 1024);
+    static float in[2048], out[2048];
+    unsigned char packed[2048];
+    for (int i = 0; i < 2048; i++)
+        in[i] = (i % 3 == 0 ? -1.0f : 1.0f) * (i < 1024 ? 4e37f : 3.40282347e38f);
+    CHECK(sign.bytes(&sign, 2048) <= sizeof packed);
+    sign.pack(&sign, in, 2048, packed);
+    sign.unpack(&sign, packed, out, 2048);
+    for (int i = 0; i < 2048; i++)
+        CHECK(isfinite(out[i]) && (out[i] < 0) == (i % 3 == 0) && fabsf(out[i] / in[i] - 1) < 1e-6f);
+    in[5] = INFINITY;
+    sign.pack(&sign, in, 2048, packed);
+    sign.unpack(&sign, packed, out, 2048);
+    CHECK(isnan(out[0]) && isnan(out[1023]) && isfinite(out[1024]));
+}
+
+/* ---- servers ---- */
+
+/* A worker pushes what each example has as gradient 1, `empty` pushes of weight 0 between them. */
+typedef struct pushes {
+    int packs, empty;
+    double moved;
+} pushes;
+
+static dtrain_status pushes_body(dtrain_comm *world, void *user)
+{
+    pushes *p = (pushes *)user;
+    static float w[2][N], g[2][N];
+    int rank = dtrain_comm_rank(world);
+    dtrain_param table;
+    dtrain_compress_desc c = compress_of(0);
+    dtrain_server_desc d;
+    dtrain_server *server = NULL;
+    c.topk.schedule.stage_steps = 0;
+    c.topk.schedule.ratio = 0.1;
+    memset(&table, 0, sizeof table), memset(&d, 0, sizeof d), memset(w[rank], 0, sizeof w[rank]);
+    table.name = "w";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = N;
+    table.data = w[rank];
+    table.grad = g[rank];
+    d.async = 1;
+    d.compress = p->packs ? &c : NULL;
+    CHECK_EQ(dtrain_server_create(&server, world, &table, 1, &d), DTRAIN_OK);
+    if (rank == 0) {
+        dtrain_optimizer *optimizer;
+        dtrain_optimizer_desc sgd;
+        dtrain_serve_desc serve;
+        memset(&sgd, 0, sizeof sgd), memset(&serve, 0, sizeof serve);
+        sgd.kind = DTRAIN_SGD;
+        serve.schedule.lr = 1;
+        CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, &sgd, NULL), DTRAIN_OK);
+        serve.optimizer = optimizer;
+        CHECK_EQ(dtrain_server_run(server, &serve), DTRAIN_OK);
+        p->moved = -sum_of(w[0]) / N;
+        dtrain_optimizer_destroy(optimizer);
+    } else {
+        for (int i = 0; i < 60 * (1 + p->empty); i++) {
+            float weight = i % (1 + p->empty) == 0 ? 8.0f : 0.0f;
+            for (int k = 0; k < N; k++)
+                g[1][k] = weight;
+            CHECK_EQ(dtrain_server_push(server, (double)weight), DTRAIN_OK);
+            CHECK_EQ(dtrain_server_pull(server), DTRAIN_OK);
+        }
+        CHECK_EQ(dtrain_server_leave(server), DTRAIN_OK);
+    }
+    dtrain_server_destroy(server);
+    return DTRAIN_OK;
+}
+
+TEST(pushes_of_weight_0_lose_nothing)
+{
+    pushes plain = {0, 0, 0}, packed = {1, 0, 0};
+    CHECK_EQ(dtrain_run_threads(2, pushes_body, &plain, NULL), DTRAIN_OK);
+    CHECK(plain.moved == 60);
+    CHECK_EQ(dtrain_run_threads(2, pushes_body, &packed, NULL), DTRAIN_OK);
+    CHECK(packed.moved > 50 && packed.moved < 60);
+    for (int empty = 1; empty < 4; empty++) {
+        pushes p = {1, empty, 0};
+        CHECK_EQ(dtrain_run_threads(2, pushes_body, &p, NULL), DTRAIN_OK);
+        CHECK(p.moved == packed.moved);
+    }
+}
+
+/* A synchronous server over ranks with weights of their own. The means of all steps are 1, so no element gets more than
+ * one a step, and with bf16's small errors each gets nearly that. */
+typedef struct synchronous {
+    dtrain_compression kind;
+    double least, most;
+} synchronous;
+
+static dtrain_status synchronous_body(dtrain_comm *world, void *user)
+{
+    synchronous *s = (synchronous *)user;
+    static float w[3][N], g[3][N], sum[N];
+    int rank = dtrain_comm_rank(world);
+    dtrain_param table;
+    dtrain_compress_desc c;
+    dtrain_server_desc d;
+    dtrain_server *server = NULL;
+    memset(&table, 0, sizeof table), memset(&d, 0, sizeof d), memset(&c, 0, sizeof c),
+        memset(w[rank], 0, sizeof w[rank]);
+    if (rank == 0)
+        memset(sum, 0, sizeof sum);
+    c.kind = s->kind;
+    c.topk.schedule.ratio = 0.1;
+    table.name = "w";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = N;
+    table.data = w[rank];
+    table.grad = g[rank];
+    d.compress = &c;
+    CHECK_EQ(dtrain_server_create(&server, world, &table, 1, &d), DTRAIN_OK);
+    dtrain_aggregator aggregator = dtrain_aggregator_server(server);
+    for (int step = 0; step < 60; step++) {
+        float weight = step % 4 == 3 ? (rank == 1 ? 1.0f : 0.0f) : step % 7 == 5 && rank == 2 ? 0.0f : 16.0f;
+        double total;
+        for (int i = 0; i < N; i++)
+            g[rank][i] = weight;
+        CHECK_EQ(aggregator.aggregate(aggregator.self, &table, 1, (double)weight, &total), DTRAIN_OK);
+        for (int i = 0; rank == 0 && i < N; i++)
+            sum[i] += g[rank][i];
+    }
+    if (rank == 0) {
+        s->least = s->most = (double)sum[0];
+        for (int i = 0; i < N; i++) {
+            s->least = (double)sum[i] < s->least ? (double)sum[i] : s->least;
+            s->most = (double)sum[i] > s->most ? (double)sum[i] : s->most;
+        }
+    }
+    dtrain_server_destroy(server);
+    return DTRAIN_OK;
+}
+
+TEST(a_synchronous_server_keeps_shares_of_the_mean)
+{
+    static const struct {
+        dtrain_compression kind;
+        double least;
+    } some[] = {{DTRAIN_COMPRESS_TOPK, 40}, {DTRAIN_COMPRESS_SIGN, 57}, {DTRAIN_COMPRESS_INT8, 59}};
+    for (int k = 0; k < 3; k++) {
+        synchronous s = {some[k].kind, 0, 0};
+        CHECK_EQ(dtrain_run_threads(3, synchronous_body, &s, NULL), DTRAIN_OK);
+        if (!(s.most <= 61 && s.least >= some[k].least))
+            TEST_FAIL("kind %d: elements got %g to %g in 60 steps of 1", (int)some[k].kind, s.least, s.most);
+    }
+}
+
+/* ---- local SGD ---- */
+
+enum { LOCAL = 3000 };
+
+typedef struct local_run {
+    dtrain_local_sgd_desc desc;
+    dtrain_compress_desc compress;
+    int astray;    /* the step in which rank 1's weights become NaN; -1: none */
+    int back;      /* 1: goes back to step 6 from step 9 */
+    int publishes; /* 1: other weights at step 6 */
+    const char *directory;
+    float w[3][LOCAL];
+} local_run;
+
+static dtrain_status local_save_or_load(dtrain_comm *world, const local_run *run, const dtrain_param *table,
+                                        dtrain_local_sgd *local, int load)
+{
+    dtrain_checkpoint *ckpt;
+    dtrain_checkpoint_desc d;
+    dtrain_checkpoint_state q;
+    dtrain_pieces lists[2];
+    lists[0] = dtrain_local_sgd_pieces(local);
+    lists[1] = dtrain_params_pieces(table, 1, NULL);
+    memset(&d, 0, sizeof d), memset(&q, 0, sizeof q);
+    d.directory = run->directory;
+    d.no_sync = 1;
+    q.lists = lists;
+    q.list_count = 2;
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &d), DTRAIN_OK);
+    dtrain_status status = load ? dtrain_checkpoint_load(ckpt, &q, NULL, NULL) : dtrain_checkpoint_save(ckpt, &q);
+    dtrain_checkpoint_destroy(ckpt);
+    return status;
+}
+
+static dtrain_status local_body(dtrain_comm *world, void *user)
+{
+    local_run *run = (local_run *)user;
+    int rank = dtrain_comm_rank(world), back = run->back;
+    float *w = run->w[rank], *g = (float *)calloc(LOCAL, sizeof *g);
+    dtrain_param table;
+    dtrain_local_sgd *local = NULL;
+    memset(&table, 0, sizeof table), memset(w, 0, sizeof run->w[rank]);
+    table.name = "w";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = LOCAL;
+    table.data = w;
+    table.grad = g;
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, &table, 1, &run->desc), DTRAIN_OK);
+    for (int step = 0; step < 12; step++) {
+        if (step == 6) {
+            CHECK_EQ(dtrain_local_sgd_sync(local), DTRAIN_OK);
+            if (run->directory != NULL)
+                CHECK_EQ(local_save_or_load(world, run, &table, local, 0), DTRAIN_OK);
+            for (int i = 0; run->publishes && i < LOCAL; i++)
+                w[i] = 100;
+            if (run->publishes)
+                CHECK_EQ(dtrain_local_sgd_publish(local), DTRAIN_OK);
+        }
+        for (int i = 0; i < LOCAL; i++)
+            w[i] += (float)(rank + 1) * (float)(1 + i % 3);
+        if (step == run->astray && rank == 1)
+            w[7] = NAN;
+        CHECK_EQ(dtrain_local_sgd_step(local, run->compress.kind != 0 && step % 5 == 4 ? 0.25 : 1), DTRAIN_OK);
+        if (step == 8 && back) {
+            back = 0;
+            CHECK_EQ(local_save_or_load(world, run, &table, local, 1), DTRAIN_OK);
+            step = 5;
+            /* the save of step 6 is not made again */
+            for (step = 6; step < 12; step++) {
+                for (int i = 0; i < LOCAL; i++)
+                    w[i] += (float)(rank + 1) * (float)(1 + i % 3);
+                CHECK_EQ(dtrain_local_sgd_step(local, run->compress.kind != 0 && step % 5 == 4 ? 0.25 : 1), DTRAIN_OK);
+            }
+        }
+    }
+    CHECK_EQ(dtrain_local_sgd_finish(local), DTRAIN_OK);
+    dtrain_local_sgd_destroy(local);
+    free(g);
+    return DTRAIN_OK;
+}
+
+static local_run *local_of(int averages)
+{
+    local_run *run = (local_run *)calloc(1, sizeof *run);
+    run->desc.steps = 1;
+    run->desc.blocking = 1;
+    run->desc.window_ms = -1;
+    run->astray = -1;
+    if (averages) {
+        run->desc.outer_lr = 1;
+        run->desc.no_momentum = 1;
+    }
+    return run;
+}
+
+TEST(a_member_whose_weights_are_not_finite_costs_its_own_work_alone)
+{
+    for (int averages = 0; averages < 2; averages++) {
+        local_run *run = local_of(averages);
+        run->astray = 4;
+        CHECK_EQ(dtrain_run_threads(3, local_body, run, NULL), DTRAIN_OK);
+        for (int rank = 0; rank < 3; rank++)
+            for (int i = 0; i < LOCAL; i++) /* the mean of 1, 2 and 3 is that of 1 and 3 */
+                CHECK(averages ? run->w[rank][i] == 24.0f * (float)(1 + i % 3) : isfinite(run->w[rank][i]));
+        free(run);
+    }
+}
+
+TEST(published_weights_are_where_rounds_go_on_from)
+{
+    local_run *run = local_of(1);
+    run->publishes = 1;
+    CHECK_EQ(dtrain_run_threads(3, local_body, run, NULL), DTRAIN_OK);
+    for (int rank = 0; rank < 3; rank++)
+        for (int i = 0; i < LOCAL; i++)
+            CHECK(run->w[rank][i] == 100.0f + 12.0f * (float)(1 + i % 3));
+    free(run);
+}
+
+TEST(local_sgd_goes_back_to_a_checkpoint_while_rounds_are_under_way)
+{
+    static const dtrain_compression some[] = {DTRAIN_COMPRESS_DEFAULT, DTRAIN_COMPRESS_SIGN, DTRAIN_COMPRESS_INT8};
+    for (int k = 0; k < 3; k++)
+        for (int server = 0; server < 2; server++) {
+            local_run *runs[2];
+            for (int back = 0; back < 2; back++) {
+                local_run *run = runs[back] = local_of(0);
+                run->desc.steps = 2;
+                run->desc.overlap = 1;
+                run->desc.through_server = server;
+                run->compress.kind = some[k];
+                run->desc.compress = k > 0 ? &run->compress : NULL;
+                run->back = back;
+                run->directory = fresh("local");
+                CHECK_EQ(dtrain_run_threads(3, local_body, run, NULL), DTRAIN_OK);
+            }
+            if (memcmp(runs[0]->w, runs[1]->w, sizeof runs[0]->w) != 0)
+                TEST_FAIL("compression %d%s: other weights than those of a run that did not go back", (int)some[k],
+                          server ? ", through a server" : "");
+            free(runs[0]);
+            free(runs[1]);
+        }
+}
