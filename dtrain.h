@@ -152,8 +152,9 @@
  *               leader (rank 0, or the lowest rank that is left) tells the others. A killed process is known within two
  *               seconds, a stopped one or a host that is cut off within heartbeat_ms. Then calls fail at once,
  *               with the number of the lost rank and the first cause. Only dtrain_recv still takes what had
- *               arrived. The survivors may go on: dtrain_comm_shrink makes a group of them, and dtrain_resync copies
- *               the state of the rank with the highest step to all.
+ *               arrived. The survivors go on if they are a majority: dtrain_comm_shrink makes a group of them, and
+ *               dtrain_resync copies the state of the rank with the highest step to all. Deaths that the machine proves
+ *               do not count there, and desc.quorum lets others go on, too.
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace). Heartbeats carry the last one, so the text
  *               of a deadline says what the awaited rank does, and which rank it awaits in turn. DDP and FSDP's
  *               replicas compare a hash of their weights while they train. The text names the first parameter that
@@ -1928,6 +1929,12 @@ typedef enum dtrain_order {
     DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
 } dtrain_order;
 
+/* Which ranks may go on after a loss that nothing proves to be a death: see dtrain_comm_shrink. */
+typedef enum dtrain_quorum {
+    DTRAIN_QUORUM_MAJORITY = 0, /* more than half of the group, or the half with the lowest rank */
+    DTRAIN_QUORUM_ANY = 1701    /* whoever is left. If the network is cut in two, both parts go on, each for itself */
+} dtrain_quorum;
+
 /* How a collective moves its data. If a collective has no such form for this number of ranks, the library chooses one.
  *
  * RING and DOUBLE_TREE add in an order of their own. NODES does so if the number of ranks in a node is no power of two.
@@ -2064,6 +2071,7 @@ typedef struct dtrain_comm_desc {
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells which port a port of 0 became */
     void *on_address_user;
     const char *trace_on_failure; /* path prefix, copied (see dtrain_comm_trace); NULL: DTRAIN_TRACE, else none */
+    dtrain_quorum quorum;         /* who may go on after a loss; alike on every rank. 0: a majority */
 } dtrain_comm_desc;
 
 /* Makes the group of processes that desc or the environment describes.
@@ -2604,16 +2612,21 @@ DTRAIN_API void dtrain_comm_free(void *pointer);
  * meanwhile, rank 0 included. If the new group still counts such a rank, it is broken: call dtrain_comm_shrink on it. A
  * rank that was counted out stays out, even if it comes back.
  *
- *   how a rank is lost                                      who continues
- *   its connection was closed or refused: it is dead        all others
- *   it was silent for heartbeat_ms, or has not reconnected  the larger part of comm. If exactly half is left, the half
- *   within reconnect_ms: it may still run                   with the lowest rank. So two parts never both continue
- *   a transport of your own: send or recv returned          all others; silence does not count there
- *   DTRAIN_ERR_PEER_LOST, or `alive` 0
+ * Those that are left go on if they are more than half of comm, or the half with the lowest rank. So two parts of a
+ * network that is cut never both go on. A rank that left of its own will does not count. If all of comm is on one
+ * machine, neither does one that is proved dead, so there the last rank goes on, too:
+ *
+ *   proof of a death    the system says that the process has ended; its unix socket was closed; a transport of your own
+ *                       returns 0 from `alive`
+ *   no proof            silence for heartbeat_ms; a connection that was reset or refused, as a firewall does; none that
+ *                       came back within reconnect_ms; DTRAIN_ERR_PEER_LOST of a transport of your own
+ *
+ * With desc.quorum DTRAIN_QUORUM_ANY whoever is left goes on. Use it only where the network between the ranks cannot be
+ * cut: else two parts of a run train apart, and both save.
  *
  *   survivors  out: this rank's end; NULL on an error
  *   errors     DTRAIN_ERR_TIMEOUT    a rank neither called it nor is lost; you can call it again
- *              DTRAIN_ERR_PEER_LOST  this rank is in the smaller part, or the others gave it up; it cannot continue
+ *              DTRAIN_ERR_PEER_LOST  too few are here, or the others gave this rank up; it cannot continue
  *              DTRAIN_ERR_MISMATCH   others called dtrain_comm_agree
  *              DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
  *
@@ -5581,8 +5594,9 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
  * parameters are from the outer weights that they started from. The outer step is dtrain_device_sgd on the outer
  * weights. Its gradient is the mean of the members' differences by their weights.
  *
- * A difference that is too late for a round counts in the next one. A lost member is no error: rounds go on with the
- * others, and a member that is alone makes its outer steps alone. A member whose parameters are not finite hands in
+ * A difference that is too late for a round counts in the next one. A lost member is no error: rounds go on with those
+ * that dtrain_comm_shrink lets go on. Any other member, cut off by the network, makes its outer steps alone, to weights
+ * of its own. The log says so, and dtrain_local_sgd_stats.left is 1. A member whose parameters are not finite hands in
  * nothing, and goes on from the outer weights; the log says so.
  *
  *   weight   weight of the step on this rank, at least 0: usually its number of examples or tokens
@@ -5634,7 +5648,7 @@ typedef struct dtrain_local_sgd_stats {
     uint64_t undone;      /* attempts that ended because a member was lost; the round is made again */
     uint64_t applied;     /* how often a result changed this rank's parameters */
     int members;          /* members that had handed in for the last round */
-    int left;             /* members that are left */
+    int left;             /* members that are left; 1: this rank goes on alone */
     uint64_t sent_bytes;  /* bytes that this rank sent in rounds */
     uint64_t dense_bytes; /* bytes that it would have sent with an all-reduce of gradients in every step */
 } dtrain_local_sgd_stats;
@@ -16018,7 +16032,7 @@ enum {
     DTRAIN__FRAME_CONSENT
 };
 
-/* What became of a rank. LEFT: of its own will. SILENT: lost without a proof that it is dead. */
+/* What became of a rank. LEFT: of its own will. LOST: it is proved dead. SILENT: it may still run. */
 enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST, DTRAIN__SILENT };
 
 /* A call that waits at rank 0 for its key to be set. */
@@ -16088,9 +16102,12 @@ struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
     /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);          /* tells that something has come that a caller may wait for */
-    int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
-    dtrain__os_mutex *mutex;           /* guards the council; NULL: lock does */
+    void (*tell)(void *self);           /* tells that something has come that a caller may wait for */
+    int (*gone)(void *self, int rank);  /* DTRAIN__PRESENT ... */
+    int (*local)(void *self, int rank); /* whether it is where a death can be proved: on this machine. NULL: all are */
+    uint32_t any_quorum;                /* whoever is left may go on */
+    int64_t look_ns;                    /* when a consent is looked at again, although nothing may come; 0: never */
+    dtrain__os_mutex *mutex;            /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
     void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
@@ -16168,6 +16185,12 @@ static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint6
         seat->worlds[i] = worlds != NULL ? worlds[i] : i;
     seat->members = shared != NULL ? shared : &seat->own;
     return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
+}
+
+/* Lets whoever is left go on, in all groups of the world. */
+static void dtrain__seat_any_quorum(dtrain__seat *seat)
+{
+    __atomic_store_n(&seat->council->any_quorum, 1u, __ATOMIC_SEQ_CST);
 }
 
 static void dtrain__seat_free(dtrain__seat *seat)
@@ -16681,14 +16704,16 @@ static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *st
  * leads. All send it what they keep, so a decision that any survivor knows stands. It decides anew only after it has
  * heard every survivor, and none knows of a decision. Nobody listens to a rank that it counts as gone.
  *
- * A closed or refused connection proves a death. Silence proves nothing. If some members are only silent, those that
- * voted continue if they are more than the silent ones. If both are as many, the half with the lowest rank continues.
- * So two parts of a torn network never both continue. */
+ * Neither silence nor a connection that is reset or refused proves a death, as a network can do both. Proofs are of
+ * this machine: its system says that the process is gone. So those that voted continue if they are more than half of
+ * all members, or the half with the lowest rank. Members that left of their own will do not count, nor, if all are on
+ * this machine, those proved dead. So two parts of a torn network never both continue. */
 #ifndef DTRAIN__CONSENT
 #define DTRAIN__CONSENT
 
-#define DTRAIN__CONSENTS 128           /* most consents that a rank keeps; in a larger world one for each rank */
-#define DTRAIN__CONSENT_FRAME_BYTES 13 /* a member's bytes in a message: flags, rank in the world, vote */
+#define DTRAIN__CONSENTS 128                /* most consents that a rank keeps; in a larger world one for each rank */
+#define DTRAIN__CONSENT_DOUBT_NS 1000000000 /* for a process whose connections have ended to be gone */
+#define DTRAIN__CONSENT_FRAME_BYTES 13      /* a member's bytes in a message: flags, rank in the world, vote */
 
 enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
 
@@ -16705,6 +16730,7 @@ struct dtrain__consent {
     int kind;                  /* kind of this rank's last vote */
     int count, decided, heard; /* heard: the voting call of this rank knows the decision */
     int sole;                  /* consent_sole() at the last look */
+    int64_t doubt_ns;          /* until then it is not decided that too few are left; 0: that is not in question */
     dtrain_status status;      /* of the decision */
     uint64_t flags, id;
     dtrain__vote votes[1]; /* count of them, in the group's order, then room for them in a message */
@@ -16897,27 +16923,53 @@ static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consen
     return -1;
 }
 
-/* Whether those that voted may continue without those that are only silent. */
-static int dtrain__consent_majority(const dtrain__council *council, const dtrain__consent *consent)
+/* Whether those that voted may continue without the others. *doubtful: they could if processes of this machine, whose
+ * connections have ended, prove to be dead. */
+static int dtrain__consent_majority(const dtrain__council *council, const dtrain__consent *consent, int *doubtful)
 {
-    int here = 0, silent = 0, lowest = 0; /* lowest: the lowest rank of both is here */
+    int here = 0, dead = 0, silent = 0, local = 1, lowest = -1, lowest_left = -1; /* lowest: whether that rank voted */
     for (int i = 0; i < consent->count; i++) {
-        int yes = consent->votes[i].vote == DTRAIN__VOTE_YES;
-        lowest |= here + silent == 0 && yes;
+        int world = consent->votes[i].world, yes = consent->votes[i].vote == DTRAIN__VOTE_YES;
+        int fate = yes ? DTRAIN__PRESENT : council->gone(council->self, world);
+        if (!yes && (fate == DTRAIN__PRESENT || fate == DTRAIN__LEFT))
+            continue; /* its end of the group, or its process, left of its own will */
         here += yes;
-        silent += !yes && council->gone(council->self, consent->votes[i].world) == DTRAIN__SILENT;
+        dead += fate == DTRAIN__LOST;
+        silent += fate == DTRAIN__SILENT;
+        local = local && (council->local == NULL || council->local(council->self, world));
+        lowest = lowest < 0 ? yes : lowest;
+        lowest_left = lowest_left < 0 && fate != DTRAIN__LOST ? yes : lowest_left;
     }
-    return here > silent || (here == silent && lowest);
+    int all = here + silent + (local ? 0 : dead);
+    *doubtful = local && silent > 0;
+    return __atomic_load_n(&council->any_quorum, __ATOMIC_SEQ_CST) != 0 || 2 * here > all ||
+           (2 * here == all && (local ? lowest_left : lowest) == 1);
+}
+
+/* Whether to wait before too few are found to be left: a process whose connections have just ended may be dying. */
+static int dtrain__consent_doubts(dtrain__council *council, dtrain__consent *consent)
+{
+    int64_t now = dtrain__os_now_ns();
+    if (consent->doubt_ns == 0)
+        consent->doubt_ns = now + DTRAIN__CONSENT_DOUBT_NS;
+    if (now >= consent->doubt_ns)
+        return 0;
+    council->look_ns = now + DTRAIN__CONSENT_DOUBT_NS / 20;
+    return 1;
 }
 
 /* Decides whatever can be decided, and tells those that voted. */
 static void dtrain__consent_step(dtrain__council *council)
 {
     int leads = dtrain__council_leader(council) == council->rank;
+    council->look_ns = 0;
     for (dtrain__consent *consent = leads ? council->consents : NULL; consent != NULL; consent = consent->next) {
+        int kind = 0, mixed = 0, doubtful = 0; /* mixed: members made different calls */
         if (consent->decided || dtrain__consent_awaits(council, consent) >= 0)
             continue;
-        int kind = 0, mixed = 0; /* members made different calls */
+        int majority = dtrain__consent_majority(council, consent, &doubtful);
+        if (!majority && doubtful && dtrain__consent_doubts(council, consent))
+            continue;
         consent->decided = 1;
         consent->flags = UINT64_MAX;
         for (int i = 0; i < consent->count; i++) {
@@ -16929,9 +16981,7 @@ static void dtrain__consent_step(dtrain__council *council)
             kind = vote->kind;
         }
         consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
-        consent->status = mixed                                        ? DTRAIN_ERR_MISMATCH
-                          : dtrain__consent_majority(council, consent) ? DTRAIN_OK
-                                                                       : DTRAIN_ERR_PEER_LOST;
+        consent->status = mixed ? DTRAIN_ERR_MISMATCH : majority ? DTRAIN_OK : DTRAIN_ERR_PEER_LOST;
         dtrain__consent_answer(council, consent);
         council->tell(council->self);
     }
@@ -17165,6 +17215,8 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     for (unsigned turn = 0;; turn++) {
         uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
         dtrain__seat_lock(seat, 1);
+        if (council->look_ns != 0 && dtrain__os_now_ns() >= council->look_ns)
+            dtrain__consent_step(council);
         ended =
             agreement != NULL ? dtrain__consent_decided(seat, agreement) : dtrain__council_ended(seat, late, status);
         dtrain__seat_lock(seat, 0);
@@ -19054,7 +19106,7 @@ DTRAIN__FAST_END
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
 
-#define DTRAIN__WIRE_VERSION 8u
+#define DTRAIN__WIRE_VERSION 9u
 #define DTRAIN__HELLO_BYTES \
     128 /* this and the next are the same in every version, so that each side can name both \
          * versions */
@@ -19912,6 +19964,8 @@ typedef struct dtrain__member {
     char why[DTRAIN__WHY_BYTES];             /* why it left or is lost; may be empty */
     char trouble[160];                       /* why the last try to connect to it for data failed */
     uint64_t host;                           /* the same number on all ranks of a host */
+    uint64_t process, began;                 /* its number in its system, and when it began, by that system's count */
+    int known;                               /* this system knows the process by these */
     int joined, expected;                    /* expected: its control connection may come back */
     int gone;                                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
     int silent;                              /* it is lost, without a proof that it is dead */
@@ -20204,10 +20258,25 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     dtrain__hub_tell(hub);
 }
 
-/* A member is gone without a word. silent: without a proof that it is dead. It is told so in case it was only stopped,
- * or it would blame this rank. */
-static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char *how)
+/* Whether a member is reached over unix sockets, which only its process can close. */
+static int dtrain__hub_unix(const dtrain__hub *hub, int rank)
 {
+    return strncmp(rank == 0 ? hub->root : hub->members[rank].address, "unix:", 5) == 0;
+}
+
+/* Whether the system of this machine says that a member's process has ended. */
+static int dtrain__hub_dead(const dtrain__hub *hub, int rank)
+{
+    const dtrain__member *member = &hub->members[rank];
+    int told = 0;
+    return member->known && dtrain__os_process_began((long)member->process, &told) != member->began && told;
+}
+
+/* A member is gone without a word. proved: it is known to be dead. It is told so in case it was only stopped or cut
+ * off, or it would blame this rank. */
+static void dtrain__hub_lost(dtrain__hub *hub, int rank, int proved, const char *how)
+{
+    int silent = !proved && !dtrain__hub_dead(hub, rank);
     dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST, how, 0};
     dtrain__member *member = &hub->members[rank];
     if (hub->leaving) { /* ranks that heard that say nothing when they leave themselves */
@@ -20224,16 +20293,18 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char 
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
-/* A rank refuses connections, so its process is gone. If the previous leader left, this rank may have left as well,
- * with nobody there to hear it. Then calls that need it fail, and others continue. */
+/* A rank refuses connections, so its process is gone, or its network answers for it. If the previous leader left, this
+ * rank may have left as well, with nobody there to hear it. Then calls that need it fail, and others continue. */
 static void dtrain__hub_refused(dtrain__hub *hub, int rank)
 {
     static const char why[] = "it refuses connections, and the rank that would have reported its end has left";
     dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, rank, DTRAIN_OK, why, 0};
+    int local = dtrain__hub_unix(hub, rank);
     if (!hub->handed) {
-        dtrain__hub_lost(hub, rank, 0, "it refuses connections; its process has died");
+        dtrain__hub_lost(hub, rank, local, "it refuses connections; its process has died or was cut off");
         return;
     }
+    hub->members[rank].silent = !local && !dtrain__hub_dead(hub, rank);
     if (dtrain__hub_leads(hub))
         dtrain__hub_relay(hub, rank, &gone);
     dtrain__hub_gone(hub, rank, DTRAIN__LEFT, why);
@@ -20245,6 +20316,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
 {
     dtrain__member *member = &hub->members[rank];
     char how[160];
+    int ended = error == 0 || error == ECONNRESET || error == EPIPE; /* by the other side */
     dtrain__stream_cut(&member->control);
     if (member->gone != DTRAIN__PRESENT || !dtrain__hub_linked(hub, rank))
         return;
@@ -20260,7 +20332,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     }
     snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
              dtrain__net_why(error));
-    dtrain__hub_lost(hub, rank, 0, how);
+    dtrain__hub_lost(hub, rank, ended && dtrain__hub_unix(hub, rank), how);
 }
 
 /* Returns why a member's connection ended, as an errno. Corruption is logged, as the connection may come back. */
@@ -20335,8 +20407,16 @@ static void dtrain__hub_end(dtrain__seat *seat, int about, const dtrain__error *
 
 static int dtrain__hub_fate(void *self, int rank)
 {
-    const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    if (member->gone != DTRAIN__PRESENT && member->silent && dtrain__hub_dead((dtrain__hub *)self, rank))
+        member->silent = 0;
     return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
+}
+
+static int dtrain__hub_local(void *self, int rank)
+{
+    const dtrain__hub *hub = (const dtrain__hub *)self;
+    return rank == hub->rank || hub->members[rank].known || dtrain__hub_unix(hub, rank);
 }
 
 /* Takes what a rank tells of itself when it joins. Rank 0 refuses a rank that does not fit. */
@@ -20346,7 +20426,8 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
     char fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400], text[DTRAIN__WHY_BYTES];
     dtrain__reason refusal = {DTRAIN__FRAME_REFUSE, 0, rank, DTRAIN_ERR_MISMATCH, text, 0};
     if (hub->rank != 0 || hub->formed || member->joined || !dtrain__take_address(reader, member) ||
-        !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
+        !dtrain__take(reader, &member->host, 8) || !dtrain__take(reader, &member->process, 8) ||
+        !dtrain__take(reader, &member->began, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
         !dtrain__take_text(reader, 2, fingerprint, sizeof fingerprint) ||
         !dtrain__take_text(reader, 2, believed, sizeof believed) || reader->left > 0)
         return 0;
@@ -20389,8 +20470,13 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
         hub->members[rank].joined = 1;
-    for (int rank = 0; rank < hub->size; rank++)
-        neighbours += hub->members[rank].host == hub->members[hub->rank].host;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        int same = member->host == hub->members[hub->rank].host, told = 0;
+        neighbours += same;
+        member->known = same && member->began != 0 && member->process > 0 && member->process <= LONG_MAX &&
+                        dtrain__os_process_began((long)member->process, &told) == member->began && told;
+    }
     hub->crowded = neighbours > dtrain__os_processors();
     if (world != NULL && !dtrain__channel_lay(world)) {
         dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its connections", hub->rank);
@@ -20409,7 +20495,9 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if ((rank == 0 ? !dtrain__take_text(reader, 1, member->address, 1) : !dtrain__take_address(reader, member)) ||
-            !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name))
+            !dtrain__take(reader, &member->host, 8) || !dtrain__take(reader, &member->process, 8) ||
+            !dtrain__take(reader, &member->began, 8) ||
+            !dtrain__take_text(reader, 1, member->name, sizeof member->name))
             return 0;
     }
     if (reader->left > 0)
@@ -21257,6 +21345,8 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_JOIN);
     dtrain__give_text(hub, &root->out, 1, self->address);
     dtrain__give(hub, &root->out, self->host, 8);
+    dtrain__give(hub, &root->out, self->process, 8);
+    dtrain__give(hub, &root->out, self->began, 8);
     dtrain__give_text(hub, &root->out, 1, self->name);
     dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
     dtrain__give_text(hub, &root->out, 2, hub->believed);
@@ -21279,6 +21369,8 @@ static void dtrain__hub_complete(dtrain__hub *hub)
         for (int rank = 0; rank < hub->size; rank++) {
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].address);
             dtrain__give(hub, &member->out, hub->members[rank].host, 8);
+            dtrain__give(hub, &member->out, hub->members[rank].process, 8);
+            dtrain__give(hub, &member->out, hub->members[rank].began, 8);
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
         }
         if (!dtrain__frame_close(member, begin)) {
@@ -21459,11 +21551,11 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
         else if (member->expected && now - member->down_ns > hub->reconnect_ns)
-            dtrain__hub_lost(hub, rank, 1, "its connection was reset and has not come back within reconnect_ms");
+            dtrain__hub_lost(hub, rank, 0, "its connection was reset and has not come back within reconnect_ms");
         else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
             snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
                      (double)silent * 1e-9, member->held ? "; it does not read either" : "");
-            dtrain__hub_lost(hub, rank, 1, how);
+            dtrain__hub_lost(hub, rank, 0, how);
         } else if (hub->formed && silent > longest) {
             longest = silent;
             suspect = rank;
@@ -21557,7 +21649,8 @@ static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, i
 /* Fills the poll list. Returns the time at which something is due without an event. */
 static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 {
-    int64_t due = hub->beat_ns, now = dtrain__os_now_ns();
+    int64_t due = hub->beat_ns, now = dtrain__os_now_ns(), look = hub->council.look_ns;
+    due = look != 0 && look < due ? look : due;
     *count = 0;
     dtrain__hub_watch(hub, count, hub->kick[0], POLLIN);
     if (hub->listener >= 0 && now >= hub->accept_ns)
@@ -21872,6 +21965,7 @@ static void dtrain__hub_convene(dtrain__hub *hub)
     council->send = dtrain__hub_send;
     council->tell = dtrain__hub_news;
     council->gone = dtrain__hub_fate;
+    council->local = dtrain__hub_local;
     council->mutex = &hub->mutex;
     council->lost = dtrain__hub_marks;
     council->ended = dtrain__hub_end;
@@ -22292,11 +22386,14 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
     char host[64] = "?", program[24];
+    int told = 0;
     dtrain__os_host_name(host, sizeof host);
     dtrain__os_program(program, sizeof program);
     snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
     snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
     self->host = dtrain__plane_host();
+    self->process = (uint64_t)dtrain__os_self();
+    self->began = dtrain__os_process_began(dtrain__os_self(), &told);
     self->joined = 1;
 }
 
@@ -22731,6 +22828,7 @@ typedef struct dtrain__mux_peer {
     int64_t full_ns, asked_ns; /* since when too much is kept; when `alive` was asked */
     dtrain_status gone;        /* not DTRAIN_OK: nothing moves any more */
     int bye;                   /* it left of its own will */
+    int dead;                  /* `alive` has said so since it is gone */
 } dtrain__mux_peer;
 
 struct dtrain__mux_lane {
@@ -23915,8 +24013,19 @@ static void dtrain__mux_council_tell(void *self)
 
 static int dtrain__mux_council_gone(void *self, int rank)
 {
-    const dtrain__mux_peer *p = &((dtrain__mux *)self)->peers[rank];
-    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : DTRAIN__LOST;
+    dtrain__mux *mux = (dtrain__mux *)self;
+    dtrain__mux_peer *p = &mux->peers[rank];
+    if (p->gone != DTRAIN_OK && !p->bye && !p->dead && mux->table.alive != NULL)
+        p->dead = mux->table.alive(mux->table.self, rank) == 0;
+    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : p->dead ? DTRAIN__LOST : DTRAIN__SILENT;
+}
+
+/* A table that does not tell hosts proves deaths by `alive`, wherever a rank is. */
+static int dtrain__mux_council_local(void *self, int rank)
+{
+    const dtrain_transport *table = &((dtrain__mux *)self)->table;
+    return table->host == NULL ? table->alive != NULL
+                               : table->host(table->self, rank) == table->host(table->self, table->rank);
 }
 
 static void dtrain__mux_council_lock(void *self, int on)
@@ -23951,6 +24060,7 @@ static void dtrain__mux_convene(dtrain__mux *mux)
     council->send = dtrain__mux_council_send;
     council->tell = dtrain__mux_council_tell;
     council->gone = dtrain__mux_council_gone;
+    council->local = dtrain__mux_council_local;
     council->lock = dtrain__mux_council_lock;
     council->lost = dtrain__mux_marks;
     council->ended = dtrain__mux_end;
@@ -30189,6 +30299,8 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->decided = comm->shared != NULL || comm->plane->sharing == NULL;
     comm->process = dtrain__os_pid();
     comm->desc = *desc;
+    if (desc->quorum == DTRAIN_QUORUM_ANY)
+        dtrain__seat_any_quorum(comm->seat);
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
@@ -30234,6 +30346,9 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order is %d; expected a DTRAIN_ORDER constant",
                             (int)desc->order);
+    if (desc->quorum != DTRAIN_QUORUM_MAJORITY && desc->quorum != DTRAIN_QUORUM_ANY)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: quorum is %d; expected a DTRAIN_QUORUM constant",
+                            (int)desc->quorum);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: connections is %d; expected 1 to %d, or 0 for 1",
                             desc->connections, DTRAIN__MAX_LANES);
@@ -33387,8 +33502,9 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
                             part->split.call, comm->rank);
     if (part->vote.status != DTRAIN_OK)
         return dtrain__fail(error, part->vote.status,
-                            "%s on rank %d: %d of %d ranks are here; the others are silent but may still run, so "
-                            "only the larger part continues; end this rank",
+                            "%s on rank %d: %d of %d ranks are here; the others may still run, cut off by the network, "
+                            "so only the larger part continues, and of two halves that with the lowest rank; end this "
+                            "rank. Where no network can do that, desc.quorum = DTRAIN_QUORUM_ANY lets it go on",
                             part->split.call, comm->rank, part->split.size, comm->size);
     if (part->split.rank < 0)
         return dtrain__fail(error, DTRAIN_ERR_PEER_LOST,

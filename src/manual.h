@@ -152,8 +152,9 @@
  *               leader (rank 0, or the lowest rank that is left) tells the others. A killed process is known within two
  *               seconds, a stopped one or a host that is cut off within heartbeat_ms. Then calls fail at once,
  *               with the number of the lost rank and the first cause. Only dtrain_recv still takes what had
- *               arrived. The survivors may go on: dtrain_comm_shrink makes a group of them, and dtrain_resync copies
- *               the state of the rank with the highest step to all.
+ *               arrived. The survivors go on if they are a majority: dtrain_comm_shrink makes a group of them, and
+ *               dtrain_resync copies the state of the rank with the highest step to all. Deaths that the machine proves
+ *               do not count there, and desc.quorum lets others go on, too.
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace). Heartbeats carry the last one, so the text
  *               of a deadline says what the awaited rank does, and which rank it awaits in turn. DDP and FSDP's
  *               replicas compare a hash of their weights while they train. The text names the first parameter that

@@ -62,6 +62,12 @@ typedef enum dtrain_order {
     DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
 } dtrain_order;
 
+/* Which ranks may go on after a loss that nothing proves to be a death: see dtrain_comm_shrink. */
+typedef enum dtrain_quorum {
+    DTRAIN_QUORUM_MAJORITY = 0, /* more than half of the group, or the half with the lowest rank */
+    DTRAIN_QUORUM_ANY = 1701    /* whoever is left. If the network is cut in two, both parts go on, each for itself */
+} dtrain_quorum;
+
 /* How a collective moves its data. If a collective has no such form for this number of ranks, the library chooses one.
  *
  * RING and DOUBLE_TREE add in an order of their own. NODES does so if the number of ranks in a node is no power of two.
@@ -198,6 +204,7 @@ typedef struct dtrain_comm_desc {
     void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells which port a port of 0 became */
     void *on_address_user;
     const char *trace_on_failure; /* path prefix, copied (see dtrain_comm_trace); NULL: DTRAIN_TRACE, else none */
+    dtrain_quorum quorum;         /* who may go on after a loss; alike on every rank. 0: a majority */
 } dtrain_comm_desc;
 
 /* Makes the group of processes that desc or the environment describes.

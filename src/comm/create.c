@@ -77,6 +77,8 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->decided = comm->shared != NULL || comm->plane->sharing == NULL;
     comm->process = dtrain__os_pid();
     comm->desc = *desc;
+    if (desc->quorum == DTRAIN_QUORUM_ANY)
+        dtrain__seat_any_quorum(comm->seat);
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
@@ -122,6 +124,9 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order is %d; expected a DTRAIN_ORDER constant",
                             (int)desc->order);
+    if (desc->quorum != DTRAIN_QUORUM_MAJORITY && desc->quorum != DTRAIN_QUORUM_ANY)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: quorum is %d; expected a DTRAIN_QUORUM constant",
+                            (int)desc->quorum);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: connections is %d; expected 1 to %d, or 0 for 1",
                             desc->connections, DTRAIN__MAX_LANES);

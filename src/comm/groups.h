@@ -64,16 +64,21 @@ DTRAIN_API void dtrain_comm_free(void *pointer);
  * meanwhile, rank 0 included. If the new group still counts such a rank, it is broken: call dtrain_comm_shrink on it. A
  * rank that was counted out stays out, even if it comes back.
  *
- *   how a rank is lost                                      who continues
- *   its connection was closed or refused: it is dead        all others
- *   it was silent for heartbeat_ms, or has not reconnected  the larger part of comm. If exactly half is left, the half
- *   within reconnect_ms: it may still run                   with the lowest rank. So two parts never both continue
- *   a transport of your own: send or recv returned          all others; silence does not count there
- *   DTRAIN_ERR_PEER_LOST, or `alive` 0
+ * Those that are left go on if they are more than half of comm, or the half with the lowest rank. So two parts of a
+ * network that is cut never both go on. A rank that left of its own will does not count. If all of comm is on one
+ * machine, neither does one that is proved dead, so there the last rank goes on, too:
+ *
+ *   proof of a death    the system says that the process has ended; its unix socket was closed; a transport of your own
+ *                       returns 0 from `alive`
+ *   no proof            silence for heartbeat_ms; a connection that was reset or refused, as a firewall does; none that
+ *                       came back within reconnect_ms; DTRAIN_ERR_PEER_LOST of a transport of your own
+ *
+ * With desc.quorum DTRAIN_QUORUM_ANY whoever is left goes on. Use it only where the network between the ranks cannot be
+ * cut: else two parts of a run train apart, and both save.
  *
  *   survivors  out: this rank's end; NULL on an error
  *   errors     DTRAIN_ERR_TIMEOUT    a rank neither called it nor is lost; you can call it again
- *              DTRAIN_ERR_PEER_LOST  this rank is in the smaller part, or the others gave it up; it cannot continue
+ *              DTRAIN_ERR_PEER_LOST  too few are here, or the others gave this rank up; it cannot continue
  *              DTRAIN_ERR_MISMATCH   others called dtrain_comm_agree
  *              DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
  *

@@ -31,8 +31,9 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
                             part->split.call, comm->rank);
     if (part->vote.status != DTRAIN_OK)
         return dtrain__fail(error, part->vote.status,
-                            "%s on rank %d: %d of %d ranks are here; the others are silent but may still run, so "
-                            "only the larger part continues; end this rank",
+                            "%s on rank %d: %d of %d ranks are here; the others may still run, cut off by the network, "
+                            "so only the larger part continues, and of two halves that with the lowest rank; end this "
+                            "rank. Where no network can do that, desc.quorum = DTRAIN_QUORUM_ANY lets it go on",
                             part->split.call, comm->rank, part->split.size, comm->size);
     if (part->split.rank < 0)
         return dtrain__fail(error, DTRAIN_ERR_PEER_LOST,

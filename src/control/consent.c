@@ -8,15 +8,17 @@
  * leads. All send it what they keep, so a decision that any survivor knows stands. It decides anew only after it has
  * heard every survivor, and none knows of a decision. Nobody listens to a rank that it counts as gone.
  *
- * A closed or refused connection proves a death. Silence proves nothing. If some members are only silent, those that
- * voted continue if they are more than the silent ones. If both are as many, the half with the lowest rank continues.
- * So two parts of a torn network never both continue. */
+ * Neither silence nor a connection that is reset or refused proves a death, as a network can do both. Proofs are of
+ * this machine: its system says that the process is gone. So those that voted continue if they are more than half of
+ * all members, or the half with the lowest rank. Members that left of their own will do not count, nor, if all are on
+ * this machine, those proved dead. So two parts of a torn network never both continue. */
 #ifndef DTRAIN__CONSENT
 #define DTRAIN__CONSENT
 #include "council.c"
 
-#define DTRAIN__CONSENTS 128           /* most consents that a rank keeps; in a larger world one for each rank */
-#define DTRAIN__CONSENT_FRAME_BYTES 13 /* a member's bytes in a message: flags, rank in the world, vote */
+#define DTRAIN__CONSENTS 128                /* most consents that a rank keeps; in a larger world one for each rank */
+#define DTRAIN__CONSENT_DOUBT_NS 1000000000 /* for a process whose connections have ended to be gone */
+#define DTRAIN__CONSENT_FRAME_BYTES 13      /* a member's bytes in a message: flags, rank in the world, vote */
 
 enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
 
@@ -33,6 +35,7 @@ struct dtrain__consent {
     int kind;                  /* kind of this rank's last vote */
     int count, decided, heard; /* heard: the voting call of this rank knows the decision */
     int sole;                  /* consent_sole() at the last look */
+    int64_t doubt_ns;          /* until then it is not decided that too few are left; 0: that is not in question */
     dtrain_status status;      /* of the decision */
     uint64_t flags, id;
     dtrain__vote votes[1]; /* count of them, in the group's order, then room for them in a message */
@@ -225,27 +228,53 @@ static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consen
     return -1;
 }
 
-/* Whether those that voted may continue without those that are only silent. */
-static int dtrain__consent_majority(const dtrain__council *council, const dtrain__consent *consent)
+/* Whether those that voted may continue without the others. *doubtful: they could if processes of this machine, whose
+ * connections have ended, prove to be dead. */
+static int dtrain__consent_majority(const dtrain__council *council, const dtrain__consent *consent, int *doubtful)
 {
-    int here = 0, silent = 0, lowest = 0; /* lowest: the lowest rank of both is here */
+    int here = 0, dead = 0, silent = 0, local = 1, lowest = -1, lowest_left = -1; /* lowest: whether that rank voted */
     for (int i = 0; i < consent->count; i++) {
-        int yes = consent->votes[i].vote == DTRAIN__VOTE_YES;
-        lowest |= here + silent == 0 && yes;
+        int world = consent->votes[i].world, yes = consent->votes[i].vote == DTRAIN__VOTE_YES;
+        int fate = yes ? DTRAIN__PRESENT : council->gone(council->self, world);
+        if (!yes && (fate == DTRAIN__PRESENT || fate == DTRAIN__LEFT))
+            continue; /* its end of the group, or its process, left of its own will */
         here += yes;
-        silent += !yes && council->gone(council->self, consent->votes[i].world) == DTRAIN__SILENT;
+        dead += fate == DTRAIN__LOST;
+        silent += fate == DTRAIN__SILENT;
+        local = local && (council->local == NULL || council->local(council->self, world));
+        lowest = lowest < 0 ? yes : lowest;
+        lowest_left = lowest_left < 0 && fate != DTRAIN__LOST ? yes : lowest_left;
     }
-    return here > silent || (here == silent && lowest);
+    int all = here + silent + (local ? 0 : dead);
+    *doubtful = local && silent > 0;
+    return __atomic_load_n(&council->any_quorum, __ATOMIC_SEQ_CST) != 0 || 2 * here > all ||
+           (2 * here == all && (local ? lowest_left : lowest) == 1);
+}
+
+/* Whether to wait before too few are found to be left: a process whose connections have just ended may be dying. */
+static int dtrain__consent_doubts(dtrain__council *council, dtrain__consent *consent)
+{
+    int64_t now = dtrain__os_now_ns();
+    if (consent->doubt_ns == 0)
+        consent->doubt_ns = now + DTRAIN__CONSENT_DOUBT_NS;
+    if (now >= consent->doubt_ns)
+        return 0;
+    council->look_ns = now + DTRAIN__CONSENT_DOUBT_NS / 20;
+    return 1;
 }
 
 /* Decides whatever can be decided, and tells those that voted. */
 static void dtrain__consent_step(dtrain__council *council)
 {
     int leads = dtrain__council_leader(council) == council->rank;
+    council->look_ns = 0;
     for (dtrain__consent *consent = leads ? council->consents : NULL; consent != NULL; consent = consent->next) {
+        int kind = 0, mixed = 0, doubtful = 0; /* mixed: members made different calls */
         if (consent->decided || dtrain__consent_awaits(council, consent) >= 0)
             continue;
-        int kind = 0, mixed = 0; /* members made different calls */
+        int majority = dtrain__consent_majority(council, consent, &doubtful);
+        if (!majority && doubtful && dtrain__consent_doubts(council, consent))
+            continue;
         consent->decided = 1;
         consent->flags = UINT64_MAX;
         for (int i = 0; i < consent->count; i++) {
@@ -257,9 +286,7 @@ static void dtrain__consent_step(dtrain__council *council)
             kind = vote->kind;
         }
         consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
-        consent->status = mixed                                        ? DTRAIN_ERR_MISMATCH
-                          : dtrain__consent_majority(council, consent) ? DTRAIN_OK
-                                                                       : DTRAIN_ERR_PEER_LOST;
+        consent->status = mixed ? DTRAIN_ERR_MISMATCH : majority ? DTRAIN_OK : DTRAIN_ERR_PEER_LOST;
         dtrain__consent_answer(council, consent);
         council->tell(council->self);
     }
@@ -493,6 +520,8 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     for (unsigned turn = 0;; turn++) {
         uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
         dtrain__seat_lock(seat, 1);
+        if (council->look_ns != 0 && dtrain__os_now_ns() >= council->look_ns)
+            dtrain__consent_step(council);
         ended =
             agreement != NULL ? dtrain__consent_decided(seat, agreement) : dtrain__council_ended(seat, late, status);
         dtrain__seat_lock(seat, 0);

@@ -38,8 +38,16 @@ static void dtrain__hub_end(dtrain__seat *seat, int about, const dtrain__error *
 
 static int dtrain__hub_fate(void *self, int rank)
 {
-    const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    if (member->gone != DTRAIN__PRESENT && member->silent && dtrain__hub_dead((dtrain__hub *)self, rank))
+        member->silent = 0;
     return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
+}
+
+static int dtrain__hub_local(void *self, int rank)
+{
+    const dtrain__hub *hub = (const dtrain__hub *)self;
+    return rank == hub->rank || hub->members[rank].known || dtrain__hub_unix(hub, rank);
 }
 
 /* Takes what a rank tells of itself when it joins. Rank 0 refuses a rank that does not fit. */
@@ -49,7 +57,8 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
     char fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400], text[DTRAIN__WHY_BYTES];
     dtrain__reason refusal = {DTRAIN__FRAME_REFUSE, 0, rank, DTRAIN_ERR_MISMATCH, text, 0};
     if (hub->rank != 0 || hub->formed || member->joined || !dtrain__take_address(reader, member) ||
-        !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
+        !dtrain__take(reader, &member->host, 8) || !dtrain__take(reader, &member->process, 8) ||
+        !dtrain__take(reader, &member->began, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
         !dtrain__take_text(reader, 2, fingerprint, sizeof fingerprint) ||
         !dtrain__take_text(reader, 2, believed, sizeof believed) || reader->left > 0)
         return 0;
@@ -92,8 +101,13 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
         hub->members[rank].joined = 1;
-    for (int rank = 0; rank < hub->size; rank++)
-        neighbours += hub->members[rank].host == hub->members[hub->rank].host;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        int same = member->host == hub->members[hub->rank].host, told = 0;
+        neighbours += same;
+        member->known = same && member->began != 0 && member->process > 0 && member->process <= LONG_MAX &&
+                        dtrain__os_process_began((long)member->process, &told) == member->began && told;
+    }
     hub->crowded = neighbours > dtrain__os_processors();
     if (world != NULL && !dtrain__channel_lay(world)) {
         dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its connections", hub->rank);
@@ -112,7 +126,9 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if ((rank == 0 ? !dtrain__take_text(reader, 1, member->address, 1) : !dtrain__take_address(reader, member)) ||
-            !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name))
+            !dtrain__take(reader, &member->host, 8) || !dtrain__take(reader, &member->process, 8) ||
+            !dtrain__take(reader, &member->began, 8) ||
+            !dtrain__take_text(reader, 1, member->name, sizeof member->name))
             return 0;
     }
     if (reader->left > 0)

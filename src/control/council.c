@@ -28,7 +28,7 @@ enum {
     DTRAIN__FRAME_CONSENT
 };
 
-/* What became of a rank. LEFT: of its own will. SILENT: lost without a proof that it is dead. */
+/* What became of a rank. LEFT: of its own will. LOST: it is proved dead. SILENT: it may still run. */
 enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST, DTRAIN__SILENT };
 
 /* A call that waits at rank 0 for its key to be set. */
@@ -98,9 +98,12 @@ struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
     /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);          /* tells that something has come that a caller may wait for */
-    int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
-    dtrain__os_mutex *mutex;           /* guards the council; NULL: lock does */
+    void (*tell)(void *self);           /* tells that something has come that a caller may wait for */
+    int (*gone)(void *self, int rank);  /* DTRAIN__PRESENT ... */
+    int (*local)(void *self, int rank); /* whether it is where a death can be proved: on this machine. NULL: all are */
+    uint32_t any_quorum;                /* whoever is left may go on */
+    int64_t look_ns;                    /* when a consent is looked at again, although nothing may come; 0: never */
+    dtrain__os_mutex *mutex;            /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
     void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
@@ -178,6 +181,12 @@ static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint6
         seat->worlds[i] = worlds != NULL ? worlds[i] : i;
     seat->members = shared != NULL ? shared : &seat->own;
     return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
+}
+
+/* Lets whoever is left go on, in all groups of the world. */
+static void dtrain__seat_any_quorum(dtrain__seat *seat)
+{
+    __atomic_store_n(&seat->council->any_quorum, 1u, __ATOMIC_SEQ_CST);
 }
 
 static void dtrain__seat_free(dtrain__seat *seat)

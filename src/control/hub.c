@@ -85,6 +85,8 @@ typedef struct dtrain__member {
     char why[DTRAIN__WHY_BYTES];             /* why it left or is lost; may be empty */
     char trouble[160];                       /* why the last try to connect to it for data failed */
     uint64_t host;                           /* the same number on all ranks of a host */
+    uint64_t process, began;                 /* its number in its system, and when it began, by that system's count */
+    int known;                               /* this system knows the process by these */
     int joined, expected;                    /* expected: its control connection may come back */
     int gone;                                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
     int silent;                              /* it is lost, without a proof that it is dead */
@@ -377,10 +379,25 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     dtrain__hub_tell(hub);
 }
 
-/* A member is gone without a word. silent: without a proof that it is dead. It is told so in case it was only stopped,
- * or it would blame this rank. */
-static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char *how)
+/* Whether a member is reached over unix sockets, which only its process can close. */
+static int dtrain__hub_unix(const dtrain__hub *hub, int rank)
 {
+    return strncmp(rank == 0 ? hub->root : hub->members[rank].address, "unix:", 5) == 0;
+}
+
+/* Whether the system of this machine says that a member's process has ended. */
+static int dtrain__hub_dead(const dtrain__hub *hub, int rank)
+{
+    const dtrain__member *member = &hub->members[rank];
+    int told = 0;
+    return member->known && dtrain__os_process_began((long)member->process, &told) != member->began && told;
+}
+
+/* A member is gone without a word. proved: it is known to be dead. It is told so in case it was only stopped or cut
+ * off, or it would blame this rank. */
+static void dtrain__hub_lost(dtrain__hub *hub, int rank, int proved, const char *how)
+{
+    int silent = !proved && !dtrain__hub_dead(hub, rank);
     dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST, how, 0};
     dtrain__member *member = &hub->members[rank];
     if (hub->leaving) { /* ranks that heard that say nothing when they leave themselves */
@@ -397,16 +414,18 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char 
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
-/* A rank refuses connections, so its process is gone. If the previous leader left, this rank may have left as well,
- * with nobody there to hear it. Then calls that need it fail, and others continue. */
+/* A rank refuses connections, so its process is gone, or its network answers for it. If the previous leader left, this
+ * rank may have left as well, with nobody there to hear it. Then calls that need it fail, and others continue. */
 static void dtrain__hub_refused(dtrain__hub *hub, int rank)
 {
     static const char why[] = "it refuses connections, and the rank that would have reported its end has left";
     dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, rank, DTRAIN_OK, why, 0};
+    int local = dtrain__hub_unix(hub, rank);
     if (!hub->handed) {
-        dtrain__hub_lost(hub, rank, 0, "it refuses connections; its process has died");
+        dtrain__hub_lost(hub, rank, local, "it refuses connections; its process has died or was cut off");
         return;
     }
+    hub->members[rank].silent = !local && !dtrain__hub_dead(hub, rank);
     if (dtrain__hub_leads(hub))
         dtrain__hub_relay(hub, rank, &gone);
     dtrain__hub_gone(hub, rank, DTRAIN__LEFT, why);
@@ -418,6 +437,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
 {
     dtrain__member *member = &hub->members[rank];
     char how[160];
+    int ended = error == 0 || error == ECONNRESET || error == EPIPE; /* by the other side */
     dtrain__stream_cut(&member->control);
     if (member->gone != DTRAIN__PRESENT || !dtrain__hub_linked(hub, rank))
         return;
@@ -433,7 +453,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     }
     snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
              dtrain__net_why(error));
-    dtrain__hub_lost(hub, rank, 0, how);
+    dtrain__hub_lost(hub, rank, ended && dtrain__hub_unix(hub, rank), how);
 }
 
 /* Returns why a member's connection ended, as an errno. Corruption is logged, as the connection may come back. */

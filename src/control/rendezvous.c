@@ -68,6 +68,8 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
     size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_JOIN);
     dtrain__give_text(hub, &root->out, 1, self->address);
     dtrain__give(hub, &root->out, self->host, 8);
+    dtrain__give(hub, &root->out, self->process, 8);
+    dtrain__give(hub, &root->out, self->began, 8);
     dtrain__give_text(hub, &root->out, 1, self->name);
     dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
     dtrain__give_text(hub, &root->out, 2, hub->believed);
@@ -90,6 +92,8 @@ static void dtrain__hub_complete(dtrain__hub *hub)
         for (int rank = 0; rank < hub->size; rank++) {
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].address);
             dtrain__give(hub, &member->out, hub->members[rank].host, 8);
+            dtrain__give(hub, &member->out, hub->members[rank].process, 8);
+            dtrain__give(hub, &member->out, hub->members[rank].began, 8);
             dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
         }
         if (!dtrain__frame_close(member, begin)) {
@@ -270,11 +274,11 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
         else if (member->expected && now - member->down_ns > hub->reconnect_ns)
-            dtrain__hub_lost(hub, rank, 1, "its connection was reset and has not come back within reconnect_ms");
+            dtrain__hub_lost(hub, rank, 0, "its connection was reset and has not come back within reconnect_ms");
         else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
             snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
                      (double)silent * 1e-9, member->held ? "; it does not read either" : "");
-            dtrain__hub_lost(hub, rank, 1, how);
+            dtrain__hub_lost(hub, rank, 0, how);
         } else if (hub->formed && silent > longest) {
             longest = silent;
             suspect = rank;
@@ -368,7 +372,8 @@ static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, i
 /* Fills the poll list. Returns the time at which something is due without an event. */
 static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 {
-    int64_t due = hub->beat_ns, now = dtrain__os_now_ns();
+    int64_t due = hub->beat_ns, now = dtrain__os_now_ns(), look = hub->council.look_ns;
+    due = look != 0 && look < due ? look : due;
     *count = 0;
     dtrain__hub_watch(hub, count, hub->kick[0], POLLIN);
     if (hub->listener >= 0 && now >= hub->accept_ns)

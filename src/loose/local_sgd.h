@@ -97,8 +97,9 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
  * parameters are from the outer weights that they started from. The outer step is dtrain_device_sgd on the outer
  * weights. Its gradient is the mean of the members' differences by their weights.
  *
- * A difference that is too late for a round counts in the next one. A lost member is no error: rounds go on with the
- * others, and a member that is alone makes its outer steps alone. A member whose parameters are not finite hands in
+ * A difference that is too late for a round counts in the next one. A lost member is no error: rounds go on with those
+ * that dtrain_comm_shrink lets go on. Any other member, cut off by the network, makes its outer steps alone, to weights
+ * of its own. The log says so, and dtrain_local_sgd_stats.left is 1. A member whose parameters are not finite hands in
  * nothing, and goes on from the outer weights; the log says so.
  *
  *   weight   weight of the step on this rank, at least 0: usually its number of examples or tokens
@@ -150,7 +151,7 @@ typedef struct dtrain_local_sgd_stats {
     uint64_t undone;      /* attempts that ended because a member was lost; the round is made again */
     uint64_t applied;     /* how often a result changed this rank's parameters */
     int members;          /* members that had handed in for the last round */
-    int left;             /* members that are left */
+    int left;             /* members that are left; 1: this rank goes on alone */
     uint64_t sent_bytes;  /* bytes that this rank sent in rounds */
     uint64_t dense_bytes; /* bytes that it would have sent with an all-reduce of gradients in every step */
 } dtrain_local_sgd_stats;

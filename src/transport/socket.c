@@ -412,11 +412,14 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
     char host[64] = "?", program[24];
+    int told = 0;
     dtrain__os_host_name(host, sizeof host);
     dtrain__os_program(program, sizeof program);
     snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
     snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
     self->host = dtrain__plane_host();
+    self->process = (uint64_t)dtrain__os_self();
+    self->began = dtrain__os_process_began(dtrain__os_self(), &told);
     self->joined = 1;
 }
 
