@@ -483,7 +483,8 @@
  *   Flags of the compiler
  *
  *     -Ofast, -ffast-math      You may compile dtrain.h with them: by gcc and clang its arithmetic keeps its bits, and
- *                              the code of your own functions is as without the header.
+ *                              the code of your own functions is as without the header. For 32-bit ARM and a few
+ *                              other processors clang cannot do that: an error says what to do.
  *     -ffp-contract=off        Compile your own arithmetic with it if runs on different machines shall have equal bits.
  *     -msse2 -mfpmath=sse      On 32-bit x86, compile your own arithmetic with them for the same reason.
  *     -Ofast on your code      The compiler may reorder sums. Ranks of one build on equal processors still agree, as
@@ -678,21 +679,29 @@
     DTRAIN__EXACT_MACRO(way##_macro("__SIGNALING_NANS__"))
 #define DTRAIN__EXACT_MACRO(pragma) _Pragma(#pragma)
 #else
+#if defined(__clang__)
+#define DTRAIN__EXACT_BEGIN _Pragma("STDC FP_CONTRACT OFF")
+#define DTRAIN__EXACT_END _Pragma("STDC FP_CONTRACT DEFAULT")
+#else
 #define DTRAIN__EXACT_BEGIN
 #define DTRAIN__EXACT_END
+#endif
 #if defined(__FAST_MATH__) && defined(DTRAIN_IMPLEMENTATION)
 #error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754 on this processor; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
 #endif
 #endif
 
-/* gcc's default for 32-bit x86 is the x87 unit, which rounds in its own way. DTRAIN__SSE2_BEGIN and DTRAIN__SSE2_END
- * enclose the implementation. */
+/* Two units round in their own way: the x87 of 32-bit x86, which is gcc's default, and the NEON of 32-bit ARM, which
+ * flushes subnormals and which clang takes. DTRAIN__UNIT_BEGIN and DTRAIN__UNIT_END enclose the implementation. */
 #if defined(__i386__) && defined(__GNUC__) && !defined(__clang__)
-#define DTRAIN__SSE2_BEGIN _Pragma("GCC push_options") _Pragma("GCC target(\"sse2,fpmath=sse\")")
-#define DTRAIN__SSE2_END _Pragma("GCC pop_options")
+#define DTRAIN__UNIT_BEGIN _Pragma("GCC push_options") _Pragma("GCC target(\"sse2,fpmath=sse\")")
+#define DTRAIN__UNIT_END _Pragma("GCC pop_options")
+#elif defined(__arm__) && defined(__ARM_NEON) && defined(__clang__)
+#define DTRAIN__UNIT_BEGIN _Pragma("clang attribute push(__attribute__((target(\"no-neon\"))), apply_to = function)")
+#define DTRAIN__UNIT_END _Pragma("clang attribute pop")
 #else
-#define DTRAIN__SSE2_BEGIN
-#define DTRAIN__SSE2_END
+#define DTRAIN__UNIT_BEGIN
+#define DTRAIN__UNIT_END
 #endif
 
 /* After the tensor kernels gcc compiles for size, since no step waits for that code. DTRAIN__FAST_BEGIN and
@@ -6063,7 +6072,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <sys/sysctl.h>
 #endif
 
-DTRAIN__SSE2_BEGIN
+DTRAIN__UNIT_BEGIN
 
 #define DTRAIN__ERROR_BYTES 640
 #define DTRAIN__STATUS_CAUSE_BYTES 400 /* of those, for a quoted cause */
@@ -10640,7 +10649,9 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 #endif
 
 /* Promises that iterations do not depend on each other, even if the buffers are the same. */
-#if defined(__clang__)
+#if defined(__clang__) && defined(__arm__) /* clang would take NEON, which flushes subnormals, because it is asked */
+#define DTRAIN__INDEPENDENT
+#elif defined(__clang__)
 #pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 clang would warn of each scalar loop */
 #define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -10702,7 +10713,7 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
         name##_base arguments; \
     }
 #define DTRAIN__KERNEL(name, parameters, arguments) \
-    static void name parameters \
+    static __attribute__((noinline)) void name parameters \
     { \
         name##_body arguments; \
     }
@@ -40017,7 +40028,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
  * and those of the panel's padding, are not stored. fmadd takes its first factor as spread(float), a `factor`. */
 #define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, factor, spread, fmadd) \
-    attributes static void name(DTRAIN__GEMM_PARAMETERS) \
+    attributes static __attribute__((noinline)) void name(DTRAIN__GEMM_PARAMETERS) \
     { \
         vector sum[ROWS][VECTORS]; \
         const float *row[ROWS]; \
@@ -40082,6 +40093,12 @@ DTRAIN__INLINE dtrain__x4 dtrain__gemm_rounded(dtrain__x4 a, dtrain__x4 b, dtrai
     __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
 #elif defined(__clang__) && defined(__aarch64__)
     __asm__("" : "+w"(product));
+#elif defined(__clang__) && defined(__ARM_FP) && defined(__arm__)
+    for (int i = 0; i < 4; i++) {
+        float lane = product[i];
+        __asm__("" : "+t"(lane));
+        product[i] = lane;
+    }
 #endif
     return product + c;
 }
@@ -60063,7 +60080,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *
 #ifndef DTRAIN__END
 #define DTRAIN__END
 DTRAIN__SMALL_END
-DTRAIN__SSE2_END
+DTRAIN__UNIT_END
 #if defined(__GNUC__)
 #pragma GCC diagnostic pop
 #endif

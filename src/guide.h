@@ -197,7 +197,8 @@
  *   Flags of the compiler
  *
  *     -Ofast, -ffast-math      You may compile dtrain.h with them: by gcc and clang its arithmetic keeps its bits, and
- *                              the code of your own functions is as without the header.
+ *                              the code of your own functions is as without the header. For 32-bit ARM and a few
+ *                              other processors clang cannot do that: an error says what to do.
  *     -ffp-contract=off        Compile your own arithmetic with it if runs on different machines shall have equal bits.
  *     -msse2 -mfpmath=sse      On 32-bit x86, compile your own arithmetic with them for the same reason.
  *     -Ofast on your code      The compiler may reorder sums. Ranks of one build on equal processors still agree, as

@@ -109,21 +109,29 @@
     DTRAIN__EXACT_MACRO(way##_macro("__SIGNALING_NANS__"))
 #define DTRAIN__EXACT_MACRO(pragma) _Pragma(#pragma)
 #else
+#if defined(__clang__)
+#define DTRAIN__EXACT_BEGIN _Pragma("STDC FP_CONTRACT OFF")
+#define DTRAIN__EXACT_END _Pragma("STDC FP_CONTRACT DEFAULT")
+#else
 #define DTRAIN__EXACT_BEGIN
 #define DTRAIN__EXACT_END
+#endif
 #if defined(__FAST_MATH__) && defined(DTRAIN_IMPLEMENTATION)
 #error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754 on this processor; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
 #endif
 #endif
 
-/* gcc's default for 32-bit x86 is the x87 unit, which rounds in its own way. DTRAIN__SSE2_BEGIN and DTRAIN__SSE2_END
- * enclose the implementation. */
+/* Two units round in their own way: the x87 of 32-bit x86, which is gcc's default, and the NEON of 32-bit ARM, which
+ * flushes subnormals and which clang takes. DTRAIN__UNIT_BEGIN and DTRAIN__UNIT_END enclose the implementation. */
 #if defined(__i386__) && defined(__GNUC__) && !defined(__clang__)
-#define DTRAIN__SSE2_BEGIN _Pragma("GCC push_options") _Pragma("GCC target(\"sse2,fpmath=sse\")")
-#define DTRAIN__SSE2_END _Pragma("GCC pop_options")
+#define DTRAIN__UNIT_BEGIN _Pragma("GCC push_options") _Pragma("GCC target(\"sse2,fpmath=sse\")")
+#define DTRAIN__UNIT_END _Pragma("GCC pop_options")
+#elif defined(__arm__) && defined(__ARM_NEON) && defined(__clang__)
+#define DTRAIN__UNIT_BEGIN _Pragma("clang attribute push(__attribute__((target(\"no-neon\"))), apply_to = function)")
+#define DTRAIN__UNIT_END _Pragma("clang attribute pop")
 #else
-#define DTRAIN__SSE2_BEGIN
-#define DTRAIN__SSE2_END
+#define DTRAIN__UNIT_BEGIN
+#define DTRAIN__UNIT_END
 #endif
 
 /* After the tensor kernels gcc compiles for size, since no step waits for that code. DTRAIN__FAST_BEGIN and

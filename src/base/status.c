@@ -94,7 +94,7 @@
 #include <sys/sysctl.h>
 #endif
 
-DTRAIN__SSE2_BEGIN
+DTRAIN__UNIT_BEGIN
 
 #define DTRAIN__ERROR_BYTES 640
 #define DTRAIN__STATUS_CAUSE_BYTES 400 /* of those, for a quoted cause */

@@ -146,7 +146,9 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 #endif
 
 /* Promises that iterations do not depend on each other, even if the buffers are the same. */
-#if defined(__clang__)
+#if defined(__clang__) && defined(__arm__) /* clang would take NEON, which flushes subnormals, because it is asked */
+#define DTRAIN__INDEPENDENT
+#elif defined(__clang__)
 #pragma clang diagnostic ignored "-Wpass-failed" /* at -O0 and -O1 clang would warn of each scalar loop */
 #define DTRAIN__INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -208,7 +210,7 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
         name##_base arguments; \
     }
 #define DTRAIN__KERNEL(name, parameters, arguments) \
-    static void name parameters \
+    static __attribute__((noinline)) void name parameters \
     { \
         name##_body arguments; \
     }

@@ -43,7 +43,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
  * and those of the panel's padding, are not stored. fmadd takes its first factor as spread(float), a `factor`. */
 #define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, factor, spread, fmadd) \
-    attributes static void name(DTRAIN__GEMM_PARAMETERS) \
+    attributes static __attribute__((noinline)) void name(DTRAIN__GEMM_PARAMETERS) \
     { \
         vector sum[ROWS][VECTORS]; \
         const float *row[ROWS]; \
@@ -108,6 +108,12 @@ DTRAIN__INLINE dtrain__x4 dtrain__gemm_rounded(dtrain__x4 a, dtrain__x4 b, dtrai
     __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
 #elif defined(__clang__) && defined(__aarch64__)
     __asm__("" : "+w"(product));
+#elif defined(__clang__) && defined(__ARM_FP) && defined(__arm__)
+    for (int i = 0; i < 4; i++) {
+        float lane = product[i];
+        __asm__("" : "+t"(lane));
+        product[i] = lane;
+    }
 #endif
     return product + c;
 }

@@ -48,7 +48,7 @@ if [ $# -eq 0 ] && [ -n "${SAMPLE:-}" ]; then
     set -- $(echo $chosen | tr + ' ')
 fi
 [ $# -gt 0 ] || set -- $all
-sh tests/support/install.sh cross
+sh tests/support/install.sh cross clang
 loads_i386 && i386= && i386_link="-Wl,--dynamic-linker=$own/ld-linux.so.2 -Wl,-rpath=$own"
 export DTRAIN_ISA=scalar
 small="--layers 2 --width 32 --heads 2 --context 32 --batch 2 --micro 8 --steps 4 --quiet --text examples/gpt.h"
@@ -117,6 +117,13 @@ alone() { # name
             "$(weights $second --ranks 4 --strategy full --save "$dir/run" --resume)"
     done
     rm -rf "$dir/run"
+    case $1 in armhf) flags=-mfpu=neon-vfpv4 ;; aarch64) flags= ;; *) return ;; esac
+    command -v clang >/dev/null 2>&1 || { echo "skipped: $1: the bits of clang (clang is not here)" && return; }
+    cc -O1 -w -I. tests/unit/bits.c -o "$dir/bits-here" -lpthread -lm >$logs 2>&1 &&
+        clang --target=${prefix%-} $flags -O2 $warn -I. tests/unit/bits.c -o "$dir/bits" -lpthread -lm >$logs 2>&1
+    check $? "$1: clang compiles without warnings"
+    equal "$($emulate "$dir/bits" kept 2>$logs)" "$("$dir/bits-here" kept)"
+    check $? "$1: the bits of clang, with fused products and NEON at hand, are those of x86"
 }
 
 # Ranks of these systems in one group over TCP, each with its output in $here/rank-N; x86 is rank 0.
