@@ -175,7 +175,7 @@ demo-fsdp: all
 bench: all
 	@sh tools/bench_table
 
-soak: all $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive $(test_dir)/test_socket $(test_dir)/test_lost \
+soak: all $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive $(test_dir)/test_consent $(test_dir)/test_socket $(test_dir)/test_lost \
 	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail $(test_dir)/test_checkpoint_killed $(test_dir)/test_device_table
 	COMPILERS="gcc clang" BITS=all sh tests/unit/bits.sh
 	$(test_dir)/soak $(MINUTES)
@@ -192,6 +192,7 @@ soak: all $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_d
 	DEVICE_FAULTS=all $(test_dir)/test_device_table whatever_call_of_a_device_fails_the_error_comes_back
 	FAULT_RUNS=1000 FAULT_SEED=$$(date +%s) $(test_dir)/test_fault
 	for test in test_socket test_lost test_survive; do TEST_SEALED=1 $(test_dir)/$$test || exit 1; done
+	CONSENT_ROUNDS=1000000 CONSENT_SEED=$$(date +%s) $(test_dir)/test_consent
 	KILL_ROUNDS=200 $(test_dir)/test_survive survivors_of_kills_at_random_times_shrink_and_go_on
 	CHECKPOINT_ROUNDS=300 CHECKPOINT_SEED=$$(date +%s) $(test_dir)/test_checkpoint_fail
 	LOCAL_ROUNDS=100 LOCAL_DELAY_MS=60 CHECKPOINT_SEED=$$(date +%s) $(test_dir)/test_checkpoint_killed

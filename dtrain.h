@@ -153,8 +153,8 @@
  *               seconds, a stopped one or a host that is cut off within heartbeat_ms. Then calls fail at once,
  *               with the number of the lost rank and the first cause. Only dtrain_recv still takes what had
  *               arrived. The survivors go on if they are a majority: dtrain_comm_shrink makes a group of them, and
- *               dtrain_resync copies the state of the rank with the highest step to all. Deaths that the machine proves
- *               do not count there, and desc.quorum lets others go on, too.
+ *               dtrain_resync copies the state of the rank with the highest step to all. On one machine whoever is left
+ *               goes on after deaths. desc.quorum lets others go on, too.
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace). Heartbeats carry the last one, so the text
  *               of a deadline says what the awaited rank does, and which rank it awaits in turn. DDP and FSDP's
  *               replicas compare a hash of their weights while they train. The text names the first parameter that
@@ -165,10 +165,10 @@
  *     Sealing   With a token, connections that leave the host are encrypted and authenticated, others are not. There is
  *               no forward secrecy. See dtrain_comm_desc.
  *     Members   The token keeps strangers out. It does not protect members from each other. A member that sends a
- *               malformed control frame, or one that it may not send, is lost, and the others go on. A member can still
- *               send wrong data, or say that the leader is lost. All trust the leader, which decides who is lost and
- *               what the survivors agree on. Ranks that share the memory of devices can write each other's. The leader
- *               handles no more requests of a member that has 1 MiB to read.
+ *               malformed control frame, or one that it may not send, is lost. A member can still send wrong data, or say
+ *               that the leader is lost. All trust the leader, which decides who is lost and what the survivors agree
+ *               on. Ranks that share the memory of devices can write each other's. The leader handles no more requests
+ *               of a member that has 1 MiB to read.
  *
  * ENVIRONMENT
  *     The variables of the first group count only if desc.world_size is 0, and only where the desc leaves the field 0.
@@ -1827,15 +1827,17 @@ typedef struct dtrain_offload {
  *   wake       ends a blocked poll early; any thread
  *   fail       tells the peers that the group is broken, and why; any thread. The core's own messages tell them too
  *   leave      tells the peers that this rank leaves; why may be empty. Called right before destroy
- *   alive      says at once what is known of a peer: 1 it is present, 0 it is gone, -1 unknown
+ *   alive      says at once what is known of a peer: 1 present, 0 dead, -1 unknown, -2 silent for too long, and may
+ *              still run
  *   lanes      see below
  *   host       returns a number that ranks of one host have in common, and 0 where it is not known; always the same.
  *              Groups of ranks of a host then share memory for their collectives, if the system lets them
  *   offload    see below
  *   destroy    called once, when the last group of the transport is destroyed
  *
- * If alive returns 0, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status too.
- * Report a peer as lost only if you know it: the others may go on without that peer (see dtrain_comm_shrink).
+ * If alive returns 0 or -2, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status
+ * too. Only 0 proves a death. Return it only if you know it: the others may go on without that peer (see
+ * dtrain_comm_shrink).
  *
  * Groups share the streams. The core sends frames of up to 64 KiB, each with the name of its group. Received bytes go
  * to the memory of the call that waits for them; other bytes are kept for their group, at most 64 MiB per peer. If a
@@ -1938,7 +1940,7 @@ typedef enum dtrain_order {
     DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
 } dtrain_order;
 
-/* Which ranks may go on after a loss that nothing proves to be a death: see dtrain_comm_shrink. */
+/* Which ranks may go on after a loss: see dtrain_comm_shrink. */
 typedef enum dtrain_quorum {
     DTRAIN_QUORUM_MAJORITY = 0, /* more than half of the group, or the half with the lowest rank */
     DTRAIN_QUORUM_ANY = 1701    /* whoever is left. If the network is cut in two, both parts go on, each for itself */
@@ -2625,10 +2627,10 @@ DTRAIN_API void dtrain_comm_free(void *pointer);
  * network that is cut never both go on. A rank that left of its own will does not count. If all of comm is on one
  * machine, neither does one that is proved dead, so there the last rank goes on, too:
  *
- *   proof of a death    the system says that the process has ended; its unix socket was closed; a transport of your own
- *                       returns 0 from `alive`
+ *   proof of a death    the system says that the process has ended. If it does not know the process, as between
+ *                       containers: a unix socket of its was closed. A transport of your own returns 0 from `alive`
  *   no proof            silence for heartbeat_ms; a connection that was reset or refused, as a firewall does; none that
- *                       came back within reconnect_ms; DTRAIN_ERR_PEER_LOST of a transport of your own
+ *                       came back within reconnect_ms; DTRAIN_ERR_PEER_LOST of a transport of your own; all over MPI
  *
  * With desc.quorum DTRAIN_QUORUM_ANY whoever is left goes on. Use it only where the network between the ranks cannot be
  * cut: else two parts of a run train apart, and both save.
@@ -7166,28 +7168,58 @@ static void dtrain__os_host_id(unsigned char id[128])
 #endif
 }
 
+/* Reads a process's numbers. Of these, 6 are its flags, 17 counts its threads, and 19 is when it began.
+ *
+ *   known     out: 0 if the system does not say
+ *   returns   its state, a letter; if known, 0 means that there is no such process, or that it is hidden */
+static char dtrain__os_process_stat(long process, uint64_t numbers[20], int *known)
+{
+    char path[40], text[512];
+    snprintf(path, sizeof path, "/proc/%ld/stat", process);
+    int length = dtrain__os_read_text(path, text, sizeof text);
+    char *at = strrchr(text, ')'); /* after the program's name come the letter and the numbers */
+    int told = at != NULL && strlen(at) >= 4;
+    *known = told || length == -ENOENT || length == -ESRCH;
+    if (!told)
+        return 0;
+    char state = at[2];
+    at += 3;
+    memset(numbers, 0, 20 * sizeof *numbers);
+    for (int i = 1; i < 20 && *at != 0; i++)
+        numbers[i] = (uint64_t)strtoull(at, &at, 10);
+    return state;
+}
+
 /* Returns when a process began, in the system's count. Two processes with the same id differ in it.
  *
  *   known     out: 0 if the system does not say
  *   returns   if known: 0 means that the process has ended and the system has released all that it held */
 static uint64_t dtrain__os_process_began(long process, int *known)
 {
-    char path[40], text[512];
-    snprintf(path, sizeof path, "/proc/%ld/stat", process);
-    int length = dtrain__os_read_text(path, text, sizeof text);
-    /* after the program's name come a letter and numbers: the 17th counts threads, the 19th is the time */
-    char *at = strrchr(text, ')');
-    int told = at != NULL && strlen(at) >= 4;
-    *known = told || length == -ENOENT || length == -ESRCH;
-    if (!told)
-        return 0;
-    char state = at[2];
     uint64_t numbers[20] = {0};
-    at += 3;
-    for (int i = 1; i < 20 && *at != 0; i++)
-        numbers[i] = (uint64_t)strtoull(at, &at, 10);
+    char state = dtrain__os_process_stat(process, numbers, known);
     /* once its last thread has ended, nothing but the name of a process remains */
     return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
+}
+
+/* Returns a number of the ids that this process has in common with others; in containers the same id is of several. */
+static uint64_t dtrain__os_process_space(void)
+{
+    struct stat at;
+    return stat("/proc/self/ns/pid", &at) == 0 ? (uint64_t)at.st_ino : 0;
+}
+
+/* Returns whether it is certain that the process that began then runs no more. The system may still be releasing what
+ * it held, which takes seconds for much memory. */
+static int dtrain__os_process_ended(long process, uint64_t began)
+{
+    enum { EXITS = 4 }; /* PF_EXITING of include/linux/sched.h, in the flags */
+    uint64_t numbers[20] = {0};
+    int known;
+    char state = dtrain__os_process_stat(process, numbers, &known);
+    if (state == 0) /* a process that is only hidden can be asked for */
+        return known && kill((pid_t)process, 0) != 0 && errno == ESRCH;
+    return numbers[19] != began || ((state == 'Z' || state == 'X' || (numbers[6] & EXITS) != 0) && numbers[17] <= 1);
 }
 
 #if !defined(DTRAIN_NO_MPI) && !defined(DTRAIN_MPI_HEADER)
@@ -8419,6 +8451,19 @@ static uint64_t dtrain__os_process_began(long process, int *known)
     *known = !runs || GetProcessTimes(handle, &began, &ended, &kernel, &user);
     CloseHandle(handle);
     return runs && *known ? (uint64_t)began.dwHighDateTime << 32 | began.dwLowDateTime : 0;
+}
+
+/* All processes of a system have their ids in common. */
+static uint64_t dtrain__os_process_space(void)
+{
+    return 0;
+}
+
+/* Returns whether it is certain that the process that began then runs no more. */
+static int dtrain__os_process_ended(long process, uint64_t began)
+{
+    int known;
+    return dtrain__os_process_began(process, &known) != began && known;
 }
 
 /* Returns whether a process of this host runs; 1 if the system does not say. */
@@ -15986,6 +16031,12 @@ static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
     return serial << 10 | (uint64_t)rank;
 }
 
+/* Returns the rank that made the id. */
+static int dtrain__plane_group_maker(uint64_t id)
+{
+    return (int)(id & 1023);
+}
+
 /* Returns the same number in all processes of this host. */
 static uint64_t dtrain__plane_host(void)
 {
@@ -16043,8 +16094,8 @@ enum {
     DTRAIN__FRAME_CONSENT
 };
 
-/* What became of a rank. LEFT: of its own will. LOST: it is proved dead. SILENT: it may still run. */
-enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST, DTRAIN__SILENT };
+/* What became of a rank. LEFT: of its own will. LOST: it has died, or may still run. */
+enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
 
 /* A call that waits at rank 0 for its key to be set. */
 typedef struct dtrain__asker {
@@ -16113,12 +16164,13 @@ struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
     /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);           /* tells that something has come that a caller may wait for */
-    int (*gone)(void *self, int rank);  /* DTRAIN__PRESENT ... */
-    int (*local)(void *self, int rank); /* whether it is where a death can be proved: on this machine. NULL: all are */
-    uint32_t any_quorum;                /* whoever is left may go on */
-    int64_t look_ns;                    /* when a consent is looked at again, although nothing may come; 0: never */
-    dtrain__os_mutex *mutex;            /* guards the council; NULL: lock does */
+    void (*tell)(void *self);                /* tells that something has come that a caller may wait for */
+    int (*gone)(void *self, int rank);       /* DTRAIN__PRESENT ... */
+    int (*dead)(void *self, int rank);       /* whether it is proved that a rank that is lost has died */
+    int (*beside)(void *self, int a, int b); /* whether two ranks are on one machine; NULL: all are */
+    uint32_t any_quorum;                     /* whoever is left may go on */
+    int64_t look_ns;                         /* when consents are looked at again, although nothing may come */
+    dtrain__os_mutex *mutex;                 /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
     void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
@@ -16450,6 +16502,12 @@ static int dtrain__council_list_add(dtrain__council *council, uint64_t rank)
     return 1;
 }
 
+/* Whether two ranks are on one machine. */
+static int dtrain__council_beside(const dtrain__council *council, int a, int b)
+{
+    return council->beside == NULL || council->beside(council->self, a, b);
+}
+
 /* The lowest rank that is not gone leads. */
 static int dtrain__council_leader(const dtrain__council *council)
 {
@@ -16718,7 +16776,14 @@ static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *st
  * Neither silence nor a connection that is reset or refused proves a death, as a network can do both. Proofs are of
  * this machine: its system says that the process is gone. So those that voted continue if they are more than half of
  * all members, or the half with the lowest rank. Members that left of their own will do not count, nor, if all are on
- * this machine, those proved dead. So two parts of a torn network never both continue. */
+ * one machine, those proved dead. So two parts of a torn network never both continue.
+ *
+ * A vote could count twice: a member votes, the network cuts it off, and it votes in the other part, too. So a decision
+ * without members that may still run is a proposal first, which all that voted acknowledge. Who has acknowledged takes
+ * it to the other part, where it stands: the majority of its members is not there, and ends that part at its next vote.
+ * If a member is lost before it has acknowledged, the leader decides again. This is one round of Paxos (Lamport, The
+ * Part-Time Parliament, 1998) whose ballots are leaders, each of which gives up the ranks before it for good.
+ */
 #ifndef DTRAIN__CONSENT
 #define DTRAIN__CONSENT
 
@@ -16726,23 +16791,30 @@ static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *st
 #define DTRAIN__CONSENT_DOUBT_NS 1000000000 /* for a process whose connections have ended to be gone */
 #define DTRAIN__CONSENT_FRAME_BYTES 13      /* a member's bytes in a message: flags, rank in the world, vote */
 
-enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
+/* DEAD: in a message about a vote: out, and proved dead on the sender's machine. */
+enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT, DTRAIN__VOTE_DEAD };
+/* How far a consent is. PROPOSED: its decision stands unless the leader takes it back. */
+enum { DTRAIN__CONSENT_OPEN = 0, DTRAIN__CONSENT_DECIDED, DTRAIN__CONSENT_PROPOSED };
 
 typedef struct dtrain__vote {
     uint64_t flags;
     int world;
     int vote, kind; /* kind: of the call that votes */
     int asks;       /* it has sent its vote here and is owed the decision */
+    int dead;       /* a member beside it has said that it is proved dead */
+    int asked;      /* it is to acknowledge the proposal */
+    int left;       /* its end of the group has left */
 } dtrain__vote;
 
 struct dtrain__consent {
     dtrain__consent *next;
-    uint64_t group, number;    /* its number among the group's */
-    int kind;                  /* kind of this rank's last vote */
-    int count, decided, heard; /* heard: the voting call of this rank knows the decision */
-    int sole;                  /* consent_sole() at the last look */
-    int64_t doubt_ns;          /* until then it is not decided that too few are left; 0: that is not in question */
-    dtrain_status status;      /* of the decision */
+    uint64_t group, number; /* its number among the group's */
+    int kind;               /* kind of this rank's last vote */
+    int count, heard;       /* heard: the voting call of this rank knows the decision */
+    int decided;            /* DTRAIN__CONSENT_OPEN ... */
+    int sole;               /* consent_sole() at the last look */
+    int64_t doubt_ns;       /* until then it is not decided that too few are left; 0: that is not in question */
+    dtrain_status status;   /* of the decision */
     uint64_t flags, id;
     dtrain__vote votes[1]; /* count of them, in the group's order, then room for them in a message */
 };
@@ -16891,6 +16963,11 @@ static dtrain__consent *dtrain__consent_open(dtrain__council *council, uint64_t 
     return consent;
 }
 
+static int dtrain__vote_says(const dtrain__consent *consent, const dtrain__vote *vote)
+{
+    return consent->decided ? vote->vote : vote->dead ? DTRAIN__VOTE_DEAD : vote->left ? DTRAIN__VOTE_OUT : vote->vote;
+}
+
 static void dtrain__consent_send(dtrain__council *council, int to, dtrain__consent *consent)
 {
     unsigned char head[40], *body = (unsigned char *)(consent->votes + consent->count);
@@ -16906,7 +16983,7 @@ static void dtrain__consent_send(dtrain__council *council, int to, dtrain__conse
         unsigned char *entry = body + i * DTRAIN__CONSENT_FRAME_BYTES;
         dtrain__put_le(entry, consent->votes[i].flags, 8);
         dtrain__put_le(entry + 8, (uint64_t)consent->votes[i].world, 4);
-        entry[12] = (unsigned char)consent->votes[i].vote;
+        entry[12] = (unsigned char)dtrain__vote_says(consent, &consent->votes[i]);
     }
     council->send(council->self, to, DTRAIN__FRAME_CONSENT, head, sizeof head, body,
                   (size_t)consent->count * DTRAIN__CONSENT_FRAME_BYTES);
@@ -16914,7 +16991,7 @@ static void dtrain__consent_send(dtrain__council *council, int to, dtrain__conse
 
 static void dtrain__consent_answer(dtrain__council *council, dtrain__consent *consent)
 {
-    for (int i = 0; consent->decided && i < consent->count; i++) {
+    for (int i = 0; consent->decided == DTRAIN__CONSENT_DECIDED && i < consent->count; i++) {
         if (consent->votes[i].asks)
             dtrain__consent_send(council, consent->votes[i].world, consent);
         consent->votes[i].asks = 0;
@@ -16926,7 +17003,7 @@ static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consen
 {
     for (int i = 0; i < consent->count; i++) {
         dtrain__vote *vote = &consent->votes[i];
-        if (council->gone(council->self, vote->world) != DTRAIN__PRESENT)
+        if (vote->left || council->gone(council->self, vote->world) != DTRAIN__PRESENT)
             vote->vote = DTRAIN__VOTE_OUT;
         if (vote->vote == DTRAIN__VOTE_NONE)
             return i;
@@ -16934,27 +17011,31 @@ static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consen
     return -1;
 }
 
-/* Whether those that voted may continue without the others. *doubtful: they could if processes of this machine, whose
- * connections have ended, prove to be dead. */
-static int dtrain__consent_majority(const dtrain__council *council, const dtrain__consent *consent, int *doubtful)
+/* Whether those that voted may continue without the others.
+ *
+ *   doubtful  out: they could if members beside them prove to be dead
+ *   torn      out: members that are not here may go on by themselves */
+static int dtrain__consent_majority(dtrain__council *council, dtrain__consent *consent, int *doubtful, int *torn)
 {
-    int here = 0, dead = 0, silent = 0, local = 1, lowest = -1, lowest_left = -1; /* lowest: whether that rank voted */
+    int here = 0, dead = 0, lost = 0, beside = 1, lowest = -1, lowest_left = -1; /* lowest: whether that rank voted */
     for (int i = 0; i < consent->count; i++) {
-        int world = consent->votes[i].world, yes = consent->votes[i].vote == DTRAIN__VOTE_YES;
-        int fate = yes ? DTRAIN__PRESENT : council->gone(council->self, world);
-        if (!yes && (fate == DTRAIN__PRESENT || fate == DTRAIN__LEFT))
+        dtrain__vote *vote = &consent->votes[i];
+        int yes = vote->vote == DTRAIN__VOTE_YES;
+        if (!yes && council->gone(council->self, vote->world) != DTRAIN__LOST)
             continue; /* its end of the group, or its process, left of its own will */
+        if (!yes && !vote->dead && dtrain__council_beside(council, council->rank, vote->world))
+            vote->dead = council->dead(council->self, vote->world);
         here += yes;
-        dead += fate == DTRAIN__LOST;
-        silent += fate == DTRAIN__SILENT;
-        local = local && (council->local == NULL || council->local(council->self, world));
+        dead += !yes && vote->dead;
+        lost += !yes && !vote->dead;
+        beside = beside && dtrain__council_beside(council, consent->votes[0].world, vote->world);
         lowest = lowest < 0 ? yes : lowest;
-        lowest_left = lowest_left < 0 && fate != DTRAIN__LOST ? yes : lowest_left;
+        lowest_left = lowest_left < 0 && (yes || !vote->dead) ? yes : lowest_left;
     }
-    int all = here + silent + (local ? 0 : dead);
-    *doubtful = local && silent > 0;
-    return __atomic_load_n(&council->any_quorum, __ATOMIC_SEQ_CST) != 0 || 2 * here > all ||
-           (2 * here == all && (local ? lowest_left : lowest) == 1);
+    int any = __atomic_load_n(&council->any_quorum, __ATOMIC_SEQ_CST) != 0, all = here + lost + (beside ? 0 : dead);
+    *doubtful = beside && lost > 0;
+    *torn = !any && all > here;
+    return any || 2 * here > all || (2 * here == all && (beside ? lowest_left : lowest) == 1);
 }
 
 /* Whether to wait before too few are found to be left: a process whose connections have just ended may be dying. */
@@ -16969,33 +17050,100 @@ static int dtrain__consent_doubts(dtrain__council *council, dtrain__consent *con
     return 1;
 }
 
+static void dtrain__consent_settle(dtrain__council *council, dtrain__consent *consent)
+{
+    consent->decided = DTRAIN__CONSENT_DECIDED;
+    dtrain__consent_answer(council, consent);
+    council->tell(council->self);
+}
+
+/* Looks at a proposal. That of a leader before stands. This rank's stands once all that voted have acknowledged it, and
+ * is taken back if one of them is gone. */
+static void dtrain__consent_check(dtrain__council *council, dtrain__consent *consent)
+{
+    int asked = 0, taken_back = 0;
+    int own = dtrain__plane_group_maker(consent->id) == council->rank;
+    for (int i = 0; own && i < consent->count; i++) {
+        const dtrain__vote *vote = &consent->votes[i];
+        asked |= vote->asked;
+        taken_back |= vote->asked && (vote->left || council->gone(council->self, vote->world) != DTRAIN__PRESENT);
+    }
+    if (taken_back)
+        consent->decided = DTRAIN__CONSENT_OPEN;
+    else if (!asked)
+        dtrain__consent_settle(council, consent);
+}
+
+/* Decides what can be decided now. */
+static void dtrain__consent_decide(dtrain__council *council, dtrain__consent *consent)
+{
+    int kind = 0, mixed = 0, doubtful = 0, torn = 0; /* mixed: members made different calls */
+    if (dtrain__consent_awaits(council, consent) >= 0)
+        return;
+    int majority = dtrain__consent_majority(council, consent, &doubtful, &torn);
+    if (!majority && doubtful && dtrain__consent_doubts(council, consent))
+        return;
+    consent->flags = UINT64_MAX;
+    for (int i = 0; i < consent->count; i++) {
+        const dtrain__vote *vote = &consent->votes[i];
+        if (vote->vote != DTRAIN__VOTE_YES)
+            continue;
+        consent->flags &= vote->flags;
+        mixed |= kind != 0 && kind != vote->kind;
+        kind = vote->kind;
+    }
+    consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
+    consent->status = mixed ? DTRAIN_ERR_MISMATCH : majority ? DTRAIN_OK : DTRAIN_ERR_PEER_LOST;
+    consent->decided = DTRAIN__CONSENT_PROPOSED;
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        vote->asked = torn && majority && vote->vote == DTRAIN__VOTE_YES && vote->world != council->rank;
+        if (vote->asked)
+            dtrain__consent_send(council, vote->world, consent);
+    }
+    dtrain__consent_check(council, consent);
+}
+
+/* Tells the leader, which is on another machine, of members beside this rank that prove to be dead. */
+static void dtrain__consent_report(dtrain__council *council, dtrain__consent *consent, int leader)
+{
+    int found = 0, unsure = 0;
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (vote->dead || council->gone(council->self, vote->world) != DTRAIN__LOST ||
+            !dtrain__council_beside(council, council->rank, vote->world))
+            continue;
+        vote->dead = council->dead(council->self, vote->world);
+        found |= vote->dead;
+        unsure |= !vote->dead;
+    }
+    if (found)
+        dtrain__consent_send(council, leader, consent);
+    if (unsure)
+        dtrain__consent_doubts(council, consent);
+}
+
 /* Decides whatever can be decided, and tells those that voted. */
 static void dtrain__consent_step(dtrain__council *council)
 {
-    int leads = dtrain__council_leader(council) == council->rank;
+    int leader = dtrain__council_leader(council), leads = leader == council->rank;
     council->look_ns = 0;
-    for (dtrain__consent *consent = leads ? council->consents : NULL; consent != NULL; consent = consent->next) {
-        int kind = 0, mixed = 0, doubtful = 0; /* mixed: members made different calls */
-        if (consent->decided || dtrain__consent_awaits(council, consent) >= 0)
-            continue;
-        int majority = dtrain__consent_majority(council, consent, &doubtful);
-        if (!majority && doubtful && dtrain__consent_doubts(council, consent))
-            continue;
-        consent->decided = 1;
-        consent->flags = UINT64_MAX;
-        for (int i = 0; i < consent->count; i++) {
-            const dtrain__vote *vote = &consent->votes[i];
-            if (vote->vote != DTRAIN__VOTE_YES)
-                continue;
-            consent->flags &= vote->flags;
-            mixed |= kind != 0 && kind != vote->kind;
-            kind = vote->kind;
-        }
-        consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
-        consent->status = mixed ? DTRAIN_ERR_MISMATCH : majority ? DTRAIN_OK : DTRAIN_ERR_PEER_LOST;
-        dtrain__consent_answer(council, consent);
-        council->tell(council->self);
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next) {
+        if (!leads && !consent->decided && dtrain__consent_owed(council, consent) &&
+            !dtrain__council_beside(council, council->rank, leader))
+            dtrain__consent_report(council, consent, leader);
+        if (leads && consent->decided == DTRAIN__CONSENT_PROPOSED)
+            dtrain__consent_check(council, consent);
+        if (leads && !consent->decided)
+            dtrain__consent_decide(council, consent);
     }
+}
+
+/* Looks again at what waits for a proof. */
+static void dtrain__consent_look(dtrain__council *council)
+{
+    if (council->look_ns != 0 && dtrain__os_now_ns() >= council->look_ns)
+        dtrain__consent_step(council);
 }
 
 /* Notes the vote of a member, or this rank's own. */
@@ -17031,6 +17179,8 @@ static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agr
     dtrain__consent *consent = dtrain__consent_open(council, seat->id, agreement->number, agreement->kind);
     if (consent == NULL)
         return 0;
+    if (consent->decided == DTRAIN__CONSENT_PROPOSED && leader != council->rank)
+        dtrain__consent_send(council, leader, consent);
     if (consent->decided)
         return 1;
     consent->kind = agreement->kind;
@@ -17050,14 +17200,16 @@ static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreem
     dtrain__council *council = seat->council;
     dtrain__consent_list(seat);
     dtrain__consent *consent = dtrain__consent_find(council, seat->id, agreement->number);
-    int decided = consent != NULL && consent->decided;
+    int decided = consent != NULL && consent->decided == DTRAIN__CONSENT_DECIDED;
     if (decided)
         consent->heard = 1;
     agreement->given_up = council->given_up;
     agreement->status = council->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
     if (consent != NULL && !decided)
         agreement->awaited =
-            dtrain__council_leader(council) == council->rank ? dtrain__consent_awaits(council, consent) : -1;
+            dtrain__council_leader(council) == council->rank && consent->decided == DTRAIN__CONSENT_OPEN
+                ? dtrain__consent_awaits(council, consent)
+                : -1;
     if (decided) {
         agreement->flags = consent->flags;
         agreement->id = consent->id;
@@ -17071,9 +17223,10 @@ static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreem
 static void dtrain__consent_left(dtrain__council *council, uint64_t group, int world)
 {
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
-        for (int i = 0; consent->group == group && !consent->decided && i < consent->count; i++)
+        for (int i = 0; consent->group == group && consent->decided != DTRAIN__CONSENT_DECIDED && i < consent->count;
+             i++)
             if (consent->votes[i].world == world)
-                consent->votes[i].vote = DTRAIN__VOTE_OUT, consent->votes[i].asks = 0;
+                consent->votes[i].left = 1, consent->votes[i].asks = 0;
 }
 
 /* There is a new leader: sends it everything that this rank keeps. */
@@ -17113,7 +17266,7 @@ static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__read
                dtrain__take(reader, &frame->status, 2) && dtrain__take(reader, &frame->flags, 8) &&
                dtrain__take(reader, &frame->id, 8) && dtrain__take(reader, &frame->count, 4);
     frame->entries = reader->at;
-    return good && frame->decided <= 1 && dtrain__status_known(frame->status) &&
+    return good && frame->decided <= DTRAIN__CONSENT_PROPOSED && dtrain__status_known(frame->status) &&
            reader->left % DTRAIN__CONSENT_FRAME_BYTES == 0 &&
            frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
 }
@@ -17125,14 +17278,16 @@ static int dtrain__consent_frame_fits(dtrain__council *council, int from, const 
 {
     int among = from == dtrain__council_leader(council);
     const dtrain__seat *seat = dtrain__council_seat(council, frame->group);
-    if (frame->count == 0 || frame->count > (uint64_t)council->size || (frame->decided && council->rank == 0) ||
+    if (frame->count == 0 || frame->count > (uint64_t)council->size ||
+        (frame->decided && council->rank == 0 &&
+         (frame->decided == DTRAIN__CONSENT_DECIDED || dtrain__plane_group_maker(frame->id) != 0)) ||
         (seat != NULL && frame->count != (uint64_t)seat->size))
         return 0;
     dtrain__council_list(council);
     for (uint64_t i = 0; i < frame->count; i++) {
         const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
         uint64_t world = dtrain__get_le(entry + 8, 4);
-        if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_OUT ||
+        if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_DEAD ||
             (seat != NULL && seat->worlds[i] != (int)world))
             return 0;
         among |= (int)world == from;
@@ -17140,16 +17295,19 @@ static int dtrain__consent_frame_fits(dtrain__council *council, int from, const 
     return among;
 }
 
-/* Counts a message's entries: all entries of a decision; else the vote of `from`, and whom it knows to have left. */
+/* Counts a message's entries: all entries of a decision or proposal; else the vote of `from`, and whom it knows to have
+ * left or to be dead. */
 static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__consent_frame *frame,
                                         dtrain__consent *consent, int from)
 {
     for (int i = 0; i < consent->count; i++) {
         const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
         dtrain__vote *mine = &consent->votes[i];
+        int out = entry[12] == DTRAIN__VOTE_OUT || entry[12] == DTRAIN__VOTE_DEAD;
+        mine->dead |= entry[12] == DTRAIN__VOTE_DEAD && dtrain__council_beside(council, from, mine->world);
         if (frame->decided)
-            mine->vote = entry[12];
-        else if (entry[12] == DTRAIN__VOTE_OUT && mine->vote == DTRAIN__VOTE_NONE)
+            mine->vote = out ? DTRAIN__VOTE_OUT : entry[12];
+        else if (out && mine->vote == DTRAIN__VOTE_NONE)
             mine->vote = DTRAIN__VOTE_OUT;
         else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES) {
             mine->asks = from != council->rank;
@@ -17158,24 +17316,47 @@ static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__
     }
 }
 
-/* Takes a vote or a decision. Returns 0 if it is malformed or out of place. */
+/* The leader takes an acknowledgement of its proposal, or of one that it has taken back. */
+static void dtrain__consent_acknowledged(dtrain__consent *consent, uint64_t id, int from)
+{
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (vote->world != from)
+            continue;
+        vote->asks = 1;
+        if (id == consent->id)
+            vote->asked = 0;
+    }
+}
+
+/* Takes a vote, a proposal or a decision. Returns 0 if it is malformed or out of place. */
 static int dtrain__consent_take(dtrain__council *council, int from, dtrain__reader *reader)
 {
     dtrain__consent_frame frame;
+    int leader = dtrain__council_leader(council);
     if (!dtrain__consent_frame_read(&frame, reader) || !dtrain__consent_frame_fits(council, from, &frame))
         return 0;
+    int leads = leader == council->rank, proposed = frame.decided == DTRAIN__CONSENT_PROPOSED;
     if (!frame.decided)
         dtrain__consent_retire(council, frame.group, frame.number);
     dtrain__consent *consent = dtrain__consent_open(council, frame.group, frame.number, (int)frame.kind);
-    if (consent == NULL || (frame.decided && consent->decided))
+    if (consent == NULL)
         return 1; /* without memory the call ends at its deadline */
-    dtrain__consent_frame_count(council, &frame, consent, from);
-    if (frame.decided) {
-        consent->decided = 1;
-        consent->status = (dtrain_status)frame.status;
+    if (proposed && leads)
+        dtrain__consent_acknowledged(consent, frame.id, from);
+    if (!frame.decided) {
+        dtrain__consent_frame_count(council, &frame, consent, from);
+    } else if (consent->decided != DTRAIN__CONSENT_DECIDED &&
+               !(proposed && dtrain__plane_group_maker(frame.id) == council->rank)) {
+        dtrain__consent_frame_count(council, &frame, consent, from);
+        consent->decided = proposed && !leads ? DTRAIN__CONSENT_PROPOSED : DTRAIN__CONSENT_DECIDED;
+        consent->status = (dtrain_status)frame.status; /* what a leader before this one has proposed stands */
         consent->flags = frame.flags;
         consent->id = frame.id;
-        council->tell(council->self);
+        if (consent->decided == DTRAIN__CONSENT_PROPOSED)
+            dtrain__consent_send(council, leader, consent);
+        else
+            council->tell(council->self);
     }
     dtrain__consent_answer(council, consent);
     dtrain__consent_step(council);
@@ -17200,7 +17381,8 @@ static void dtrain__council_leave(dtrain__seat *seat)
     dtrain__put_le(head, seat->id, 8);
     dtrain__consent_list(seat);
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
-        for (int i = 0; consent->group == seat->id && consent->decided && i < consent->count; i++)
+        for (int i = 0; consent->group == seat->id && consent->decided == DTRAIN__CONSENT_DECIDED && i < consent->count;
+             i++)
             if (consent->votes[i].world != leader && consent->votes[i].world != council->rank)
                 dtrain__consent_send(council, consent->votes[i].world, consent);
     if (!council->lists[leader])
@@ -17226,8 +17408,6 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     for (unsigned turn = 0;; turn++) {
         uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
         dtrain__seat_lock(seat, 1);
-        if (council->look_ns != 0 && dtrain__os_now_ns() >= council->look_ns)
-            dtrain__consent_step(council);
         ended =
             agreement != NULL ? dtrain__consent_decided(seat, agreement) : dtrain__council_ended(seat, late, status);
         dtrain__seat_lock(seat, 0);
@@ -19979,9 +20159,10 @@ typedef struct dtrain__member {
     int known;                               /* this system knows the process by these */
     int joined, expected;                    /* expected: its control connection may come back */
     int gone;                                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
-    int silent;                              /* it is lost, without a proof that it is dead */
-    int held;                                /* a frame of it waits in `in`: see hub_hears() */
-    dtrain__stream control;                  /* the leader has one to each rank, the others one to the leader */
+    int closed;             /* it is lost, and a unix socket of its was closed, as only its own process can */
+    int doubted;            /* it has left, unless its network says so in its place */
+    int held;               /* a frame of it waits in `in`: see hub_hears() */
+    dtrain__stream control; /* the leader has one to each rank, the others one to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     dtrain__handshake *handshake; /* a control connection that this rank is making */
@@ -20233,7 +20414,7 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
     dtrain__hub_kick(hub); /* for frames that were held */
     for (int rank = 0; dtrain__hub_leads(hub) && rank < hub->size; rank++) {
         const dtrain__member *member = &hub->members[rank];
-        dtrain_status status = member->silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST;
+        dtrain_status status = member->closed ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_TIMEOUT;
         dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, status, member->why, 0};
         if (member->gone == DTRAIN__LOST) /* before anything else: nobody may blame a rank that left because of this
                                            * loss */
@@ -20269,27 +20450,13 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     dtrain__hub_tell(hub);
 }
 
-/* Whether a member is reached over unix sockets, which only its process can close. */
-static int dtrain__hub_unix(const dtrain__hub *hub, int rank)
+/* A member is gone without a word. It is told so in case it was only stopped or cut off, or it would blame this rank.
+ */
+static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
-    return strncmp(rank == 0 ? hub->root : hub->members[rank].address, "unix:", 5) == 0;
-}
-
-/* Whether the system of this machine says that a member's process has ended. */
-static int dtrain__hub_dead(const dtrain__hub *hub, int rank)
-{
-    const dtrain__member *member = &hub->members[rank];
-    int told = 0;
-    return member->known && dtrain__os_process_began((long)member->process, &told) != member->began && told;
-}
-
-/* A member is gone without a word. proved: it is known to be dead. It is told so in case it was only stopped or cut
- * off, or it would blame this rank. */
-static void dtrain__hub_lost(dtrain__hub *hub, int rank, int proved, const char *how)
-{
-    int silent = !proved && !dtrain__hub_dead(hub, rank);
-    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST, how, 0};
     dtrain__member *member = &hub->members[rank];
+    dtrain_status status = member->closed ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_TIMEOUT; /* whether that proves a death */
+    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, status, how, 0};
     if (hub->leaving) { /* ranks that heard that say nothing when they leave themselves */
         dtrain__stream_cut(&member->control);
         return;
@@ -20300,22 +20467,21 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, int proved, const char 
     if (member->control.fd >= 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
-    member->silent = silent;
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
 /* A rank refuses connections, so its process is gone, or its network answers for it. If the previous leader left, this
  * rank may have left as well, with nobody there to hear it. Then calls that need it fail, and others continue. */
-static void dtrain__hub_refused(dtrain__hub *hub, int rank)
+static void dtrain__hub_refused(dtrain__hub *hub, int rank, int by_unix)
 {
     static const char why[] = "it refuses connections, and the rank that would have reported its end has left";
-    dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, rank, DTRAIN_OK, why, 0};
-    int local = dtrain__hub_unix(hub, rank);
+    dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, rank, by_unix ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT, why, 0};
     if (!hub->handed) {
-        dtrain__hub_lost(hub, rank, local, "it refuses connections; its process has died or was cut off");
+        hub->members[rank].closed = by_unix;
+        dtrain__hub_lost(hub, rank, "it refuses connections; its process has died or was cut off");
         return;
     }
-    hub->members[rank].silent = !local && !dtrain__hub_dead(hub, rank);
+    hub->members[rank].doubted = !by_unix;
     if (dtrain__hub_leads(hub))
         dtrain__hub_relay(hub, rank, &gone);
     dtrain__hub_gone(hub, rank, DTRAIN__LEFT, why);
@@ -20326,8 +20492,10 @@ static void dtrain__hub_refused(dtrain__hub *hub, int rank)
 static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
 {
     dtrain__member *member = &hub->members[rank];
-    char how[160];
-    int ended = error == 0 || error == ECONNRESET || error == EPIPE; /* by the other side */
+    char how[224];
+    dtrain__address end;
+    member->closed = (error == 0 || error == ECONNRESET || error == EPIPE) && /* by the other side */
+                     dtrain__net_end(member->control.fd, 0, &end) == 0 && dtrain__net_is_unix(&end);
     dtrain__stream_cut(&member->control);
     if (member->gone != DTRAIN__PRESENT || !dtrain__hub_linked(hub, rank))
         return;
@@ -20343,7 +20511,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     }
     snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
              dtrain__net_why(error));
-    dtrain__hub_lost(hub, rank, ended && dtrain__hub_unix(hub, rank), how);
+    dtrain__hub_lost(hub, rank, how);
 }
 
 /* Returns why a member's connection ended, as an errno. Corruption is logged, as the connection may come back. */
@@ -20418,16 +20586,22 @@ static void dtrain__hub_end(dtrain__seat *seat, int about, const dtrain__error *
 
 static int dtrain__hub_fate(void *self, int rank)
 {
-    dtrain__member *member = &((dtrain__hub *)self)->members[rank];
-    if (member->gone != DTRAIN__PRESENT && member->silent && dtrain__hub_dead((dtrain__hub *)self, rank))
-        member->silent = 0;
-    return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
+    const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    return member->doubted ? DTRAIN__LOST : member->gone;
 }
 
-static int dtrain__hub_local(void *self, int rank)
+/* The system of this machine says that the process has ended, or, where it does not know it, a unix socket of its was
+ * closed. */
+static int dtrain__hub_dead(void *self, int rank)
 {
-    const dtrain__hub *hub = (const dtrain__hub *)self;
-    return rank == hub->rank || hub->members[rank].known || dtrain__hub_unix(hub, rank);
+    const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    return member->known ? dtrain__os_process_ended((long)member->process, member->began) : member->closed;
+}
+
+static int dtrain__hub_beside(void *self, int a, int b)
+{
+    const dtrain__member *members = ((dtrain__hub *)self)->members;
+    return members[a].host == members[b].host;
 }
 
 /* Takes what a rank tells of itself when it joins. Rank 0 refuses a rank that does not fit. */
@@ -20478,6 +20652,7 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     dtrain__channel *world = dtrain__hub_channel(hub, 0);
     dtrain__error cause;
     int neighbours = 0;
+    uint64_t space = dtrain__os_process_space();
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
         hub->members[rank].joined = 1;
@@ -20485,6 +20660,7 @@ static void dtrain__hub_formed(dtrain__hub *hub)
         dtrain__member *member = &hub->members[rank];
         int same = member->host == hub->members[hub->rank].host, told = 0;
         neighbours += same;
+        member->began ^= space << 40; /* if its ids are not this process's, it began never */
         member->known = same && member->began != 0 && member->process > 0 && member->process <= LONG_MAX &&
                         dtrain__os_process_began((long)member->process, &told) == member->began && told;
     }
@@ -20599,22 +20775,23 @@ static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 /* A member has left with all its groups, or is lost. */
 static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *reason, const dtrain__reader *list)
 {
-    int leads = dtrain__hub_leads(hub);
+    int leads = dtrain__hub_leads(hub), lost = reason->type == DTRAIN__FRAME_LOST;
     if (reason->channel != 0 || list->left > 0)
         return 0;
-    if (reason->about == hub->rank && reason->type == DTRAIN__FRAME_LOST)
+    if (reason->about == hub->rank && lost)
         return dtrain__hub_given_up(hub, reason->text);
-    if (reason->about >= hub->size || reason->about == hub->rank ||
-        (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
+    if (reason->about >= hub->size || reason->about == hub->rank || (leads && (lost || reason->about != from)))
         return 0;
     if (leads && !hub->formed) {
         hub->members[from].joined = 0; /* it gave up waiting for others and may start again; its connection ends next */
         return 1;
     }
     dtrain__council_forget(&hub->council, reason->about, DTRAIN__EVERY_GROUP);
-    hub->members[reason->about].silent = reason->type == DTRAIN__FRAME_LOST && reason->status == DTRAIN_ERR_TIMEOUT;
-    dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
-                     reason->text);
+    if (hub->members[reason->about].gone == DTRAIN__PRESENT) {
+        hub->members[reason->about].closed = lost && reason->status == DTRAIN_ERR_PEER_LOST;
+        hub->members[reason->about].doubted = !lost && reason->status == DTRAIN_ERR_TIMEOUT;
+    }
+    dtrain__hub_gone(hub, reason->about, lost ? DTRAIN__LOST : DTRAIN__LEFT, reason->text);
     dtrain__hub_forward(hub, from, reason, *list);
     return 1;
 }
@@ -20775,7 +20952,7 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
         if (!dtrain__hub_frames(hub, rank)) {
-            dtrain__hub_lost(hub, rank, 0, "it sent a malformed control message");
+            dtrain__hub_lost(hub, rank, "it sent a malformed control message");
             return;
         }
         if (member->held || member->control.fd < 0)
@@ -21022,13 +21199,13 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     if (status == DTRAIN_ERR_MEMORY)
         dtrain__hub_short_of_memory(hub);
     if (status != DTRAIN_OK) {
-        dtrain__hub_lost(hub, handshake->peer, 0,
+        dtrain__hub_lost(hub, handshake->peer,
                          status == DTRAIN_ERR_MEMORY
                              ? "there is no memory to seal the connection to it"
                              : "its connection came back, but more data was lost than can be sent again");
         return;
     }
-    member->expected = 0;
+    member->expected = member->closed = 0;
     member->heard_ns = dtrain__os_now_ns();
     memcpy(member->job, handshake->job, sizeof member->job);
 }
@@ -21425,7 +21602,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
     } else {
         hub->root_error = handshake->error;
         if (hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST)
-            dtrain__hub_lost(hub, 0, 0, handshake->error.text);
+            dtrain__hub_lost(hub, 0, handshake->error.text);
         else if (!hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST &&
                  handshake->error.status != DTRAIN_ERR_ABORTED)
             dtrain__seat_break(world, &handshake->error);
@@ -21501,7 +21678,7 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
         dtrain__hub_free_handshake(hub, &member->handshake);
     }
     if (error == ECONNREFUSED || error == ENOENT)
-        dtrain__hub_refused(hub, rank);
+        dtrain__hub_refused(hub, rank, dtrain__hub_peer_address(hub, rank, &address) && dtrain__net_is_unix(&address));
 }
 
 /* After rank 0 is gone the leader calls the others. After a while they call the leader. */
@@ -21562,11 +21739,11 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
         else if (member->expected && now - member->down_ns > hub->reconnect_ns)
-            dtrain__hub_lost(hub, rank, 0, "its connection was reset and has not come back within reconnect_ms");
+            dtrain__hub_lost(hub, rank, "its connection was reset and has not come back within reconnect_ms");
         else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
             snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
                      (double)silent * 1e-9, member->held ? "; it does not read either" : "");
-            dtrain__hub_lost(hub, rank, 0, how);
+            dtrain__hub_lost(hub, rank, how);
         } else if (hub->formed && silent > longest) {
             longest = silent;
             suspect = rank;
@@ -21976,7 +22153,8 @@ static void dtrain__hub_convene(dtrain__hub *hub)
     council->send = dtrain__hub_send;
     council->tell = dtrain__hub_news;
     council->gone = dtrain__hub_fate;
-    council->local = dtrain__hub_local;
+    council->dead = dtrain__hub_dead;
+    council->beside = dtrain__hub_beside;
     council->mutex = &hub->mutex;
     council->lost = dtrain__hub_marks;
     council->ended = dtrain__hub_end;
@@ -22353,10 +22531,9 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     }
     int tcp = hub->transport == DTRAIN__TRANSPORT_TCP, local = dtrain__net_is_unix(&hub->root_addresses[0]);
     if (tcp && local)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "comm_create: rank %d: the transport is tcp and the root is %.200s; give a host and port", hub->rank,
-            hub->root);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: rank %d: the transport is tcp and the root is %.200s; give a host and port",
+                            hub->rank, hub->root);
     if (local)
         hub->root_count += dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
     if (dtrain__hub_allows(hub, &hub->root_addresses[0]) && (local || hub->transport != DTRAIN__TRANSPORT_UNIX))
@@ -22404,7 +22581,7 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
     snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
     self->host = dtrain__plane_host();
     self->process = (uint64_t)dtrain__os_self();
-    self->began = dtrain__os_process_began(dtrain__os_self(), &told);
+    self->began = dtrain__os_process_began(dtrain__os_self(), &told) ^ dtrain__os_process_space() << 40;
     self->joined = 1;
 }
 
@@ -23534,7 +23711,8 @@ static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
     if (now - p->asked_ns < DTRAIN__MUX_ALIVE_NS)
         return 0;
     p->asked_ns = now;
-    if (mux->table.alive(mux->table.self, peer) == 0)
+    int alive = mux->table.alive(mux->table.self, peer);
+    if (alive == 0 || alive == -2)
         dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
     return 0;
 }
@@ -23546,6 +23724,7 @@ static int dtrain__mux_sweep(dtrain__mux *mux, size_t limit)
     for (int peer = 0; peer < mux->table.size; peer++)
         if (peer != mux->table.rank)
             moved |= dtrain__mux_tend(mux, peer, limit);
+    dtrain__consent_look(&mux->council);
     return moved;
 }
 
@@ -24024,19 +24203,25 @@ static void dtrain__mux_council_tell(void *self)
 
 static int dtrain__mux_council_gone(void *self, int rank)
 {
-    dtrain__mux *mux = (dtrain__mux *)self;
-    dtrain__mux_peer *p = &mux->peers[rank];
-    if (p->gone != DTRAIN_OK && !p->bye && !p->dead && mux->table.alive != NULL)
-        p->dead = mux->table.alive(mux->table.self, rank) == 0;
-    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : p->dead ? DTRAIN__LOST : DTRAIN__SILENT;
+    const dtrain__mux_peer *p = &((dtrain__mux *)self)->peers[rank];
+    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : DTRAIN__LOST;
 }
 
-/* A table that does not tell hosts proves deaths by `alive`, wherever a rank is. */
-static int dtrain__mux_council_local(void *self, int rank)
+static int dtrain__mux_council_dead(void *self, int rank)
+{
+    dtrain__mux *mux = (dtrain__mux *)self;
+    dtrain__mux_peer *p = &mux->peers[rank];
+    if (!p->dead && mux->table.alive != NULL)
+        p->dead = mux->table.alive(mux->table.self, rank) == 0;
+    return p->dead;
+}
+
+/* Ranks of a table that does not tell hosts are on one machine where it proves deaths. */
+static int dtrain__mux_council_beside(void *self, int a, int b)
 {
     const dtrain_transport *table = &((dtrain__mux *)self)->table;
-    return table->host == NULL ? table->alive != NULL
-                               : table->host(table->self, rank) == table->host(table->self, table->rank);
+    uint64_t host = table->host != NULL ? table->host(table->self, a) : 0;
+    return table->host == NULL ? table->alive != NULL : host != 0 && host == table->host(table->self, b);
 }
 
 static void dtrain__mux_council_lock(void *self, int on)
@@ -24071,7 +24256,8 @@ static void dtrain__mux_convene(dtrain__mux *mux)
     council->send = dtrain__mux_council_send;
     council->tell = dtrain__mux_council_tell;
     council->gone = dtrain__mux_council_gone;
-    council->local = dtrain__mux_council_local;
+    council->dead = dtrain__mux_council_dead;
+    council->beside = dtrain__mux_council_beside;
     council->lock = dtrain__mux_council_lock;
     council->lost = dtrain__mux_marks;
     council->ended = dtrain__mux_end;
@@ -28182,9 +28368,10 @@ static int dtrain__fused_inside(const dtrain_comm *comm, int peer)
     if (comm->plane->in_process)
         return 1;
     dtrain__seat_lock(comm->seat, 1);
-    int gone = council->gone(council->self, dtrain__seat_world(comm->seat, peer));
+    int world = dtrain__seat_world(comm->seat, peer), gone = council->gone(council->self, world);
+    int inside = gone == DTRAIN__PRESENT || (gone == DTRAIN__LOST && !council->dead(council->self, world));
     dtrain__seat_lock(comm->seat, 0);
-    return gone != DTRAIN__LEFT && gone != DTRAIN__LOST;
+    return inside;
 }
 
 /* The group is broken: closes this rank's buffers, and waits until no peer is inside them. A process that was stopped
@@ -31458,7 +31645,7 @@ static int dtrain__mpi_alive(void *self, int peer)
     lost = lost || now - stream->heard_ns > lane->heartbeat_ns;
     dtrain__mpi.failed |= lost;
     dtrain__os_unlock(&dtrain__mpi_mutex);
-    return !lost;
+    return lost ? -2 : 1;
 }
 
 static uint64_t dtrain__mpi_host(void *self, int rank)
@@ -54083,9 +54270,9 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
     dtrain__os_unlock(&local->mutex);
-    if (status != DTRAIN_OK)
+    if (made == 0 && status != DTRAIN_OK)
         dtrain__report(&cause);
-    else
+    else if (made == 0) /* else the agreement's error stays, which says why the others go on without this rank */
         dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "local_sgd: round %llu failed on another member",
                      (unsigned long long)local->counters[1 + fragment]);
     return made;

@@ -153,8 +153,8 @@
  *               seconds, a stopped one or a host that is cut off within heartbeat_ms. Then calls fail at once,
  *               with the number of the lost rank and the first cause. Only dtrain_recv still takes what had
  *               arrived. The survivors go on if they are a majority: dtrain_comm_shrink makes a group of them, and
- *               dtrain_resync copies the state of the rank with the highest step to all. Deaths that the machine proves
- *               do not count there, and desc.quorum lets others go on, too.
+ *               dtrain_resync copies the state of the rank with the highest step to all. On one machine whoever is left
+ *               goes on after deaths. desc.quorum lets others go on, too.
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace). Heartbeats carry the last one, so the text
  *               of a deadline says what the awaited rank does, and which rank it awaits in turn. DDP and FSDP's
  *               replicas compare a hash of their weights while they train. The text names the first parameter that
@@ -165,10 +165,10 @@
  *     Sealing   With a token, connections that leave the host are encrypted and authenticated, others are not. There is
  *               no forward secrecy. See dtrain_comm_desc.
  *     Members   The token keeps strangers out. It does not protect members from each other. A member that sends a
- *               malformed control frame, or one that it may not send, is lost, and the others go on. A member can still
- *               send wrong data, or say that the leader is lost. All trust the leader, which decides who is lost and
- *               what the survivors agree on. Ranks that share the memory of devices can write each other's. The leader
- *               handles no more requests of a member that has 1 MiB to read.
+ *               malformed control frame, or one that it may not send, is lost. A member can still send wrong data, or say
+ *               that the leader is lost. All trust the leader, which decides who is lost and what the survivors agree
+ *               on. Ranks that share the memory of devices can write each other's. The leader handles no more requests
+ *               of a member that has 1 MiB to read.
  *
  * ENVIRONMENT
  *     The variables of the first group count only if desc.world_size is 0, and only where the desc leaves the field 0.

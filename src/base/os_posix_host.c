@@ -151,28 +151,58 @@ static void dtrain__os_host_id(unsigned char id[128])
 #endif
 }
 
+/* Reads a process's numbers. Of these, 6 are its flags, 17 counts its threads, and 19 is when it began.
+ *
+ *   known     out: 0 if the system does not say
+ *   returns   its state, a letter; if known, 0 means that there is no such process, or that it is hidden */
+static char dtrain__os_process_stat(long process, uint64_t numbers[20], int *known)
+{
+    char path[40], text[512];
+    snprintf(path, sizeof path, "/proc/%ld/stat", process);
+    int length = dtrain__os_read_text(path, text, sizeof text);
+    char *at = strrchr(text, ')'); /* after the program's name come the letter and the numbers */
+    int told = at != NULL && strlen(at) >= 4;
+    *known = told || length == -ENOENT || length == -ESRCH;
+    if (!told)
+        return 0;
+    char state = at[2];
+    at += 3;
+    memset(numbers, 0, 20 * sizeof *numbers);
+    for (int i = 1; i < 20 && *at != 0; i++)
+        numbers[i] = (uint64_t)strtoull(at, &at, 10);
+    return state;
+}
+
 /* Returns when a process began, in the system's count. Two processes with the same id differ in it.
  *
  *   known     out: 0 if the system does not say
  *   returns   if known: 0 means that the process has ended and the system has released all that it held */
 static uint64_t dtrain__os_process_began(long process, int *known)
 {
-    char path[40], text[512];
-    snprintf(path, sizeof path, "/proc/%ld/stat", process);
-    int length = dtrain__os_read_text(path, text, sizeof text);
-    /* after the program's name come a letter and numbers: the 17th counts threads, the 19th is the time */
-    char *at = strrchr(text, ')');
-    int told = at != NULL && strlen(at) >= 4;
-    *known = told || length == -ENOENT || length == -ESRCH;
-    if (!told)
-        return 0;
-    char state = at[2];
     uint64_t numbers[20] = {0};
-    at += 3;
-    for (int i = 1; i < 20 && *at != 0; i++)
-        numbers[i] = (uint64_t)strtoull(at, &at, 10);
+    char state = dtrain__os_process_stat(process, numbers, known);
     /* once its last thread has ended, nothing but the name of a process remains */
     return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
+}
+
+/* Returns a number of the ids that this process has in common with others; in containers the same id is of several. */
+static uint64_t dtrain__os_process_space(void)
+{
+    struct stat at;
+    return stat("/proc/self/ns/pid", &at) == 0 ? (uint64_t)at.st_ino : 0;
+}
+
+/* Returns whether it is certain that the process that began then runs no more. The system may still be releasing what
+ * it held, which takes seconds for much memory. */
+static int dtrain__os_process_ended(long process, uint64_t began)
+{
+    enum { EXITS = 4 }; /* PF_EXITING of include/linux/sched.h, in the flags */
+    uint64_t numbers[20] = {0};
+    int known;
+    char state = dtrain__os_process_stat(process, numbers, &known);
+    if (state == 0) /* a process that is only hidden can be asked for */
+        return known && kill((pid_t)process, 0) != 0 && errno == ESRCH;
+    return numbers[19] != began || ((state == 'Z' || state == 'X' || (numbers[6] & EXITS) != 0) && numbers[17] <= 1);
 }
 
 #if !defined(DTRAIN_NO_MPI) && !defined(DTRAIN_MPI_HEADER)

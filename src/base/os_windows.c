@@ -291,6 +291,19 @@ static uint64_t dtrain__os_process_began(long process, int *known)
     return runs && *known ? (uint64_t)began.dwHighDateTime << 32 | began.dwLowDateTime : 0;
 }
 
+/* All processes of a system have their ids in common. */
+static uint64_t dtrain__os_process_space(void)
+{
+    return 0;
+}
+
+/* Returns whether it is certain that the process that began then runs no more. */
+static int dtrain__os_process_ended(long process, uint64_t began)
+{
+    int known;
+    return dtrain__os_process_began(process, &known) != began && known;
+}
+
 /* Returns whether a process of this host runs; 1 if the system does not say. */
 static int dtrain__os_is_running(long process)
 {

@@ -62,7 +62,7 @@ typedef enum dtrain_order {
     DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
 } dtrain_order;
 
-/* Which ranks may go on after a loss that nothing proves to be a death: see dtrain_comm_shrink. */
+/* Which ranks may go on after a loss: see dtrain_comm_shrink. */
 typedef enum dtrain_quorum {
     DTRAIN_QUORUM_MAJORITY = 0, /* more than half of the group, or the half with the lowest rank */
     DTRAIN_QUORUM_ANY = 1701    /* whoever is left. If the network is cut in two, both parts go on, each for itself */

@@ -240,9 +240,10 @@ static int dtrain__fused_inside(const dtrain_comm *comm, int peer)
     if (comm->plane->in_process)
         return 1;
     dtrain__seat_lock(comm->seat, 1);
-    int gone = council->gone(council->self, dtrain__seat_world(comm->seat, peer));
+    int world = dtrain__seat_world(comm->seat, peer), gone = council->gone(council->self, world);
+    int inside = gone == DTRAIN__PRESENT || (gone == DTRAIN__LOST && !council->dead(council->self, world));
     dtrain__seat_lock(comm->seat, 0);
-    return gone != DTRAIN__LEFT && gone != DTRAIN__LOST;
+    return inside;
 }
 
 /* The group is broken: closes this rank's buffers, and waits until no peer is inside them. A process that was stopped

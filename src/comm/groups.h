@@ -68,10 +68,10 @@ DTRAIN_API void dtrain_comm_free(void *pointer);
  * network that is cut never both go on. A rank that left of its own will does not count. If all of comm is on one
  * machine, neither does one that is proved dead, so there the last rank goes on, too:
  *
- *   proof of a death    the system says that the process has ended; its unix socket was closed; a transport of your own
- *                       returns 0 from `alive`
+ *   proof of a death    the system says that the process has ended. If it does not know the process, as between
+ *                       containers: a unix socket of its was closed. A transport of your own returns 0 from `alive`
  *   no proof            silence for heartbeat_ms; a connection that was reset or refused, as a firewall does; none that
- *                       came back within reconnect_ms; DTRAIN_ERR_PEER_LOST of a transport of your own
+ *                       came back within reconnect_ms; DTRAIN_ERR_PEER_LOST of a transport of your own; all over MPI
  *
  * With desc.quorum DTRAIN_QUORUM_ANY whoever is left goes on. Use it only where the network between the ranks cannot be
  * cut: else two parts of a run train apart, and both save.

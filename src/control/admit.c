@@ -188,13 +188,13 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     if (status == DTRAIN_ERR_MEMORY)
         dtrain__hub_short_of_memory(hub);
     if (status != DTRAIN_OK) {
-        dtrain__hub_lost(hub, handshake->peer, 0,
+        dtrain__hub_lost(hub, handshake->peer,
                          status == DTRAIN_ERR_MEMORY
                              ? "there is no memory to seal the connection to it"
                              : "its connection came back, but more data was lost than can be sent again");
         return;
     }
-    member->expected = 0;
+    member->expected = member->closed = 0;
     member->heard_ns = dtrain__os_now_ns();
     memcpy(member->job, handshake->job, sizeof member->job);
 }

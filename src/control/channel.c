@@ -186,7 +186,8 @@ static void dtrain__hub_convene(dtrain__hub *hub)
     council->send = dtrain__hub_send;
     council->tell = dtrain__hub_news;
     council->gone = dtrain__hub_fate;
-    council->local = dtrain__hub_local;
+    council->dead = dtrain__hub_dead;
+    council->beside = dtrain__hub_beside;
     council->mutex = &hub->mutex;
     council->lost = dtrain__hub_marks;
     council->ended = dtrain__hub_end;

@@ -11,7 +11,14 @@
  * Neither silence nor a connection that is reset or refused proves a death, as a network can do both. Proofs are of
  * this machine: its system says that the process is gone. So those that voted continue if they are more than half of
  * all members, or the half with the lowest rank. Members that left of their own will do not count, nor, if all are on
- * this machine, those proved dead. So two parts of a torn network never both continue. */
+ * one machine, those proved dead. So two parts of a torn network never both continue.
+ *
+ * A vote could count twice: a member votes, the network cuts it off, and it votes in the other part, too. So a decision
+ * without members that may still run is a proposal first, which all that voted acknowledge. Who has acknowledged takes
+ * it to the other part, where it stands: the majority of its members is not there, and ends that part at its next vote.
+ * If a member is lost before it has acknowledged, the leader decides again. This is one round of Paxos (Lamport, The
+ * Part-Time Parliament, 1998) whose ballots are leaders, each of which gives up the ranks before it for good.
+ */
 #ifndef DTRAIN__CONSENT
 #define DTRAIN__CONSENT
 #include "council.c"
@@ -20,23 +27,30 @@
 #define DTRAIN__CONSENT_DOUBT_NS 1000000000 /* for a process whose connections have ended to be gone */
 #define DTRAIN__CONSENT_FRAME_BYTES 13      /* a member's bytes in a message: flags, rank in the world, vote */
 
-enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
+/* DEAD: in a message about a vote: out, and proved dead on the sender's machine. */
+enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT, DTRAIN__VOTE_DEAD };
+/* How far a consent is. PROPOSED: its decision stands unless the leader takes it back. */
+enum { DTRAIN__CONSENT_OPEN = 0, DTRAIN__CONSENT_DECIDED, DTRAIN__CONSENT_PROPOSED };
 
 typedef struct dtrain__vote {
     uint64_t flags;
     int world;
     int vote, kind; /* kind: of the call that votes */
     int asks;       /* it has sent its vote here and is owed the decision */
+    int dead;       /* a member beside it has said that it is proved dead */
+    int asked;      /* it is to acknowledge the proposal */
+    int left;       /* its end of the group has left */
 } dtrain__vote;
 
 struct dtrain__consent {
     dtrain__consent *next;
-    uint64_t group, number;    /* its number among the group's */
-    int kind;                  /* kind of this rank's last vote */
-    int count, decided, heard; /* heard: the voting call of this rank knows the decision */
-    int sole;                  /* consent_sole() at the last look */
-    int64_t doubt_ns;          /* until then it is not decided that too few are left; 0: that is not in question */
-    dtrain_status status;      /* of the decision */
+    uint64_t group, number; /* its number among the group's */
+    int kind;               /* kind of this rank's last vote */
+    int count, heard;       /* heard: the voting call of this rank knows the decision */
+    int decided;            /* DTRAIN__CONSENT_OPEN ... */
+    int sole;               /* consent_sole() at the last look */
+    int64_t doubt_ns;       /* until then it is not decided that too few are left; 0: that is not in question */
+    dtrain_status status;   /* of the decision */
     uint64_t flags, id;
     dtrain__vote votes[1]; /* count of them, in the group's order, then room for them in a message */
 };
@@ -185,6 +199,11 @@ static dtrain__consent *dtrain__consent_open(dtrain__council *council, uint64_t 
     return consent;
 }
 
+static int dtrain__vote_says(const dtrain__consent *consent, const dtrain__vote *vote)
+{
+    return consent->decided ? vote->vote : vote->dead ? DTRAIN__VOTE_DEAD : vote->left ? DTRAIN__VOTE_OUT : vote->vote;
+}
+
 static void dtrain__consent_send(dtrain__council *council, int to, dtrain__consent *consent)
 {
     unsigned char head[40], *body = (unsigned char *)(consent->votes + consent->count);
@@ -200,7 +219,7 @@ static void dtrain__consent_send(dtrain__council *council, int to, dtrain__conse
         unsigned char *entry = body + i * DTRAIN__CONSENT_FRAME_BYTES;
         dtrain__put_le(entry, consent->votes[i].flags, 8);
         dtrain__put_le(entry + 8, (uint64_t)consent->votes[i].world, 4);
-        entry[12] = (unsigned char)consent->votes[i].vote;
+        entry[12] = (unsigned char)dtrain__vote_says(consent, &consent->votes[i]);
     }
     council->send(council->self, to, DTRAIN__FRAME_CONSENT, head, sizeof head, body,
                   (size_t)consent->count * DTRAIN__CONSENT_FRAME_BYTES);
@@ -208,7 +227,7 @@ static void dtrain__consent_send(dtrain__council *council, int to, dtrain__conse
 
 static void dtrain__consent_answer(dtrain__council *council, dtrain__consent *consent)
 {
-    for (int i = 0; consent->decided && i < consent->count; i++) {
+    for (int i = 0; consent->decided == DTRAIN__CONSENT_DECIDED && i < consent->count; i++) {
         if (consent->votes[i].asks)
             dtrain__consent_send(council, consent->votes[i].world, consent);
         consent->votes[i].asks = 0;
@@ -220,7 +239,7 @@ static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consen
 {
     for (int i = 0; i < consent->count; i++) {
         dtrain__vote *vote = &consent->votes[i];
-        if (council->gone(council->self, vote->world) != DTRAIN__PRESENT)
+        if (vote->left || council->gone(council->self, vote->world) != DTRAIN__PRESENT)
             vote->vote = DTRAIN__VOTE_OUT;
         if (vote->vote == DTRAIN__VOTE_NONE)
             return i;
@@ -228,27 +247,31 @@ static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consen
     return -1;
 }
 
-/* Whether those that voted may continue without the others. *doubtful: they could if processes of this machine, whose
- * connections have ended, prove to be dead. */
-static int dtrain__consent_majority(const dtrain__council *council, const dtrain__consent *consent, int *doubtful)
+/* Whether those that voted may continue without the others.
+ *
+ *   doubtful  out: they could if members beside them prove to be dead
+ *   torn      out: members that are not here may go on by themselves */
+static int dtrain__consent_majority(dtrain__council *council, dtrain__consent *consent, int *doubtful, int *torn)
 {
-    int here = 0, dead = 0, silent = 0, local = 1, lowest = -1, lowest_left = -1; /* lowest: whether that rank voted */
+    int here = 0, dead = 0, lost = 0, beside = 1, lowest = -1, lowest_left = -1; /* lowest: whether that rank voted */
     for (int i = 0; i < consent->count; i++) {
-        int world = consent->votes[i].world, yes = consent->votes[i].vote == DTRAIN__VOTE_YES;
-        int fate = yes ? DTRAIN__PRESENT : council->gone(council->self, world);
-        if (!yes && (fate == DTRAIN__PRESENT || fate == DTRAIN__LEFT))
+        dtrain__vote *vote = &consent->votes[i];
+        int yes = vote->vote == DTRAIN__VOTE_YES;
+        if (!yes && council->gone(council->self, vote->world) != DTRAIN__LOST)
             continue; /* its end of the group, or its process, left of its own will */
+        if (!yes && !vote->dead && dtrain__council_beside(council, council->rank, vote->world))
+            vote->dead = council->dead(council->self, vote->world);
         here += yes;
-        dead += fate == DTRAIN__LOST;
-        silent += fate == DTRAIN__SILENT;
-        local = local && (council->local == NULL || council->local(council->self, world));
+        dead += !yes && vote->dead;
+        lost += !yes && !vote->dead;
+        beside = beside && dtrain__council_beside(council, consent->votes[0].world, vote->world);
         lowest = lowest < 0 ? yes : lowest;
-        lowest_left = lowest_left < 0 && fate != DTRAIN__LOST ? yes : lowest_left;
+        lowest_left = lowest_left < 0 && (yes || !vote->dead) ? yes : lowest_left;
     }
-    int all = here + silent + (local ? 0 : dead);
-    *doubtful = local && silent > 0;
-    return __atomic_load_n(&council->any_quorum, __ATOMIC_SEQ_CST) != 0 || 2 * here > all ||
-           (2 * here == all && (local ? lowest_left : lowest) == 1);
+    int any = __atomic_load_n(&council->any_quorum, __ATOMIC_SEQ_CST) != 0, all = here + lost + (beside ? 0 : dead);
+    *doubtful = beside && lost > 0;
+    *torn = !any && all > here;
+    return any || 2 * here > all || (2 * here == all && (beside ? lowest_left : lowest) == 1);
 }
 
 /* Whether to wait before too few are found to be left: a process whose connections have just ended may be dying. */
@@ -263,33 +286,100 @@ static int dtrain__consent_doubts(dtrain__council *council, dtrain__consent *con
     return 1;
 }
 
+static void dtrain__consent_settle(dtrain__council *council, dtrain__consent *consent)
+{
+    consent->decided = DTRAIN__CONSENT_DECIDED;
+    dtrain__consent_answer(council, consent);
+    council->tell(council->self);
+}
+
+/* Looks at a proposal. That of a leader before stands. This rank's stands once all that voted have acknowledged it, and
+ * is taken back if one of them is gone. */
+static void dtrain__consent_check(dtrain__council *council, dtrain__consent *consent)
+{
+    int asked = 0, taken_back = 0;
+    int own = dtrain__plane_group_maker(consent->id) == council->rank;
+    for (int i = 0; own && i < consent->count; i++) {
+        const dtrain__vote *vote = &consent->votes[i];
+        asked |= vote->asked;
+        taken_back |= vote->asked && (vote->left || council->gone(council->self, vote->world) != DTRAIN__PRESENT);
+    }
+    if (taken_back)
+        consent->decided = DTRAIN__CONSENT_OPEN;
+    else if (!asked)
+        dtrain__consent_settle(council, consent);
+}
+
+/* Decides what can be decided now. */
+static void dtrain__consent_decide(dtrain__council *council, dtrain__consent *consent)
+{
+    int kind = 0, mixed = 0, doubtful = 0, torn = 0; /* mixed: members made different calls */
+    if (dtrain__consent_awaits(council, consent) >= 0)
+        return;
+    int majority = dtrain__consent_majority(council, consent, &doubtful, &torn);
+    if (!majority && doubtful && dtrain__consent_doubts(council, consent))
+        return;
+    consent->flags = UINT64_MAX;
+    for (int i = 0; i < consent->count; i++) {
+        const dtrain__vote *vote = &consent->votes[i];
+        if (vote->vote != DTRAIN__VOTE_YES)
+            continue;
+        consent->flags &= vote->flags;
+        mixed |= kind != 0 && kind != vote->kind;
+        kind = vote->kind;
+    }
+    consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
+    consent->status = mixed ? DTRAIN_ERR_MISMATCH : majority ? DTRAIN_OK : DTRAIN_ERR_PEER_LOST;
+    consent->decided = DTRAIN__CONSENT_PROPOSED;
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        vote->asked = torn && majority && vote->vote == DTRAIN__VOTE_YES && vote->world != council->rank;
+        if (vote->asked)
+            dtrain__consent_send(council, vote->world, consent);
+    }
+    dtrain__consent_check(council, consent);
+}
+
+/* Tells the leader, which is on another machine, of members beside this rank that prove to be dead. */
+static void dtrain__consent_report(dtrain__council *council, dtrain__consent *consent, int leader)
+{
+    int found = 0, unsure = 0;
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (vote->dead || council->gone(council->self, vote->world) != DTRAIN__LOST ||
+            !dtrain__council_beside(council, council->rank, vote->world))
+            continue;
+        vote->dead = council->dead(council->self, vote->world);
+        found |= vote->dead;
+        unsure |= !vote->dead;
+    }
+    if (found)
+        dtrain__consent_send(council, leader, consent);
+    if (unsure)
+        dtrain__consent_doubts(council, consent);
+}
+
 /* Decides whatever can be decided, and tells those that voted. */
 static void dtrain__consent_step(dtrain__council *council)
 {
-    int leads = dtrain__council_leader(council) == council->rank;
+    int leader = dtrain__council_leader(council), leads = leader == council->rank;
     council->look_ns = 0;
-    for (dtrain__consent *consent = leads ? council->consents : NULL; consent != NULL; consent = consent->next) {
-        int kind = 0, mixed = 0, doubtful = 0; /* mixed: members made different calls */
-        if (consent->decided || dtrain__consent_awaits(council, consent) >= 0)
-            continue;
-        int majority = dtrain__consent_majority(council, consent, &doubtful);
-        if (!majority && doubtful && dtrain__consent_doubts(council, consent))
-            continue;
-        consent->decided = 1;
-        consent->flags = UINT64_MAX;
-        for (int i = 0; i < consent->count; i++) {
-            const dtrain__vote *vote = &consent->votes[i];
-            if (vote->vote != DTRAIN__VOTE_YES)
-                continue;
-            consent->flags &= vote->flags;
-            mixed |= kind != 0 && kind != vote->kind;
-            kind = vote->kind;
-        }
-        consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
-        consent->status = mixed ? DTRAIN_ERR_MISMATCH : majority ? DTRAIN_OK : DTRAIN_ERR_PEER_LOST;
-        dtrain__consent_answer(council, consent);
-        council->tell(council->self);
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next) {
+        if (!leads && !consent->decided && dtrain__consent_owed(council, consent) &&
+            !dtrain__council_beside(council, council->rank, leader))
+            dtrain__consent_report(council, consent, leader);
+        if (leads && consent->decided == DTRAIN__CONSENT_PROPOSED)
+            dtrain__consent_check(council, consent);
+        if (leads && !consent->decided)
+            dtrain__consent_decide(council, consent);
     }
+}
+
+/* Looks again at what waits for a proof. */
+static void dtrain__consent_look(dtrain__council *council)
+{
+    if (council->look_ns != 0 && dtrain__os_now_ns() >= council->look_ns)
+        dtrain__consent_step(council);
 }
 
 /* Notes the vote of a member, or this rank's own. */
@@ -325,6 +415,8 @@ static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agr
     dtrain__consent *consent = dtrain__consent_open(council, seat->id, agreement->number, agreement->kind);
     if (consent == NULL)
         return 0;
+    if (consent->decided == DTRAIN__CONSENT_PROPOSED && leader != council->rank)
+        dtrain__consent_send(council, leader, consent);
     if (consent->decided)
         return 1;
     consent->kind = agreement->kind;
@@ -344,14 +436,16 @@ static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreem
     dtrain__council *council = seat->council;
     dtrain__consent_list(seat);
     dtrain__consent *consent = dtrain__consent_find(council, seat->id, agreement->number);
-    int decided = consent != NULL && consent->decided;
+    int decided = consent != NULL && consent->decided == DTRAIN__CONSENT_DECIDED;
     if (decided)
         consent->heard = 1;
     agreement->given_up = council->given_up;
     agreement->status = council->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
     if (consent != NULL && !decided)
         agreement->awaited =
-            dtrain__council_leader(council) == council->rank ? dtrain__consent_awaits(council, consent) : -1;
+            dtrain__council_leader(council) == council->rank && consent->decided == DTRAIN__CONSENT_OPEN
+                ? dtrain__consent_awaits(council, consent)
+                : -1;
     if (decided) {
         agreement->flags = consent->flags;
         agreement->id = consent->id;
@@ -365,9 +459,10 @@ static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreem
 static void dtrain__consent_left(dtrain__council *council, uint64_t group, int world)
 {
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
-        for (int i = 0; consent->group == group && !consent->decided && i < consent->count; i++)
+        for (int i = 0; consent->group == group && consent->decided != DTRAIN__CONSENT_DECIDED && i < consent->count;
+             i++)
             if (consent->votes[i].world == world)
-                consent->votes[i].vote = DTRAIN__VOTE_OUT, consent->votes[i].asks = 0;
+                consent->votes[i].left = 1, consent->votes[i].asks = 0;
 }
 
 /* There is a new leader: sends it everything that this rank keeps. */
@@ -407,7 +502,7 @@ static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__read
                dtrain__take(reader, &frame->status, 2) && dtrain__take(reader, &frame->flags, 8) &&
                dtrain__take(reader, &frame->id, 8) && dtrain__take(reader, &frame->count, 4);
     frame->entries = reader->at;
-    return good && frame->decided <= 1 && dtrain__status_known(frame->status) &&
+    return good && frame->decided <= DTRAIN__CONSENT_PROPOSED && dtrain__status_known(frame->status) &&
            reader->left % DTRAIN__CONSENT_FRAME_BYTES == 0 &&
            frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
 }
@@ -419,14 +514,16 @@ static int dtrain__consent_frame_fits(dtrain__council *council, int from, const 
 {
     int among = from == dtrain__council_leader(council);
     const dtrain__seat *seat = dtrain__council_seat(council, frame->group);
-    if (frame->count == 0 || frame->count > (uint64_t)council->size || (frame->decided && council->rank == 0) ||
+    if (frame->count == 0 || frame->count > (uint64_t)council->size ||
+        (frame->decided && council->rank == 0 &&
+         (frame->decided == DTRAIN__CONSENT_DECIDED || dtrain__plane_group_maker(frame->id) != 0)) ||
         (seat != NULL && frame->count != (uint64_t)seat->size))
         return 0;
     dtrain__council_list(council);
     for (uint64_t i = 0; i < frame->count; i++) {
         const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
         uint64_t world = dtrain__get_le(entry + 8, 4);
-        if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_OUT ||
+        if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_DEAD ||
             (seat != NULL && seat->worlds[i] != (int)world))
             return 0;
         among |= (int)world == from;
@@ -434,16 +531,19 @@ static int dtrain__consent_frame_fits(dtrain__council *council, int from, const 
     return among;
 }
 
-/* Counts a message's entries: all entries of a decision; else the vote of `from`, and whom it knows to have left. */
+/* Counts a message's entries: all entries of a decision or proposal; else the vote of `from`, and whom it knows to have
+ * left or to be dead. */
 static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__consent_frame *frame,
                                         dtrain__consent *consent, int from)
 {
     for (int i = 0; i < consent->count; i++) {
         const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
         dtrain__vote *mine = &consent->votes[i];
+        int out = entry[12] == DTRAIN__VOTE_OUT || entry[12] == DTRAIN__VOTE_DEAD;
+        mine->dead |= entry[12] == DTRAIN__VOTE_DEAD && dtrain__council_beside(council, from, mine->world);
         if (frame->decided)
-            mine->vote = entry[12];
-        else if (entry[12] == DTRAIN__VOTE_OUT && mine->vote == DTRAIN__VOTE_NONE)
+            mine->vote = out ? DTRAIN__VOTE_OUT : entry[12];
+        else if (out && mine->vote == DTRAIN__VOTE_NONE)
             mine->vote = DTRAIN__VOTE_OUT;
         else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES) {
             mine->asks = from != council->rank;
@@ -452,24 +552,47 @@ static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__
     }
 }
 
-/* Takes a vote or a decision. Returns 0 if it is malformed or out of place. */
+/* The leader takes an acknowledgement of its proposal, or of one that it has taken back. */
+static void dtrain__consent_acknowledged(dtrain__consent *consent, uint64_t id, int from)
+{
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (vote->world != from)
+            continue;
+        vote->asks = 1;
+        if (id == consent->id)
+            vote->asked = 0;
+    }
+}
+
+/* Takes a vote, a proposal or a decision. Returns 0 if it is malformed or out of place. */
 static int dtrain__consent_take(dtrain__council *council, int from, dtrain__reader *reader)
 {
     dtrain__consent_frame frame;
+    int leader = dtrain__council_leader(council);
     if (!dtrain__consent_frame_read(&frame, reader) || !dtrain__consent_frame_fits(council, from, &frame))
         return 0;
+    int leads = leader == council->rank, proposed = frame.decided == DTRAIN__CONSENT_PROPOSED;
     if (!frame.decided)
         dtrain__consent_retire(council, frame.group, frame.number);
     dtrain__consent *consent = dtrain__consent_open(council, frame.group, frame.number, (int)frame.kind);
-    if (consent == NULL || (frame.decided && consent->decided))
+    if (consent == NULL)
         return 1; /* without memory the call ends at its deadline */
-    dtrain__consent_frame_count(council, &frame, consent, from);
-    if (frame.decided) {
-        consent->decided = 1;
-        consent->status = (dtrain_status)frame.status;
+    if (proposed && leads)
+        dtrain__consent_acknowledged(consent, frame.id, from);
+    if (!frame.decided) {
+        dtrain__consent_frame_count(council, &frame, consent, from);
+    } else if (consent->decided != DTRAIN__CONSENT_DECIDED &&
+               !(proposed && dtrain__plane_group_maker(frame.id) == council->rank)) {
+        dtrain__consent_frame_count(council, &frame, consent, from);
+        consent->decided = proposed && !leads ? DTRAIN__CONSENT_PROPOSED : DTRAIN__CONSENT_DECIDED;
+        consent->status = (dtrain_status)frame.status; /* what a leader before this one has proposed stands */
         consent->flags = frame.flags;
         consent->id = frame.id;
-        council->tell(council->self);
+        if (consent->decided == DTRAIN__CONSENT_PROPOSED)
+            dtrain__consent_send(council, leader, consent);
+        else
+            council->tell(council->self);
     }
     dtrain__consent_answer(council, consent);
     dtrain__consent_step(council);
@@ -494,7 +617,8 @@ static void dtrain__council_leave(dtrain__seat *seat)
     dtrain__put_le(head, seat->id, 8);
     dtrain__consent_list(seat);
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
-        for (int i = 0; consent->group == seat->id && consent->decided && i < consent->count; i++)
+        for (int i = 0; consent->group == seat->id && consent->decided == DTRAIN__CONSENT_DECIDED && i < consent->count;
+             i++)
             if (consent->votes[i].world != leader && consent->votes[i].world != council->rank)
                 dtrain__consent_send(council, consent->votes[i].world, consent);
     if (!council->lists[leader])
@@ -520,8 +644,6 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     for (unsigned turn = 0;; turn++) {
         uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
         dtrain__seat_lock(seat, 1);
-        if (council->look_ns != 0 && dtrain__os_now_ns() >= council->look_ns)
-            dtrain__consent_step(council);
         ended =
             agreement != NULL ? dtrain__consent_decided(seat, agreement) : dtrain__council_ended(seat, late, status);
         dtrain__seat_lock(seat, 0);

@@ -38,16 +38,22 @@ static void dtrain__hub_end(dtrain__seat *seat, int about, const dtrain__error *
 
 static int dtrain__hub_fate(void *self, int rank)
 {
-    dtrain__member *member = &((dtrain__hub *)self)->members[rank];
-    if (member->gone != DTRAIN__PRESENT && member->silent && dtrain__hub_dead((dtrain__hub *)self, rank))
-        member->silent = 0;
-    return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
+    const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    return member->doubted ? DTRAIN__LOST : member->gone;
 }
 
-static int dtrain__hub_local(void *self, int rank)
+/* The system of this machine says that the process has ended, or, where it does not know it, a unix socket of its was
+ * closed. */
+static int dtrain__hub_dead(void *self, int rank)
 {
-    const dtrain__hub *hub = (const dtrain__hub *)self;
-    return rank == hub->rank || hub->members[rank].known || dtrain__hub_unix(hub, rank);
+    const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    return member->known ? dtrain__os_process_ended((long)member->process, member->began) : member->closed;
+}
+
+static int dtrain__hub_beside(void *self, int a, int b)
+{
+    const dtrain__member *members = ((dtrain__hub *)self)->members;
+    return members[a].host == members[b].host;
 }
 
 /* Takes what a rank tells of itself when it joins. Rank 0 refuses a rank that does not fit. */
@@ -98,6 +104,7 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     dtrain__channel *world = dtrain__hub_channel(hub, 0);
     dtrain__error cause;
     int neighbours = 0;
+    uint64_t space = dtrain__os_process_space();
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
         hub->members[rank].joined = 1;
@@ -105,6 +112,7 @@ static void dtrain__hub_formed(dtrain__hub *hub)
         dtrain__member *member = &hub->members[rank];
         int same = member->host == hub->members[hub->rank].host, told = 0;
         neighbours += same;
+        member->began ^= space << 40; /* if its ids are not this process's, it began never */
         member->known = same && member->began != 0 && member->process > 0 && member->process <= LONG_MAX &&
                         dtrain__os_process_began((long)member->process, &told) == member->began && told;
     }
@@ -219,22 +227,23 @@ static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 /* A member has left with all its groups, or is lost. */
 static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *reason, const dtrain__reader *list)
 {
-    int leads = dtrain__hub_leads(hub);
+    int leads = dtrain__hub_leads(hub), lost = reason->type == DTRAIN__FRAME_LOST;
     if (reason->channel != 0 || list->left > 0)
         return 0;
-    if (reason->about == hub->rank && reason->type == DTRAIN__FRAME_LOST)
+    if (reason->about == hub->rank && lost)
         return dtrain__hub_given_up(hub, reason->text);
-    if (reason->about >= hub->size || reason->about == hub->rank ||
-        (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
+    if (reason->about >= hub->size || reason->about == hub->rank || (leads && (lost || reason->about != from)))
         return 0;
     if (leads && !hub->formed) {
         hub->members[from].joined = 0; /* it gave up waiting for others and may start again; its connection ends next */
         return 1;
     }
     dtrain__council_forget(&hub->council, reason->about, DTRAIN__EVERY_GROUP);
-    hub->members[reason->about].silent = reason->type == DTRAIN__FRAME_LOST && reason->status == DTRAIN_ERR_TIMEOUT;
-    dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
-                     reason->text);
+    if (hub->members[reason->about].gone == DTRAIN__PRESENT) {
+        hub->members[reason->about].closed = lost && reason->status == DTRAIN_ERR_PEER_LOST;
+        hub->members[reason->about].doubted = !lost && reason->status == DTRAIN_ERR_TIMEOUT;
+    }
+    dtrain__hub_gone(hub, reason->about, lost ? DTRAIN__LOST : DTRAIN__LEFT, reason->text);
     dtrain__hub_forward(hub, from, reason, *list);
     return 1;
 }
@@ -395,7 +404,7 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
         if (!dtrain__hub_frames(hub, rank)) {
-            dtrain__hub_lost(hub, rank, 0, "it sent a malformed control message");
+            dtrain__hub_lost(hub, rank, "it sent a malformed control message");
             return;
         }
         if (member->held || member->control.fd < 0)

@@ -28,8 +28,8 @@ enum {
     DTRAIN__FRAME_CONSENT
 };
 
-/* What became of a rank. LEFT: of its own will. LOST: it is proved dead. SILENT: it may still run. */
-enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST, DTRAIN__SILENT };
+/* What became of a rank. LEFT: of its own will. LOST: it has died, or may still run. */
+enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
 
 /* A call that waits at rank 0 for its key to be set. */
 typedef struct dtrain__asker {
@@ -98,12 +98,13 @@ struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
     /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);           /* tells that something has come that a caller may wait for */
-    int (*gone)(void *self, int rank);  /* DTRAIN__PRESENT ... */
-    int (*local)(void *self, int rank); /* whether it is where a death can be proved: on this machine. NULL: all are */
-    uint32_t any_quorum;                /* whoever is left may go on */
-    int64_t look_ns;                    /* when a consent is looked at again, although nothing may come; 0: never */
-    dtrain__os_mutex *mutex;            /* guards the council; NULL: lock does */
+    void (*tell)(void *self);                /* tells that something has come that a caller may wait for */
+    int (*gone)(void *self, int rank);       /* DTRAIN__PRESENT ... */
+    int (*dead)(void *self, int rank);       /* whether it is proved that a rank that is lost has died */
+    int (*beside)(void *self, int a, int b); /* whether two ranks are on one machine; NULL: all are */
+    uint32_t any_quorum;                     /* whoever is left may go on */
+    int64_t look_ns;                         /* when consents are looked at again, although nothing may come */
+    dtrain__os_mutex *mutex;                 /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
     void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
@@ -433,6 +434,12 @@ static int dtrain__council_list_add(dtrain__council *council, uint64_t rank)
     council->lists[rank] = 1;
     council->list[council->listed++] = (int)rank;
     return 1;
+}
+
+/* Whether two ranks are on one machine. */
+static int dtrain__council_beside(const dtrain__council *council, int a, int b)
+{
+    return council->beside == NULL || council->beside(council->self, a, b);
 }
 
 /* The lowest rank that is not gone leads. */

@@ -89,9 +89,10 @@ typedef struct dtrain__member {
     int known;                               /* this system knows the process by these */
     int joined, expected;                    /* expected: its control connection may come back */
     int gone;                                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
-    int silent;                              /* it is lost, without a proof that it is dead */
-    int held;                                /* a frame of it waits in `in`: see hub_hears() */
-    dtrain__stream control;                  /* the leader has one to each rank, the others one to the leader */
+    int closed;             /* it is lost, and a unix socket of its was closed, as only its own process can */
+    int doubted;            /* it has left, unless its network says so in its place */
+    int held;               /* a frame of it waits in `in`: see hub_hears() */
+    dtrain__stream control; /* the leader has one to each rank, the others one to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     dtrain__handshake *handshake; /* a control connection that this rank is making */
@@ -343,7 +344,7 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
     dtrain__hub_kick(hub); /* for frames that were held */
     for (int rank = 0; dtrain__hub_leads(hub) && rank < hub->size; rank++) {
         const dtrain__member *member = &hub->members[rank];
-        dtrain_status status = member->silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST;
+        dtrain_status status = member->closed ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_TIMEOUT;
         dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, status, member->why, 0};
         if (member->gone == DTRAIN__LOST) /* before anything else: nobody may blame a rank that left because of this
                                            * loss */
@@ -379,27 +380,13 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     dtrain__hub_tell(hub);
 }
 
-/* Whether a member is reached over unix sockets, which only its process can close. */
-static int dtrain__hub_unix(const dtrain__hub *hub, int rank)
+/* A member is gone without a word. It is told so in case it was only stopped or cut off, or it would blame this rank.
+ */
+static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
 {
-    return strncmp(rank == 0 ? hub->root : hub->members[rank].address, "unix:", 5) == 0;
-}
-
-/* Whether the system of this machine says that a member's process has ended. */
-static int dtrain__hub_dead(const dtrain__hub *hub, int rank)
-{
-    const dtrain__member *member = &hub->members[rank];
-    int told = 0;
-    return member->known && dtrain__os_process_began((long)member->process, &told) != member->began && told;
-}
-
-/* A member is gone without a word. proved: it is known to be dead. It is told so in case it was only stopped or cut
- * off, or it would blame this rank. */
-static void dtrain__hub_lost(dtrain__hub *hub, int rank, int proved, const char *how)
-{
-    int silent = !proved && !dtrain__hub_dead(hub, rank);
-    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST, how, 0};
     dtrain__member *member = &hub->members[rank];
+    dtrain_status status = member->closed ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_TIMEOUT; /* whether that proves a death */
+    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, status, how, 0};
     if (hub->leaving) { /* ranks that heard that say nothing when they leave themselves */
         dtrain__stream_cut(&member->control);
         return;
@@ -410,22 +397,21 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, int proved, const char 
     if (member->control.fd >= 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_cut(&member->control);
-    member->silent = silent;
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
 /* A rank refuses connections, so its process is gone, or its network answers for it. If the previous leader left, this
  * rank may have left as well, with nobody there to hear it. Then calls that need it fail, and others continue. */
-static void dtrain__hub_refused(dtrain__hub *hub, int rank)
+static void dtrain__hub_refused(dtrain__hub *hub, int rank, int by_unix)
 {
     static const char why[] = "it refuses connections, and the rank that would have reported its end has left";
-    dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, rank, DTRAIN_OK, why, 0};
-    int local = dtrain__hub_unix(hub, rank);
+    dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, rank, by_unix ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT, why, 0};
     if (!hub->handed) {
-        dtrain__hub_lost(hub, rank, local, "it refuses connections; its process has died or was cut off");
+        hub->members[rank].closed = by_unix;
+        dtrain__hub_lost(hub, rank, "it refuses connections; its process has died or was cut off");
         return;
     }
-    hub->members[rank].silent = !local && !dtrain__hub_dead(hub, rank);
+    hub->members[rank].doubted = !by_unix;
     if (dtrain__hub_leads(hub))
         dtrain__hub_relay(hub, rank, &gone);
     dtrain__hub_gone(hub, rank, DTRAIN__LEFT, why);
@@ -436,8 +422,10 @@ static void dtrain__hub_refused(dtrain__hub *hub, int rank)
 static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
 {
     dtrain__member *member = &hub->members[rank];
-    char how[160];
-    int ended = error == 0 || error == ECONNRESET || error == EPIPE; /* by the other side */
+    char how[224];
+    dtrain__address end;
+    member->closed = (error == 0 || error == ECONNRESET || error == EPIPE) && /* by the other side */
+                     dtrain__net_end(member->control.fd, 0, &end) == 0 && dtrain__net_is_unix(&end);
     dtrain__stream_cut(&member->control);
     if (member->gone != DTRAIN__PRESENT || !dtrain__hub_linked(hub, rank))
         return;
@@ -453,7 +441,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     }
     snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
              dtrain__net_why(error));
-    dtrain__hub_lost(hub, rank, ended && dtrain__hub_unix(hub, rank), how);
+    dtrain__hub_lost(hub, rank, how);
 }
 
 /* Returns why a member's connection ended, as an errno. Corruption is logged, as the connection may come back. */

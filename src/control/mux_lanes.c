@@ -149,7 +149,8 @@ static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
     if (now - p->asked_ns < DTRAIN__MUX_ALIVE_NS)
         return 0;
     p->asked_ns = now;
-    if (mux->table.alive(mux->table.self, peer) == 0)
+    int alive = mux->table.alive(mux->table.self, peer);
+    if (alive == 0 || alive == -2)
         dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
     return 0;
 }
@@ -161,6 +162,7 @@ static int dtrain__mux_sweep(dtrain__mux *mux, size_t limit)
     for (int peer = 0; peer < mux->table.size; peer++)
         if (peer != mux->table.rank)
             moved |= dtrain__mux_tend(mux, peer, limit);
+    dtrain__consent_look(&mux->council);
     return moved;
 }
 

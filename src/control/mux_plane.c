@@ -25,19 +25,25 @@ static void dtrain__mux_council_tell(void *self)
 
 static int dtrain__mux_council_gone(void *self, int rank)
 {
-    dtrain__mux *mux = (dtrain__mux *)self;
-    dtrain__mux_peer *p = &mux->peers[rank];
-    if (p->gone != DTRAIN_OK && !p->bye && !p->dead && mux->table.alive != NULL)
-        p->dead = mux->table.alive(mux->table.self, rank) == 0;
-    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : p->dead ? DTRAIN__LOST : DTRAIN__SILENT;
+    const dtrain__mux_peer *p = &((dtrain__mux *)self)->peers[rank];
+    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : DTRAIN__LOST;
 }
 
-/* A table that does not tell hosts proves deaths by `alive`, wherever a rank is. */
-static int dtrain__mux_council_local(void *self, int rank)
+static int dtrain__mux_council_dead(void *self, int rank)
+{
+    dtrain__mux *mux = (dtrain__mux *)self;
+    dtrain__mux_peer *p = &mux->peers[rank];
+    if (!p->dead && mux->table.alive != NULL)
+        p->dead = mux->table.alive(mux->table.self, rank) == 0;
+    return p->dead;
+}
+
+/* Ranks of a table that does not tell hosts are on one machine where it proves deaths. */
+static int dtrain__mux_council_beside(void *self, int a, int b)
 {
     const dtrain_transport *table = &((dtrain__mux *)self)->table;
-    return table->host == NULL ? table->alive != NULL
-                               : table->host(table->self, rank) == table->host(table->self, table->rank);
+    uint64_t host = table->host != NULL ? table->host(table->self, a) : 0;
+    return table->host == NULL ? table->alive != NULL : host != 0 && host == table->host(table->self, b);
 }
 
 static void dtrain__mux_council_lock(void *self, int on)
@@ -72,7 +78,8 @@ static void dtrain__mux_convene(dtrain__mux *mux)
     council->send = dtrain__mux_council_send;
     council->tell = dtrain__mux_council_tell;
     council->gone = dtrain__mux_council_gone;
-    council->local = dtrain__mux_council_local;
+    council->dead = dtrain__mux_council_dead;
+    council->beside = dtrain__mux_council_beside;
     council->lock = dtrain__mux_council_lock;
     council->lost = dtrain__mux_marks;
     council->ended = dtrain__mux_end;

@@ -276,6 +276,12 @@ static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
     return serial << 10 | (uint64_t)rank;
 }
 
+/* Returns the rank that made the id. */
+static int dtrain__plane_group_maker(uint64_t id)
+{
+    return (int)(id & 1023);
+}
+
 /* Returns the same number in all processes of this host. */
 static uint64_t dtrain__plane_host(void)
 {

@@ -137,7 +137,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
     } else {
         hub->root_error = handshake->error;
         if (hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST)
-            dtrain__hub_lost(hub, 0, 0, handshake->error.text);
+            dtrain__hub_lost(hub, 0, handshake->error.text);
         else if (!hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST &&
                  handshake->error.status != DTRAIN_ERR_ABORTED)
             dtrain__seat_break(world, &handshake->error);
@@ -213,7 +213,7 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
         dtrain__hub_free_handshake(hub, &member->handshake);
     }
     if (error == ECONNREFUSED || error == ENOENT)
-        dtrain__hub_refused(hub, rank);
+        dtrain__hub_refused(hub, rank, dtrain__hub_peer_address(hub, rank, &address) && dtrain__net_is_unix(&address));
 }
 
 /* After rank 0 is gone the leader calls the others. After a while they call the leader. */
@@ -274,11 +274,11 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
         else if (member->expected && now - member->down_ns > hub->reconnect_ns)
-            dtrain__hub_lost(hub, rank, 0, "its connection was reset and has not come back within reconnect_ms");
+            dtrain__hub_lost(hub, rank, "its connection was reset and has not come back within reconnect_ms");
         else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
             snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
                      (double)silent * 1e-9, member->held ? "; it does not read either" : "");
-            dtrain__hub_lost(hub, rank, 0, how);
+            dtrain__hub_lost(hub, rank, how);
         } else if (hub->formed && silent > longest) {
             longest = silent;
             suspect = rank;

@@ -186,9 +186,9 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
     dtrain__os_unlock(&local->mutex);
-    if (status != DTRAIN_OK)
+    if (made == 0 && status != DTRAIN_OK)
         dtrain__report(&cause);
-    else
+    else if (made == 0) /* else the agreement's error stays, which says why the others go on without this rank */
         dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "local_sgd: round %llu failed on another member",
                      (unsigned long long)local->counters[1 + fragment]);
     return made;

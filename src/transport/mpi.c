@@ -471,7 +471,7 @@ static int dtrain__mpi_alive(void *self, int peer)
     lost = lost || now - stream->heard_ns > lane->heartbeat_ns;
     dtrain__mpi.failed |= lost;
     dtrain__os_unlock(&dtrain__mpi_mutex);
-    return !lost;
+    return lost ? -2 : 1;
 }
 
 static uint64_t dtrain__mpi_host(void *self, int rank)

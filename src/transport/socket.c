@@ -368,10 +368,9 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     }
     int tcp = hub->transport == DTRAIN__TRANSPORT_TCP, local = dtrain__net_is_unix(&hub->root_addresses[0]);
     if (tcp && local)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "comm_create: rank %d: the transport is tcp and the root is %.200s; give a host and port", hub->rank,
-            hub->root);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: rank %d: the transport is tcp and the root is %.200s; give a host and port",
+                            hub->rank, hub->root);
     if (local)
         hub->root_count += dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
     if (dtrain__hub_allows(hub, &hub->root_addresses[0]) && (local || hub->transport != DTRAIN__TRANSPORT_UNIX))
@@ -419,7 +418,7 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
     snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
     self->host = dtrain__plane_host();
     self->process = (uint64_t)dtrain__os_self();
-    self->began = dtrain__os_process_began(dtrain__os_self(), &told);
+    self->began = dtrain__os_process_began(dtrain__os_self(), &told) ^ dtrain__os_process_space() << 40;
     self->joined = 1;
 }
 

@@ -68,15 +68,17 @@ typedef struct dtrain_offload {
  *   wake       ends a blocked poll early; any thread
  *   fail       tells the peers that the group is broken, and why; any thread. The core's own messages tell them too
  *   leave      tells the peers that this rank leaves; why may be empty. Called right before destroy
- *   alive      says at once what is known of a peer: 1 it is present, 0 it is gone, -1 unknown
+ *   alive      says at once what is known of a peer: 1 present, 0 dead, -1 unknown, -2 silent for too long, and may
+ *              still run
  *   lanes      see below
  *   host       returns a number that ranks of one host have in common, and 0 where it is not known; always the same.
  *              Groups of ranks of a host then share memory for their collectives, if the system lets them
  *   offload    see below
  *   destroy    called once, when the last group of the transport is destroyed
  *
- * If alive returns 0, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status too.
- * Report a peer as lost only if you know it: the others may go on without that peer (see dtrain_comm_shrink).
+ * If alive returns 0 or -2, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status
+ * too. Only 0 proves a death. Return it only if you know it: the others may go on without that peer (see
+ * dtrain_comm_shrink).
  *
  * Groups share the streams. The core sends frames of up to 64 KiB, each with the name of its group. Received bytes go
  * to the memory of the call that waits for them; other bytes are kept for their group, at most 64 MiB per peer. If a

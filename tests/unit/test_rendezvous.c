@@ -563,7 +563,7 @@ TEST(a_peers_address_is_in_numbers_and_its_name_is_printable_where_it_is_quoted)
     CHECK_EQ(joins_from(hub, ":1", "\x1b[31mred\r\n\xff\xc2\x9b caf\xc3\xa9 \x7f"), 1);
     hub->members[1].control.fd = -1;
     dtrain__hub_formed(hub);
-    dtrain__hub_lost(hub, 1, 0, "gone");
+    dtrain__hub_lost(hub, 1, "gone");
     CHECK_EQ(dtrain_comm_ready(world, &ready), DTRAIN_ERR_PEER_LOST);
     CHECK_CONTAINS(world->error.text, "rank 1 (?[31mred????? caf\xc3\xa9 ?) is lost: gone");
     dtrain_comm_destroy(world);
