@@ -4373,8 +4373,11 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, floa
  * and parts of tensors.
  *
  * It works as dtrain_fsdp_clip_grad_norm does. Every element counts once, also where several ranks hold the same
- * parameter (dtrain_param_part.copies). If one part of the model drops the step, all parts do. With a loss scale, all
- * parts skip a step together, so dtrain_fsdp_step needs this call where the object's group is a part of the world.
+ * parameter (dtrain_param_part.copies). If one part of the model drops the step, all parts do.
+ *
+ * With a loss scale, all parts skip a step together. So dtrain_fsdp_step needs this call if dtrain_comm_split made the
+ * object's group from a larger one, or made the group that it was split or shrunk from in this way. Which ranks have
+ * left since then makes no difference. The survivors of the world need no such call.
  *
  *   fsdps    count objects of this rank, one a chunk of a pipeline, each once
  *   model    the ranks whose objects together hold the model once. In a mesh these differ in pipeline and tensor
@@ -4392,8 +4395,9 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *cons
  * With a loss scale, a step in which any gradient of any rank is not finite changes no weight and halves the scale; see
  * `skipped` of dtrain_fsdp_get_stats. Without a loss scale such a step is applied as it is.
  *
- *   errors   DTRAIN_ERR_INVALID  lr negative or not finite, or no optimizer. A loss scale on a part of the world,
- *                                without dtrain_fsdp_clip_model_grad_norm in this step: the step stays open
+ *   errors   DTRAIN_ERR_INVALID  lr negative or not finite, or no optimizer. On every rank: a loss scale in a group
+ *                                that was split from a larger one, without dtrain_fsdp_clip_model_grad_norm in this
+ *                                step. The step stays open
  *            those of dtrain_fsdp_finish
  *
  * collective: every rank, same order; blocks up to timeout_ms */
@@ -24635,6 +24639,7 @@ struct dtrain_comm {
     int checks;     /* messages carry a checksum of their data */
     int long_runs;  /* long runs of bytes move best in few large pieces */
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
+    int part;       /* made by a split, in one step or several, that left ranks out; the same on every rank */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
     long process;          /* the one that made the group */
@@ -24714,18 +24719,6 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                         "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
                         comm->rank);
-}
-
-/* Whether ranks of the world that are still there are not in the group. */
-static int dtrain__group_is_part(const dtrain_comm *comm)
-{
-    const dtrain__council *council = comm->seat->council;
-    int there = 0;
-    dtrain__seat_lock(comm->seat, 1);
-    for (int rank = 0; rank < council->size; rank++)
-        there += council->gone(council->self, rank) == DTRAIN__PRESENT;
-    dtrain__seat_lock(comm->seat, 0);
-    return there > comm->size;
 }
 
 /* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */
@@ -33132,6 +33125,7 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
         __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
     }
     (*group)->apart = parent->apart;
+    (*group)->part = parent->part || (!split->replaces && split->size < parent->size); /* survivors are all there are */
     (*group)->group = split->id;
     (*group)->node_ranks = dtrain__split_node_ranks(split, *group);
     return DTRAIN_OK;
@@ -47119,11 +47113,11 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
                             "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
                             "dtrain_fsdp_local, then call dtrain_fsdp_publish");
     status = dtrain__fsdp_finish_now(fsdp, 0);
-    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->agreed && dtrain__group_is_part(fsdp->comm))
+    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->agreed && fsdp->comm->part)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "dtrain_fsdp_step: with a loss scale all parts of a model skip a step or none does, and this "
-            "object's group is a part of the world: call dtrain_fsdp_clip_model_grad_norm before, with the "
+            "object's group was split from a larger one: call dtrain_fsdp_clip_model_grad_norm before, with the "
             "ranks of the whole model, or with NULL if no other rank has a part of it; then call this again");
     if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f) {
         status = dtrain__fsdp_sum_squares(fsdp);

@@ -174,6 +174,7 @@ struct dtrain_comm {
     int checks;     /* messages carry a checksum of their data */
     int long_runs;  /* long runs of bytes move best in few large pieces */
     int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
+    int part;       /* made by a split, in one step or several, that left ranks out; the same on every rank */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
     long process;          /* the one that made the group */
@@ -253,18 +254,6 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                         "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
                         comm->rank);
-}
-
-/* Whether ranks of the world that are still there are not in the group. */
-static int dtrain__group_is_part(const dtrain_comm *comm)
-{
-    const dtrain__council *council = comm->seat->council;
-    int there = 0;
-    dtrain__seat_lock(comm->seat, 1);
-    for (int rank = 0; rank < council->size; rank++)
-        there += council->gone(council->self, rank) == DTRAIN__PRESENT;
-    dtrain__seat_lock(comm->seat, 0);
-    return there > comm->size;
 }
 
 /* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */

@@ -155,6 +155,7 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
         __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
     }
     (*group)->apart = parent->apart;
+    (*group)->part = parent->part || (!split->replaces && split->size < parent->size); /* survivors are all there are */
     (*group)->group = split->id;
     (*group)->node_ranks = dtrain__split_node_ranks(split, *group);
     return DTRAIN_OK;

@@ -404,8 +404,11 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, floa
  * and parts of tensors.
  *
  * It works as dtrain_fsdp_clip_grad_norm does. Every element counts once, also where several ranks hold the same
- * parameter (dtrain_param_part.copies). If one part of the model drops the step, all parts do. With a loss scale, all
- * parts skip a step together, so dtrain_fsdp_step needs this call where the object's group is a part of the world.
+ * parameter (dtrain_param_part.copies). If one part of the model drops the step, all parts do.
+ *
+ * With a loss scale, all parts skip a step together. So dtrain_fsdp_step needs this call if dtrain_comm_split made the
+ * object's group from a larger one, or made the group that it was split or shrunk from in this way. Which ranks have
+ * left since then makes no difference. The survivors of the world need no such call.
  *
  *   fsdps    count objects of this rank, one a chunk of a pipeline, each once
  *   model    the ranks whose objects together hold the model once. In a mesh these differ in pipeline and tensor
@@ -423,8 +426,9 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *cons
  * With a loss scale, a step in which any gradient of any rank is not finite changes no weight and halves the scale; see
  * `skipped` of dtrain_fsdp_get_stats. Without a loss scale such a step is applied as it is.
  *
- *   errors   DTRAIN_ERR_INVALID  lr negative or not finite, or no optimizer. A loss scale on a part of the world,
- *                                without dtrain_fsdp_clip_model_grad_norm in this step: the step stays open
+ *   errors   DTRAIN_ERR_INVALID  lr negative or not finite, or no optimizer. On every rank: a loss scale in a group
+ *                                that was split from a larger one, without dtrain_fsdp_clip_model_grad_norm in this
+ *                                step. The step stays open
  *            those of dtrain_fsdp_finish
  *
  * collective: every rank, same order; blocks up to timeout_ms */

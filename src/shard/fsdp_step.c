@@ -292,11 +292,11 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
                             "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
                             "dtrain_fsdp_local, then call dtrain_fsdp_publish");
     status = dtrain__fsdp_finish_now(fsdp, 0);
-    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->agreed && dtrain__group_is_part(fsdp->comm))
+    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->agreed && fsdp->comm->part)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "dtrain_fsdp_step: with a loss scale all parts of a model skip a step or none does, and this "
-            "object's group is a part of the world: call dtrain_fsdp_clip_model_grad_norm before, with the "
+            "object's group was split from a larger one: call dtrain_fsdp_clip_model_grad_norm before, with the "
             "ranks of the whole model, or with NULL if no other rank has a part of it; then call this again");
     if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f) {
         status = dtrain__fsdp_sum_squares(fsdp);

@@ -619,3 +619,71 @@ TEST(parts_with_a_loss_scale_step_only_once_all_have_decided)
                 CHECK(s.changes[stage][step] == changes[step] && s.scales[stage][step] == scales[step]);
     }
 }
+
+/* One step with a loss scale in a group; what dtrain_fsdp_step returns without and, if that refuses, with the call for
+ * a model. */
+static void step_in(dtrain_comm *group, dtrain_status expected)
+{
+    float w[2] = {0, 0}, g[2] = {0, 0};
+    dtrain_param table;
+    dtrain_fsdp_desc desc;
+    dtrain_fsdp *fsdp = NULL;
+    memset(&table, 0, sizeof table), memset(&desc, 0, sizeof desc);
+    table.name = "a";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = 2;
+    table.data = w;
+    table.grad = g;
+    desc.strategy = DTRAIN_DDP;
+    desc.optimizer.kind = DTRAIN_SGD;
+    desc.loss_scale = 8;
+    CHECK_EQ(dtrain_fsdp_create(&fsdp, group, &table, 1, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_begin(fsdp, 1, 1), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_gather(fsdp, 0), DTRAIN_OK);
+    dtrain_fsdp_grad(fsdp, "a")[0] = dtrain_fsdp_grad(fsdp, "a")[1] = 8;
+    CHECK_EQ(dtrain_fsdp_reduce(fsdp, 0), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_step(fsdp, 1), expected);
+    if (expected != DTRAIN_OK) {
+        CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(&fsdp, 1, NULL, 0, NULL), DTRAIN_OK);
+        CHECK_EQ(dtrain_fsdp_step(fsdp, 1), DTRAIN_OK);
+    }
+    CHECK(w[0] == -1 && w[1] == -1);
+    dtrain_fsdp_destroy(fsdp);
+}
+
+/* Of five ranks the last two are one part of the model, and ranks 2 and 4 leave. */
+static dtrain_status leaves_body(dtrain_comm *world, void *user)
+{
+    int rank = dtrain_comm_rank(world), one = 1;
+    dtrain_comm *whole = NULL, *part = NULL, *left = NULL, *of_part = NULL, *again = NULL;
+    (void)user;
+    CHECK_EQ(dtrain_comm_split(world, 0, -rank, &whole), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, rank < 3, 0, &part), DTRAIN_OK);
+    step_in(world, DTRAIN_OK);
+    step_in(whole, DTRAIN_OK);
+    step_in(part, DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (rank != 2 && rank != 4) {
+        CHECK_EQ(dtrain_all_reduce(world, &one, &one, 1, DTRAIN_I32, DTRAIN_SUM), DTRAIN_ERR_PEER_LOST);
+        if (rank < 3) { /* a part stays one when it loses ranks */
+            CHECK_EQ(dtrain_comm_shrink(part, &of_part), DTRAIN_OK);
+            step_in(of_part, DTRAIN_ERR_INVALID);
+        }
+        CHECK_EQ(dtrain_comm_shrink(world, &left), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_size(left), 3);
+        step_in(left, DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_split(left, rank < 3, 0, &again), DTRAIN_OK);
+        step_in(again, DTRAIN_ERR_INVALID);
+    }
+    dtrain_comm_destroy(again);
+    dtrain_comm_destroy(left);
+    dtrain_comm_destroy(of_part);
+    dtrain_comm_destroy(part);
+    dtrain_comm_destroy(whole);
+    return DTRAIN_OK;
+}
+
+TEST(survivors_of_the_world_are_the_whole_of_it_and_a_part_stays_one)
+{
+    CHECK_EQ(dtrain_run_threads(5, leaves_body, NULL, NULL), DTRAIN_OK);
+}
