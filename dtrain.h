@@ -3410,8 +3410,10 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
  * With a compressor that packs, each part of the vector (see dtrain_shard) is packed and sent to its rank. That rank
  * adds the parts in the tree order as float32, packs the sum and sends it to all. Residuals keep what either packing
  * loses. So with DTRAIN_SUM, out plus all new residuals is the sum of all inputs and earlier residuals, to rounding.
- * Inputs of all steps must be in one unit, such as means over examples. A NaN or infinity reaches out in this step
- * alone: what is kept stays finite.
+ * Inputs of all steps must be in one unit, such as means over examples.
+ *
+ * A NaN or infinity reaches out in this step alone. So does a sum of finite numbers that is too large. What is kept has
+ * 0 in the place of such a number, so it stays finite.
  *
  * On a device the call reads in and writes out in the order of the device's queue. What you queue after the call sees
  * all of out. The CPU waits for the device before it reads what it sends: once for a selection, twice for packed bytes.
@@ -38639,6 +38641,18 @@ static dtrain_status dtrain__device_vector_add(dtrain__device_vector *v, dtrain_
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
+/* Adds v->kept to the residual, which stays finite. Only a number of at least 2^103 can make a sum infinite: that is
+ * half the last bit of the largest number. It overwrites v->out. */
+static dtrain_status dtrain__device_vector_keep(dtrain__device_vector *v)
+{
+    int bad = 0;
+    dtrain_status status = dtrain__device_vector_add(v, &v->kept, v->residual);
+    for (size_t i = 0; i < v->kept.count; i++)
+        bad |= v->kept.values[i] > 1e31f || v->kept.values[i] < -1e31f;
+    return status == DTRAIN_OK && bad ? dtrain__device_vector_broken(v->comm, v->device, dtrain__device_vector_clean(v))
+                                      : status;
+}
+
 /* Writes the result: v->sums added to zeros, so that no element is -0. */
 static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
 {
@@ -39048,7 +39062,7 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
     if (x->v->residual == NULL)
         return;
     if (x->v->device == NULL) {
-        x->v->residual[index] = x->v->residual[index] + left;
+        x->v->residual[index] = dtrain__feedback_bounded(x->v->residual[index] + left);
     } else {
         kept->indices[kept->count] = (uint32_t)index;
         kept->values[kept->count++] = left;
@@ -39106,7 +39120,7 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
     if (status == DTRAIN_OK)
         dtrain__selections_settle(x, merged, begin);
     if (status == DTRAIN_OK && v->device != NULL)
-        status = dtrain__device_vector_add(v, &v->kept, v->residual);
+        status = dtrain__device_vector_keep(v);
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
 }
 
@@ -39372,9 +39386,11 @@ static dtrain_status dtrain__powersgd_thin(dtrain__powersgd *p, dtrain_comm *com
         dtrain__feedback_left(residual, out, count);
     }
     status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
-    if (status == DTRAIN_OK)
-        dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
-    return status;
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
+    dtrain__powersgd_restart(p); /* it is kept, and so stays finite */
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
@@ -39668,8 +39684,11 @@ static dtrain_status dtrain__packed_settle(const dtrain__packed *p, int rank)
         status = dtrain__packed_unpack(p, p->out + at, back, part);
     if (status == DTRAIN_OK)
         status = dtrain__packed_subtract(p, lost, back, p->out_here + at, part);
-    return status == DTRAIN_OK ? dtrain_device_axpy(v->device, DTRAIN_F32, v->residual + begin, 1.0, lost, part)
-                               : status;
+    if (status == DTRAIN_OK)
+        status = dtrain_device_axpy(v->device, DTRAIN_F32, v->residual + begin, 1.0, lost, part);
+    if (v->device == NULL) /* there compressors lose a sixteenth of a number at most, so no two losses overflow */
+        dtrain__feedback_finite(v->residual + begin, part);
+    return status;
 }
 
 /* Adds up what has arrived for this rank's part, and packs the sum. */
@@ -39814,15 +39833,12 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
     return DTRAIN_OK;
 }
 
-/* All-reduces a vector without a compressor, and with it the velocity's share if there is one. */
+/* All-reduces a vector without a compressor. */
 static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
 {
     dtrain__device_vector *v = &c->vector;
     c->stats.sent_bytes += dtrain__plan_sent_bytes(v->count, dtrain_comm_size(v->comm));
-    dtrain_status status = dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
-    if (v->velocity != NULL && in == v->velocity)
-        dtrain__feedback_finite(v->velocity, v->count);
-    return status;
+    return dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
 }
 
 static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *in, float *out, dtrain_op op,
@@ -39853,6 +39869,10 @@ static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *i
         status = q->reduce(q, v->comm, in, v->residual, out, v->count, &c->stats.sent_bytes);
     else
         status = dtrain__packed_reduce(v, q, c->numbers, in, &c->stats.sent_bytes);
+    if (dense < c->desc.start_step || (q->reduce != NULL && !dtrain__compressed_is_topk(c))) { /* the others do it */
+        dtrain__feedback_finite(v->residual, v->count);
+        dtrain__feedback_finite(v->velocity, v->count);
+    }
     if (status == DTRAIN_OK && divides)
         status = dtrain__device_vector_divide(v, ranks);
     if (status == DTRAIN_OK)

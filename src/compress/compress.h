@@ -211,8 +211,10 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
  * With a compressor that packs, each part of the vector (see dtrain_shard) is packed and sent to its rank. That rank
  * adds the parts in the tree order as float32, packs the sum and sends it to all. Residuals keep what either packing
  * loses. So with DTRAIN_SUM, out plus all new residuals is the sum of all inputs and earlier residuals, to rounding.
- * Inputs of all steps must be in one unit, such as means over examples. A NaN or infinity reaches out in this step
- * alone: what is kept stays finite.
+ * Inputs of all steps must be in one unit, such as means over examples.
+ *
+ * A NaN or infinity reaches out in this step alone. So does a sum of finite numbers that is too large. What is kept has
+ * 0 in the place of such a number, so it stays finite.
  *
  * On a device the call reads in and writes out in the order of the device's queue. What you queue after the call sees
  * all of out. The CPU waits for the device before it reads what it sends: once for a selection, twice for packed bytes.

@@ -106,15 +106,12 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
     return DTRAIN_OK;
 }
 
-/* All-reduces a vector without a compressor, and with it the velocity's share if there is one. */
+/* All-reduces a vector without a compressor. */
 static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
 {
     dtrain__device_vector *v = &c->vector;
     c->stats.sent_bytes += dtrain__plan_sent_bytes(v->count, dtrain_comm_size(v->comm));
-    dtrain_status status = dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
-    if (v->velocity != NULL && in == v->velocity)
-        dtrain__feedback_finite(v->velocity, v->count);
-    return status;
+    return dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
 }
 
 static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *in, float *out, dtrain_op op,
@@ -145,6 +142,10 @@ static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *i
         status = q->reduce(q, v->comm, in, v->residual, out, v->count, &c->stats.sent_bytes);
     else
         status = dtrain__packed_reduce(v, q, c->numbers, in, &c->stats.sent_bytes);
+    if (dense < c->desc.start_step || (q->reduce != NULL && !dtrain__compressed_is_topk(c))) { /* the others do it */
+        dtrain__feedback_finite(v->residual, v->count);
+        dtrain__feedback_finite(v->velocity, v->count);
+    }
     if (status == DTRAIN_OK && divides)
         status = dtrain__device_vector_divide(v, ranks);
     if (status == DTRAIN_OK)

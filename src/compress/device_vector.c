@@ -364,6 +364,18 @@ static dtrain_status dtrain__device_vector_add(dtrain__device_vector *v, dtrain_
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
+/* Adds v->kept to the residual, which stays finite. Only a number of at least 2^103 can make a sum infinite: that is
+ * half the last bit of the largest number. It overwrites v->out. */
+static dtrain_status dtrain__device_vector_keep(dtrain__device_vector *v)
+{
+    int bad = 0;
+    dtrain_status status = dtrain__device_vector_add(v, &v->kept, v->residual);
+    for (size_t i = 0; i < v->kept.count; i++)
+        bad |= v->kept.values[i] > 1e31f || v->kept.values[i] < -1e31f;
+    return status == DTRAIN_OK && bad ? dtrain__device_vector_broken(v->comm, v->device, dtrain__device_vector_clean(v))
+                                      : status;
+}
+
 /* Writes the result: v->sums added to zeros, so that no element is -0. */
 static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
 {

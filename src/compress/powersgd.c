@@ -173,9 +173,11 @@ static dtrain_status dtrain__powersgd_thin(dtrain__powersgd *p, dtrain_comm *com
         dtrain__feedback_left(residual, out, count);
     }
     status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
-    if (status == DTRAIN_OK)
-        dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
-    return status;
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
+    dtrain__powersgd_restart(p); /* it is kept, and so stays finite */
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,

@@ -401,7 +401,7 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
     if (x->v->residual == NULL)
         return;
     if (x->v->device == NULL) {
-        x->v->residual[index] = x->v->residual[index] + left;
+        x->v->residual[index] = dtrain__feedback_bounded(x->v->residual[index] + left);
     } else {
         kept->indices[kept->count] = (uint32_t)index;
         kept->values[kept->count++] = left;
@@ -459,7 +459,7 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
     if (status == DTRAIN_OK)
         dtrain__selections_settle(x, merged, begin);
     if (status == DTRAIN_OK && v->device != NULL)
-        status = dtrain__device_vector_add(v, &v->kept, v->residual);
+        status = dtrain__device_vector_keep(v);
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
 }
 

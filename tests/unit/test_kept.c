@@ -489,6 +489,134 @@ TEST(one_bad_step_costs_one_step)
             }
 }
 
+/* A compressor of the caller's own, which packs or reduces, and leaves what it likes in the residual. */
+static size_t own_bytes(const dtrain_compressor *q, size_t count)
+{
+    (void)q;
+    return count * sizeof(float);
+}
+
+static void own_pack(const dtrain_compressor *q, const float *in, size_t count, void *out)
+{
+    (void)q;
+    memcpy(out, in, count * sizeof(float));
+}
+
+static void own_unpack(const dtrain_compressor *q, const void *in, float *out, size_t count)
+{
+    (void)q;
+    for (size_t i = 0; i < count; i++) {
+        memcpy(&out[i], (const char *)in + 4 * i, 4);
+        out[i] *= i % 7 == 0 ? -0.9f : i % 7 == 1 ? NAN : 0.5f;
+    }
+}
+
+static dtrain_status own_reduce(const dtrain_compressor *q, dtrain_comm *comm, const float *in, float *residual,
+                                float *out, size_t count, uint64_t *sent)
+{
+    (void)q, (void)sent;
+    for (size_t i = 0; i < count; i++)
+        residual[i] += i % 5 == 0 ? INFINITY : i % 5 == 1 ? NAN : in[i] * 10;
+    return dtrain_all_reduce(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM);
+}
+
+static void count_unbounded(void *user, const dtrain_piece *piece)
+{
+    const float *data = (const float *)piece->data;
+    for (size_t i = 0; piece->dtype == DTRAIN_F32 && i < piece->count; i++)
+        *(int *)user += !isfinite(data[i]);
+}
+
+static int unbounded(dtrain_comm *world, dtrain_pieces list)
+{
+    int bad = 0;
+    CHECK_EQ(dtrain_pieces_each(&list, 1, dtrain_comm_size(world), dtrain_comm_rank(world), count_unbounded, &bad),
+             DTRAIN_OK);
+    return bad;
+}
+
+/* How a vector is compressed, and how large its elements are. */
+typedef struct vast {
+    dtrain_compressor q; /* without functions: a kind of the table */
+    int kind, splits, numbers, bad;
+} vast;
+
+static float vast_number(int numbers, int rank, int step, int i)
+{
+    static const float ends[] = {3.4e38f, -3.4e38f, 1e38f, -1e38f, 1e30f, 1.7e38f, 8.57e37f, 1};
+    if (numbers == 0) /* one large element in each block of signs, and small ones that cancel out between ranks */
+        return step > 0 ? 0.0f : i % 8 == 0 ? 3.4e38f : rank == 0 ? 1.0f : -1.0f;
+    if (numbers == 1) /* a residual at the very end, to which the rounding of a sum is added */
+        return rank == 0 ? 3.40282347e38f : i % 100 >= 90 ? (rank == 1 ? 0x1p127f : 0x1.02p126f) : 0.0f;
+    if (numbers == 2)
+        return ends[(i * 7 + step * 3 + rank * 5) % 8];
+    return step % 3 == 1 ? 1.0f : i % 11 == step ? NAN : i % 13 == rank ? -INFINITY : ends[(i + step) % 8];
+}
+
+static dtrain_status vast_body(dtrain_comm *world, void *user)
+{
+    vast *v = (vast *)user;
+    int rank = dtrain_comm_rank(world), bad = 0;
+    float *g = (float *)malloc(N * sizeof *g);
+    dtrain_compress_desc c = compress_of(v->kind);
+    dtrain_compressor q = v->q;
+    dtrain_compressed *compressed;
+    c.topk.exchange = v->splits ? DTRAIN_EXCHANGE_SPLIT : DTRAIN_EXCHANGE_GATHER;
+    c.topk.values = v->splits ? DTRAIN_BF16 : DTRAIN_F32;
+    if (q.reduce != NULL || q.pack != NULL)
+        memset(&c.feedback, 0, sizeof c.feedback);
+    else if (c.kind == DTRAIN_COMPRESS_TOPK)
+        CHECK_EQ(dtrain_compressor_topk(&q, &c.topk, NULL), DTRAIN_OK);
+    else if (c.kind == DTRAIN_COMPRESS_POWERSGD)
+        CHECK_EQ(dtrain_compressor_powersgd(&q, 64, 64, 2, 1, NULL), DTRAIN_OK);
+    else
+        q = dtrain_compressor_of(c.kind, c.kind == DTRAIN_COMPRESS_SIGN ? 8 : 0);
+    CHECK_EQ(dtrain_compressed_create(&compressed, world, N, &q, &c.feedback), DTRAIN_OK);
+    for (int step = 0; step < 8; step++) {
+        for (int i = 0; i < N; i++)
+            g[i] = vast_number(v->numbers, rank, step, i);
+        CHECK_EQ(dtrain_compressed_all_reduce(compressed, g, g, DTRAIN_SUM), DTRAIN_OK);
+        bad += unbounded(world, dtrain_compressed_pieces(compressed));
+        for (int i = 0; i < N && v->numbers == 0; i++)
+            bad += !isfinite(g[i]); /* no sum of these is too large */
+    }
+    dtrain_compressed_destroy(compressed);
+    free(g);
+    CHECK_EQ(dtrain_all_reduce(world, &bad, &bad, 1, DTRAIN_I32, DTRAIN_SUM), DTRAIN_OK);
+    v->bad = bad;
+    return DTRAIN_OK;
+}
+
+TEST(what_is_kept_stays_finite_whatever_is_added_up)
+{
+    for (int numbers = 0; numbers < 4; numbers++)
+        for (int kind = 0; kind < KINDS + 2; kind++)
+            for (int splits = 0; splits < 2; splits++) {
+                vast v;
+                memset(&v, 0, sizeof v);
+                v.numbers = numbers;
+                v.kind = kind < KINDS ? kind : 0;
+                v.splits = splits;
+                if (numbers == 0 && kind < KINDS && kinds[kind].kind != DTRAIN_COMPRESS_SIGN)
+                    continue;
+                if (kind >= KINDS && (splits || numbers == 0))
+                    continue;
+                if (kind >= KINDS)
+                    v.q.name = "own";
+                if (kind == KINDS)
+                    v.q.reduce = own_reduce;
+                else if (kind > KINDS)
+                    v.q.bytes = own_bytes, v.q.pack = own_pack, v.q.unpack = own_unpack;
+                CHECK_EQ(dtrain_run_threads(numbers == 0 ? 2 : 3, vast_body, &v, NULL), DTRAIN_OK);
+                if (v.bad != 0)
+                    TEST_FAIL("%s, numbers %d, %s: %d of what is kept are not finite",
+                              kind < KINDS    ? kinds[kind].name
+                              : kind == KINDS ? "own reduce"
+                                              : "own pack",
+                              numbers, splits ? "split" : "gathered", v.bad);
+            }
+}
+
 TEST(the_scale_of_signs_is_finite_for_finite_blocks)
 {
     dtrain_compressor sign = dtrain_compressor_of(DTRAIN_COMPRESS_SIGN, 1024);
