@@ -102,6 +102,8 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
  * of its own. The log says so, and dtrain_local_sgd_stats.left is 1. A member whose parameters are not finite hands in
  * nothing, and goes on from the outer weights; the log says so.
  *
+ * If the outer step would make a weight or a momentum infinite, the round changes neither, and the log says so.
+ *
  *   weight   weight of the step on this rank, at least 0: usually its number of examples or tokens
  *   errors   DTRAIN_ERR_INVALID  NULL, or a weight that is negative or not finite: nothing was done
  *

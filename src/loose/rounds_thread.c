@@ -17,6 +17,24 @@
 #define DTRAIN__ROUNDS_RECALL_NS 20000000 /* at least this long between two recalls */
 #define DTRAIN__ROUNDS_RECALL UINT64_MAX  /* in place of a fragment: no round; hand in again */
 
+/* Whether the outer step from the mean in local->sum leaves weights and momentum finite; the same on every member. */
+static int dtrain__rounds_bounded(const dtrain_local_sgd *local, const dtrain__rounds_fragment *f,
+                                  const dtrain_optimizer_desc *outer)
+{
+    float weights[512], velocity[512] = {0};
+    int bad = 0;
+    for (size_t at = 0; at < f->count; at += 512) {
+        size_t n = f->count - at < 512 ? f->count - at : 512;
+        memcpy(weights, local->outer + f->begin + at, n * sizeof(float));
+        if (local->velocity != NULL)
+            memcpy(velocity, local->velocity + f->begin + at, n * sizeof(float));
+        DTRAIN_IGNORE(
+            dtrain_device_sgd(NULL, weights, local->sum + at, velocity, n, outer, local->desc.outer_lr, NULL));
+        bad |= dtrain__device_unbounded(DTRAIN_F32, weights, n) || dtrain__device_unbounded(DTRAIN_F32, velocity, n);
+    }
+    return !bad;
+}
+
 /* Makes the outer step of a fragment from the weighted sum in local->sum, and notes who took part. all: the hellos. */
 static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int mine, double total, const uint64_t *all,
                                   int members)
@@ -29,25 +47,26 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     outer.nesterov = 1;
     dtrain__os_lock(&local->mutex);
     int steps = total > 0.0 && f->count > 0;
-    if (steps && dtrain__device_unbounded(DTRAIN_F32, local->sum, f->count)) { /* the same on every member */
-        dtrain__log(DTRAIN_LOG_WARN,
-                    "local_sgd: rank %d: the sum of round %llu is not finite, so it moves no weights: the members' "
-                    "differences are too large",
-                    local->rank, (unsigned long long)local->counters[1 + fragment]);
-        steps = 0;
-    }
-    if (f->pack != NULL)
-        dtrain__versions_end(dtrain__compressed_versions(f->pack), steps);
     if (local->counters[1 + fragment] < (uint64_t)local->desc.warmup_rounds)
         outer.momentum = 0.0f; /* leaves the velocity as it is */
     if (steps) {
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__fold_divide_f32(local->sum, total, f->count);
         dtrain__fpmode_restore(mode);
+    }
+    if (steps && !dtrain__rounds_bounded(local, f, &outer)) {
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "local_sgd: rank %d: the outer step of round %llu is not finite, so it moves no weights: the "
+                    "members' differences are too large",
+                    local->rank, (unsigned long long)local->counters[1 + fragment]);
+        steps = 0;
+    }
+    if (f->pack != NULL)
+        dtrain__versions_end(dtrain__compressed_versions(f->pack), steps);
+    if (steps)
         DTRAIN_IGNORE(dtrain_device_sgd(NULL, local->outer + f->begin, local->sum,
                                         local->velocity != NULL ? local->velocity + f->begin : NULL, f->count, &outer,
                                         local->desc.outer_lr, NULL));
-    }
     local->counters[1 + fragment]++;
     local->stats.members = 0;
     f->closed = 1;

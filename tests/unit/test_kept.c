@@ -886,6 +886,48 @@ TEST(published_weights_are_where_rounds_go_on_from)
     free(run);
 }
 
+/* Both members go the same way in each round, so that the momentum would grow to ten times that. Later they go less
+ * far.
+ */
+static dtrain_status grows_body(dtrain_comm *world, void *user)
+{
+    float *w = (float *)calloc(2 * LOCAL, sizeof *w);
+    dtrain_param table;
+    dtrain_local_sgd_desc d;
+    dtrain_local_sgd *local = NULL;
+    int bad = 0;
+    memset(&table, 0, sizeof table), memset(&d, 0, sizeof d);
+    table.name = "w";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = LOCAL;
+    table.data = w;
+    table.grad = w + LOCAL;
+    d.steps = 1;
+    d.blocking = 1;
+    d.window_ms = -1;
+    d.outer_lr = 1e-6f;
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, &table, 1, &d), DTRAIN_OK);
+    for (int step = 0; step < 12; step++) {
+        for (int i = 0; i < LOCAL; i++)
+            w[i] += step < 8 ? 1e38f : 1.0f;
+        CHECK_EQ(dtrain_local_sgd_step(local, 1), DTRAIN_OK);
+        bad += unbounded(world, dtrain_local_sgd_pieces(local));
+    }
+    CHECK_EQ(dtrain_local_sgd_finish(local), DTRAIN_OK);
+    __atomic_add_fetch((int *)user, bad, __ATOMIC_SEQ_CST);
+    CHECK(isfinite(w[0]) && w[0] > 1e32f);
+    dtrain_local_sgd_destroy(local);
+    free(w);
+    return DTRAIN_OK;
+}
+
+TEST(the_outer_momentum_stays_finite_and_rounds_go_on)
+{
+    int bad = 0;
+    CHECK_EQ(dtrain_run_threads(2, grows_body, &bad, NULL), DTRAIN_OK);
+    CHECK_EQ(bad, 0);
+}
+
 TEST(local_sgd_goes_back_to_a_checkpoint_while_rounds_are_under_way)
 {
     static const dtrain_compression some[] = {DTRAIN_COMPRESS_DEFAULT, DTRAIN_COMPRESS_SIGN, DTRAIN_COMPRESS_INT8};
