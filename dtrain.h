@@ -3428,10 +3428,12 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
 DTRAIN_API_MUST dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
                                                            dtrain_op op);
 
-/* Takes the last step back: what is kept between steps is again as before that dtrain_compressed_all_reduce. Call it on
- * every rank if you do not apply a step, because its sum is not finite, say; else parts of it come back in later ones.
+/* Takes back the step of the last dtrain_compressed_all_reduce: what is kept between steps is again as before that
+ * call. Call it on every rank if you do not apply a step, because its sum is not finite, say; else parts of it come
+ * back in later ones. It does nothing if that call returned an error, even DTRAIN_ERR_INVALID, or if a load or another
+ * drop came after it.
  *
- *   compressed   NULL is legal. After a load, an error, or another call of this it does nothing
+ *   compressed   NULL is legal
  *
  * one thread per object */
 DTRAIN_API void dtrain_compressed_drop(dtrain_compressed *compressed);
@@ -3859,8 +3861,10 @@ typedef struct dtrain_aggregator {
     dtrain_compressed_stats (*get_stats)(const void *self);
     /* Lists what a checkpoint keeps of it, for dtrain_aggregator_pieces; may be NULL. */
     dtrain_pieces (*get_pieces)(void *self);
-    /* Takes the last aggregate back: what it keeps between steps is again as before. Call it on every rank if you do
-     * not apply a step, or parts of it come back in later ones; dtrain_train_step does so. May be NULL. */
+    /* Takes back the step of the last aggregate: what it keeps between steps is again as before that call. Call it on
+     * every rank if you do not apply a step, or parts of it come back in later ones; dtrain_train_step does so. It does
+     * nothing if that call returned an error, even DTRAIN_ERR_INVALID, or if a load or another drop came after it. May
+     * be NULL. */
     void (*drop)(void *self);
 } dtrain_aggregator;
 
@@ -4686,6 +4690,9 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_w
 
 /* Gives a step up: the open one, or the last finished one if you do not apply its gradients. What compression keeps
  * between steps is again as before it; else parts of the step come back in later ones. Gradients are undefined then.
+ *
+ * With no step open, it takes back the step of the last dtrain_ddp_begin. It does nothing if that call returned an
+ * error, even DTRAIN_ERR_INVALID, if the step's dtrain_ddp_finish did, or if a load or another drop came after it.
  *
  *     DTRAIN_CHECK(dtrain_ddp_finish(ddp, &examples));
  *     if (examples == 0 || !all_finite(grads, count))
@@ -39922,6 +39929,8 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
                                                       dtrain_op op)
 {
     dtrain_compressed *c = compressed;
+    if (c != NULL) /* the step before can no longer be taken back, even after an error */
+        dtrain__versions_end(&c->versions, 0);
     dtrain_status status = dtrain__compressed_check(c, in, out, op);
     if (status != DTRAIN_OK)
         return status;
@@ -42578,6 +42587,7 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
                                              double *total_weight)
 {
     dtrain__compression *all = (dtrain__compression *)self;
+    dtrain__compression_end_step(&all->set, 0); /* the step before can no longer be taken back, even after an error */
     dtrain_status status = dtrain__aggregator_check_made(table, count, weight, all->count, all->elements);
     size_t in = 0, out = 0;
     if (status == DTRAIN_OK)
@@ -46871,6 +46881,7 @@ static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, do
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a step is open on rank %d: end it with %s first", call, rank,
                             fsdp->ddp ? "dtrain_ddp_finish"
                                       : "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop");
+    dtrain__reducer_end_step(fsdp->reducer, 0); /* the step before can no longer be taken back */
     if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: micro_batches is %d and weight %g on rank %d: expected finite numbers of at least 0",
@@ -53196,6 +53207,7 @@ static dtrain_status dtrain__server_aggregate(void *self, const dtrain_param *ta
     if (s == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: the server is NULL: create it first");
     *total_weight = 0.0;
+    dtrain__versions_end(&s->versions, 0); /* the step before can no longer be taken back, even after an error */
     if (s->desc.async)
         status = dtrain__server_check_present(s, "aggregate");
     if (status == DTRAIN_OK)

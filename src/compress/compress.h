@@ -229,10 +229,12 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
 DTRAIN_API_MUST dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
                                                            dtrain_op op);
 
-/* Takes the last step back: what is kept between steps is again as before that dtrain_compressed_all_reduce. Call it on
- * every rank if you do not apply a step, because its sum is not finite, say; else parts of it come back in later ones.
+/* Takes back the step of the last dtrain_compressed_all_reduce: what is kept between steps is again as before that
+ * call. Call it on every rank if you do not apply a step, because its sum is not finite, say; else parts of it come
+ * back in later ones. It does nothing if that call returned an error, even DTRAIN_ERR_INVALID, or if a load or another
+ * drop came after it.
  *
- *   compressed   NULL is legal. After a load, an error, or another call of this it does nothing
+ *   compressed   NULL is legal
  *
  * one thread per object */
 DTRAIN_API void dtrain_compressed_drop(dtrain_compressed *compressed);

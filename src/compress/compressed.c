@@ -193,6 +193,8 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
                                                       dtrain_op op)
 {
     dtrain_compressed *c = compressed;
+    if (c != NULL) /* the step before can no longer be taken back, even after an error */
+        dtrain__versions_end(&c->versions, 0);
     dtrain_status status = dtrain__compressed_check(c, in, out, op);
     if (status != DTRAIN_OK)
         return status;

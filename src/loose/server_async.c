@@ -291,6 +291,7 @@ static dtrain_status dtrain__server_aggregate(void *self, const dtrain_param *ta
     if (s == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: the server is NULL: create it first");
     *total_weight = 0.0;
+    dtrain__versions_end(&s->versions, 0); /* the step before can no longer be taken back, even after an error */
     if (s->desc.async)
         status = dtrain__server_check_present(s, "aggregate");
     if (status == DTRAIN_OK)

@@ -108,6 +108,9 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_w
 /* Gives a step up: the open one, or the last finished one if you do not apply its gradients. What compression keeps
  * between steps is again as before it; else parts of the step come back in later ones. Gradients are undefined then.
  *
+ * With no step open, it takes back the step of the last dtrain_ddp_begin. It does nothing if that call returned an
+ * error, even DTRAIN_ERR_INVALID, if the step's dtrain_ddp_finish did, or if a load or another drop came after it.
+ *
  *     DTRAIN_CHECK(dtrain_ddp_finish(ddp, &examples));
  *     if (examples == 0 || !all_finite(grads, count))
  *         DTRAIN_CHECK(dtrain_ddp_drop(ddp));                                            and leave the optimizer out

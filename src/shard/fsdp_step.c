@@ -28,6 +28,7 @@ static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, do
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a step is open on rank %d: end it with %s first", call, rank,
                             fsdp->ddp ? "dtrain_ddp_finish"
                                       : "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop");
+    dtrain__reducer_end_step(fsdp->reducer, 0); /* the step before can no longer be taken back */
     if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: micro_batches is %d and weight %g on rank %d: expected finite numbers of at least 0",

@@ -409,6 +409,7 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
                                              double *total_weight)
 {
     dtrain__compression *all = (dtrain__compression *)self;
+    dtrain__compression_end_step(&all->set, 0); /* the step before can no longer be taken back, even after an error */
     dtrain_status status = dtrain__aggregator_check_made(table, count, weight, all->count, all->elements);
     size_t in = 0, out = 0;
     if (status == DTRAIN_OK)

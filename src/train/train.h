@@ -393,8 +393,10 @@ typedef struct dtrain_aggregator {
     dtrain_compressed_stats (*get_stats)(const void *self);
     /* Lists what a checkpoint keeps of it, for dtrain_aggregator_pieces; may be NULL. */
     dtrain_pieces (*get_pieces)(void *self);
-    /* Takes the last aggregate back: what it keeps between steps is again as before. Call it on every rank if you do
-     * not apply a step, or parts of it come back in later ones; dtrain_train_step does so. May be NULL. */
+    /* Takes back the step of the last aggregate: what it keeps between steps is again as before that call. Call it on
+     * every rank if you do not apply a step, or parts of it come back in later ones; dtrain_train_step does so. It does
+     * nothing if that call returned an error, even DTRAIN_ERR_INVALID, or if a load or another drop came after it. May
+     * be NULL. */
     void (*drop)(void *self);
 } dtrain_aggregator;
 

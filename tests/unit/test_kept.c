@@ -342,6 +342,100 @@ TEST(a_lost_step_leaves_no_trace_in_a_vector)
     every_way(OF_BARE);
 }
 
+/* ---- steps that are refused ---- */
+
+static uint64_t hash_of(rig *r)
+{
+    uint64_t hash = 14695981039346656037u;
+    CHECK_EQ(dtrain_pieces_each(&r->lists[r->fsdp == NULL], 1, dtrain_comm_size(r->world), dtrain_comm_rank(r->world),
+                                visit, &hash),
+             DTRAIN_OK);
+    return hash;
+}
+
+/* Every way in which an object's next step fails at its arguments. Returns 0 after the last one. */
+static int refused_step(rig *r, int way)
+{
+    double total;
+    if (r->ddp != NULL && way < 2)
+        CHECK_EQ(dtrain_ddp_begin(r->ddp, way == 0 ? 1 : -1, way == 0 ? (double)NAN : 1.0), DTRAIN_ERR_INVALID);
+    else if (r->bare != NULL && way < 2)
+        CHECK_EQ(
+            dtrain_compressed_all_reduce(r->bare, way == 0 ? r->g : NULL, r->g, way == 0 ? DTRAIN_MAX : DTRAIN_SUM),
+            DTRAIN_ERR_INVALID);
+    else if (r->aggregator.aggregate != NULL && way < 2)
+        CHECK_EQ(r->aggregator.aggregate(r->aggregator.self, r->table, 2 - (size_t)way, way == 0 ? (double)NAN : 1.0,
+                                         &total),
+                 DTRAIN_ERR_INVALID);
+    else
+        return 0;
+    return 1;
+}
+
+static dtrain_status refused_body(dtrain_comm *world, void *user)
+{
+    rig *r = (rig *)calloc(1, sizeof *r);
+    r->world = world;
+    r->t = (const trial *)user;
+    rig_open(r);
+    for (int way = 0, goes_on = 1; goes_on; way++) {
+        uint64_t before = hash_of(r);
+        good_step(r);
+        r->step++;
+        uint64_t applied = hash_of(r);
+        CHECK(applied != before || kinds[r->t->kind].kind == DTRAIN_COMPRESS_BF16); /* which loses nothing here */
+        goes_on = refused_step(r, way);
+        CHECK(hash_of(r) == applied);
+        drop(r);
+        CHECK(hash_of(r) == (goes_on ? applied : before)); /* with no call between the two, drop takes it back */
+        drop(r);
+        CHECK(hash_of(r) == (goes_on ? applied : before));
+    }
+    rig_close(r);
+    free(r);
+    return DTRAIN_OK;
+}
+
+TEST(a_drop_after_a_refused_step_leaves_the_step_before_it)
+{
+    for (int object = OF_DDP; object < OBJECTS; object++)
+        for (int kind = 0; kind < KINDS && object != OF_FSDP && object != OF_HYBRID; kind++) {
+            trial t = {object, kind, NEVER, 0, 0, NULL};
+            CHECK_EQ(dtrain_run_threads(2, refused_body, &t, NULL), DTRAIN_OK);
+        }
+}
+
+/* The last rank leaves after two steps, and the third fails on the others. */
+static dtrain_status deserted_body(dtrain_comm *world, void *user)
+{
+    rig *r = (rig *)calloc(1, sizeof *r);
+    double total;
+    r->world = world;
+    r->t = (const trial *)user;
+    rig_open(r);
+    good_step(r);
+    good_step(r);
+    uint64_t applied = hash_of(r);
+    if (dtrain_comm_rank(world) < RANKS - 1) {
+        CHECK(r->bare != NULL ? dtrain_compressed_all_reduce(r->bare, r->g, r->g, DTRAIN_SUM) != DTRAIN_OK
+                              : r->aggregator.aggregate(r->aggregator.self, r->table, 2, 1, &total) != DTRAIN_OK);
+        drop(r);
+        CHECK(hash_of(r) == applied);
+    }
+    rig_close(r);
+    free(r);
+    return DTRAIN_OK;
+}
+
+TEST(a_drop_after_a_step_that_a_lost_rank_has_ended_leaves_the_step_before_it)
+{
+    for (int object = OF_AGGREGATOR; object <= OF_BARE; object++)
+        for (int kind = 0; kind < KINDS; kind++) {
+            trial t = {object, kind, NEVER, 0, 0, NULL};
+            CHECK_EQ(dtrain_run_threads(RANKS, deserted_body, &t, NULL), DTRAIN_OK);
+        }
+}
+
 /* ---- weights ---- */
 
 /* Every example's gradient is 1, so no element may have got more than one for each step. last: weight of the last step;
