@@ -5405,9 +5405,12 @@ DTRAIN_API_MUST dtrain_status dtrain_server_create(dtrain_server **server, dtrai
  *
  * Synchronous: each rank sends its sums and its weight to the server, and gets the mean. Pieces travel in both
  * directions at once. With compression the worker packs each piece, the server adds the pieces as float32 and packs the
- * sum. What either packing loses is added in the next step. All ranks get the same bits. A lost
- * worker is left out from the first piece on that it did not send. The mean is over the others then, by their weights.
- * *total_weight is that of the last piece.
+ * sum. What either packing loses is added in the next step. All ranks get the same bits.
+ *
+ * A lost worker is left out from the first piece on that it did not send. The mean is over the others then, by their
+ * weights. *total_weight is that of the last piece. With error feedback, workers send their weights before the pieces.
+ * If a worker is lost between the two, the pieces that it did not send count as zeros in this step, and *total_weight
+ * still includes its weight. It is left out from the next step on.
  *
  * Asynchronous, on workers: dtrain_server_push, then dtrain_server_pull. *total_weight is 0: the server applies the
  * gradients, and dtrain_train_step applies none. If the pull fails with DTRAIN_ERR_TIMEOUT, call dtrain_server_pull
@@ -52447,7 +52450,8 @@ DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *serv
  * back, each after a weight. DTRAIN__SERVER_WINDOW messages are under way in each direction. A worker sends at most
  * that many pieces before it gets sums back. The server receives piece p from all workers before it waits for room to
  * send its sum. So server and workers never wait for each other. Where packing has feedback, the workers' weights and
- * their sum are exchanged before, as residuals are scaled by it. */
+ * their sum are exchanged before, as residuals are scaled by it. Every piece is divided by that sum: what a worker has
+ * not sent when it is lost counts as zeros. */
 #ifndef DTRAIN__SERVER_SYNC
 #define DTRAIN__SERVER_SYNC
 
@@ -52647,6 +52651,8 @@ static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param 
         s->inputs[i] = &s->weights[i];
     out[0] = total;
     dtrain__fold(DTRAIN_F64, DTRAIN_SUM, 1.0, s->inputs, n, out, 1, 0, 1);
+    if (s->feedback) /* residuals are scaled to this one, also if a worker was lost since */
+        *total = s->unit[!s->versions.now];
     memcpy(frame, total, sizeof *total);
     const float *sum = dtrain__server_pack(s, piece, s->wide, frame + DTRAIN__SERVER_PREFIX, s->own);
     dtrain__server_put(s, table, piece, 0, sum, *total);

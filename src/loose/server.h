@@ -70,9 +70,12 @@ DTRAIN_API_MUST dtrain_status dtrain_server_create(dtrain_server **server, dtrai
  *
  * Synchronous: each rank sends its sums and its weight to the server, and gets the mean. Pieces travel in both
  * directions at once. With compression the worker packs each piece, the server adds the pieces as float32 and packs the
- * sum. What either packing loses is added in the next step. All ranks get the same bits. A lost
- * worker is left out from the first piece on that it did not send. The mean is over the others then, by their weights.
- * *total_weight is that of the last piece.
+ * sum. What either packing loses is added in the next step. All ranks get the same bits.
+ *
+ * A lost worker is left out from the first piece on that it did not send. The mean is over the others then, by their
+ * weights. *total_weight is that of the last piece. With error feedback, workers send their weights before the pieces.
+ * If a worker is lost between the two, the pieces that it did not send count as zeros in this step, and *total_weight
+ * still includes its weight. It is left out from the next step on.
  *
  * Asynchronous, on workers: dtrain_server_push, then dtrain_server_pull. *total_weight is 0: the server applies the
  * gradients, and dtrain_train_step applies none. If the pull fails with DTRAIN_ERR_TIMEOUT, call dtrain_server_pull

@@ -3,7 +3,8 @@
  * back, each after a weight. DTRAIN__SERVER_WINDOW messages are under way in each direction. A worker sends at most
  * that many pieces before it gets sums back. The server receives piece p from all workers before it waits for room to
  * send its sum. So server and workers never wait for each other. Where packing has feedback, the workers' weights and
- * their sum are exchanged before, as residuals are scaled by it. */
+ * their sum are exchanged before, as residuals are scaled by it. Every piece is divided by that sum: what a worker has
+ * not sent when it is lost counts as zeros. */
 #ifndef DTRAIN__SERVER_SYNC
 #define DTRAIN__SERVER_SYNC
 #include "server_create.c"
@@ -204,6 +205,8 @@ static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param 
         s->inputs[i] = &s->weights[i];
     out[0] = total;
     dtrain__fold(DTRAIN_F64, DTRAIN_SUM, 1.0, s->inputs, n, out, 1, 0, 1);
+    if (s->feedback) /* residuals are scaled to this one, also if a worker was lost since */
+        *total = s->unit[!s->versions.now];
     memcpy(frame, total, sizeof *total);
     const float *sum = dtrain__server_pack(s, piece, s->wide, frame + DTRAIN__SERVER_PREFIX, s->own);
     dtrain__server_put(s, table, piece, 0, sum, *total);

@@ -1,6 +1,7 @@
 /* ---- >>test_kept ----
  * What compression keeps between steps: a step that is not applied leaves it as if that step had never been, whatever
  * ended it; it is a share of the mean, so that a step of another weight gets no more than its due; and it is finite. */
+#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include <math.h>
 #include "test.h"
@@ -859,6 +860,112 @@ TEST(a_synchronous_server_keeps_shares_of_the_mean)
         if (!(s.most <= 61 && s.least >= some[k].least))
             TEST_FAIL("kind %d: elements got %g to %g in 60 steps of 1", (int)some[k].kind, s.least, s.most);
     }
+}
+
+/* A worker says that it brings a large weight, and is lost before it sends a piece. */
+typedef struct left_out {
+    int server;
+    double at, before, most;
+} left_out;
+
+static dtrain_status left_out_body(dtrain_comm *world, void *user)
+{
+    left_out *s = (left_out *)user;
+    enum { LOST_AT = 20, ALL = 40 };
+    int rank = dtrain_comm_rank(world);
+    float *w = (float *)calloc(3 * N, sizeof *w), *g = w + N, *sum = g + N;
+    dtrain_param table;
+    dtrain_compress_desc c;
+    dtrain_server_desc d;
+    dtrain_server *server = NULL;
+    double total = 0;
+    memset(&table, 0, sizeof table), memset(&d, 0, sizeof d), memset(&c, 0, sizeof c);
+    c.topk.schedule.ratio = 0.1;
+    table.name = "w";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = N;
+    table.data = w;
+    table.grad = g;
+    d.compress = &c;
+    d.server = s->server;
+    CHECK_EQ(dtrain_server_create(&server, world, &table, 1, &d), DTRAIN_OK);
+    dtrain_aggregator aggregator = dtrain_aggregator_server(server);
+    for (int step = 0; step < ALL; step++) {
+        if (step == LOST_AT && rank == 2) {
+            CHECK_EQ(dtrain__server_ask_total(server, 1600, &total), DTRAIN_OK);
+            CHECK(total == 1632);
+            break;
+        }
+        for (int i = 0; i < N; i++)
+            g[i] = 16;
+        CHECK_EQ(aggregator.aggregate(aggregator.self, &table, 1, 16, &total), DTRAIN_OK);
+        CHECK(total == (step < LOST_AT ? 48 : step == LOST_AT ? 1632 : 32));
+        for (int i = 0; i < N; i++)
+            sum[i] += g[i];
+        if (step == LOST_AT - 1 && rank == 0)
+            s->before = sum_of(g);
+        if (step == LOST_AT && rank == 0)
+            s->at = sum_of(g);
+    }
+    for (int i = 0; i < N && rank == 0; i++)
+        s->most = (double)sum[i] > s->most ? (double)sum[i] : s->most;
+    dtrain_server_destroy(server);
+    free(w);
+    return DTRAIN_OK;
+}
+
+TEST(a_worker_lost_after_it_told_its_weight_makes_no_residual_count_more)
+{
+    for (int at = 0; at < 2; at++) {
+        left_out s;
+        memset(&s, 0, sizeof s);
+        s.server = at;
+        CHECK_EQ(dtrain_run_threads(3, left_out_body, &s, NULL), DTRAIN_OK);
+        if (!(s.at < s.before * 1.2 && s.most <= 41))
+            TEST_FAIL("%g in the step before, %g when it was lost; one element got %g in 40 steps of 1", s.before, s.at,
+                      s.most);
+    }
+}
+
+static dtrain_status refused_by_server(dtrain_comm *world, void *user)
+{
+    float *w = (float *)calloc(2 * N, sizeof *w);
+    dtrain_param table;
+    dtrain_compress_desc c = compress_of(4);
+    dtrain_server_desc d;
+    dtrain_server *server = NULL;
+    double total;
+    (void)user;
+    memset(&table, 0, sizeof table), memset(&d, 0, sizeof d);
+    table.name = "w";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = N;
+    table.data = w;
+    table.grad = w + N;
+    d.compress = &c;
+    CHECK_EQ(dtrain_server_create(&server, world, &table, 1, &d), DTRAIN_OK);
+    dtrain_aggregator aggregator = dtrain_aggregator_server(server);
+    uint64_t hashes[3] = {0, 0, 0};
+    for (int i = 0; i < 3; i++) {
+        dtrain_pieces list = dtrain_aggregator_pieces(&aggregator);
+        for (int k = 0; k < N && i < 2; k++)
+            w[N + k] = (float)(k % 5 + 1);
+        if (i < 2)
+            CHECK_EQ(aggregator.aggregate(aggregator.self, &table, 1, i == 0 ? 1 : (double)NAN, &total),
+                     i == 0 ? DTRAIN_OK : DTRAIN_ERR_INVALID);
+        else
+            aggregator.drop(aggregator.self);
+        CHECK_EQ(dtrain_pieces_each(&list, 1, 2, dtrain_comm_rank(world), visit, &hashes[i]), DTRAIN_OK);
+    }
+    CHECK(hashes[0] == hashes[1] && hashes[0] == hashes[2]);
+    dtrain_server_destroy(server);
+    free(w);
+    return DTRAIN_OK;
+}
+
+TEST(a_drop_after_a_step_that_a_server_refused_leaves_the_step_before_it)
+{
+    CHECK_EQ(dtrain_run_threads(2, refused_by_server, NULL, NULL), DTRAIN_OK);
 }
 
 /* ---- local SGD ---- */
