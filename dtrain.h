@@ -1422,7 +1422,8 @@ struct dtrain_pieces {
     const void *table;
     dtrain_status (*list)(const dtrain_pieces *list, dtrain__lister *lister);
     dtrain_status (*loaded)(const dtrain_pieces *list, const dtrain__lister *lister); /* runs after a load; or NULL */
-    dtrain_status (*loading)(const dtrain_pieces *list); /* runs before a load writes, on every rank; or NULL */
+    dtrain_status (*loading)(const dtrain_pieces *list); /* runs before a load writes, on every rank; or NULL. With it,
+                                                            loaded also runs after an error in reading */
 };
 
 /* Calls visit for each piece of the lists, as a checkpoint sees them on `rank` of `ranks`.
@@ -4559,7 +4560,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t be
  *
  * What compression keeps is as dtrain_compressed_pieces says, numbered from 0; PowerSGD has an entry for each matrix.
  * With feedback.momentum the velocity of what travels uncompressed follows, as plain_velocity.NUMBER. unit.0 is the
- * weight of the sums that all of these are of. Without it, as in older files, they are forgotten, and the log says so.
+ * weight of the sums that all of these are of. What a load does not bring together with it is forgotten, and the log
+ * says so: older files have no unit.0, and with `lenient` an entry may have another shape.
  * Each entry has a row for each rank of the FSDP, and only as many ranks can continue from it. If shards have different
  * lengths, each shard has entries of its own, under shard-N/NAME, with a row for each copy. Give each of several
  * compressed FSDPs in one checkpoint a dtrain_pieces.name.
@@ -5816,9 +5818,9 @@ typedef struct dtrain_checkpoint_desc {
     int keep_last;         /* how many checkpoints stay: the newest, and those before it; 0: all. With local, 0 and 1
                               mean 2. Steps of jobs before, and of a run that was turned back, are older than those
                               saved since. Higher ones stay until a save passes them */
-    int local;             /* 1: each rank saves to a disk of its own; see above. A disk holds at most keep_last + 2
-                              checkpoints, with the one being written. A job that has loaded nothing removes none
-                              before its second save */
+    int local;             /* 1: each rank saves to a disk of its own; see above. Besides higher steps of jobs before, a
+                              disk holds at most keep_last + 2 checkpoints, with the one being written. A job that has
+                              loaded nothing removes none before its second save */
     int no_verify;         /* 1: a load checks no hash but the index's */
     int no_sync;           /* 1: does not wait until files are on the disk. A power failure may then cost the newest
                               checkpoint; a killed process costs none */
@@ -5933,7 +5935,7 @@ typedef struct dtrain_checkpoint_report {
  *
  * Each rank reads what it needs. Floats are converted if dtypes differ. Then the counters of the lists' objects are set
  * and FSDPs publish their weights. Hashes are checked unless no_verify is set. The call first waits for an asynchronous
- * save of this checkpointer.
+ * save of this checkpointer. An error in reading drops what compression has left unsent; one before leaves it.
  *
  *   state    as for a save; the call sets step, seed and random_index
  *   desc     NULL: the newest checkpoint, strictly
@@ -5949,7 +5951,7 @@ typedef struct dtrain_checkpoint_report {
  *            DTRAIN_ERR_UNSUPPORTED  the index has another version; or a FIFO, a directory or a device stands in the
  *                                 place of a file
  *            DTRAIN_ERR_MEMORY    no memory
- *            and those of dtrain_all_gather and dtrain_fsdp_publish
+ *            and those of dtrain_all_gather, dtrain_fsdp_publish and dtrain_local_sgd_publish
  *
  * collective: every rank of comm, same order; blocks while files are read, and up to timeout_ms of comm for other ranks
  */
@@ -12348,6 +12350,9 @@ struct dtrain__lister {
     dtrain_status (*setting)(void *owner, const char *key, const char *value, int fixed);
     /* answers dtrain__pieces_ask from a loaded checkpoint; NULL: none was loaded */
     dtrain_status (*ask)(void *owner, const char *key, uint64_t most, uint64_t *whole, double *real);
+    /* whether a load has found the tensor whose elements go to data; NULL: nothing is loaded */
+    int (*got)(void *owner, const void *data);
+    int failed; /* the load has ended in an error while it was reading */
 };
 
 /* Lists a piece, with the list's name before its own. */
@@ -12448,6 +12453,12 @@ static dtrain_status dtrain__pieces_ask(const dtrain__lister *lister, const char
     return lister->ask != NULL ? lister->ask(lister->owner, key, most, whole, real) : DTRAIN_OK;
 }
 
+/* After a load: whether the data of a piece was loaded, all of it. */
+static int dtrain__pieces_got(const dtrain__lister *lister, const void *data)
+{
+    return !lister->failed && lister->got != NULL && lister->got(lister->owner, data);
+}
+
 static dtrain_pieces dtrain__pieces_make(const void *object,
                                          dtrain_status (*list)(const dtrain_pieces *, dtrain__lister *),
                                          dtrain_status (*loaded)(const dtrain_pieces *, const dtrain__lister *))
@@ -12484,7 +12495,7 @@ static dtrain_status dtrain__pieces_walk(const dtrain_pieces *lists, size_t coun
 DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t count, int ranks, int rank,
                                             void (*visit)(void *user, const dtrain_piece *piece), void *user)
 {
-    dtrain__lister lister = {ranks, rank, NULL, 0, DTRAIN_OK, user, NULL, visit, NULL, NULL};
+    dtrain__lister lister = {ranks, rank, NULL, 0, DTRAIN_OK, user, NULL, visit, NULL, NULL, NULL, 0};
     if (visit == NULL || rank < 0 || rank >= ranks)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -39960,6 +39971,14 @@ static void dtrain__compressed_list(const dtrain_compressed *c, const dtrain__pi
         dtrain__pieces_put_row(lister, row, "dense_steps", DTRAIN_F32, kept->dense_steps, 2, NULL);
 }
 
+/* Returns whether a load has brought all that is kept of sums. */
+static int dtrain__compressed_got(const dtrain_compressed *c, const dtrain__lister *lister)
+{
+    const dtrain__compressed_kept *kept = &c->kept[c->versions.now];
+    return (kept->residual == NULL || dtrain__pieces_got(lister, kept->residual)) &&
+           (kept->velocity == NULL || dtrain__pieces_got(lister, kept->velocity));
+}
+
 /* After a load no step can be taken back. */
 static dtrain_status dtrain__compressed_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {
@@ -42393,43 +42412,53 @@ static void dtrain__compression_list(const dtrain__compression_set *set, dtrain_
         dtrain__pieces_put_optional(lister, &row, "unit", DTRAIN_F64, &set->unit[set->versions.now], 1);
 }
 
-/* After a load: whether the weight of the sums came with what is kept of them, which else must be forgotten. *unit: as
- * the load left it, -1 before. */
-static int dtrain__compression_known(double *unit, int rank, const dtrain__lister *lister)
+/* After a load: whether it has brought the weight of the sums. Without it, what is kept of them must be forgotten. */
+static int dtrain__compression_known(double *unit, const dtrain__lister *lister)
 {
-    int known = dtrain__train_finite(*unit) && *unit >= 0.0;
+    int known = dtrain__pieces_got(lister, unit) && dtrain__train_finite(*unit) && *unit >= 0.0;
     *unit = known ? *unit : 0.0;
-    if (!known && lister->ask != NULL)
-        dtrain__log(
-            DTRAIN_LOG_WARN,
-            "compress: rank %d starts with nothing unsent: the checkpoint does not say the weight of the sums that "
-            "its residuals are of, as older ones did not",
-            rank);
     return known;
 }
 
-/* Before a load: what a checkpoint does not say is unknown. */
+/* After a load that has brought no weight, or no residuals: what is kept was forgotten. */
+static void dtrain__compression_say_forgotten(int rank, const dtrain__lister *lister)
+{
+    if (lister->ask != NULL)
+        dtrain__log(DTRAIN_LOG_WARN, "compress: rank %d starts with nothing unsent: %s", rank,
+                    lister->failed ? "the load ended in an error"
+                                   : "the checkpoint lacks residuals that fit, or the weight of the sums that they are "
+                                     "of, as older ones did");
+}
+
+/* Before a load: a step that is open is given up. */
 static void dtrain__compression_loading(dtrain__compression_set *set)
 {
     dtrain__versions_end(&set->versions, 0);
     for (size_t i = 0; i < set->part_count; i++)
         if (set->parts[i].state != NULL)
             dtrain__versions_end(dtrain__compressed_versions(set->parts[i].state), 0);
-    set->unit[set->versions.now] = -1.0;
 }
 
-/* After a load. What is kept of sums is forgotten if their weight was not saved with them. */
+/* After a load. What is kept of sums is forgotten unless it was loaded with their weight. */
 static dtrain_status dtrain__compression_loaded(dtrain__compression_set *set, const dtrain__lister *lister)
 {
-    double *unit = &set->unit[set->versions.now];
+    float *velocity = set->velocity[set->versions.now];
     dtrain_status status = DTRAIN_OK;
-    int known = !dtrain__compression_keeps(set) || dtrain__compression_known(unit, dtrain_comm_rank(set->comm), lister);
-    *unit = *unit > 0.0 ? *unit : 0.0;
-    for (size_t i = 0; status == DTRAIN_OK && i < set->part_count && !known; i++)
-        if (set->parts[i].state != NULL)
-            status = dtrain__compressed_forget(set->parts[i].state);
-    if (!known && set->velocity[set->versions.now] != NULL)
-        memset(set->velocity[set->versions.now], 0, set->plain_count * sizeof(float));
+    int known = dtrain__compression_known(&set->unit[set->versions.now], lister), forgets = 0;
+    for (size_t i = 0; i < set->part_count; i++) {
+        dtrain_compressed *state = set->parts[i].state;
+        if (state == NULL || (known && dtrain__compressed_got(state, lister)))
+            continue;
+        forgets = 1;
+        if (status == DTRAIN_OK)
+            status = dtrain__compressed_forget(state);
+    }
+    if (velocity != NULL && set->plain_count > 0 && !(known && dtrain__pieces_got(lister, velocity))) {
+        memset(velocity, 0, set->plain_count * sizeof(float));
+        forgets = 1;
+    }
+    if (forgets && dtrain__compression_keeps(set))
+        dtrain__compression_say_forgotten(dtrain_comm_rank(set->comm), lister);
     return status;
 }
 
@@ -42525,8 +42554,8 @@ static void dtrain__compression_undo(dtrain__compression_set *set)
 }
 
 /* Sums the parts from first to end over all ranks, and adds the bytes sent to stats. On a device, the sums are complete
- * in the order of its queue. total: the weight of all ranks. With 0 all parts travel uncompressed, and no state changes.
- * step: the number of steps before this one; NULL: the states count. */
+ * in the order of its queue. total: the weight of all ranks. With 0 all parts travel uncompressed, and no state
+ * changes. step: the number of steps before this one; NULL: the states count. */
 static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
                                               double total, const uint64_t *step, dtrain_compressed_stats *stats)
 {
@@ -48603,6 +48632,8 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
     uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->good_steps;
     double scale = (double)fsdp->loss_scale;
+    if (lister->failed) /* the weights are undefined until the next load */
+        return dtrain__reducer_loaded(fsdp->reducer, lister);
     dtrain_status status = dtrain_fsdp_publish(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__reducer_loaded(fsdp->reducer, lister);
@@ -53259,7 +53290,6 @@ static dtrain_status dtrain__server_loading(const dtrain_pieces *list)
 {
     dtrain_server *s = (dtrain_server *)list->object;
     dtrain__versions_end(&s->versions, 0);
-    s->unit[s->versions.now] = -1.0;
     return DTRAIN_OK;
 }
 
@@ -53267,8 +53297,12 @@ static dtrain_status dtrain__server_loaded(const dtrain_pieces *list, const dtra
 {
     dtrain_server *s = (dtrain_server *)list->object;
     float *residual = s->residual[s->versions.now];
-    if (residual != NULL && !dtrain__compression_known(&s->unit[s->versions.now], s->rank, lister))
-        memset(residual, 0, s->total * sizeof(float));
+    double *unit = &s->unit[s->versions.now];
+    if (residual == NULL || (dtrain__compression_known(unit, lister) && dtrain__pieces_got(lister, residual)))
+        return DTRAIN_OK;
+    *unit = 0.0;
+    memset(residual, 0, s->total * sizeof(float));
+    dtrain__compression_say_forgotten(s->rank, lister);
     return DTRAIN_OK;
 }
 
@@ -54976,40 +55010,43 @@ DTRAIN_API dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local)
     return status;
 }
 
-/* Before a load: no round of any member is under way once all have said so. */
 static dtrain_status dtrain__rounds_loading(const dtrain_pieces *list)
 {
-    dtrain_local_sgd *local = (dtrain_local_sgd *)list->object;
-    dtrain_status status = dtrain_local_sgd_sync(local);
-    if (status != DTRAIN_OK)
-        return status;
-    local->counters[0] = UINT64_MAX; /* the load overwrites it */
-    for (int i = 0; i < local->desc.fragments; i++)
-        if (local->fragments[i].pack != NULL)
-            *dtrain__compressed_unit(local->fragments[i].pack) = -1.0;
-    return DTRAIN_OK;
+    return dtrain_local_sgd_sync((dtrain_local_sgd *)list->object);
 }
 
-/* After a load: of a file without this state the parameters alone, which it starts from. */
+/* After a load: of a file without this state the parameters alone, which it starts from. The load ends with an
+ * agreement, so that no round begins before all are here. */
 static dtrain_status dtrain__rounds_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {
     dtrain_local_sgd *local = (dtrain_local_sgd *)list->object;
     dtrain_status status = DTRAIN_OK;
+    int forgets = 0;
     dtrain__os_lock(&local->mutex);
-    if (local->counters[0] == UINT64_MAX) {
+    int whole = dtrain__pieces_got(lister, local->outer) && dtrain__pieces_got(lister, local->base) &&
+                dtrain__pieces_got(lister, local->weights) && dtrain__pieces_got(lister, local->counters);
+    if (!whole) {
         status = dtrain__rounds_restart(local);
         memset(local->counters, 0, (size_t)(local->desc.fragments + 1) * sizeof *local->counters);
-    }
+    } else if (local->velocity != NULL && !dtrain__pieces_got(lister, local->velocity))
+        memset(local->velocity, 0, local->sizes.total * sizeof(float));
     for (int i = 0; i < local->desc.fragments; i++) {
         dtrain__rounds_fragment *f = &local->fragments[i];
         f->snapshot = local->counters[0];
         f->due = f->behind = f->closed = f->astray = 0;
         f->opened_ns = 0;
-        if (f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL && status == DTRAIN_OK &&
-            !dtrain__compression_known(dtrain__compressed_unit(f->pack), local->rank, lister))
-            status = dtrain__compressed_forget(f->pack);
+    }
+    for (int i = 0; i < local->desc.fragments && status == DTRAIN_OK; i++) {
+        dtrain_compressed *pack = local->fragments[i].pack;
+        if (pack == NULL || dtrain__compressed_residual(pack) == NULL ||
+            (dtrain__compression_known(dtrain__compressed_unit(pack), lister) && dtrain__compressed_got(pack, lister)))
+            continue;
+        status = dtrain__compressed_forget(pack);
+        forgets = 1;
     }
     dtrain__os_unlock(&local->mutex);
+    if (forgets)
+        dtrain__compression_say_forgotten(local->rank, lister);
     return status;
 }
 
@@ -55019,7 +55056,7 @@ static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__list
     dtrain__pieces_row row = {l->rank, l->ranks, 1, 0, 0};
     size_t fragments = (size_t)l->desc.fragments;
     uint32_t news;
-    if (lister->ask == NULL && dtrain__rounds_under_way(l, -1, &news)) /* a load ends them itself */
+    if (lister->got == NULL && dtrain__rounds_under_way(l, -1, &news)) /* a load ends them itself */
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "dtrain_local_sgd_pieces: a round of rank %d is under way: call dtrain_local_sgd_sync on every "
@@ -57180,7 +57217,8 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->index.facts.seed = state->seed;
     part->index.facts.random_index = state->random_index;
     part->index.facts.world_size = (uint64_t)ranks;
-    const dtrain__lister lister = {ranks, part->rank, NULL, 0, DTRAIN_OK, NULL, part, NULL, dtrain__part_set, NULL};
+    const dtrain__lister lister = {ranks, part->rank,       NULL, 0,    DTRAIN_OK, NULL, part,
+                                   NULL,  dtrain__part_set, NULL, NULL, 0};
     dtrain_status status = dtrain__piece_collect(&part->list, lister, state, state->step, part->allocator);
     for (size_t i = 0; i < part->list.count && status == DTRAIN_OK; i++)
         status = dtrain__part_take(part, &part->list.pieces[i]);
@@ -58861,6 +58899,16 @@ static dtrain_status dtrain__load_ask(void *owner, const char *key, uint64_t mos
                                key, text);
 }
 
+/* Returns whether the tensor of a piece was found. */
+static int dtrain__load_got(void *owner, const void *data)
+{
+    const dtrain__load *load = (const dtrain__load *)owner;
+    for (size_t i = 0; i < load->list.count; i++)
+        if (load->list.pieces[load->wants[i].piece].data == data)
+            return load->wants[i].tensor != DTRAIN__INDEX_NONE;
+    return 0;
+}
+
 /* What the lists of a state are asked by. */
 static dtrain__lister dtrain__load_lister(dtrain__load *load)
 {
@@ -58873,7 +58921,9 @@ static dtrain__lister dtrain__load_lister(dtrain__load *load)
                              load,
                              NULL,
                              dtrain__load_compare_setting,
-                             load->model == NULL ? dtrain__load_ask : NULL};
+                             load->model == NULL ? dtrain__load_ask : NULL,
+                             dtrain__load_got,
+                             0};
     return lister;
 }
 
@@ -59012,25 +59062,20 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
-/* Tells every list that it is about to be overwritten, so that it gives up what is under way. */
-static dtrain_status dtrain__load_begin(dtrain__load *load, const dtrain_checkpoint_state *state)
-{
-    dtrain_status status = DTRAIN_OK;
-    for (size_t i = 0; i < state->list_count && status == DTRAIN_OK; i++)
-        if (state->lists[i].loading != NULL)
-            status = state->lists[i].loading(&state->lists[i]);
-    return dtrain__save_agree(load->ckpt, status, 0, NULL);
-}
-
-/* Tells every list that it was loaded, even after an error: ranks that share another list wait for this one. */
-static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state)
+/* Tells every list that it is about to be overwritten, so that it gives up what is under way; or that it was. It goes
+ * on after an error: ranks that share another list wait for this one. */
+static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state, int loaded)
 {
     dtrain_status first = DTRAIN_OK;
     dtrain__error cause = dtrain__thread_error;
     dtrain__lister lister = dtrain__load_lister(load);
     for (size_t i = 0; i < state->list_count; i++) {
         const dtrain_pieces *list = &state->lists[i];
-        dtrain_status status = list->loaded != NULL ? list->loaded(list, &lister) : DTRAIN_OK;
+        dtrain_status status = DTRAIN_OK;
+        if (loaded && list->loaded != NULL)
+            status = list->loaded(list, &lister);
+        else if (!loaded && list->loading != NULL)
+            status = list->loading(list);
         if (first == DTRAIN_OK && status != DTRAIN_OK)
             cause = dtrain__thread_error;
         first = first == DTRAIN_OK ? status : first;
@@ -59040,11 +59085,23 @@ static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoi
     return dtrain__save_agree(load->ckpt, first, 0, NULL);
 }
 
+/* After an error in reading: lists forget what they cannot use in part. Returns the error. */
+static dtrain_status dtrain__load_lost(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__lister lister = dtrain__load_lister(load);
+    lister.failed = 1;
+    for (size_t i = 0; i < state->list_count; i++)
+        if (state->lists[i].loading != NULL)
+            DTRAIN_IGNORE(state->lists[i].loaded(&state->lists[i], &lister));
+    return dtrain__report(&cause);
+}
+
 /* Tells the lists that they were loaded, and sets the state's counters. */
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;
-    dtrain_status status = dtrain__load_tell(load, state);
+    dtrain_status status = dtrain__load_tell(load, state, 1);
     if (status != DTRAIN_OK || load->model != NULL)
         return status;
     state->step = facts->step;
@@ -60045,16 +60102,18 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     if (status == DTRAIN_OK)
         status = dtrain__load_compare(load);
     if (status == DTRAIN_OK)
-        status = dtrain__load_begin(load, state);
+        status = dtrain__save_agree(ckpt, dtrain__load_plan(load), 0, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__load_tell(load, state, 0);
+    if (status == DTRAIN_OK) /* a step or round that has ended meanwhile may have moved what it keeps */
+        status = dtrain__checkpoint_collect(load, state);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__load_plan(load);
-    if (status == DTRAIN_OK)
-        status = dtrain__load_read(load);
+    status = dtrain__load_read(load);
     if (ckpt->local && load->model == NULL)
         status = dtrain__local_fetch(load, status);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
-    return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
+    return status == DTRAIN_OK ? dtrain__load_finish(load, state) : dtrain__load_lost(load, state);
 }
 
 /* Makes one attempt at a load. chosen: out, the step's name. *moved: the step may have been replaced or removed

@@ -419,16 +419,18 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     if (status == DTRAIN_OK)
         status = dtrain__load_compare(load);
     if (status == DTRAIN_OK)
-        status = dtrain__load_begin(load, state);
+        status = dtrain__save_agree(ckpt, dtrain__load_plan(load), 0, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__load_tell(load, state, 0);
+    if (status == DTRAIN_OK) /* a step or round that has ended meanwhile may have moved what it keeps */
+        status = dtrain__checkpoint_collect(load, state);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__load_plan(load);
-    if (status == DTRAIN_OK)
-        status = dtrain__load_read(load);
+    status = dtrain__load_read(load);
     if (ckpt->local && load->model == NULL)
         status = dtrain__local_fetch(load, status);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
-    return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
+    return status == DTRAIN_OK ? dtrain__load_finish(load, state) : dtrain__load_lost(load, state);
 }
 
 /* Makes one attempt at a load. chosen: out, the step's name. *moved: the step may have been replaced or removed

@@ -88,9 +88,9 @@ typedef struct dtrain_checkpoint_desc {
     int keep_last;         /* how many checkpoints stay: the newest, and those before it; 0: all. With local, 0 and 1
                               mean 2. Steps of jobs before, and of a run that was turned back, are older than those
                               saved since. Higher ones stay until a save passes them */
-    int local;             /* 1: each rank saves to a disk of its own; see above. A disk holds at most keep_last + 2
-                              checkpoints, with the one being written. A job that has loaded nothing removes none
-                              before its second save */
+    int local;             /* 1: each rank saves to a disk of its own; see above. Besides higher steps of jobs before, a
+                              disk holds at most keep_last + 2 checkpoints, with the one being written. A job that has
+                              loaded nothing removes none before its second save */
     int no_verify;         /* 1: a load checks no hash but the index's */
     int no_sync;           /* 1: does not wait until files are on the disk. A power failure may then cost the newest
                               checkpoint; a killed process costs none */
@@ -205,7 +205,7 @@ typedef struct dtrain_checkpoint_report {
  *
  * Each rank reads what it needs. Floats are converted if dtypes differ. Then the counters of the lists' objects are set
  * and FSDPs publish their weights. Hashes are checked unless no_verify is set. The call first waits for an asynchronous
- * save of this checkpointer.
+ * save of this checkpointer. An error in reading drops what compression has left unsent; one before leaves it.
  *
  *   state    as for a save; the call sets step, seed and random_index
  *   desc     NULL: the newest checkpoint, strictly
@@ -221,7 +221,7 @@ typedef struct dtrain_checkpoint_report {
  *            DTRAIN_ERR_UNSUPPORTED  the index has another version; or a FIFO, a directory or a device stands in the
  *                                 place of a file
  *            DTRAIN_ERR_MEMORY    no memory
- *            and those of dtrain_all_gather and dtrain_fsdp_publish
+ *            and those of dtrain_all_gather, dtrain_fsdp_publish and dtrain_local_sgd_publish
  *
  * collective: every rank of comm, same order; blocks while files are read, and up to timeout_ms of comm for other ranks
  */

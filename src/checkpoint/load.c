@@ -355,6 +355,16 @@ static dtrain_status dtrain__load_ask(void *owner, const char *key, uint64_t mos
                                key, text);
 }
 
+/* Returns whether the tensor of a piece was found. */
+static int dtrain__load_got(void *owner, const void *data)
+{
+    const dtrain__load *load = (const dtrain__load *)owner;
+    for (size_t i = 0; i < load->list.count; i++)
+        if (load->list.pieces[load->wants[i].piece].data == data)
+            return load->wants[i].tensor != DTRAIN__INDEX_NONE;
+    return 0;
+}
+
 /* What the lists of a state are asked by. */
 static dtrain__lister dtrain__load_lister(dtrain__load *load)
 {
@@ -367,7 +377,9 @@ static dtrain__lister dtrain__load_lister(dtrain__load *load)
                              load,
                              NULL,
                              dtrain__load_compare_setting,
-                             load->model == NULL ? dtrain__load_ask : NULL};
+                             load->model == NULL ? dtrain__load_ask : NULL,
+                             dtrain__load_got,
+                             0};
     return lister;
 }
 
@@ -506,25 +518,20 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
-/* Tells every list that it is about to be overwritten, so that it gives up what is under way. */
-static dtrain_status dtrain__load_begin(dtrain__load *load, const dtrain_checkpoint_state *state)
-{
-    dtrain_status status = DTRAIN_OK;
-    for (size_t i = 0; i < state->list_count && status == DTRAIN_OK; i++)
-        if (state->lists[i].loading != NULL)
-            status = state->lists[i].loading(&state->lists[i]);
-    return dtrain__save_agree(load->ckpt, status, 0, NULL);
-}
-
-/* Tells every list that it was loaded, even after an error: ranks that share another list wait for this one. */
-static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state)
+/* Tells every list that it is about to be overwritten, so that it gives up what is under way; or that it was. It goes
+ * on after an error: ranks that share another list wait for this one. */
+static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state, int loaded)
 {
     dtrain_status first = DTRAIN_OK;
     dtrain__error cause = dtrain__thread_error;
     dtrain__lister lister = dtrain__load_lister(load);
     for (size_t i = 0; i < state->list_count; i++) {
         const dtrain_pieces *list = &state->lists[i];
-        dtrain_status status = list->loaded != NULL ? list->loaded(list, &lister) : DTRAIN_OK;
+        dtrain_status status = DTRAIN_OK;
+        if (loaded && list->loaded != NULL)
+            status = list->loaded(list, &lister);
+        else if (!loaded && list->loading != NULL)
+            status = list->loading(list);
         if (first == DTRAIN_OK && status != DTRAIN_OK)
             cause = dtrain__thread_error;
         first = first == DTRAIN_OK ? status : first;
@@ -534,11 +541,23 @@ static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoi
     return dtrain__save_agree(load->ckpt, first, 0, NULL);
 }
 
+/* After an error in reading: lists forget what they cannot use in part. Returns the error. */
+static dtrain_status dtrain__load_lost(dtrain__load *load, const dtrain_checkpoint_state *state)
+{
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__lister lister = dtrain__load_lister(load);
+    lister.failed = 1;
+    for (size_t i = 0; i < state->list_count; i++)
+        if (state->lists[i].loading != NULL)
+            DTRAIN_IGNORE(state->lists[i].loaded(&state->lists[i], &lister));
+    return dtrain__report(&cause);
+}
+
 /* Tells the lists that they were loaded, and sets the state's counters. */
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;
-    dtrain_status status = dtrain__load_tell(load, state);
+    dtrain_status status = dtrain__load_tell(load, state, 1);
     if (status != DTRAIN_OK || load->model != NULL)
         return status;
     state->step = facts->step;

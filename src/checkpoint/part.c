@@ -301,7 +301,8 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->index.facts.seed = state->seed;
     part->index.facts.random_index = state->random_index;
     part->index.facts.world_size = (uint64_t)ranks;
-    const dtrain__lister lister = {ranks, part->rank, NULL, 0, DTRAIN_OK, NULL, part, NULL, dtrain__part_set, NULL};
+    const dtrain__lister lister = {ranks, part->rank,       NULL, 0,    DTRAIN_OK, NULL, part,
+                                   NULL,  dtrain__part_set, NULL, NULL, 0};
     dtrain_status status = dtrain__piece_collect(&part->list, lister, state, state->step, part->allocator);
     for (size_t i = 0; i < part->list.count && status == DTRAIN_OK; i++)
         status = dtrain__part_take(part, &part->list.pieces[i]);

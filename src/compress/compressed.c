@@ -221,6 +221,14 @@ static void dtrain__compressed_list(const dtrain_compressed *c, const dtrain__pi
         dtrain__pieces_put_row(lister, row, "dense_steps", DTRAIN_F32, kept->dense_steps, 2, NULL);
 }
 
+/* Returns whether a load has brought all that is kept of sums. */
+static int dtrain__compressed_got(const dtrain_compressed *c, const dtrain__lister *lister)
+{
+    const dtrain__compressed_kept *kept = &c->kept[c->versions.now];
+    return (kept->residual == NULL || dtrain__pieces_got(lister, kept->residual)) &&
+           (kept->velocity == NULL || dtrain__pieces_got(lister, kept->velocity));
+}
+
 /* After a load no step can be taken back. */
 static dtrain_status dtrain__compressed_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {

@@ -388,40 +388,43 @@ DTRAIN_API dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local)
     return status;
 }
 
-/* Before a load: no round of any member is under way once all have said so. */
 static dtrain_status dtrain__rounds_loading(const dtrain_pieces *list)
 {
-    dtrain_local_sgd *local = (dtrain_local_sgd *)list->object;
-    dtrain_status status = dtrain_local_sgd_sync(local);
-    if (status != DTRAIN_OK)
-        return status;
-    local->counters[0] = UINT64_MAX; /* the load overwrites it */
-    for (int i = 0; i < local->desc.fragments; i++)
-        if (local->fragments[i].pack != NULL)
-            *dtrain__compressed_unit(local->fragments[i].pack) = -1.0;
-    return DTRAIN_OK;
+    return dtrain_local_sgd_sync((dtrain_local_sgd *)list->object);
 }
 
-/* After a load: of a file without this state the parameters alone, which it starts from. */
+/* After a load: of a file without this state the parameters alone, which it starts from. The load ends with an
+ * agreement, so that no round begins before all are here. */
 static dtrain_status dtrain__rounds_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {
     dtrain_local_sgd *local = (dtrain_local_sgd *)list->object;
     dtrain_status status = DTRAIN_OK;
+    int forgets = 0;
     dtrain__os_lock(&local->mutex);
-    if (local->counters[0] == UINT64_MAX) {
+    int whole = dtrain__pieces_got(lister, local->outer) && dtrain__pieces_got(lister, local->base) &&
+                dtrain__pieces_got(lister, local->weights) && dtrain__pieces_got(lister, local->counters);
+    if (!whole) {
         status = dtrain__rounds_restart(local);
         memset(local->counters, 0, (size_t)(local->desc.fragments + 1) * sizeof *local->counters);
-    }
+    } else if (local->velocity != NULL && !dtrain__pieces_got(lister, local->velocity))
+        memset(local->velocity, 0, local->sizes.total * sizeof(float));
     for (int i = 0; i < local->desc.fragments; i++) {
         dtrain__rounds_fragment *f = &local->fragments[i];
         f->snapshot = local->counters[0];
         f->due = f->behind = f->closed = f->astray = 0;
         f->opened_ns = 0;
-        if (f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL && status == DTRAIN_OK &&
-            !dtrain__compression_known(dtrain__compressed_unit(f->pack), local->rank, lister))
-            status = dtrain__compressed_forget(f->pack);
+    }
+    for (int i = 0; i < local->desc.fragments && status == DTRAIN_OK; i++) {
+        dtrain_compressed *pack = local->fragments[i].pack;
+        if (pack == NULL || dtrain__compressed_residual(pack) == NULL ||
+            (dtrain__compression_known(dtrain__compressed_unit(pack), lister) && dtrain__compressed_got(pack, lister)))
+            continue;
+        status = dtrain__compressed_forget(pack);
+        forgets = 1;
     }
     dtrain__os_unlock(&local->mutex);
+    if (forgets)
+        dtrain__compression_say_forgotten(local->rank, lister);
     return status;
 }
 
@@ -431,7 +434,7 @@ static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__list
     dtrain__pieces_row row = {l->rank, l->ranks, 1, 0, 0};
     size_t fragments = (size_t)l->desc.fragments;
     uint32_t news;
-    if (lister->ask == NULL && dtrain__rounds_under_way(l, -1, &news)) /* a load ends them itself */
+    if (lister->got == NULL && dtrain__rounds_under_way(l, -1, &news)) /* a load ends them itself */
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "dtrain_local_sgd_pieces: a round of rank %d is under way: call dtrain_local_sgd_sync on every "

@@ -337,7 +337,6 @@ static dtrain_status dtrain__server_loading(const dtrain_pieces *list)
 {
     dtrain_server *s = (dtrain_server *)list->object;
     dtrain__versions_end(&s->versions, 0);
-    s->unit[s->versions.now] = -1.0;
     return DTRAIN_OK;
 }
 
@@ -345,8 +344,12 @@ static dtrain_status dtrain__server_loaded(const dtrain_pieces *list, const dtra
 {
     dtrain_server *s = (dtrain_server *)list->object;
     float *residual = s->residual[s->versions.now];
-    if (residual != NULL && !dtrain__compression_known(&s->unit[s->versions.now], s->rank, lister))
-        memset(residual, 0, s->total * sizeof(float));
+    double *unit = &s->unit[s->versions.now];
+    if (residual == NULL || (dtrain__compression_known(unit, lister) && dtrain__pieces_got(lister, residual)))
+        return DTRAIN_OK;
+    *unit = 0.0;
+    memset(residual, 0, s->total * sizeof(float));
+    dtrain__compression_say_forgotten(s->rank, lister);
     return DTRAIN_OK;
 }
 

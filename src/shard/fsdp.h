@@ -584,7 +584,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t be
  *
  * What compression keeps is as dtrain_compressed_pieces says, numbered from 0; PowerSGD has an entry for each matrix.
  * With feedback.momentum the velocity of what travels uncompressed follows, as plain_velocity.NUMBER. unit.0 is the
- * weight of the sums that all of these are of. Without it, as in older files, they are forgotten, and the log says so.
+ * weight of the sums that all of these are of. What a load does not bring together with it is forgotten, and the log
+ * says so: older files have no unit.0, and with `lenient` an entry may have another shape.
  * Each entry has a row for each rank of the FSDP, and only as many ranks can continue from it. If shards have different
  * lengths, each shard has entries of its own, under shard-N/NAME, with a row for each copy. Give each of several
  * compressed FSDPs in one checkpoint a dtrain_pieces.name.

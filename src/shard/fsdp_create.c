@@ -682,6 +682,8 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
     uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->good_steps;
     double scale = (double)fsdp->loss_scale;
+    if (lister->failed) /* the weights are undefined until the next load */
+        return dtrain__reducer_loaded(fsdp->reducer, lister);
     dtrain_status status = dtrain_fsdp_publish(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__reducer_loaded(fsdp->reducer, lister);

@@ -35,6 +35,9 @@ struct dtrain__lister {
     dtrain_status (*setting)(void *owner, const char *key, const char *value, int fixed);
     /* answers dtrain__pieces_ask from a loaded checkpoint; NULL: none was loaded */
     dtrain_status (*ask)(void *owner, const char *key, uint64_t most, uint64_t *whole, double *real);
+    /* whether a load has found the tensor whose elements go to data; NULL: nothing is loaded */
+    int (*got)(void *owner, const void *data);
+    int failed; /* the load has ended in an error while it was reading */
 };
 
 /* Lists a piece, with the list's name before its own. */
@@ -135,6 +138,12 @@ static dtrain_status dtrain__pieces_ask(const dtrain__lister *lister, const char
     return lister->ask != NULL ? lister->ask(lister->owner, key, most, whole, real) : DTRAIN_OK;
 }
 
+/* After a load: whether the data of a piece was loaded, all of it. */
+static int dtrain__pieces_got(const dtrain__lister *lister, const void *data)
+{
+    return !lister->failed && lister->got != NULL && lister->got(lister->owner, data);
+}
+
 static dtrain_pieces dtrain__pieces_make(const void *object,
                                          dtrain_status (*list)(const dtrain_pieces *, dtrain__lister *),
                                          dtrain_status (*loaded)(const dtrain_pieces *, const dtrain__lister *))
@@ -171,7 +180,7 @@ static dtrain_status dtrain__pieces_walk(const dtrain_pieces *lists, size_t coun
 DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t count, int ranks, int rank,
                                             void (*visit)(void *user, const dtrain_piece *piece), void *user)
 {
-    dtrain__lister lister = {ranks, rank, NULL, 0, DTRAIN_OK, user, NULL, visit, NULL, NULL};
+    dtrain__lister lister = {ranks, rank, NULL, 0, DTRAIN_OK, user, NULL, visit, NULL, NULL, NULL, 0};
     if (visit == NULL || rank < 0 || rank >= ranks)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,

@@ -212,43 +212,53 @@ static void dtrain__compression_list(const dtrain__compression_set *set, dtrain_
         dtrain__pieces_put_optional(lister, &row, "unit", DTRAIN_F64, &set->unit[set->versions.now], 1);
 }
 
-/* After a load: whether the weight of the sums came with what is kept of them, which else must be forgotten. *unit: as
- * the load left it, -1 before. */
-static int dtrain__compression_known(double *unit, int rank, const dtrain__lister *lister)
+/* After a load: whether it has brought the weight of the sums. Without it, what is kept of them must be forgotten. */
+static int dtrain__compression_known(double *unit, const dtrain__lister *lister)
 {
-    int known = dtrain__train_finite(*unit) && *unit >= 0.0;
+    int known = dtrain__pieces_got(lister, unit) && dtrain__train_finite(*unit) && *unit >= 0.0;
     *unit = known ? *unit : 0.0;
-    if (!known && lister->ask != NULL)
-        dtrain__log(
-            DTRAIN_LOG_WARN,
-            "compress: rank %d starts with nothing unsent: the checkpoint does not say the weight of the sums that "
-            "its residuals are of, as older ones did not",
-            rank);
     return known;
 }
 
-/* Before a load: what a checkpoint does not say is unknown. */
+/* After a load that has brought no weight, or no residuals: what is kept was forgotten. */
+static void dtrain__compression_say_forgotten(int rank, const dtrain__lister *lister)
+{
+    if (lister->ask != NULL)
+        dtrain__log(DTRAIN_LOG_WARN, "compress: rank %d starts with nothing unsent: %s", rank,
+                    lister->failed ? "the load ended in an error"
+                                   : "the checkpoint lacks residuals that fit, or the weight of the sums that they are "
+                                     "of, as older ones did");
+}
+
+/* Before a load: a step that is open is given up. */
 static void dtrain__compression_loading(dtrain__compression_set *set)
 {
     dtrain__versions_end(&set->versions, 0);
     for (size_t i = 0; i < set->part_count; i++)
         if (set->parts[i].state != NULL)
             dtrain__versions_end(dtrain__compressed_versions(set->parts[i].state), 0);
-    set->unit[set->versions.now] = -1.0;
 }
 
-/* After a load. What is kept of sums is forgotten if their weight was not saved with them. */
+/* After a load. What is kept of sums is forgotten unless it was loaded with their weight. */
 static dtrain_status dtrain__compression_loaded(dtrain__compression_set *set, const dtrain__lister *lister)
 {
-    double *unit = &set->unit[set->versions.now];
+    float *velocity = set->velocity[set->versions.now];
     dtrain_status status = DTRAIN_OK;
-    int known = !dtrain__compression_keeps(set) || dtrain__compression_known(unit, dtrain_comm_rank(set->comm), lister);
-    *unit = *unit > 0.0 ? *unit : 0.0;
-    for (size_t i = 0; status == DTRAIN_OK && i < set->part_count && !known; i++)
-        if (set->parts[i].state != NULL)
-            status = dtrain__compressed_forget(set->parts[i].state);
-    if (!known && set->velocity[set->versions.now] != NULL)
-        memset(set->velocity[set->versions.now], 0, set->plain_count * sizeof(float));
+    int known = dtrain__compression_known(&set->unit[set->versions.now], lister), forgets = 0;
+    for (size_t i = 0; i < set->part_count; i++) {
+        dtrain_compressed *state = set->parts[i].state;
+        if (state == NULL || (known && dtrain__compressed_got(state, lister)))
+            continue;
+        forgets = 1;
+        if (status == DTRAIN_OK)
+            status = dtrain__compressed_forget(state);
+    }
+    if (velocity != NULL && set->plain_count > 0 && !(known && dtrain__pieces_got(lister, velocity))) {
+        memset(velocity, 0, set->plain_count * sizeof(float));
+        forgets = 1;
+    }
+    if (forgets && dtrain__compression_keeps(set))
+        dtrain__compression_say_forgotten(dtrain_comm_rank(set->comm), lister);
     return status;
 }
 
@@ -344,8 +354,8 @@ static void dtrain__compression_undo(dtrain__compression_set *set)
 }
 
 /* Sums the parts from first to end over all ranks, and adds the bytes sent to stats. On a device, the sums are complete
- * in the order of its queue. total: the weight of all ranks. With 0 all parts travel uncompressed, and no state changes.
- * step: the number of steps before this one; NULL: the states count. */
+ * in the order of its queue. total: the weight of all ranks. With 0 all parts travel uncompressed, and no state
+ * changes. step: the number of steps before this one; NULL: the states count. */
 static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
                                               double total, const uint64_t *step, dtrain_compressed_stats *stats)
 {

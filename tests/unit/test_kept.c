@@ -1153,3 +1153,292 @@ TEST(local_sgd_goes_back_to_a_checkpoint_while_rounds_are_under_way)
             free(runs[1]);
         }
 }
+
+static dtrain_param table_of(float *w, float *g, size_t count)
+{
+    dtrain_param table;
+    memset(&table, 0, sizeof table);
+    table.name = "w";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = count;
+    table.data = w;
+    table.grad = g;
+    return table;
+}
+
+static void add_to(float *w, size_t count, float value)
+{
+    for (size_t i = 0; i < count; i++)
+        w[i] += value;
+}
+
+/* ---- loads that fail ---- */
+
+static int broken; /* 1: a rank has waited in vain for another, so that its FSDP is broken */
+
+/* Waits until a rank has set the flag: longer than a group waits. */
+static void await(int *flag, int sets)
+{
+    if (sets)
+        __atomic_store_n(flag, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(flag, __ATOMIC_SEQ_CST) == 0)
+        usleep(1000);
+}
+
+/* Three steps of weight 32 in which every gradient is 1, a load that fails, and one of weight 1. */
+enum { NO_LOAD, BROKEN_LIST, DAMAGED_FILE };
+
+typedef struct failing {
+    int way;
+    const char *directory;
+    double most, unit; /* of mean gradients in the last step; after the load */
+    uint64_t steps, rounds;
+    dtrain_status status;
+} failing;
+
+static void visit_failing(void *user, const dtrain_piece *piece)
+{
+    failing *f = (failing *)user;
+    if (strncmp(piece->name, "unit.", 5) == 0)
+        f->unit = *(const double *)piece->data;
+    if (strncmp(piece->name, "counters", 8) == 0) {
+        f->steps = ((const uint64_t *)piece->data)[0];
+        f->rounds = ((const uint64_t *)piece->data)[1];
+    }
+}
+
+/* Flips the last byte of the largest file. */
+static void damage(const char *directory)
+{
+    char command[600];
+    snprintf(command, sizeof command,
+             "f=$(ls -S %s/step-*/rank-* | head -n 1) && n=$(wc -c <\"$f\") && "
+             "printf '\\377' | dd of=\"$f\" bs=1 seek=$((n - 1)) conv=notrunc 2>/dev/null",
+             directory);
+    CHECK_EQ(system(command), 0);
+}
+
+static dtrain_status failing_body(dtrain_comm *world, void *user)
+{
+    failing *all = (failing *)user, mine = *all;
+    int rank = dtrain_comm_rank(world);
+    static float w[2][3][2000], g[2][3][2000], big[2][50000];
+    dtrain_param table[3];
+    dtrain_compress_desc c = compress_of(0);
+    dtrain_fsdp_desc fd;
+    dtrain_ddp_desc dd;
+    dtrain_local_sgd_desc ld;
+    dtrain_checkpoint_desc into;
+    dtrain_checkpoint_state q;
+    dtrain_checkpoint *ckpt;
+    dtrain_fsdp *fsdp;
+    dtrain_ddp *ddp;
+    dtrain_local_sgd *local;
+    dtrain_pieces lists[4];
+    dtrain_piece own;
+    memset(&fd, 0, sizeof fd), memset(&dd, 0, sizeof dd), memset(&ld, 0, sizeof ld), memset(&into, 0, sizeof into),
+        memset(&q, 0, sizeof q), memset(&own, 0, sizeof own), memset(lists, 0, sizeof lists);
+    for (int i = 0; i < 3; i++) {
+        table[i] = table_of(w[rank][i], g[rank][i], 2000);
+        table[i].name = i == 0 ? "a" : i == 1 ? "b" : "c";
+    }
+    c.topk.schedule.stage_steps = 0;
+    c.topk.schedule.ratio = 0.01;
+    fd.strategy = DTRAIN_DDP;
+    fd.optimizer.kind = DTRAIN_SGD;
+    dd.compress = &c;
+    ld.steps = 2;
+    ld.blocking = 1;
+    CHECK_EQ(dtrain_fsdp_create(&fsdp, world, &table[0], 1, &fd), DTRAIN_OK);
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, &table[1], 1, &dd), DTRAIN_OK);
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, &table[2], 1, &ld), DTRAIN_OK);
+    own.name = "z"; /* the last that is read */
+    own.dtype = DTRAIN_F32;
+    own.ndim = 1;
+    own.shape[0] = own.count = 50000;
+    own.copies = 2;
+    own.copy = rank;
+    own.data = big[rank];
+    lists[0] = dtrain_ddp_pieces(ddp);
+    lists[1] = dtrain_local_sgd_pieces(local);
+    lists[2] = dtrain_fsdp_pieces(fsdp);
+    lists[3].pieces = &own;
+    lists[3].count = 1;
+    into.directory = all->directory;
+    into.no_sync = 1;
+    q.lists = lists;
+    q.list_count = 4;
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &into), DTRAIN_OK);
+    for (int step = 0; step < 4; step++) {
+        float weight = step < 3 ? 32.0f : 1.0f;
+        if (step == 3) {
+            CHECK_EQ(dtrain_local_sgd_sync(local), DTRAIN_OK);
+            CHECK_EQ(dtrain_checkpoint_save(ckpt, &q), DTRAIN_OK);
+            if (all->way == BROKEN_LIST) { /* rank 0 does not come */
+                CHECK_EQ(dtrain_fsdp_begin(fsdp, 1, 1), DTRAIN_OK);
+                if (rank == 1)
+                    CHECK(dtrain_fsdp_step(fsdp, 0.1f) != DTRAIN_OK);
+                await(&broken, rank == 1);
+            }
+            if (all->way == DAMAGED_FILE && rank == 0)
+                damage(all->directory);
+            CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+            mine.status = all->way == NO_LOAD ? DTRAIN_OK : dtrain_checkpoint_load(ckpt, &q, NULL, NULL);
+            CHECK_EQ(dtrain_pieces_each(lists, 2, 2, rank, visit_failing, &mine), DTRAIN_OK);
+        }
+        CHECK_EQ(dtrain_ddp_begin(ddp, 1, (double)weight), DTRAIN_OK);
+        memset(g[rank][1], 0, sizeof g[rank][1]);
+        add_to(g[rank][1], 2000, weight);
+        CHECK_EQ(dtrain_ddp_reduce(ddp, 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_OK);
+        CHECK_EQ(dtrain_local_sgd_step(local, 1), DTRAIN_OK);
+    }
+    for (int i = 0; i < 2000; i++)
+        mine.most = (double)g[rank][1][i] > mine.most ? (double)g[rank][1][i] : mine.most;
+    CHECK_EQ(dtrain_local_sgd_finish(local), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (rank == 0)
+        *all = mine;
+    dtrain_checkpoint_destroy(ckpt);
+    dtrain_fsdp_destroy(fsdp);
+    dtrain_ddp_destroy(ddp);
+    dtrain_local_sgd_destroy(local);
+    return DTRAIN_OK;
+}
+
+TEST(a_load_that_fails_leaves_what_is_kept_or_drops_it)
+{
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 2000;
+    for (int way = NO_LOAD; way <= DAMAGED_FILE; way++) {
+        broken = 0;
+        failing f = {way, fresh("failing"), 0, 0, 0, 0, DTRAIN_OK};
+        CHECK_EQ(dtrain_run_threads(2, failing_body, &f, &desc), DTRAIN_OK);
+        CHECK((f.status == DTRAIN_OK) == (way == NO_LOAD));
+        CHECK(way != DAMAGED_FILE || f.status == DTRAIN_ERR_CORRUPT);
+        int kept = way != DAMAGED_FILE; /* else reading has begun */
+        if (!(f.most <= 4.001) || f.unit != (kept ? 64 : 0) || f.steps != (kept ? 3u : 0u) ||
+            f.rounds != (kept ? 1u : 0u))
+            TEST_FAIL("way %d: a mean gradient of %g, expected at most 4; sums of weight %g, %d steps, %d rounds", way,
+                      f.most, f.unit, (int)f.steps, (int)f.rounds);
+    }
+}
+
+/* A list of ranks 0 and 1 is broken on rank 1; one of all ranks is not. */
+static dtrain_status broken_body(dtrain_comm *world, void *user)
+{
+    int rank = dtrain_comm_rank(world), n = 0;
+    static float w[3][2][2000], g[3][2][2000];
+    dtrain_param table[2];
+    dtrain_comm *part = NULL;
+    dtrain_fsdp_desc d;
+    dtrain_fsdp *bad = NULL, *good = NULL;
+    dtrain_checkpoint_desc into;
+    dtrain_checkpoint_state q;
+    dtrain_checkpoint *ckpt;
+    dtrain_pieces lists[2];
+    memset(&d, 0, sizeof d), memset(&into, 0, sizeof into), memset(&q, 0, sizeof q);
+    for (int i = 0; i < 2; i++) {
+        table[i] = table_of(w[rank][i], g[rank][i], 2000);
+        table[i].name = i == 0 ? "a" : "b";
+    }
+    d.strategy = DTRAIN_DDP;
+    d.optimizer.kind = DTRAIN_SGD;
+    CHECK_EQ(dtrain_comm_split(world, rank == 2, rank, &part), DTRAIN_OK);
+    if (rank < 2) {
+        CHECK_EQ(dtrain_fsdp_create(&bad, part, &table[0], 1, &d), DTRAIN_OK);
+        lists[n++] = dtrain_fsdp_pieces(bad);
+    }
+    CHECK_EQ(dtrain_fsdp_create(&good, world, &table[1], 1, &d), DTRAIN_OK);
+    lists[n++] = dtrain_fsdp_pieces(good);
+    into.directory = *(const char **)user;
+    into.no_sync = 1;
+    q.lists = lists;
+    q.list_count = (size_t)n;
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &into), DTRAIN_OK);
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &q), DTRAIN_OK);
+    if (rank < 2)
+        CHECK_EQ(dtrain_fsdp_begin(bad, 1, 1), DTRAIN_OK);
+    if (rank == 1)
+        CHECK(dtrain_fsdp_step(bad, 0.1f) != DTRAIN_OK);
+    await(&broken, rank == 1);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    struct timespec began, ended;
+    clock_gettime(CLOCK_MONOTONIC, &began);
+    CHECK(dtrain_checkpoint_load(ckpt, &q, NULL, NULL) != DTRAIN_OK);
+    clock_gettime(CLOCK_MONOTONIC, &ended);
+    CHECK((double)(ended.tv_sec - began.tv_sec) + 1e-9 * (double)(ended.tv_nsec - began.tv_nsec) < 1.5);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_gather(good, 0), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_reduce(good, 0), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_step(good, 0.1f), DTRAIN_OK);
+    dtrain_checkpoint_destroy(ckpt);
+    dtrain_fsdp_destroy(bad);
+    dtrain_fsdp_destroy(good);
+    dtrain_comm_destroy(part);
+    return DTRAIN_OK;
+}
+
+TEST(a_load_fails_at_once_and_breaks_no_other_list)
+{
+    const char *directory = fresh("broken");
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 3000;
+    broken = 0;
+    CHECK_EQ(dtrain_run_threads(3, broken_body, &directory, &desc), DTRAIN_OK);
+}
+
+/* Goes on from a checkpoint whose residuals are of another shape, after steps of another weight. */
+static dtrain_status reshaped_body(dtrain_comm *world, void *user)
+{
+    int rank = dtrain_comm_rank(world);
+    static float w[2][N], g[2][N];
+    for (int again = 0; again < 2; again++) {
+        float weight = again ? 512.0f : 1.0f, most = 0;
+        size_t count = again ? 3000 : N;
+        dtrain_param table = table_of(w[rank], g[rank], count);
+        dtrain_compress_desc c = compress_of(0);
+        dtrain_ddp_desc d;
+        dtrain_ddp *ddp;
+        dtrain_checkpoint_desc into;
+        dtrain_checkpoint_load_desc how;
+        dtrain_checkpoint_state q;
+        dtrain_checkpoint *ckpt;
+        memset(&d, 0, sizeof d), memset(&into, 0, sizeof into), memset(&how, 0, sizeof how), memset(&q, 0, sizeof q);
+        c.topk.schedule.stage_steps = 0;
+        c.topk.schedule.ratio = 0.01;
+        d.compress = &c;
+        how.lenient = 1;
+        CHECK_EQ(dtrain_ddp_create(&ddp, world, &table, 1, &d), DTRAIN_OK);
+        dtrain_pieces list = dtrain_ddp_pieces(ddp);
+        into.directory = *(const char **)user;
+        into.no_sync = 1;
+        q.lists = &list;
+        q.list_count = 1;
+        CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &into), DTRAIN_OK);
+        for (int step = 0; step < 4; step++) {
+            if (step == 3)
+                CHECK_EQ(again ? dtrain_checkpoint_load(ckpt, &q, &how, NULL) : dtrain_checkpoint_save(ckpt, &q),
+                         DTRAIN_OK);
+            CHECK_EQ(dtrain_ddp_begin(ddp, 1, (double)weight), DTRAIN_OK);
+            memset(g[rank], 0, sizeof g[rank]);
+            add_to(g[rank], count, weight);
+            CHECK_EQ(dtrain_ddp_reduce(ddp, 0), DTRAIN_OK);
+            CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_OK);
+        }
+        for (size_t i = 0; i < count; i++)
+            most = g[rank][i] > most ? g[rank][i] : most;
+        CHECK(most > 0 && most <= 4.001f);
+        dtrain_checkpoint_destroy(ckpt);
+        dtrain_ddp_destroy(ddp);
+    }
+    return DTRAIN_OK;
+}
+
+TEST(residuals_that_do_not_fit_take_no_weight_from_the_checkpoint)
+{
+    const char *directory = fresh("reshaped");
+    CHECK_EQ(dtrain_run_threads(2, reshaped_body, &directory, NULL), DTRAIN_OK);
+}
