@@ -1422,8 +1422,9 @@ struct dtrain_pieces {
     const void *table;
     dtrain_status (*list)(const dtrain_pieces *list, dtrain__lister *lister);
     dtrain_status (*loaded)(const dtrain_pieces *list, const dtrain__lister *lister); /* runs after a load; or NULL */
-    dtrain_status (*loading)(const dtrain_pieces *list); /* runs before a load writes, on every rank; or NULL. With it,
-                                                            loaded also runs after an error in reading */
+    dtrain_status (*loading)(const dtrain_pieces *list, int turn); /* runs before a load writes, in two turns: all ranks
+                                                                      agree after each; or NULL. With it, loaded also
+                                                                      runs after an error in reading */
 };
 
 /* Calls visit for each piece of the lists, as a checkpoint sees them on `rank` of `ranks`.
@@ -5535,8 +5536,8 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
  * all members that are left, or on none. If a member dies, the others go on (examples/robot_swarm.c).
  *
  * Differences travel as float32 or packed (compress), in one piece or in fragments. A round is an all-reduce, or goes
- * through one member that all others can reach (through_server), with the same bits. Try train_gpt with
- * --local-steps 50, and with --local-steps 50 --aggregator ps.
+ * through one member that all others can reach (through_server). As float32, both have the same bits. Try train_gpt
+ * with --local-steps 50, and with --local-steps 50 --aggregator ps.
  *
  * With H steps a round, each rank sends 1 / H of what an all-reduce in every step sends. What it costs: held-out loss
  * of train_gpt after 300 steps on 4 ranks with AdamW, measured with tools/loss_table. The outer momentum there is 0.8
@@ -5638,11 +5639,11 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, dou
 
 /* Waits until no round of this rank is under way, and applies the results.
  *
- * Call it before a checkpoint. Once it has returned on every rank, and before the next step, dtrain_local_sgd_pieces
- * may be saved.
+ * Call it before a checkpoint, and then dtrain_barrier. Once it has returned on every rank, and before the next step,
+ * all members have made the same rounds, and dtrain_local_sgd_pieces may be saved.
  *
  *   errors   DTRAIN_ERR_TIMEOUT  no result within window_ms and timeout_ms, because other members are late. You may
- * call it again, or train on
+ *                                call it again, or train on
  *
  * one thread per object; blocks up to timeout_ms and window_ms */
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local);
@@ -5654,11 +5655,14 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local);
  *     read_weights(path, weights);                              into the table's memory
  *     DTRAIN_CHECK(dtrain_local_sgd_publish(local));
  *
- * The outer momentum and what packing has left unsent start again from 0. Rounds under way end first.
+ * The outer momentum and what packing has left unsent start again from 0. Steps that no round has counted are dropped,
+ * and so are results that are not applied yet. It waits for no window. It needs every rank of comm: if one is lost,
+ * make a new object on the group that dtrain_comm_shrink gives.
  *
- *   errors   those of dtrain_local_sgd_sync, dtrain_barrier and dtrain_broadcast
+ *   errors   DTRAIN_ERR_TIMEOUT  a round that had begun did not end within timeout_ms: nothing is published
+ *            those of dtrain_all_reduce, dtrain_broadcast and dtrain_barrier
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms and window_ms */
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local);
 
 /* Ends training: takes part in rounds until every member that is left has called it.
@@ -5697,11 +5701,16 @@ DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *l
  * any thread */
 DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
 
-/* Lists what a checkpoint keeps besides the parameters. Call dtrain_local_sgd_sync on every rank first.
+/* Lists what a checkpoint keeps besides the parameters. Before a save, call dtrain_local_sgd_sync and then
+ * dtrain_barrier on every rank.
  *
- * A load writes into an object made from the same table and desc; it ends rounds that are under way. With the
- * parameters loaded too, the run goes on with the bits of one that never stopped. It needs as many ranks as saved: each
- * list has one row for each rank. A file without this state, loaded with `lenient`, is as dtrain_local_sgd_publish.
+ * A load writes into an object made from the same table and desc. Like dtrain_local_sgd_publish, it drops steps that no
+ * round has counted, and it waits for no window. With the parameters loaded too, the run goes on with the bits of one
+ * that never stopped. It needs as many ranks as saved: each list has one row for each rank.
+ *
+ * A file may lack this state, and be loaded with `lenient`. Then each rank's parameters are its outer weights, and all
+ * else starts from 0. So load the same parameters on all ranks, or call dtrain_local_sgd_publish. The same holds after
+ * a load that fails while it reads. Residuals that do not fit, or have no unit, are dropped, and the log says so.
  *
  *   outer          F32   outer weights
  *   momentum       F32   of the outer step; not listed if it has none
@@ -5711,7 +5720,7 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
  *   residual.0 ... F32   of each fragment that is packed with feedback
  *   unit.0 ...     F64   the weight of the sums that these are of
  *
- * any thread */
+ * any thread; a load is collective over all members that are left */
 DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local);
 
 /* Leaves the group, ends the thread and frees the object; NULL is legal.
@@ -42659,9 +42668,10 @@ static dtrain_status dtrain__compression_list_all(const dtrain_pieces *list, dtr
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__compression_loading_all(const dtrain_pieces *list)
+static dtrain_status dtrain__compression_loading_all(const dtrain_pieces *list, int turn)
 {
-    dtrain__compression_loading(&((dtrain__compression *)list->object)->set);
+    if (turn == 0)
+        dtrain__compression_loading(&((dtrain__compression *)list->object)->set);
     return DTRAIN_OK;
 }
 
@@ -48617,10 +48627,10 @@ static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__
 }
 
 /* Begins a load: an open step is given up. */
-static dtrain_status dtrain__fsdp_state_loading(const dtrain_pieces *list)
+static dtrain_status dtrain__fsdp_state_loading(const dtrain_pieces *list, int turn)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
-    dtrain_status status = dtrain_fsdp_drop(fsdp);
+    dtrain_status status = turn == 0 ? dtrain_fsdp_drop(fsdp) : DTRAIN_OK;
     if (status == DTRAIN_OK)
         dtrain__reducer_loading(fsdp->reducer);
     return status;
@@ -48796,10 +48806,10 @@ static dtrain_status dtrain__ddp_list(const dtrain_pieces *list, dtrain__lister 
 }
 
 /* Begins a load: an open step is given up. */
-static dtrain_status dtrain__ddp_loading(const dtrain_pieces *list)
+static dtrain_status dtrain__ddp_loading(const dtrain_pieces *list, int turn)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
-    dtrain_status status = dtrain__fsdp_abandon(fsdp, 0, "dtrain_checkpoint_load");
+    dtrain_status status = turn == 0 ? dtrain__fsdp_abandon(fsdp, 0, "dtrain_checkpoint_load") : DTRAIN_OK;
     if (status == DTRAIN_OK)
         dtrain__reducer_loading(fsdp->reducer);
     return status;
@@ -53286,10 +53296,11 @@ static dtrain_status dtrain__server_list(const dtrain_pieces *list, dtrain__list
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__server_loading(const dtrain_pieces *list)
+static dtrain_status dtrain__server_loading(const dtrain_pieces *list, int turn)
 {
     dtrain_server *s = (dtrain_server *)list->object;
-    dtrain__versions_end(&s->versions, 0);
+    if (turn == 0)
+        dtrain__versions_end(&s->versions, 0);
     return DTRAIN_OK;
 }
 
@@ -53401,6 +53412,7 @@ struct dtrain_local_sgd {
     dtrain__worker worker;
     dtrain__bell to_caller;
     uint32_t news; /* counts rings of the caller's bell */
+    int recalls;   /* the thread of rank 0 of up shall ask all members to hand in again; under the mutex */
     /* used by the worker thread only */
     unsigned idle;                  /* turns since it did something */
     dtrain_comm *group, *up, *down; /* for rounds, for handing in, and for opening rounds; NULL: alone. Replaced under
@@ -53612,6 +53624,23 @@ static void dtrain__rounds_walk(dtrain_local_sgd *local, int fragment, dtrain__r
             at += params->ranges[i].count;
         }
     dtrain__fpmode_restore(mode);
+}
+
+/* Takes back differences that no round has taken. Their steps count in the next ones. Returns 1 if another is in a
+ * round. The mutex is held. */
+static int dtrain__rounds_withdraw(dtrain_local_sgd *local)
+{
+    int flying = 0;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        flying |= f->state == DTRAIN__ROUNDS_FLYING;
+        if (f->state != DTRAIN__ROUNDS_READY)
+            continue;
+        f->state = DTRAIN__ROUNDS_IDLE;
+        f->due = 1;
+        local->weights[i] += f->handed;
+    }
+    return flying;
 }
 
 /* The first outer weights are the parameters. */
@@ -54161,8 +54190,9 @@ static dtrain_status dtrain__rounds_say_through(dtrain_local_sgd *local, const u
  * Between two rounds each member sends once over up, at the latest when a round is opened. So every receive of rank 0
  * ends. The threads of all members always answer, so that a round can be three collectives over all that are left: the
  * weights (hellos), the sum, and an agreement. The agreement makes the outer step happen on every survivor or on none.
- * Therefore all members have the same outer weights, momentum and round numbers at all times, and those that are left
- * can go on from them. */
+ * Therefore all members have the same outer weights, momentum and round numbers between rounds, and those that are left
+ * can go on from them. A second agreement follows the outer step. So once a member's round is over, all have made its
+ * outer step, and a save or load may use what they keep. */
 #ifndef DTRAIN__ROUNDS_THREAD
 #define DTRAIN__ROUNDS_THREAD
 
@@ -54231,14 +54261,22 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     local->stats.rounds++;
     local->stats.taken += mine != 0;
     local->stats.missed += mine == 0;
-    if (mine)
-        f->state = DTRAIN__ROUNDS_LANDED;
-    else if (f->state != DTRAIN__ROUNDS_LANDED)
+    if (!mine && f->state != DTRAIN__ROUNDS_LANDED)
         f->behind = 1;
     dtrain__os_unlock(&local->mutex);
     int64_t now = dtrain__os_now_ns();
     local->gap_ns = now - local->made_ns;
     local->made_ns = now;
+    dtrain__rounds_tell(local);
+}
+
+/* Lets the training thread have the result of a round, which all members have by now. */
+static void dtrain__rounds_land(dtrain_local_sgd *local, int fragment, int mine)
+{
+    dtrain__os_lock(&local->mutex);
+    if (mine)
+        local->fragments[fragment].state = DTRAIN__ROUNDS_LANDED;
+    dtrain__os_unlock(&local->mutex);
     dtrain__rounds_tell(local);
 }
 
@@ -54345,15 +54383,18 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     dtrain__error cause = dtrain__thread_error;
     if (status != DTRAIN_OK)
         DTRAIN_IGNORE(dtrain_comm_abort(local->group, cause.text));
-    int made = dtrain__rounds_agree(local, status == DTRAIN_OK);
-    dtrain__rounds_busy(local, 0);
+    int made = dtrain__rounds_agree(local, status == DTRAIN_OK), stays = made;
     if (made == 1) {
         dtrain__rounds_commit(local, fragment, mine, total, local->hellos + DTRAIN__ROUNDS_WORDS, members);
-        return 1;
+        stays = dtrain__rounds_agree(local, 1);
+        dtrain__rounds_land(local, fragment, mine);
     }
+    dtrain__rounds_busy(local, 0);
+    if (made == 1)
+        return stays;
+    dtrain__os_lock(&local->mutex); /* this rank hands its difference in again */
     if (f->pack != NULL)
         dtrain__versions_end(dtrain__compressed_versions(f->pack), 0);
-    dtrain__os_lock(&local->mutex); /* this rank hands its difference in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
     dtrain__os_unlock(&local->mutex);
@@ -54392,6 +54433,7 @@ static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
         said[0] = (uint64_t)mine << 32 | (uint64_t)i;
         said[3] = (uint64_t)local->rank;
         dtrain__rounds_commit(local, i, mine, weight, said, 1);
+        dtrain__rounds_land(local, i, mine);
         ran = 1;
     }
     return ran;
@@ -54541,16 +54583,23 @@ static int dtrain__rounds_crossed(const dtrain_local_sgd *local, int64_t *until)
  * if the groups are broken. */
 static int dtrain__rounds_lead(dtrain_local_sgd *local, int64_t *until)
 {
+    dtrain__os_lock(&local->mutex);
+    int recalls = local->recalls;
+    dtrain__os_unlock(&local->mutex);
     if (!dtrain__rounds_hear(local))
         return -1;
-    int fragment = dtrain__rounds_choose(local, until);
-    if (fragment < 0 && !dtrain__rounds_crossed(local, until))
+    int fragment = recalls ? -1 : dtrain__rounds_choose(local, until);
+    if (fragment < 0 && !recalls && !dtrain__rounds_crossed(local, until))
         return 0;
     if (fragment < 0) {
         local->recalled_ns = dtrain__os_now_ns();
-        if (dtrain__rounds_open(local, DTRAIN__ROUNDS_RECALL, 0) != DTRAIN_OK)
+        if (dtrain__rounds_open(local, DTRAIN__ROUNDS_RECALL, 0) != DTRAIN_OK || !dtrain__rounds_heard_all(local))
             return -1;
-        return dtrain__rounds_heard_all(local) ? 1 : -1;
+        dtrain__os_lock(&local->mutex);
+        local->recalls = recalls ? 0 : local->recalls;
+        dtrain__os_unlock(&local->mutex);
+        dtrain__rounds_tell(local);
+        return 1;
     }
     if (dtrain__rounds_open(local, (uint64_t)fragment, local->counters[1 + fragment]) != DTRAIN_OK)
         return -1;
@@ -54977,6 +55026,69 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
     return count;
 }
 
+/* Takes back what this rank has handed in, and waits for rounds that have it. Returns 0 if that takes too long. */
+static int dtrain__rounds_take_back(dtrain_local_sgd *local)
+{
+    int64_t until = dtrain__rounds_deadline(local, 0);
+    for (;;) {
+        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        dtrain__os_lock(&local->mutex);
+        int flying = dtrain__rounds_withdraw(local);
+        dtrain__os_unlock(&local->mutex);
+        if (!flying || dtrain__os_now_ns() >= until)
+            return !flying;
+        dtrain__rounds_wait_for_news(local, news, until);
+    }
+}
+
+/* Waits until the thread of rank 0 of up has heard of all members again. By then each has made the rounds that were
+ * opened before. Returns at once on the others; returns 0 if it takes too long. */
+static int dtrain__rounds_recall(dtrain_local_sgd *local)
+{
+    int64_t until = dtrain__rounds_deadline(local, 0);
+    dtrain__os_lock(&local->mutex);
+    local->recalls = 1;
+    dtrain__os_unlock(&local->mutex);
+    dtrain__worker_call(&local->worker);
+    for (;;) {
+        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        dtrain__os_lock(&local->mutex);
+        local->recalls &= local->up != NULL && dtrain_comm_rank(local->up) == 0;
+        int waits = local->recalls;
+        dtrain__os_unlock(&local->mutex);
+        if (!waits || dtrain__os_now_ns() >= until)
+            return !waits;
+        dtrain__rounds_wait_for_news(local, news, until);
+    }
+}
+
+/* Ends all rounds in two turns. The caller has all members agree after each. Then no round is under way on any, and
+ * none begins until one makes a step. */
+static dtrain_status dtrain__rounds_end(dtrain_local_sgd *local, int turn)
+{
+    return (turn == 0 ? dtrain__rounds_take_back(local) : dtrain__rounds_recall(local))
+               ? DTRAIN_OK
+               : dtrain__fail(
+                     NULL, DTRAIN_ERR_TIMEOUT,
+                     "local_sgd on rank %d: a round that had begun did not end within timeout_ms: call it again",
+                     local->rank);
+}
+
+/* Has all ranks of the caller's group come here, and returns an error on all if one has one. */
+static dtrain_status dtrain__rounds_meet(dtrain_local_sgd *local, dtrain_status status)
+{
+    dtrain__error cause = dtrain__thread_error;
+    uint64_t late = status != DTRAIN_OK;
+    dtrain_status met = dtrain_all_reduce(local->comm, &late, &late, 1, DTRAIN_U64, DTRAIN_MAX);
+    if (met != DTRAIN_OK || !late)
+        return met;
+    return status != DTRAIN_OK ? dtrain__report(&cause)
+                               : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                                              "local_sgd on rank %d: a round that had begun did not end within "
+                                              "timeout_ms on another rank: call it again",
+                                              local->rank);
+}
+
 /* Starts from the parameters as they are, as a new object does. No round is under way. The mutex is held. */
 static dtrain_status dtrain__rounds_restart(dtrain_local_sgd *local)
 {
@@ -54992,27 +55104,41 @@ static dtrain_status dtrain__rounds_restart(dtrain_local_sgd *local)
     return status;
 }
 
+/* Goes on from other outer weights: results that were not applied are of the old ones. The mutex is held. */
+static void dtrain__rounds_turn_over(dtrain_local_sgd *local)
+{
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        f->state = DTRAIN__ROUNDS_IDLE;
+        f->snapshot = local->counters[0];
+        f->due = f->behind = f->closed = f->astray = 0;
+    }
+}
+
 DTRAIN_API dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local)
 {
     if (local == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_publish: the object is NULL: create it first");
-    dtrain_status status = dtrain_local_sgd_sync(local);
-    if (status == DTRAIN_OK) /* until all have, another one's round may still change this rank's outer weights */
-        status = dtrain_barrier(local->comm);
+    dtrain_status status = DTRAIN_OK;
+    for (int turn = 0; status == DTRAIN_OK && turn < 2; turn++)
+        status = dtrain__rounds_meet(local, dtrain__rounds_end(local, turn));
     for (size_t i = 0; status == DTRAIN_OK && i < local->params.range_count && !local->desc.no_broadcast; i++)
         status =
             dtrain_broadcast(local->comm, local->params.ranges[i].data, local->params.ranges[i].count, DTRAIN_F32, 0);
     if (status != DTRAIN_OK)
         return status;
     dtrain__os_lock(&local->mutex);
+    dtrain__rounds_turn_over(local);
     status = dtrain__rounds_restart(local);
     dtrain__os_unlock(&local->mutex);
-    return status;
+    dtrain_status met = dtrain_barrier(local->comm); /* a round before that would be lost on this rank alone */
+    return status == DTRAIN_OK ? met : status;
 }
 
-static dtrain_status dtrain__rounds_loading(const dtrain_pieces *list)
+/* The load makes the agreements: ranks that are lost take no part in it, but count in the caller's group. */
+static dtrain_status dtrain__rounds_loading(const dtrain_pieces *list, int turn)
 {
-    return dtrain_local_sgd_sync((dtrain_local_sgd *)list->object);
+    return dtrain__rounds_end((dtrain_local_sgd *)list->object, turn);
 }
 
 /* After a load: of a file without this state the parameters alone, which it starts from. The load ends with an
@@ -55030,12 +55156,7 @@ static dtrain_status dtrain__rounds_loaded(const dtrain_pieces *list, const dtra
         memset(local->counters, 0, (size_t)(local->desc.fragments + 1) * sizeof *local->counters);
     } else if (local->velocity != NULL && !dtrain__pieces_got(lister, local->velocity))
         memset(local->velocity, 0, local->sizes.total * sizeof(float));
-    for (int i = 0; i < local->desc.fragments; i++) {
-        dtrain__rounds_fragment *f = &local->fragments[i];
-        f->snapshot = local->counters[0];
-        f->due = f->behind = f->closed = f->astray = 0;
-        f->opened_ns = 0;
-    }
+    dtrain__rounds_turn_over(local);
     for (int i = 0; i < local->desc.fragments && status == DTRAIN_OK; i++) {
         dtrain_compressed *pack = local->fragments[i].pack;
         if (pack == NULL || dtrain__compressed_residual(pack) == NULL ||
@@ -55074,13 +55195,16 @@ static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__list
     for (int i = 0; i < l->desc.fragments; i++) {
         char name[24];
         const dtrain__rounds_fragment *f = &l->fragments[i];
+        dtrain__os_lock(&l->mutex); /* a load lists them while a round may end, and then again */
         const float *residual = f->pack != NULL ? dtrain__compressed_residual(f->pack) : NULL;
+        const double *unit = f->pack != NULL ? dtrain__compressed_unit(f->pack) : NULL;
+        dtrain__os_unlock(&l->mutex);
         snprintf(name, sizeof name, "residual.%d", i);
         row.number += residual != NULL;
         dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, residual, f->count, NULL);
         snprintf(name, sizeof name, "unit.%d", i);
         if (residual != NULL)
-            dtrain__pieces_put_optional(lister, &row, name, DTRAIN_F64, dtrain__compressed_unit(f->pack), 1);
+            dtrain__pieces_put_optional(lister, &row, name, DTRAIN_F64, unit, 1);
     }
     return DTRAIN_OK;
 }
@@ -59062,9 +59186,11 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
+enum { DTRAIN__LOAD_DONE = 2 }; /* a turn after the two of dtrain_pieces.loading */
+
 /* Tells every list that it is about to be overwritten, so that it gives up what is under way; or that it was. It goes
  * on after an error: ranks that share another list wait for this one. */
-static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state, int loaded)
+static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state, int turn)
 {
     dtrain_status first = DTRAIN_OK;
     dtrain__error cause = dtrain__thread_error;
@@ -59072,10 +59198,10 @@ static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoi
     for (size_t i = 0; i < state->list_count; i++) {
         const dtrain_pieces *list = &state->lists[i];
         dtrain_status status = DTRAIN_OK;
-        if (loaded && list->loaded != NULL)
+        if (turn == DTRAIN__LOAD_DONE && list->loaded != NULL)
             status = list->loaded(list, &lister);
-        else if (!loaded && list->loading != NULL)
-            status = list->loading(list);
+        else if (turn != DTRAIN__LOAD_DONE && list->loading != NULL)
+            status = list->loading(list, turn);
         if (first == DTRAIN_OK && status != DTRAIN_OK)
             cause = dtrain__thread_error;
         first = first == DTRAIN_OK ? status : first;
@@ -59101,7 +59227,7 @@ static dtrain_status dtrain__load_lost(dtrain__load *load, const dtrain_checkpoi
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;
-    dtrain_status status = dtrain__load_tell(load, state, 1);
+    dtrain_status status = dtrain__load_tell(load, state, DTRAIN__LOAD_DONE);
     if (status != DTRAIN_OK || load->model != NULL)
         return status;
     state->step = facts->step;
@@ -60103,8 +60229,8 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
         status = dtrain__load_compare(load);
     if (status == DTRAIN_OK)
         status = dtrain__save_agree(ckpt, dtrain__load_plan(load), 0, NULL);
-    if (status == DTRAIN_OK)
-        status = dtrain__load_tell(load, state, 0);
+    for (int turn = 0; status == DTRAIN_OK && turn < DTRAIN__LOAD_DONE; turn++)
+        status = dtrain__load_tell(load, state, turn);
     if (status == DTRAIN_OK) /* a step or round that has ended meanwhile may have moved what it keeps */
         status = dtrain__checkpoint_collect(load, state);
     if (status != DTRAIN_OK)

@@ -9,6 +9,7 @@
 
 typedef struct gpt_saver {
     dtrain_checkpoint *ckpt; /* NULL: nothing is saved */
+    dtrain_comm *world;
     dtrain_checkpoint_state state;
     dtrain_pieces lists[20]; /* first the program's own, where its model is split further */
     dtrain_piece losses;
@@ -32,6 +33,7 @@ static inline dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_flags *fl
         *next++ = dtrain_local_sgd_pieces(m->local);
     if (m->aggregate != NULL && (status = gpt_aggregate_start(m->aggregate, m->fsdp)) == DTRAIN_OK)
         *next++ = dtrain_aggregator_pieces(&m->aggregate->aggregator);
+    saver->world = world;
     snprintf(saver->own, sizeof saver->own, "rank-%d/", rank);
     saver->lists[0].name = alone ? saver->own : NULL;
     saver->losses.name = "losses";
@@ -64,6 +66,8 @@ static inline dtrain_status gpt_saver_step(gpt_saver *saver, const gpt_flags *fl
     dtrain_status status = dtrain_checkpoint_wait(saver->ckpt); /* the one before */
     if (status == DTRAIN_OK && m->local != NULL)
         status = dtrain_local_sgd_sync(m->local);
+    if (status == DTRAIN_OK && m->local != NULL) /* nobody lists what it keeps before all have made its rounds */
+        status = dtrain_barrier(saver->world);
     if (status == DTRAIN_OK && m->local != NULL) /* nobody opens a round before all have saved */
         return dtrain_checkpoint_save(saver->ckpt, &saver->state);
     if (status == DTRAIN_OK)

@@ -420,8 +420,8 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
         status = dtrain__load_compare(load);
     if (status == DTRAIN_OK)
         status = dtrain__save_agree(ckpt, dtrain__load_plan(load), 0, NULL);
-    if (status == DTRAIN_OK)
-        status = dtrain__load_tell(load, state, 0);
+    for (int turn = 0; status == DTRAIN_OK && turn < DTRAIN__LOAD_DONE; turn++)
+        status = dtrain__load_tell(load, state, turn);
     if (status == DTRAIN_OK) /* a step or round that has ended meanwhile may have moved what it keeps */
         status = dtrain__checkpoint_collect(load, state);
     if (status != DTRAIN_OK)

@@ -518,9 +518,11 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
+enum { DTRAIN__LOAD_DONE = 2 }; /* a turn after the two of dtrain_pieces.loading */
+
 /* Tells every list that it is about to be overwritten, so that it gives up what is under way; or that it was. It goes
  * on after an error: ranks that share another list wait for this one. */
-static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state, int loaded)
+static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state, int turn)
 {
     dtrain_status first = DTRAIN_OK;
     dtrain__error cause = dtrain__thread_error;
@@ -528,10 +530,10 @@ static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoi
     for (size_t i = 0; i < state->list_count; i++) {
         const dtrain_pieces *list = &state->lists[i];
         dtrain_status status = DTRAIN_OK;
-        if (loaded && list->loaded != NULL)
+        if (turn == DTRAIN__LOAD_DONE && list->loaded != NULL)
             status = list->loaded(list, &lister);
-        else if (!loaded && list->loading != NULL)
-            status = list->loading(list);
+        else if (turn != DTRAIN__LOAD_DONE && list->loading != NULL)
+            status = list->loading(list, turn);
         if (first == DTRAIN_OK && status != DTRAIN_OK)
             cause = dtrain__thread_error;
         first = first == DTRAIN_OK ? status : first;
@@ -557,7 +559,7 @@ static dtrain_status dtrain__load_lost(dtrain__load *load, const dtrain_checkpoi
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;
-    dtrain_status status = dtrain__load_tell(load, state, 1);
+    dtrain_status status = dtrain__load_tell(load, state, DTRAIN__LOAD_DONE);
     if (status != DTRAIN_OK || load->model != NULL)
         return status;
     state->step = facts->step;

@@ -8,8 +8,8 @@
  * all members that are left, or on none. If a member dies, the others go on (examples/robot_swarm.c).
  *
  * Differences travel as float32 or packed (compress), in one piece or in fragments. A round is an all-reduce, or goes
- * through one member that all others can reach (through_server), with the same bits. Try train_gpt with
- * --local-steps 50, and with --local-steps 50 --aggregator ps.
+ * through one member that all others can reach (through_server). As float32, both have the same bits. Try train_gpt
+ * with --local-steps 50, and with --local-steps 50 --aggregator ps.
  *
  * With H steps a round, each rank sends 1 / H of what an all-reduce in every step sends. What it costs: held-out loss
  * of train_gpt after 300 steps on 4 ranks with AdamW, measured with tools/loss_table. The outer momentum there is 0.8
@@ -112,11 +112,11 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, dou
 
 /* Waits until no round of this rank is under way, and applies the results.
  *
- * Call it before a checkpoint. Once it has returned on every rank, and before the next step, dtrain_local_sgd_pieces
- * may be saved.
+ * Call it before a checkpoint, and then dtrain_barrier. Once it has returned on every rank, and before the next step,
+ * all members have made the same rounds, and dtrain_local_sgd_pieces may be saved.
  *
  *   errors   DTRAIN_ERR_TIMEOUT  no result within window_ms and timeout_ms, because other members are late. You may
- * call it again, or train on
+ *                                call it again, or train on
  *
  * one thread per object; blocks up to timeout_ms and window_ms */
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local);
@@ -128,11 +128,14 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local);
  *     read_weights(path, weights);                              into the table's memory
  *     DTRAIN_CHECK(dtrain_local_sgd_publish(local));
  *
- * The outer momentum and what packing has left unsent start again from 0. Rounds under way end first.
+ * The outer momentum and what packing has left unsent start again from 0. Steps that no round has counted are dropped,
+ * and so are results that are not applied yet. It waits for no window. It needs every rank of comm: if one is lost,
+ * make a new object on the group that dtrain_comm_shrink gives.
  *
- *   errors   those of dtrain_local_sgd_sync, dtrain_barrier and dtrain_broadcast
+ *   errors   DTRAIN_ERR_TIMEOUT  a round that had begun did not end within timeout_ms: nothing is published
+ *            those of dtrain_all_reduce, dtrain_broadcast and dtrain_barrier
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms and window_ms */
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local);
 
 /* Ends training: takes part in rounds until every member that is left has called it.
@@ -171,11 +174,16 @@ DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *l
  * any thread */
 DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
 
-/* Lists what a checkpoint keeps besides the parameters. Call dtrain_local_sgd_sync on every rank first.
+/* Lists what a checkpoint keeps besides the parameters. Before a save, call dtrain_local_sgd_sync and then
+ * dtrain_barrier on every rank.
  *
- * A load writes into an object made from the same table and desc; it ends rounds that are under way. With the
- * parameters loaded too, the run goes on with the bits of one that never stopped. It needs as many ranks as saved: each
- * list has one row for each rank. A file without this state, loaded with `lenient`, is as dtrain_local_sgd_publish.
+ * A load writes into an object made from the same table and desc. Like dtrain_local_sgd_publish, it drops steps that no
+ * round has counted, and it waits for no window. With the parameters loaded too, the run goes on with the bits of one
+ * that never stopped. It needs as many ranks as saved: each list has one row for each rank.
+ *
+ * A file may lack this state, and be loaded with `lenient`. Then each rank's parameters are its outer weights, and all
+ * else starts from 0. So load the same parameters on all ranks, or call dtrain_local_sgd_publish. The same holds after
+ * a load that fails while it reads. Residuals that do not fit, or have no unit, are dropped, and the log says so.
  *
  *   outer          F32   outer weights
  *   momentum       F32   of the outer step; not listed if it has none
@@ -185,7 +193,7 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
  *   residual.0 ... F32   of each fragment that is packed with feedback
  *   unit.0 ...     F64   the weight of the sums that these are of
  *
- * any thread */
+ * any thread; a load is collective over all members that are left */
 DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local);
 
 /* Leaves the group, ends the thread and frees the object; NULL is legal.

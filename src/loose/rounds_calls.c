@@ -355,6 +355,69 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
     return count;
 }
 
+/* Takes back what this rank has handed in, and waits for rounds that have it. Returns 0 if that takes too long. */
+static int dtrain__rounds_take_back(dtrain_local_sgd *local)
+{
+    int64_t until = dtrain__rounds_deadline(local, 0);
+    for (;;) {
+        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        dtrain__os_lock(&local->mutex);
+        int flying = dtrain__rounds_withdraw(local);
+        dtrain__os_unlock(&local->mutex);
+        if (!flying || dtrain__os_now_ns() >= until)
+            return !flying;
+        dtrain__rounds_wait_for_news(local, news, until);
+    }
+}
+
+/* Waits until the thread of rank 0 of up has heard of all members again. By then each has made the rounds that were
+ * opened before. Returns at once on the others; returns 0 if it takes too long. */
+static int dtrain__rounds_recall(dtrain_local_sgd *local)
+{
+    int64_t until = dtrain__rounds_deadline(local, 0);
+    dtrain__os_lock(&local->mutex);
+    local->recalls = 1;
+    dtrain__os_unlock(&local->mutex);
+    dtrain__worker_call(&local->worker);
+    for (;;) {
+        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        dtrain__os_lock(&local->mutex);
+        local->recalls &= local->up != NULL && dtrain_comm_rank(local->up) == 0;
+        int waits = local->recalls;
+        dtrain__os_unlock(&local->mutex);
+        if (!waits || dtrain__os_now_ns() >= until)
+            return !waits;
+        dtrain__rounds_wait_for_news(local, news, until);
+    }
+}
+
+/* Ends all rounds in two turns. The caller has all members agree after each. Then no round is under way on any, and
+ * none begins until one makes a step. */
+static dtrain_status dtrain__rounds_end(dtrain_local_sgd *local, int turn)
+{
+    return (turn == 0 ? dtrain__rounds_take_back(local) : dtrain__rounds_recall(local))
+               ? DTRAIN_OK
+               : dtrain__fail(
+                     NULL, DTRAIN_ERR_TIMEOUT,
+                     "local_sgd on rank %d: a round that had begun did not end within timeout_ms: call it again",
+                     local->rank);
+}
+
+/* Has all ranks of the caller's group come here, and returns an error on all if one has one. */
+static dtrain_status dtrain__rounds_meet(dtrain_local_sgd *local, dtrain_status status)
+{
+    dtrain__error cause = dtrain__thread_error;
+    uint64_t late = status != DTRAIN_OK;
+    dtrain_status met = dtrain_all_reduce(local->comm, &late, &late, 1, DTRAIN_U64, DTRAIN_MAX);
+    if (met != DTRAIN_OK || !late)
+        return met;
+    return status != DTRAIN_OK ? dtrain__report(&cause)
+                               : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                                              "local_sgd on rank %d: a round that had begun did not end within "
+                                              "timeout_ms on another rank: call it again",
+                                              local->rank);
+}
+
 /* Starts from the parameters as they are, as a new object does. No round is under way. The mutex is held. */
 static dtrain_status dtrain__rounds_restart(dtrain_local_sgd *local)
 {
@@ -370,27 +433,41 @@ static dtrain_status dtrain__rounds_restart(dtrain_local_sgd *local)
     return status;
 }
 
+/* Goes on from other outer weights: results that were not applied are of the old ones. The mutex is held. */
+static void dtrain__rounds_turn_over(dtrain_local_sgd *local)
+{
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        f->state = DTRAIN__ROUNDS_IDLE;
+        f->snapshot = local->counters[0];
+        f->due = f->behind = f->closed = f->astray = 0;
+    }
+}
+
 DTRAIN_API dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local)
 {
     if (local == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_publish: the object is NULL: create it first");
-    dtrain_status status = dtrain_local_sgd_sync(local);
-    if (status == DTRAIN_OK) /* until all have, another one's round may still change this rank's outer weights */
-        status = dtrain_barrier(local->comm);
+    dtrain_status status = DTRAIN_OK;
+    for (int turn = 0; status == DTRAIN_OK && turn < 2; turn++)
+        status = dtrain__rounds_meet(local, dtrain__rounds_end(local, turn));
     for (size_t i = 0; status == DTRAIN_OK && i < local->params.range_count && !local->desc.no_broadcast; i++)
         status =
             dtrain_broadcast(local->comm, local->params.ranges[i].data, local->params.ranges[i].count, DTRAIN_F32, 0);
     if (status != DTRAIN_OK)
         return status;
     dtrain__os_lock(&local->mutex);
+    dtrain__rounds_turn_over(local);
     status = dtrain__rounds_restart(local);
     dtrain__os_unlock(&local->mutex);
-    return status;
+    dtrain_status met = dtrain_barrier(local->comm); /* a round before that would be lost on this rank alone */
+    return status == DTRAIN_OK ? met : status;
 }
 
-static dtrain_status dtrain__rounds_loading(const dtrain_pieces *list)
+/* The load makes the agreements: ranks that are lost take no part in it, but count in the caller's group. */
+static dtrain_status dtrain__rounds_loading(const dtrain_pieces *list, int turn)
 {
-    return dtrain_local_sgd_sync((dtrain_local_sgd *)list->object);
+    return dtrain__rounds_end((dtrain_local_sgd *)list->object, turn);
 }
 
 /* After a load: of a file without this state the parameters alone, which it starts from. The load ends with an
@@ -408,12 +485,7 @@ static dtrain_status dtrain__rounds_loaded(const dtrain_pieces *list, const dtra
         memset(local->counters, 0, (size_t)(local->desc.fragments + 1) * sizeof *local->counters);
     } else if (local->velocity != NULL && !dtrain__pieces_got(lister, local->velocity))
         memset(local->velocity, 0, local->sizes.total * sizeof(float));
-    for (int i = 0; i < local->desc.fragments; i++) {
-        dtrain__rounds_fragment *f = &local->fragments[i];
-        f->snapshot = local->counters[0];
-        f->due = f->behind = f->closed = f->astray = 0;
-        f->opened_ns = 0;
-    }
+    dtrain__rounds_turn_over(local);
     for (int i = 0; i < local->desc.fragments && status == DTRAIN_OK; i++) {
         dtrain_compressed *pack = local->fragments[i].pack;
         if (pack == NULL || dtrain__compressed_residual(pack) == NULL ||
@@ -452,13 +524,16 @@ static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__list
     for (int i = 0; i < l->desc.fragments; i++) {
         char name[24];
         const dtrain__rounds_fragment *f = &l->fragments[i];
+        dtrain__os_lock(&l->mutex); /* a load lists them while a round may end, and then again */
         const float *residual = f->pack != NULL ? dtrain__compressed_residual(f->pack) : NULL;
+        const double *unit = f->pack != NULL ? dtrain__compressed_unit(f->pack) : NULL;
+        dtrain__os_unlock(&l->mutex);
         snprintf(name, sizeof name, "residual.%d", i);
         row.number += residual != NULL;
         dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, residual, f->count, NULL);
         snprintf(name, sizeof name, "unit.%d", i);
         if (residual != NULL)
-            dtrain__pieces_put_optional(lister, &row, name, DTRAIN_F64, dtrain__compressed_unit(f->pack), 1);
+            dtrain__pieces_put_optional(lister, &row, name, DTRAIN_F64, unit, 1);
     }
     return DTRAIN_OK;
 }

@@ -72,6 +72,7 @@ struct dtrain_local_sgd {
     dtrain__worker worker;
     dtrain__bell to_caller;
     uint32_t news; /* counts rings of the caller's bell */
+    int recalls;   /* the thread of rank 0 of up shall ask all members to hand in again; under the mutex */
     /* used by the worker thread only */
     unsigned idle;                  /* turns since it did something */
     dtrain_comm *group, *up, *down; /* for rounds, for handing in, and for opening rounds; NULL: alone. Replaced under
@@ -283,6 +284,23 @@ static void dtrain__rounds_walk(dtrain_local_sgd *local, int fragment, dtrain__r
             at += params->ranges[i].count;
         }
     dtrain__fpmode_restore(mode);
+}
+
+/* Takes back differences that no round has taken. Their steps count in the next ones. Returns 1 if another is in a
+ * round. The mutex is held. */
+static int dtrain__rounds_withdraw(dtrain_local_sgd *local)
+{
+    int flying = 0;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        flying |= f->state == DTRAIN__ROUNDS_FLYING;
+        if (f->state != DTRAIN__ROUNDS_READY)
+            continue;
+        f->state = DTRAIN__ROUNDS_IDLE;
+        f->due = 1;
+        local->weights[i] += f->handed;
+    }
+    return flying;
 }
 
 /* The first outer weights are the parameters. */

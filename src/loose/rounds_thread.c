@@ -8,8 +8,9 @@
  * Between two rounds each member sends once over up, at the latest when a round is opened. So every receive of rank 0
  * ends. The threads of all members always answer, so that a round can be three collectives over all that are left: the
  * weights (hellos), the sum, and an agreement. The agreement makes the outer step happen on every survivor or on none.
- * Therefore all members have the same outer weights, momentum and round numbers at all times, and those that are left
- * can go on from them. */
+ * Therefore all members have the same outer weights, momentum and round numbers between rounds, and those that are left
+ * can go on from them. A second agreement follows the outer step. So once a member's round is over, all have made its
+ * outer step, and a save or load may use what they keep. */
 #ifndef DTRAIN__ROUNDS_THREAD
 #define DTRAIN__ROUNDS_THREAD
 #include "rounds_server.c"
@@ -79,14 +80,22 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
     local->stats.rounds++;
     local->stats.taken += mine != 0;
     local->stats.missed += mine == 0;
-    if (mine)
-        f->state = DTRAIN__ROUNDS_LANDED;
-    else if (f->state != DTRAIN__ROUNDS_LANDED)
+    if (!mine && f->state != DTRAIN__ROUNDS_LANDED)
         f->behind = 1;
     dtrain__os_unlock(&local->mutex);
     int64_t now = dtrain__os_now_ns();
     local->gap_ns = now - local->made_ns;
     local->made_ns = now;
+    dtrain__rounds_tell(local);
+}
+
+/* Lets the training thread have the result of a round, which all members have by now. */
+static void dtrain__rounds_land(dtrain_local_sgd *local, int fragment, int mine)
+{
+    dtrain__os_lock(&local->mutex);
+    if (mine)
+        local->fragments[fragment].state = DTRAIN__ROUNDS_LANDED;
+    dtrain__os_unlock(&local->mutex);
     dtrain__rounds_tell(local);
 }
 
@@ -193,15 +202,18 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     dtrain__error cause = dtrain__thread_error;
     if (status != DTRAIN_OK)
         DTRAIN_IGNORE(dtrain_comm_abort(local->group, cause.text));
-    int made = dtrain__rounds_agree(local, status == DTRAIN_OK);
-    dtrain__rounds_busy(local, 0);
+    int made = dtrain__rounds_agree(local, status == DTRAIN_OK), stays = made;
     if (made == 1) {
         dtrain__rounds_commit(local, fragment, mine, total, local->hellos + DTRAIN__ROUNDS_WORDS, members);
-        return 1;
+        stays = dtrain__rounds_agree(local, 1);
+        dtrain__rounds_land(local, fragment, mine);
     }
+    dtrain__rounds_busy(local, 0);
+    if (made == 1)
+        return stays;
+    dtrain__os_lock(&local->mutex); /* this rank hands its difference in again */
     if (f->pack != NULL)
         dtrain__versions_end(dtrain__compressed_versions(f->pack), 0);
-    dtrain__os_lock(&local->mutex); /* this rank hands its difference in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
     dtrain__os_unlock(&local->mutex);
@@ -240,6 +252,7 @@ static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
         said[0] = (uint64_t)mine << 32 | (uint64_t)i;
         said[3] = (uint64_t)local->rank;
         dtrain__rounds_commit(local, i, mine, weight, said, 1);
+        dtrain__rounds_land(local, i, mine);
         ran = 1;
     }
     return ran;
@@ -389,16 +402,23 @@ static int dtrain__rounds_crossed(const dtrain_local_sgd *local, int64_t *until)
  * if the groups are broken. */
 static int dtrain__rounds_lead(dtrain_local_sgd *local, int64_t *until)
 {
+    dtrain__os_lock(&local->mutex);
+    int recalls = local->recalls;
+    dtrain__os_unlock(&local->mutex);
     if (!dtrain__rounds_hear(local))
         return -1;
-    int fragment = dtrain__rounds_choose(local, until);
-    if (fragment < 0 && !dtrain__rounds_crossed(local, until))
+    int fragment = recalls ? -1 : dtrain__rounds_choose(local, until);
+    if (fragment < 0 && !recalls && !dtrain__rounds_crossed(local, until))
         return 0;
     if (fragment < 0) {
         local->recalled_ns = dtrain__os_now_ns();
-        if (dtrain__rounds_open(local, DTRAIN__ROUNDS_RECALL, 0) != DTRAIN_OK)
+        if (dtrain__rounds_open(local, DTRAIN__ROUNDS_RECALL, 0) != DTRAIN_OK || !dtrain__rounds_heard_all(local))
             return -1;
-        return dtrain__rounds_heard_all(local) ? 1 : -1;
+        dtrain__os_lock(&local->mutex);
+        local->recalls = recalls ? 0 : local->recalls;
+        dtrain__os_unlock(&local->mutex);
+        dtrain__rounds_tell(local);
+        return 1;
     }
     if (dtrain__rounds_open(local, (uint64_t)fragment, local->counters[1 + fragment]) != DTRAIN_OK)
         return -1;

@@ -333,10 +333,11 @@ static dtrain_status dtrain__server_list(const dtrain_pieces *list, dtrain__list
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__server_loading(const dtrain_pieces *list)
+static dtrain_status dtrain__server_loading(const dtrain_pieces *list, int turn)
 {
     dtrain_server *s = (dtrain_server *)list->object;
-    dtrain__versions_end(&s->versions, 0);
+    if (turn == 0)
+        dtrain__versions_end(&s->versions, 0);
     return DTRAIN_OK;
 }
 

@@ -132,10 +132,10 @@ static dtrain_status dtrain__ddp_list(const dtrain_pieces *list, dtrain__lister 
 }
 
 /* Begins a load: an open step is given up. */
-static dtrain_status dtrain__ddp_loading(const dtrain_pieces *list)
+static dtrain_status dtrain__ddp_loading(const dtrain_pieces *list, int turn)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
-    dtrain_status status = dtrain__fsdp_abandon(fsdp, 0, "dtrain_checkpoint_load");
+    dtrain_status status = turn == 0 ? dtrain__fsdp_abandon(fsdp, 0, "dtrain_checkpoint_load") : DTRAIN_OK;
     if (status == DTRAIN_OK)
         dtrain__reducer_loading(fsdp->reducer);
     return status;

@@ -667,10 +667,10 @@ static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__
 }
 
 /* Begins a load: an open step is given up. */
-static dtrain_status dtrain__fsdp_state_loading(const dtrain_pieces *list)
+static dtrain_status dtrain__fsdp_state_loading(const dtrain_pieces *list, int turn)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
-    dtrain_status status = dtrain_fsdp_drop(fsdp);
+    dtrain_status status = turn == 0 ? dtrain_fsdp_drop(fsdp) : DTRAIN_OK;
     if (status == DTRAIN_OK)
         dtrain__reducer_loading(fsdp->reducer);
     return status;

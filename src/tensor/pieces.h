@@ -65,8 +65,9 @@ struct dtrain_pieces {
     const void *table;
     dtrain_status (*list)(const dtrain_pieces *list, dtrain__lister *lister);
     dtrain_status (*loaded)(const dtrain_pieces *list, const dtrain__lister *lister); /* runs after a load; or NULL */
-    dtrain_status (*loading)(const dtrain_pieces *list); /* runs before a load writes, on every rank; or NULL. With it,
-                                                            loaded also runs after an error in reading */
+    dtrain_status (*loading)(const dtrain_pieces *list, int turn); /* runs before a load writes, in two turns: all ranks
+                                                                      agree after each; or NULL. With it, loaded also
+                                                                      runs after an error in reading */
 };
 
 /* Calls visit for each piece of the lists, as a checkpoint sees them on `rank` of `ranks`.

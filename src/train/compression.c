@@ -459,9 +459,10 @@ static dtrain_status dtrain__compression_list_all(const dtrain_pieces *list, dtr
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__compression_loading_all(const dtrain_pieces *list)
+static dtrain_status dtrain__compression_loading_all(const dtrain_pieces *list, int turn)
 {
-    dtrain__compression_loading(&((dtrain__compression *)list->object)->set);
+    if (turn == 0)
+        dtrain__compression_loading(&((dtrain__compression *)list->object)->set);
     return DTRAIN_OK;
 }
 

@@ -1154,6 +1154,21 @@ TEST(local_sgd_goes_back_to_a_checkpoint_while_rounds_are_under_way)
         }
 }
 
+/* ---- members at different steps ---- */
+
+/* Rank 0 has handed in, and the others are a step behind, when all do what the way says. Each step adds 1, and a round
+ * averages. */
+enum { LOADS, LOADS_A_MODEL, LOADS_LENIENTLY, PUBLISHES };
+
+typedef struct apart {
+    int way, server;
+    int64_t window_ms;
+    dtrain_compression kind; /* DEFAULT: none */
+    const char *directory;
+    char model[200];
+    float w[3][LOCAL];
+} apart;
+
 static dtrain_param table_of(float *w, float *g, size_t count)
 {
     dtrain_param table;
@@ -1170,6 +1185,254 @@ static void add_to(float *w, size_t count, float value)
 {
     for (size_t i = 0; i < count; i++)
         w[i] += value;
+}
+
+static dtrain_status apart_body(dtrain_comm *world, void *user)
+{
+    apart *a = (apart *)user;
+    int rank = dtrain_comm_rank(world);
+    float *w = a->w[rank], *g = (float *)calloc(LOCAL, sizeof *g);
+    dtrain_param table = table_of(w, g, LOCAL);
+    dtrain_compress_desc c;
+    dtrain_local_sgd_desc d;
+    dtrain_local_sgd *local = NULL;
+    dtrain_checkpoint_desc into;
+    dtrain_checkpoint_load_desc how;
+    dtrain_checkpoint_state q;
+    dtrain_checkpoint *ckpt;
+    dtrain_pieces lists[2];
+    memset(&c, 0, sizeof c), memset(&d, 0, sizeof d), memset(&into, 0, sizeof into), memset(&how, 0, sizeof how),
+        memset(&q, 0, sizeof q);
+    c.kind = a->kind;
+    d.compress = a->kind != DTRAIN_COMPRESS_DEFAULT ? &c : NULL;
+    d.steps = 2;
+    d.overlap = 1;
+    d.blocking = a->window_ms != 1; /* with nobody left out, results do not depend on time */
+    d.window_ms = a->window_ms;
+    d.outer_lr = 1;
+    d.no_momentum = 1;
+    d.through_server = a->server;
+    memset(w, 0, sizeof a->w[rank]);
+    add_to(w, LOCAL, 1);
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, &table, 1, &d), DTRAIN_OK);
+    lists[0] = dtrain_params_pieces(&table, 1, NULL);
+    lists[1] = dtrain_local_sgd_pieces(local);
+    into.directory = a->directory;
+    into.no_sync = 1;
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &into), DTRAIN_OK);
+    q.lists = lists;
+    q.list_count = a->way == LOADS ? 2 : 1;
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &q), DTRAIN_OK);
+    size_t shape[1] = {LOCAL};
+    dtrain_safetensors_source source = {"w", 0, DTRAIN_F32, 1, shape, w, NULL, NULL};
+    if (rank == 0 && a->way == LOADS_A_MODEL)
+        CHECK_EQ(dtrain_safetensors_save(a->model, &source, 1, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    for (int step = 0; step < (rank == 0 ? 2 : 1); step++) {
+        add_to(w, LOCAL, 1);
+        CHECK_EQ(dtrain_local_sgd_step(local, 1), DTRAIN_OK);
+    }
+    if (rank == 0 && a->window_ms < 0)
+        usleep(20000); /* the others hear that it has handed in */
+    q.list_count = 2;
+    how.lenient = a->way != LOADS;
+    how.path = a->way == LOADS_A_MODEL ? a->model : NULL;
+    if (a->way == PUBLISHES) /* weights that the program has read */
+        memset(w, 0, sizeof a->w[rank]), add_to(w, LOCAL, rank == 0 ? 1 : 50);
+    CHECK_EQ(a->way == PUBLISHES ? dtrain_local_sgd_publish(local) : dtrain_checkpoint_load(ckpt, &q, &how, NULL),
+             DTRAIN_OK);
+    for (int step = 0; step < 4; step++) {
+        add_to(w, LOCAL, 1);
+        CHECK_EQ(dtrain_local_sgd_step(local, 1), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_local_sgd_finish(local), DTRAIN_OK);
+    CHECK_EQ(dtrain_local_sgd_get_stats(local).left, dtrain_comm_size(world));
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    dtrain_checkpoint_destroy(ckpt);
+    dtrain_local_sgd_destroy(local);
+    free(g);
+    return DTRAIN_OK;
+}
+
+TEST(members_at_different_steps_load_and_publish_at_once_and_stay_equal)
+{
+    static const char *const does[] = {"a load", "a load of a model", "a lenient load", "publishing"};
+    static const int64_t windows[] = {-1, 1, 600000};
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 20000;
+    for (int way = LOADS; way <= PUBLISHES; way++)
+        for (int window = 0; window < 3; window++)
+            for (int server = 0; server < 2; server++)
+                for (int kind = 0; kind < 2; kind++) {
+                    apart *a = (apart *)calloc(1, sizeof *a);
+                    a->way = way;
+                    a->window_ms = windows[window];
+                    a->server = server;
+                    a->kind = kind ? DTRAIN_COMPRESS_INT8 : DTRAIN_COMPRESS_DEFAULT;
+                    a->directory = fresh("apart");
+                    snprintf(a->model, sizeof a->model, "%s/model.safetensors", base);
+                    CHECK_EQ(dtrain_run_threads(3, apart_body, a, &desc), DTRAIN_OK);
+                    for (int rank = 1; rank < 3; rank++)
+                        CHECK(memcmp(a->w[0], a->w[rank], sizeof a->w[0]) == 0);
+                    /* from 1, by hand: rounds 3 and 4.5; after publishing, rank 0 is still one step ahead */
+                    double expected = way == PUBLISHES ? 13.0 / 3 : 4.5;
+                    if (windows[window] != 1 && !(fabs((double)a->w[0][7] - expected) < 0.03))
+                        TEST_FAIL("%s, window %d ms%s%s: an element is %g, expected %g", does[way],
+                                  (int)windows[window], server ? ", server" : "", kind ? ", int8" : "",
+                                  (double)a->w[0][7], expected);
+                    free(a);
+                }
+}
+
+/* Members publish and make two steps of 1, again and again; a round opens as soon as one has handed in. */
+enum { PUBLISHERS = 5, WIDE_LOCAL = 100000 };
+
+static dtrain_status publishers_body(dtrain_comm *world, void *user)
+{
+    float *w = (float *)calloc(WIDE_LOCAL, sizeof *w), *g = (float *)calloc(WIDE_LOCAL, sizeof *g);
+    dtrain_param table = table_of(w, g, WIDE_LOCAL);
+    dtrain_local_sgd_desc d;
+    dtrain_local_sgd *local = NULL;
+    memset(&d, 0, sizeof d);
+    d.steps = 1;
+    d.window_ms = 1;
+    d.blocking = 1;
+    d.no_broadcast = *(int *)user;
+    d.no_momentum = 1;
+    d.outer_lr = 1;
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, &table, 1, &d), DTRAIN_OK);
+    for (int k = 0; k < 40; k++) {
+        for (int i = 0; i < WIDE_LOCAL; i++)
+            w[i] = (float)(k + 1);
+        CHECK_EQ(dtrain_local_sgd_publish(local), DTRAIN_OK);
+        for (int step = 0; step < 2; step++) {
+            add_to(w, WIDE_LOCAL, 1);
+            CHECK_EQ(dtrain_local_sgd_step(local, 1), DTRAIN_OK);
+        }
+        CHECK_EQ(dtrain_local_sgd_finish(local), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_check_equal(world, w, WIDE_LOCAL, DTRAIN_F32), DTRAIN_OK);
+    }
+    dtrain_local_sgd_destroy(local);
+    free(w);
+    free(g);
+    return DTRAIN_OK;
+}
+
+TEST(no_round_is_made_before_every_member_has_published)
+{
+    for (int no_broadcast = 0; no_broadcast < 2; no_broadcast++)
+        CHECK_EQ(dtrain_run_threads(PUBLISHERS, publishers_body, &no_broadcast, NULL), DTRAIN_OK);
+}
+
+/* What a save would keep of a member that is a step ahead, and of one that has handed in nothing. */
+typedef struct kept_round {
+    uint64_t rounds[2];
+    float outer[2];
+} kept_round;
+
+static void visit_round(void *user, const dtrain_piece *piece)
+{
+    kept_round *k = (kept_round *)user;
+    if (strncmp(piece->name, "counters", 8) == 0)
+        k->rounds[0] = ((const uint64_t *)piece->data)[1];
+    if (strncmp(piece->name, "outer", 5) == 0)
+        k->outer[0] = *(const float *)piece->data;
+}
+
+static dtrain_status synced_body(dtrain_comm *world, void *user)
+{
+    kept_round *all = (kept_round *)user, mine;
+    int rank = dtrain_comm_rank(world);
+    float w[64] = {0}, g[64] = {0};
+    dtrain_param table = table_of(w, g, 64);
+    dtrain_local_sgd_desc d;
+    dtrain_local_sgd *local = NULL;
+    memset(&d, 0, sizeof d);
+    d.steps = 2;
+    d.window_ms = 5;
+    d.no_momentum = 1;
+    d.outer_lr = 1;
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, &table, 1, &d), DTRAIN_OK);
+    for (int step = 0; step < (rank == 0 ? 2 : 1); step++) {
+        add_to(w, 64, 1);
+        CHECK_EQ(dtrain_local_sgd_step(local, 1), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_local_sgd_sync(local), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    dtrain_pieces list = dtrain_local_sgd_pieces(local);
+    CHECK_EQ(dtrain_pieces_each(&list, 1, 2, rank, visit_round, &mine), DTRAIN_OK);
+    all->rounds[rank] = mine.rounds[0];
+    all->outer[rank] = mine.outer[0];
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    dtrain_local_sgd_destroy(local);
+    return DTRAIN_OK;
+}
+
+TEST(all_members_keep_the_same_round_once_sync_has_returned_on_all)
+{
+    for (int turn = 0; turn < 60; turn++) {
+        kept_round all;
+        CHECK_EQ(dtrain_run_threads(2, synced_body, &all, NULL), DTRAIN_OK);
+        CHECK(all.rounds[0] == 1 && all.rounds[1] == 1 && all.outer[0] == 2 && all.outer[1] == 2);
+    }
+}
+
+/* Rank 2 leaves. The others save, and go back to that while rank 0 has handed in. */
+static dtrain_status left_body(dtrain_comm *world, void *user)
+{
+    int rank = dtrain_comm_rank(world);
+    float w[64], g[64];
+    dtrain_param table = table_of(w, g, 64);
+    dtrain_comm *pair = NULL;
+    dtrain_local_sgd_desc d;
+    dtrain_local_sgd *local = NULL;
+    dtrain_checkpoint_desc into;
+    dtrain_checkpoint_state q;
+    dtrain_checkpoint *ckpt;
+    dtrain_pieces lists[2];
+    memset(&d, 0, sizeof d), memset(&into, 0, sizeof into), memset(&q, 0, sizeof q), memset(w, 0, sizeof w);
+    d.steps = 2;
+    d.window_ms = -1;
+    d.no_momentum = 1;
+    d.outer_lr = 1;
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, &table, 1, &d), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, rank == 2, rank, &pair), DTRAIN_OK);
+    if (rank < 2) {
+        while (dtrain_local_sgd_get_stats(local).left == 3)
+            usleep(1000);
+        lists[0] = dtrain_local_sgd_pieces(local);
+        lists[1] = dtrain_params_pieces(&table, 1, NULL);
+        into.directory = *(const char **)user;
+        into.no_sync = 1;
+        q.lists = lists;
+        q.list_count = 2;
+        CHECK_EQ(dtrain_checkpoint_create(&ckpt, pair, &into), DTRAIN_OK);
+        CHECK_EQ(dtrain_checkpoint_save(ckpt, &q), DTRAIN_OK);
+        for (int step = 0; step < (rank == 0 ? 2 : 1); step++) {
+            add_to(w, 64, 1);
+            CHECK_EQ(dtrain_local_sgd_step(local, 1), DTRAIN_OK);
+        }
+        CHECK_EQ(dtrain_checkpoint_load(ckpt, &q, NULL, NULL), DTRAIN_OK);
+        add_to(w, 64, 1);
+        CHECK_EQ(dtrain_local_sgd_step(local, 1), DTRAIN_OK);
+        CHECK_EQ(dtrain_local_sgd_finish(local), DTRAIN_OK);
+        CHECK(w[0] == 1 && w[63] == 1);
+        CHECK_EQ(dtrain_barrier(pair), DTRAIN_OK);
+        dtrain_checkpoint_destroy(ckpt);
+    }
+    dtrain_local_sgd_destroy(local);
+    dtrain_comm_destroy(pair);
+    return DTRAIN_OK;
+}
+
+TEST(members_that_are_left_go_back_to_a_checkpoint)
+{
+    const char *directory = fresh("left");
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 5000;
+    CHECK_EQ(dtrain_run_threads(3, left_body, &directory, &desc), DTRAIN_OK);
 }
 
 /* ---- loads that fail ---- */
