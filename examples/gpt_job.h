@@ -149,13 +149,6 @@ static inline dtrain_status gpt_mean_loss(const gpt_flags *flags, dtrain_comm *w
     return status;
 }
 
-/* The norm that a step's gradients are clipped to; 0: none. With momentum correction they are velocities, which are
- * long. */
-static inline float gpt_clip(const gpt_flags *flags)
-{
-    return flags->compression.feedback.momentum > 0 ? 0 : (float)flags->clip;
-}
-
 /* Writes a step's line of the CSV file. */
 static inline void gpt_write_line(const gpt_job *job, const dtrain_fsdp *fsdp, long step, double loss, double lr,
                                   double norm)

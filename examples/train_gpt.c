@@ -401,7 +401,7 @@ static dtrain_status gpt_step(gpt_job *job, gpt *m, dtrain_comm *world, long ste
     *loss /= (double)((m->local != NULL ? mine : micro) * BT);
     if (status != DTRAIN_OK || !isfinite(*loss))
         return status;
-    status = dtrain_fsdp_clip_grad_norm(m->fsdp, gpt_clip(&job->flags), norm);
+    status = dtrain_fsdp_clip_grad_norm(m->fsdp, (float)job->flags.clip, norm);
     if (status == DTRAIN_OK)
         status = dtrain_fsdp_step(m->fsdp, lr);
     if (status == DTRAIN_OK && m->local != NULL) /* without sharding the optimizer's weights are those of the layers */

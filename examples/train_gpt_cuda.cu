@@ -323,7 +323,7 @@ static dtrain_status gpt_step(gpt_rank *r, long step, float lr, double *loss, do
     if (status == DTRAIN_OK)
         status = dtrain_device_copy(r->c.g.device, r->seen, r->losses, mine * sizeof(double));
     if (status == DTRAIN_OK)
-        status = dtrain_fsdp_clip_grad_norm(r->c.m.fsdp, gpt_clip(&r->job->flags), norm);
+        status = dtrain_fsdp_clip_grad_norm(r->c.m.fsdp, (float)r->job->flags.clip, norm);
     if (status == DTRAIN_OK)
         status = gpt_step_loss(r, mine, loss);
     return status == DTRAIN_OK && isfinite(*loss) ? dtrain_fsdp_step(r->c.m.fsdp, lr) : status;
