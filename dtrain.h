@@ -3247,13 +3247,13 @@ typedef struct dtrain_compressed_stats {
  *     powersgd:4                  76.5    12.54     2.3    3.2358    3.4254
  *
  * WHAT IT COSTS IN A LONGER RUN: how far the loss of train_gpt is from that with float32, after 300 steps on 4 ranks.
- * For SGD it is the loss of the last step, measured with build/train_gpt --ranks 4 --batch 4 --steps 300 --optimizer
- * sgd
- * --lr 0.2. For AdamW it is the held-out loss, measured with tools/loss_table.
+ * For AdamW it is the held-out loss, measured with tools/loss_table. For SGD it is the loss of the last step of
+ *
+ *     build/train_gpt --ranks 4 --batch 4 --steps 300 --optimizer sgd --lr 0.2 --compress int8
  *
  *     --compress                          SGD        AdamW
  *     int8                               -2.9 %      +0.0 %
- *     topk:0.01                          -1.8 %     +43 %
+ *     topk:0.01                          +6.8 %     +43 %
  *     topk:0.01:nofeedback               +5.8 %
  *     topk:0.01:dense:start=60                      +13.1 %
  *     topk:0.01:dense:start=60:adam                  +5.1 %
@@ -5533,7 +5533,8 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
  *
  * The first member that hands in its difference opens a round, which waits up to window_ms for the others. A member
  * that hands in nothing takes part with a weight of 0, and so gets the newest outer weights, too. A round happens on
- * all members that are left, or on none. If a member dies, the others go on (examples/robot_swarm.c).
+ * all members that are left, or on none. If a member dies, the others go on where dtrain_comm_shrink lets them
+ * (examples/robot_swarm.c).
  *
  * Differences travel as float32 or packed (compress), in one piece or in fragments. A round is an all-reduce, or goes
  * through one member that all others can reach (through_server). As float32, both have the same bits. Try train_gpt

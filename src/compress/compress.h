@@ -41,13 +41,13 @@
  *     powersgd:4                  76.5    12.54     2.3    3.2358    3.4254
  *
  * WHAT IT COSTS IN A LONGER RUN: how far the loss of train_gpt is from that with float32, after 300 steps on 4 ranks.
- * For SGD it is the loss of the last step, measured with build/train_gpt --ranks 4 --batch 4 --steps 300 --optimizer
- * sgd
- * --lr 0.2. For AdamW it is the held-out loss, measured with tools/loss_table.
+ * For AdamW it is the held-out loss, measured with tools/loss_table. For SGD it is the loss of the last step of
+ *
+ *     build/train_gpt --ranks 4 --batch 4 --steps 300 --optimizer sgd --lr 0.2 --compress int8
  *
  *     --compress                          SGD        AdamW
  *     int8                               -2.9 %      +0.0 %
- *     topk:0.01                          -1.8 %     +43 %
+ *     topk:0.01                          +6.8 %     +43 %
  *     topk:0.01:nofeedback               +5.8 %
  *     topk:0.01:dense:start=60                      +13.1 %
  *     topk:0.01:dense:start=60:adam                  +5.1 %

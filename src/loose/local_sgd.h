@@ -5,7 +5,8 @@
  *
  * The first member that hands in its difference opens a round, which waits up to window_ms for the others. A member
  * that hands in nothing takes part with a weight of 0, and so gets the newest outer weights, too. A round happens on
- * all members that are left, or on none. If a member dies, the others go on (examples/robot_swarm.c).
+ * all members that are left, or on none. If a member dies, the others go on where dtrain_comm_shrink lets them
+ * (examples/robot_swarm.c).
  *
  * Differences travel as float32 or packed (compress), in one piece or in fragments. A round is an all-reduce, or goes
  * through one member that all others can reach (through_server). As float32, both have the same bits. Try train_gpt
