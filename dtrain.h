@@ -2802,7 +2802,8 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
  * srun has to speak MPI's own protocol for the start: pmi2 for MPICH, pmix for Open MPI, either for Intel MPI.
  *
  * Making a world waits for all its ranks, also in dtrain_comm_create_async. Each world keeps a communicator of MPI until
- * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that.
+ * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that. Destroy
+ * groups before you call MPI_Finalize: after it, calls that need MPI end with DTRAIN_ERR_IO.
  *
  * MPI'S COLLECTIVES, for fabrics with offload: DTRAIN_ALGORITHM_MPI, or DTRAIN_ALGORITHM=mpi in the environment, gives
  * these calls to MPI, blocking or not:
@@ -2842,7 +2843,8 @@ extern "C" {
  *   desc     NULL: all defaults; rank, size, root and token are not read
  *   errors   DTRAIN_ERR_UNSUPPORTED  no library with the ABI; MPI was finalised; or its level of threads: the service
  *                                    thread takes MPI_THREAD_MULTIPLE, DTRAIN_PROGRESS_POLL on the main thread takes any
- *            DTRAIN_ERR_INVALID      MPI is not initialised, or the program uses another one
+ *            DTRAIN_ERR_INVALID      MPI is not initialised, or the program uses another one; MPI_COMM_NULL; an
+ *                                    intercommunicator
  *            DTRAIN_ERR_IO           MPI has failed; the text is MPI's
  *            DTRAIN_ERR_TIMEOUT      not all ranks have called it
  *
@@ -30946,6 +30948,8 @@ typedef MPI_Group dtrain__mpi_group;
 typedef MPI_Errhandler dtrain__mpi_errhandler;
 typedef MPI_Status dtrain__mpi_status;
 #define DTRAIN__MPI_WORLD MPI_COMM_WORLD
+#define DTRAIN__MPI_SELF MPI_COMM_SELF
+#define DTRAIN__MPI_NULL MPI_COMM_NULL
 #define DTRAIN__MPI_BYTE MPI_BYTE
 #define DTRAIN__MPI_RETURN MPI_ERRORS_RETURN
 #define DTRAIN__MPI_NO_STATUS MPI_STATUS_IGNORE
@@ -30972,6 +30976,8 @@ typedef struct dtrain__mpi_status {
     int source, tag, error, reserved[5];
 } dtrain__mpi_status;
 #define DTRAIN__MPI_WORLD ((dtrain__mpi_comm)(uintptr_t)0x101)
+#define DTRAIN__MPI_SELF ((dtrain__mpi_comm)(uintptr_t)0x102)
+#define DTRAIN__MPI_NULL ((dtrain__mpi_comm)(uintptr_t)0x100)
 #define DTRAIN__MPI_BYTE ((dtrain__mpi_datatype)(uintptr_t)0x247)
 #define DTRAIN__MPI_RETURN ((dtrain__mpi_errhandler)(uintptr_t)0x143)
 #define DTRAIN__MPI_NO_STATUS ((dtrain__mpi_status *)0)
@@ -30988,6 +30994,9 @@ enum {
 };
 #endif
 
+typedef int dtrain__mpi_attr_copy(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag);
+typedef int dtrain__mpi_attr_delete(dtrain__mpi_comm comm, int key, void *value, void *extra);
+
 /* Members have MPI's names, without MPI_. */
 typedef struct dtrain__mpi_calls {
     int (*Initialized)(int *flag);
@@ -31001,6 +31010,9 @@ typedef struct dtrain__mpi_calls {
     int (*Comm_idup)(dtrain__mpi_comm comm, dtrain__mpi_comm *copy, dtrain__mpi_request *request);
     int (*Comm_set_errhandler)(dtrain__mpi_comm comm, dtrain__mpi_errhandler handler);
     int (*Comm_get_attr)(dtrain__mpi_comm comm, int key, void *value, int *flag);
+    int (*Comm_set_attr)(dtrain__mpi_comm comm, int key, void *value);
+    int (*Comm_create_keyval)(dtrain__mpi_attr_copy *copy, dtrain__mpi_attr_delete *ends, int *key, void *extra);
+    int (*Comm_test_inter)(dtrain__mpi_comm comm, int *flag);
     int (*Isend)(const void *data, int count, dtrain__mpi_datatype type, int to, int tag, dtrain__mpi_comm comm,
                  dtrain__mpi_request *request);
     int (*Improbe)(int from, int tag, dtrain__mpi_comm comm, int *flag, dtrain__mpi_message *message,
@@ -31039,6 +31051,9 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Comm_idup) \
     DTRAIN__MPI_TAKE(Comm_set_errhandler) \
     DTRAIN__MPI_TAKE(Comm_get_attr) \
+    DTRAIN__MPI_TAKE(Comm_set_attr) \
+    DTRAIN__MPI_TAKE(Comm_create_keyval) \
+    DTRAIN__MPI_TAKE(Comm_test_inter) \
     DTRAIN__MPI_TAKE(Isend) \
     DTRAIN__MPI_TAKE(Improbe) \
     DTRAIN__MPI_TAKE(Imrecv) \
@@ -31058,6 +31073,7 @@ typedef struct dtrain__mpi_calls {
 static struct dtrain__mpi {
     dtrain__mpi_calls call;
     int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
+    int watched, over;     /* over: MPI_Finalize has begun, so nothing here may call MPI */
     int worlds;            /* first lanes that are open */
     long owner;            /* the process in which dtrain has initialised it; 0: the program has */
     char library[256 + 1]; /* what was loaded */
@@ -31137,13 +31153,56 @@ static dtrain_status dtrain__mpi_error(const char *call, int code)
  * ends with an open world has failed: its launcher is to see that, and its service thread is still in MPI. */
 static void dtrain__mpi_finalize(void)
 {
-    int over = 1;
     if (dtrain__mpi.owner != dtrain__os_pid()) /* a forked child */
         return;
     dtrain__os_lock(&dtrain__mpi_mutex);
-    if (!dtrain__mpi.failed && dtrain__mpi.worlds == 0 && dtrain__mpi.call.Finalized(&over) == 0 && !over)
-        dtrain__mpi.call.Finalize();
+    int ends = !dtrain__mpi.failed && dtrain__mpi.worlds == 0 && !dtrain__mpi.over;
     dtrain__os_unlock(&dtrain__mpi_mutex);
+    if (ends)
+        dtrain__mpi.call.Finalize();
+}
+
+static int dtrain__mpi_attr_none(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag)
+{
+    (void)comm, (void)key, (void)extra, (void)value, (void)copy;
+    *flag = 0;
+    return 0;
+}
+
+/* MPI_Finalize calls it first, and waits until it returns: MPI 5.0, 11.4.3. No thread of dtrain calls MPI after it. */
+static int dtrain__mpi_attr_ends(dtrain__mpi_comm comm, int key, void *value, void *extra)
+{
+    (void)comm, (void)key, (void)value, (void)extra;
+    dtrain__os_lock(&dtrain__mpi_mutex);
+    dtrain__mpi.over = 1;
+    int worlds = dtrain__mpi.worlds;
+    dtrain__os_unlock(&dtrain__mpi_mutex);
+    if (worlds > 0)
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "MPI: MPI_Finalize was called while %d worlds over MPI are open, so their calls fail now: call "
+                    "dtrain_comm_destroy before MPI_Finalize",
+                    worlds);
+    return 0;
+}
+
+static dtrain_status dtrain__mpi_watch(void)
+{
+    int key = 0;
+    int code = dtrain__mpi.call.Comm_create_keyval(dtrain__mpi_attr_none, dtrain__mpi_attr_ends, &key, NULL);
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_set_attr(DTRAIN__MPI_SELF, key, NULL);
+    dtrain__mpi.watched = code == 0;
+    return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_set_attr", code);
+}
+
+/* Whether MPI_Finalize has begun; the caller holds the lock. */
+static dtrain_status dtrain__mpi_usable(void)
+{
+    return !dtrain__mpi.over
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                              "MPI: the program has called MPI_Finalize, which ends groups over MPI: call "
+                              "dtrain_comm_destroy before it");
 }
 
 /* Whether this thread may call MPI, and others later, at the level that MPI has. */
@@ -31190,7 +31249,8 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offload
         dtrain__mpi.owner = dtrain__os_pid();
         atexit(dtrain__mpi_finalize);
     }
-    return dtrain__mpi_level(polls);
+    status = dtrain__mpi.watched ? DTRAIN_OK : dtrain__mpi_watch();
+    return status == DTRAIN_OK ? dtrain__mpi_level(polls) : status;
 }
 
 /* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
@@ -31523,9 +31583,9 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
     for (unsigned turn = 0;; turn++) {
         size_t sent = 0, received = 0;
-        dtrain_status status = DTRAIN_OK;
         dtrain__os_lock(&dtrain__mpi_mutex);
-        if (in != NULL)
+        dtrain_status status = dtrain__mpi_usable();
+        if (status == DTRAIN_OK && in != NULL)
             status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, &received);
         if (status == DTRAIN_OK && out != NULL)
             status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
@@ -31578,7 +31638,8 @@ static void dtrain__mpi_lane_destroy(void *self)
     while (left) {
         left = 0;
         dtrain__os_lock(&dtrain__mpi_mutex);
-        for (int peer = 0; peer < lane->size && !dtrain__mpi.failed; peer++) {
+        int dead = dtrain__mpi.failed || dtrain__mpi.over;
+        for (int peer = 0; peer < lane->size && !dead; peer++) {
             dtrain__mpi_stream *stream = &lane->streams[peer];
             for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
                 left += dtrain__mpi_ended(&stream->slot[i]) == 0;
@@ -31586,11 +31647,11 @@ static void dtrain__mpi_lane_destroy(void *self)
             left += dtrain__mpi_ended(&stream->arriving) == 0;
             left += dtrain__mpi_ended(&stream->offering) == 0;
         }
-        left += !dtrain__mpi.failed && dtrain__mpi_ended(&lane->collective) == 0;
-        left += !dtrain__mpi.failed && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
+        left += !dead && dtrain__mpi_ended(&lane->collective) == 0;
+        left += !dead && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
         dtrain__mpi.failed |= stuck;
-        left = dtrain__mpi.failed ? -1 : left;
+        left = dtrain__mpi.failed || dead ? -1 : left;
         dtrain__os_unlock(&dtrain__mpi_mutex);
         if (stuck)
             dtrain__log(DTRAIN_LOG_WARN,
@@ -31655,7 +31716,8 @@ static int dtrain__mpi_alive(void *self, int peer)
     if (lane->heartbeat_ns == 0)
         return -1;
     dtrain__os_lock(&dtrain__mpi_mutex);
-    for (size_t bytes = 1; bytes > 0 && !lost;) {
+    int over = dtrain__mpi.over; /* a call that needs the peer says it better */
+    for (size_t bytes = 1; bytes > 0 && !lost && !over;) {
         dtrain__mpi_flight coming;
         memset(&coming, 0, sizeof coming);
         bytes = sizeof stream->offer;
@@ -31665,12 +31727,12 @@ static int dtrain__mpi_alive(void *self, int peer)
             lost = dtrain__mpi_ended(&coming) < 0;
         stream->heard_ns = bytes > 0 || stream->heard_ns == 0 ? now : stream->heard_ns;
     }
-    if (!lost && now - stream->told_ns > lane->heartbeat_ns / 4 && dtrain__mpi_ended(&stream->offering) > 0) {
+    if (!lost && !over && now - stream->told_ns > lane->heartbeat_ns / 4 && dtrain__mpi_ended(&stream->offering) > 0) {
         lost =
             dtrain__mpi_fly(lane, peer, lane->tag + 1, (unsigned char *)stream->own, 1, &stream->offering) != DTRAIN_OK;
         stream->told_ns = now;
     }
-    lost = lost || now - stream->heard_ns > lane->heartbeat_ns;
+    lost = lost || (!over && now - stream->heard_ns > lane->heartbeat_ns);
     dtrain__mpi.failed |= lost;
     dtrain__os_unlock(&dtrain__mpi_mutex);
     return lost ? -2 : 1;
@@ -31712,16 +31774,30 @@ typedef struct dtrain__mpi_copy {
     dtrain__mpi_flight flight;
 } dtrain__mpi_copy;
 
+static dtrain_status dtrain__mpi_copy_begin(dtrain__mpi_copy *copy, dtrain__mpi_comm given)
+{
+    int inter = 0;
+    dtrain_status status = dtrain__mpi_usable();
+    if (status != DTRAIN_OK)
+        return status;
+    int code = given != DTRAIN__MPI_NULL ? dtrain__mpi.call.Comm_test_inter(given, &inter) : 0;
+    if (given == DTRAIN__MPI_NULL || inter)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_mpi: the communicator is %s; give one of which this rank is a member",
+                            inter ? "between two groups" : "MPI_COMM_NULL, as MPI_Comm_split gives for MPI_UNDEFINED");
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request);
+    copy->flight.bytes = 1;
+    return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_idup", code);
+}
+
 /* Waits until all ranks have come to make the copy. Returns 0 with an error. */
 static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
 {
     dtrain__os_lock(&dtrain__mpi_mutex);
-    int code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request), ended = code == 0 ? 0 : -1;
-    if (code != 0)
-        dtrain__mpi_error("Comm_idup", code);
-    copy->flight.bytes = 1;
+    int ended = dtrain__mpi_copy_begin(copy, given) == DTRAIN_OK ? 0 : -1;
     while (ended == 0 && dtrain__os_now_ns() < until) {
-        ended = dtrain__mpi_ended(&copy->flight);
+        ended = dtrain__mpi_usable() == DTRAIN_OK ? dtrain__mpi_ended(&copy->flight) : -1;
         dtrain__os_unlock(&dtrain__mpi_mutex); /* others may have to move for a rank to come here */
         if (ended == 0)
             dtrain__os_sleep(50000);
@@ -31742,7 +31818,8 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
 {
     int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
     dtrain__os_lock(&dtrain__mpi_mutex);
-    int code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
+    dtrain_status status = dtrain__mpi_usable();
+    int code = status == DTRAIN_OK ? dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
     if (code == 0)
         code = dtrain__mpi.call.Comm_rank(comm, &rank);
     if (code == 0)
@@ -31751,11 +31828,11 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
         code = dtrain__mpi.call.Query_thread(&level);
     if (code == 0)
         code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
-    if (code != 0)
-        dtrain__mpi_error("Comm_get_attr", code);
+    if (code != 0 && status == DTRAIN_OK)
+        status = dtrain__mpi_error("Comm_get_attr", code);
     dtrain__os_unlock(&dtrain__mpi_mutex);
-    if (code != 0)
-        return DTRAIN_ERR_IO;
+    if (status != DTRAIN_OK)
+        return status;
     dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
     if (lane == NULL)
         return DTRAIN_ERR_MEMORY;
@@ -31769,7 +31846,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;
     table->host = dtrain__mpi_host;
-    dtrain_status status = dtrain__mpi_learn_hosts(lane, rank, until_ns);
+    status = dtrain__mpi_learn_hosts(lane, rank, until_ns);
     if (status != DTRAIN_OK)
         dtrain__mpi_lane_destroy(lane);
     return status;
@@ -31785,8 +31862,11 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a copy of the communicator");
     timeout_ms = timeout_ms != 0 ? timeout_ms : 60000;
     int64_t until_ns = timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(timeout_ms);
-    if (!dtrain__mpi_copied(copy, given, timeout_ms, until_ns))
-        return dtrain__thread_error.status; /* MPI may still write to the copy */
+    if (!dtrain__mpi_copied(copy, given, timeout_ms, until_ns)) {
+        if (copy->flight.bytes == 0) /* else MPI may still write to the copy */
+            dtrain__free(&heap, copy);
+        return dtrain__thread_error.status;
+    }
     dtrain_status status =
         dtrain__mpi_describe(table, copy->comm, polls, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
     dtrain__free(&heap, copy);
@@ -31984,10 +32064,10 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
 {
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
     for (unsigned turn = 0;; turn++) {
-        dtrain_status status = DTRAIN_OK;
         int ended = -1;
         dtrain__os_lock(&dtrain__mpi_mutex);
-        if (lane->collective.bytes == 0)
+        dtrain_status status = dtrain__mpi_usable();
+        if (status == DTRAIN_OK && lane->collective.bytes == 0)
             status = dtrain__mpi_offload_begin(lane, call);
         if (status == DTRAIN_OK)
             ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;

@@ -19,7 +19,8 @@
  * srun has to speak MPI's own protocol for the start: pmi2 for MPICH, pmix for Open MPI, either for Intel MPI.
  *
  * Making a world waits for all its ranks, also in dtrain_comm_create_async. Each world keeps a communicator of MPI until
- * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that.
+ * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that. Destroy
+ * groups before you call MPI_Finalize: after it, calls that need MPI end with DTRAIN_ERR_IO.
  *
  * MPI'S COLLECTIVES, for fabrics with offload: DTRAIN_ALGORITHM_MPI, or DTRAIN_ALGORITHM=mpi in the environment, gives
  * these calls to MPI, blocking or not:
@@ -60,7 +61,8 @@ extern "C" {
  *   desc     NULL: all defaults; rank, size, root and token are not read
  *   errors   DTRAIN_ERR_UNSUPPORTED  no library with the ABI; MPI was finalised; or its level of threads: the service
  *                                    thread takes MPI_THREAD_MULTIPLE, DTRAIN_PROGRESS_POLL on the main thread takes any
- *            DTRAIN_ERR_INVALID      MPI is not initialised, or the program uses another one
+ *            DTRAIN_ERR_INVALID      MPI is not initialised, or the program uses another one; MPI_COMM_NULL; an
+ *                                    intercommunicator
  *            DTRAIN_ERR_IO           MPI has failed; the text is MPI's
  *            DTRAIN_ERR_TIMEOUT      not all ranks have called it
  *

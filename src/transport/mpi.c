@@ -321,9 +321,9 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
     for (unsigned turn = 0;; turn++) {
         size_t sent = 0, received = 0;
-        dtrain_status status = DTRAIN_OK;
         dtrain__os_lock(&dtrain__mpi_mutex);
-        if (in != NULL)
+        dtrain_status status = dtrain__mpi_usable();
+        if (status == DTRAIN_OK && in != NULL)
             status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, &received);
         if (status == DTRAIN_OK && out != NULL)
             status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
@@ -376,7 +376,8 @@ static void dtrain__mpi_lane_destroy(void *self)
     while (left) {
         left = 0;
         dtrain__os_lock(&dtrain__mpi_mutex);
-        for (int peer = 0; peer < lane->size && !dtrain__mpi.failed; peer++) {
+        int dead = dtrain__mpi.failed || dtrain__mpi.over;
+        for (int peer = 0; peer < lane->size && !dead; peer++) {
             dtrain__mpi_stream *stream = &lane->streams[peer];
             for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
                 left += dtrain__mpi_ended(&stream->slot[i]) == 0;
@@ -384,11 +385,11 @@ static void dtrain__mpi_lane_destroy(void *self)
             left += dtrain__mpi_ended(&stream->arriving) == 0;
             left += dtrain__mpi_ended(&stream->offering) == 0;
         }
-        left += !dtrain__mpi.failed && dtrain__mpi_ended(&lane->collective) == 0;
-        left += !dtrain__mpi.failed && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
+        left += !dead && dtrain__mpi_ended(&lane->collective) == 0;
+        left += !dead && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
         dtrain__mpi.failed |= stuck;
-        left = dtrain__mpi.failed ? -1 : left;
+        left = dtrain__mpi.failed || dead ? -1 : left;
         dtrain__os_unlock(&dtrain__mpi_mutex);
         if (stuck)
             dtrain__log(DTRAIN_LOG_WARN,
@@ -453,7 +454,8 @@ static int dtrain__mpi_alive(void *self, int peer)
     if (lane->heartbeat_ns == 0)
         return -1;
     dtrain__os_lock(&dtrain__mpi_mutex);
-    for (size_t bytes = 1; bytes > 0 && !lost;) {
+    int over = dtrain__mpi.over; /* a call that needs the peer says it better */
+    for (size_t bytes = 1; bytes > 0 && !lost && !over;) {
         dtrain__mpi_flight coming;
         memset(&coming, 0, sizeof coming);
         bytes = sizeof stream->offer;
@@ -463,12 +465,12 @@ static int dtrain__mpi_alive(void *self, int peer)
             lost = dtrain__mpi_ended(&coming) < 0;
         stream->heard_ns = bytes > 0 || stream->heard_ns == 0 ? now : stream->heard_ns;
     }
-    if (!lost && now - stream->told_ns > lane->heartbeat_ns / 4 && dtrain__mpi_ended(&stream->offering) > 0) {
+    if (!lost && !over && now - stream->told_ns > lane->heartbeat_ns / 4 && dtrain__mpi_ended(&stream->offering) > 0) {
         lost =
             dtrain__mpi_fly(lane, peer, lane->tag + 1, (unsigned char *)stream->own, 1, &stream->offering) != DTRAIN_OK;
         stream->told_ns = now;
     }
-    lost = lost || now - stream->heard_ns > lane->heartbeat_ns;
+    lost = lost || (!over && now - stream->heard_ns > lane->heartbeat_ns);
     dtrain__mpi.failed |= lost;
     dtrain__os_unlock(&dtrain__mpi_mutex);
     return lost ? -2 : 1;
@@ -510,16 +512,30 @@ typedef struct dtrain__mpi_copy {
     dtrain__mpi_flight flight;
 } dtrain__mpi_copy;
 
+static dtrain_status dtrain__mpi_copy_begin(dtrain__mpi_copy *copy, dtrain__mpi_comm given)
+{
+    int inter = 0;
+    dtrain_status status = dtrain__mpi_usable();
+    if (status != DTRAIN_OK)
+        return status;
+    int code = given != DTRAIN__MPI_NULL ? dtrain__mpi.call.Comm_test_inter(given, &inter) : 0;
+    if (given == DTRAIN__MPI_NULL || inter)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_mpi: the communicator is %s; give one of which this rank is a member",
+                            inter ? "between two groups" : "MPI_COMM_NULL, as MPI_Comm_split gives for MPI_UNDEFINED");
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request);
+    copy->flight.bytes = 1;
+    return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_idup", code);
+}
+
 /* Waits until all ranks have come to make the copy. Returns 0 with an error. */
 static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
 {
     dtrain__os_lock(&dtrain__mpi_mutex);
-    int code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request), ended = code == 0 ? 0 : -1;
-    if (code != 0)
-        dtrain__mpi_error("Comm_idup", code);
-    copy->flight.bytes = 1;
+    int ended = dtrain__mpi_copy_begin(copy, given) == DTRAIN_OK ? 0 : -1;
     while (ended == 0 && dtrain__os_now_ns() < until) {
-        ended = dtrain__mpi_ended(&copy->flight);
+        ended = dtrain__mpi_usable() == DTRAIN_OK ? dtrain__mpi_ended(&copy->flight) : -1;
         dtrain__os_unlock(&dtrain__mpi_mutex); /* others may have to move for a rank to come here */
         if (ended == 0)
             dtrain__os_sleep(50000);
@@ -540,7 +556,8 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
 {
     int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
     dtrain__os_lock(&dtrain__mpi_mutex);
-    int code = dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN);
+    dtrain_status status = dtrain__mpi_usable();
+    int code = status == DTRAIN_OK ? dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
     if (code == 0)
         code = dtrain__mpi.call.Comm_rank(comm, &rank);
     if (code == 0)
@@ -549,11 +566,11 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
         code = dtrain__mpi.call.Query_thread(&level);
     if (code == 0)
         code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
-    if (code != 0)
-        dtrain__mpi_error("Comm_get_attr", code);
+    if (code != 0 && status == DTRAIN_OK)
+        status = dtrain__mpi_error("Comm_get_attr", code);
     dtrain__os_unlock(&dtrain__mpi_mutex);
-    if (code != 0)
-        return DTRAIN_ERR_IO;
+    if (status != DTRAIN_OK)
+        return status;
     dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
     if (lane == NULL)
         return DTRAIN_ERR_MEMORY;
@@ -567,7 +584,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;
     table->host = dtrain__mpi_host;
-    dtrain_status status = dtrain__mpi_learn_hosts(lane, rank, until_ns);
+    status = dtrain__mpi_learn_hosts(lane, rank, until_ns);
     if (status != DTRAIN_OK)
         dtrain__mpi_lane_destroy(lane);
     return status;
@@ -583,8 +600,11 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a copy of the communicator");
     timeout_ms = timeout_ms != 0 ? timeout_ms : 60000;
     int64_t until_ns = timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(timeout_ms);
-    if (!dtrain__mpi_copied(copy, given, timeout_ms, until_ns))
-        return dtrain__thread_error.status; /* MPI may still write to the copy */
+    if (!dtrain__mpi_copied(copy, given, timeout_ms, until_ns)) {
+        if (copy->flight.bytes == 0) /* else MPI may still write to the copy */
+            dtrain__free(&heap, copy);
+        return dtrain__thread_error.status;
+    }
     dtrain_status status =
         dtrain__mpi_describe(table, copy->comm, polls, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
     dtrain__free(&heap, copy);

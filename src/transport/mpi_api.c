@@ -17,6 +17,8 @@ typedef MPI_Group dtrain__mpi_group;
 typedef MPI_Errhandler dtrain__mpi_errhandler;
 typedef MPI_Status dtrain__mpi_status;
 #define DTRAIN__MPI_WORLD MPI_COMM_WORLD
+#define DTRAIN__MPI_SELF MPI_COMM_SELF
+#define DTRAIN__MPI_NULL MPI_COMM_NULL
 #define DTRAIN__MPI_BYTE MPI_BYTE
 #define DTRAIN__MPI_RETURN MPI_ERRORS_RETURN
 #define DTRAIN__MPI_NO_STATUS MPI_STATUS_IGNORE
@@ -43,6 +45,8 @@ typedef struct dtrain__mpi_status {
     int source, tag, error, reserved[5];
 } dtrain__mpi_status;
 #define DTRAIN__MPI_WORLD ((dtrain__mpi_comm)(uintptr_t)0x101)
+#define DTRAIN__MPI_SELF ((dtrain__mpi_comm)(uintptr_t)0x102)
+#define DTRAIN__MPI_NULL ((dtrain__mpi_comm)(uintptr_t)0x100)
 #define DTRAIN__MPI_BYTE ((dtrain__mpi_datatype)(uintptr_t)0x247)
 #define DTRAIN__MPI_RETURN ((dtrain__mpi_errhandler)(uintptr_t)0x143)
 #define DTRAIN__MPI_NO_STATUS ((dtrain__mpi_status *)0)
@@ -59,6 +63,9 @@ enum {
 };
 #endif
 
+typedef int dtrain__mpi_attr_copy(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag);
+typedef int dtrain__mpi_attr_delete(dtrain__mpi_comm comm, int key, void *value, void *extra);
+
 /* Members have MPI's names, without MPI_. */
 typedef struct dtrain__mpi_calls {
     int (*Initialized)(int *flag);
@@ -72,6 +79,9 @@ typedef struct dtrain__mpi_calls {
     int (*Comm_idup)(dtrain__mpi_comm comm, dtrain__mpi_comm *copy, dtrain__mpi_request *request);
     int (*Comm_set_errhandler)(dtrain__mpi_comm comm, dtrain__mpi_errhandler handler);
     int (*Comm_get_attr)(dtrain__mpi_comm comm, int key, void *value, int *flag);
+    int (*Comm_set_attr)(dtrain__mpi_comm comm, int key, void *value);
+    int (*Comm_create_keyval)(dtrain__mpi_attr_copy *copy, dtrain__mpi_attr_delete *ends, int *key, void *extra);
+    int (*Comm_test_inter)(dtrain__mpi_comm comm, int *flag);
     int (*Isend)(const void *data, int count, dtrain__mpi_datatype type, int to, int tag, dtrain__mpi_comm comm,
                  dtrain__mpi_request *request);
     int (*Improbe)(int from, int tag, dtrain__mpi_comm comm, int *flag, dtrain__mpi_message *message,
@@ -110,6 +120,9 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Comm_idup) \
     DTRAIN__MPI_TAKE(Comm_set_errhandler) \
     DTRAIN__MPI_TAKE(Comm_get_attr) \
+    DTRAIN__MPI_TAKE(Comm_set_attr) \
+    DTRAIN__MPI_TAKE(Comm_create_keyval) \
+    DTRAIN__MPI_TAKE(Comm_test_inter) \
     DTRAIN__MPI_TAKE(Isend) \
     DTRAIN__MPI_TAKE(Improbe) \
     DTRAIN__MPI_TAKE(Imrecv) \
@@ -129,6 +142,7 @@ typedef struct dtrain__mpi_calls {
 static struct dtrain__mpi {
     dtrain__mpi_calls call;
     int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
+    int watched, over;     /* over: MPI_Finalize has begun, so nothing here may call MPI */
     int worlds;            /* first lanes that are open */
     long owner;            /* the process in which dtrain has initialised it; 0: the program has */
     char library[256 + 1]; /* what was loaded */
@@ -208,13 +222,56 @@ static dtrain_status dtrain__mpi_error(const char *call, int code)
  * ends with an open world has failed: its launcher is to see that, and its service thread is still in MPI. */
 static void dtrain__mpi_finalize(void)
 {
-    int over = 1;
     if (dtrain__mpi.owner != dtrain__os_pid()) /* a forked child */
         return;
     dtrain__os_lock(&dtrain__mpi_mutex);
-    if (!dtrain__mpi.failed && dtrain__mpi.worlds == 0 && dtrain__mpi.call.Finalized(&over) == 0 && !over)
-        dtrain__mpi.call.Finalize();
+    int ends = !dtrain__mpi.failed && dtrain__mpi.worlds == 0 && !dtrain__mpi.over;
     dtrain__os_unlock(&dtrain__mpi_mutex);
+    if (ends)
+        dtrain__mpi.call.Finalize();
+}
+
+static int dtrain__mpi_attr_none(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag)
+{
+    (void)comm, (void)key, (void)extra, (void)value, (void)copy;
+    *flag = 0;
+    return 0;
+}
+
+/* MPI_Finalize calls it first, and waits until it returns: MPI 5.0, 11.4.3. No thread of dtrain calls MPI after it. */
+static int dtrain__mpi_attr_ends(dtrain__mpi_comm comm, int key, void *value, void *extra)
+{
+    (void)comm, (void)key, (void)value, (void)extra;
+    dtrain__os_lock(&dtrain__mpi_mutex);
+    dtrain__mpi.over = 1;
+    int worlds = dtrain__mpi.worlds;
+    dtrain__os_unlock(&dtrain__mpi_mutex);
+    if (worlds > 0)
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "MPI: MPI_Finalize was called while %d worlds over MPI are open, so their calls fail now: call "
+                    "dtrain_comm_destroy before MPI_Finalize",
+                    worlds);
+    return 0;
+}
+
+static dtrain_status dtrain__mpi_watch(void)
+{
+    int key = 0;
+    int code = dtrain__mpi.call.Comm_create_keyval(dtrain__mpi_attr_none, dtrain__mpi_attr_ends, &key, NULL);
+    if (code == 0)
+        code = dtrain__mpi.call.Comm_set_attr(DTRAIN__MPI_SELF, key, NULL);
+    dtrain__mpi.watched = code == 0;
+    return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_set_attr", code);
+}
+
+/* Whether MPI_Finalize has begun; the caller holds the lock. */
+static dtrain_status dtrain__mpi_usable(void)
+{
+    return !dtrain__mpi.over
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                              "MPI: the program has called MPI_Finalize, which ends groups over MPI: call "
+                              "dtrain_comm_destroy before it");
 }
 
 /* Whether this thread may call MPI, and others later, at the level that MPI has. */
@@ -261,7 +318,8 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offload
         dtrain__mpi.owner = dtrain__os_pid();
         atexit(dtrain__mpi_finalize);
     }
-    return dtrain__mpi_level(polls);
+    status = dtrain__mpi.watched ? DTRAIN_OK : dtrain__mpi_watch();
+    return status == DTRAIN_OK ? dtrain__mpi_level(polls) : status;
 }
 
 /* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */

@@ -188,10 +188,10 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
 {
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
     for (unsigned turn = 0;; turn++) {
-        dtrain_status status = DTRAIN_OK;
         int ended = -1;
         dtrain__os_lock(&dtrain__mpi_mutex);
-        if (lane->collective.bytes == 0)
+        dtrain_status status = dtrain__mpi_usable();
+        if (status == DTRAIN_OK && lane->collective.bytes == 0)
             status = dtrain__mpi_offload_begin(lane, call);
         if (status == DTRAIN_OK)
             ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;

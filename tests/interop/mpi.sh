@@ -131,6 +131,8 @@ under() { # name
     for level in multiple funneled; do
         timeout 300 $launch 4 $own/beside $level >"$logs" 2>&1
         check $? "$name: a program that uses MPI itself, at level $level"
+        DTRAIN_MPI_SHM=0 timeout 60 $launch 4 $own/beside ends $level >"$logs" 2>&1 && [ "$(grep -o ended "$logs" | wc -l)" -eq 4 ]
+        check $? "$name: calls after MPI_Finalize are errors, at level $level"
     done
     # launchers end a job when its first rank has gone without MPI_Finalize: at least that rank has said its word
     timeout 60 $launch 4 $own/beside late >"$logs" 2>&1

@@ -4,7 +4,8 @@
  *   offload  MPI's collectives in the place of dtrain's, and what ends them
  *   dies     rank 2 kills itself, and the others go on
  *   late     rank 2 does not come to make the group
- *   leaves   all ranks exit with a world open that has initialised MPI */
+ *   leaves   all ranks exit with a world open that has initialised MPI
+ *   ends     all ranks call MPI_Finalize with a world open, and then destroy it */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -226,6 +227,40 @@ static void leaves_a_world_open(void)
     exit(0);
 }
 
+static void finalizes_first(dtrain_comm *world)
+{
+    sums(world, 2);
+    MPI_Finalize();
+    expect(dtrain_barrier(world) == DTRAIN_ERR_IO, "a call after MPI_Finalize");
+    expect(strstr(dtrain_last_error(), "call dtrain_comm_destroy before") != NULL, "its cure");
+    dtrain_comm_destroy(world);
+    expect(dtrain_comm_from_mpi(&world, &(MPI_Comm){MPI_COMM_WORLD}, NULL) == DTRAIN_ERR_UNSUPPORTED,
+           "a world too late");
+    if (!wrong)
+        printf("ended\n");
+    fflush(stdout);
+    exit(wrong);
+}
+
+/* A communicator that this rank is no member of, and one that has two groups. */
+static void refuses_communicators(int rank, const dtrain_comm_desc *desc)
+{
+    dtrain_comm *group = NULL;
+    MPI_Comm some, halves;
+    MPI_Comm_split(MPI_COMM_WORLD, rank == 0 ? MPI_UNDEFINED : 0, 0, &some);
+    if (rank == 0) {
+        expect(dtrain_comm_from_mpi(&group, &some, desc) == DTRAIN_ERR_INVALID, "MPI_COMM_NULL");
+        expect(group == NULL && strstr(dtrain_last_error(), "MPI_COMM_NULL") != NULL, "its name");
+    } else {
+        MPI_Comm_free(&some);
+    }
+    MPI_Comm_split(MPI_COMM_WORLD, rank % 2, 0, &some);
+    MPI_Intercomm_create(some, 0, MPI_COMM_WORLD, 1 - rank % 2, 1, &halves);
+    expect(dtrain_comm_from_mpi(&group, &halves, desc) == DTRAIN_ERR_INVALID, "an intercommunicator");
+    MPI_Comm_free(&halves);
+    MPI_Comm_free(&some);
+}
+
 static void goes_on_without_rank_2(dtrain_comm *world)
 {
     dtrain_comm *rest = NULL;
@@ -245,7 +280,8 @@ static void goes_on_without_rank_2(dtrain_comm *world)
 
 int main(int argc, char **argv)
 {
-    int asked = argc > 1 && strcmp(argv[1], "funneled") == 0 ? MPI_THREAD_FUNNELED : MPI_THREAD_MULTIPLE, level, rank;
+    int asked = argc > 1 && strcmp(argv[argc - 1], "funneled") == 0 ? MPI_THREAD_FUNNELED : MPI_THREAD_MULTIPLE, level,
+        rank;
     dtrain_comm *world = NULL, *half = NULL;
     dtrain_comm_desc desc;
     MPI_Comm colour;
@@ -273,6 +309,9 @@ int main(int argc, char **argv)
     expect(dtrain_comm_from_mpi(&world, &all, &desc) == DTRAIN_OK, "the world");
     if (desc.heartbeat_ms > 0)
         goes_on_without_rank_2(world);
+    if (argc > 1 && strcmp(argv[1], "ends") == 0)
+        finalizes_first(world);
+    refuses_communicators(rank, &desc);
     expect(dtrain_comm_from_mpi(&half, &colour, &desc) == DTRAIN_OK, "half of it");
     expect(dtrain_comm_size(half) == 2 && dtrain_comm_rank(half) == (rank < 2), "its ranks");
     int bad = 0;
