@@ -7315,6 +7315,25 @@ static void *dtrain__os_map_file(int fd, size_t bytes)
     return memory;
 }
 
+#if defined(__linux__) || defined(__NetBSD__)
+/* Gives a file all its room, so that no later write finds the disk full. Returns 0 or an errno. Before Linux 6.4 a
+ * signal ends the call in memory, and what it had allocated is undone: a periodic timer would never let a long one end.
+ * So a piece is allocated with signals blocked, which come between two. */
+static int dtrain__os_allocate(int fd, size_t bytes)
+{
+    const size_t piece = (size_t)16 << 20;
+    sigset_t all, old;
+    int error = 0;
+    sigfillset(&all);
+    for (size_t at = 0; at < bytes && error == 0; at += piece) {
+        pthread_sigmask(SIG_SETMASK, &all, &old);
+        error = posix_fallocate(fd, (off_t)at, (off_t)(bytes - at < piece ? bytes - at : piece));
+        pthread_sigmask(SIG_SETMASK, &old, NULL);
+    }
+    return error;
+}
+#endif
+
 /* Replaces shared pages by a private copy at the same place. Returns 0 or an errno. */
 static int dtrain__os_privately(void *pages, size_t bytes)
 {
@@ -7375,10 +7394,7 @@ static void *dtrain__os_nameless(size_t bytes, int *fd)
         *fd = open("/dev/shm", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (*fd < 0)
         *fd = open("/tmp", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    int error = *fd >= 0 && bytes < dtrain__os_memory_left() ? EINTR : ENOMEM;
-    while (error == EINTR)
-        error = posix_fallocate(*fd, 0, (off_t)bytes); /* so that no later write finds the disk full */
-    if (error == 0)
+    if (*fd >= 0 && bytes < dtrain__os_memory_left() && dtrain__os_allocate(*fd, bytes) == 0)
         memory = dtrain__os_map_file(*fd, bytes);
     if (memory != MAP_FAILED) {
         fcntl(*fd, 1033, DTRAIN__OS_SEALS); /* F_ADD_SEALS; who opens it looks whether they are there */
@@ -7505,9 +7521,7 @@ static int dtrain__os_segment_grow(int fd, size_t bytes)
         return errno;
     int error = 0;
 #if defined(__linux__) || defined(__NetBSD__)
-    do
-        error = posix_fallocate(fd, 0, (off_t)bytes); /* so that no later write finds the disk full */
-    while (error == EINTR);
+    error = dtrain__os_allocate(fd, bytes);
 #endif
     return error != EINVAL && error != EOPNOTSUPP ? error : 0;
 }

@@ -745,6 +745,68 @@ static int writes(const char *path, const char *text)
 }
 
 /* A control group of 2 GiB that is full, of which 1 GiB, 4 MiB and 1 KiB are files and caches that it can drop. */
+/* Before Linux 6.4 a signal that this thread takes ends the call, and what it had allocated is undone. */
+static _Thread_local volatile sig_atomic_t taken;
+static int old_kernel, undone;
+
+static void take(int signal)
+{
+    (void)signal;
+    taken++;
+}
+
+int posix_fallocate(int fd, off_t at, off_t bytes)
+{
+    const struct timespec ms = {0, 1000000};
+    sig_atomic_t before = taken;
+    if (old_kernel)
+        nanosleep(&ms, NULL); /* as long as a call takes */
+    if (taken != before && ++undone < 1000)
+        return EINTR;
+    return fallocate(fd, 0, at, bytes) == 0 ? 0 : errno;
+}
+
+static pthread_t timed;
+static int timer_ends;
+
+static void *timer(void *unused)
+{
+    while (!__atomic_load_n(&timer_ends, __ATOMIC_SEQ_CST)) {
+        pthread_kill(timed, SIGUSR1);
+        usleep(200);
+    }
+    return unused;
+}
+
+TEST(a_periodic_timer_does_not_keep_memory_from_being_made)
+{
+    const size_t bytes = (size_t)40 << 20;
+    struct sigaction action = {.sa_handler = take};
+    pthread_t thread;
+    int number;
+    CHECK_EQ(sigaction(SIGUSR1, &action, NULL), 0);
+    timed = pthread_self();
+    old_kernel = 1;
+    CHECK_EQ(pthread_create(&thread, NULL, timer, NULL), 0);
+    while (taken == 0)
+        sched_yield();
+    unsigned char *memory = (unsigned char *)dtrain__os_share(bytes, &number);
+    sig_atomic_t after = taken;
+    while (taken == after) /* signals come again */
+        sched_yield();
+    __atomic_store_n(&timer_ends, 1, __ATOMIC_SEQ_CST);
+    pthread_join(thread, NULL);
+    old_kernel = 0;
+    CHECK_EQ(undone, 0);
+    if (memory == NULL) {
+        printf("skipped: this system has no memory that processes can share\n");
+        return;
+    }
+    memory[bytes - 1] = 1;
+    dtrain__os_share_close(number);
+    dtrain__os_unmap(memory, bytes);
+}
+
 TEST(a_control_group_has_left_what_it_can_drop)
 {
     fflush(stdout);
