@@ -2152,8 +2152,8 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
 
 /* Leaves the group and frees this end; NULL is legal.
  *
- * It never waits for a peer. The last group over a transport of your own is the exception: it gives peers up to a
- * second to take what was sent to them. Pending work is cancelled, and its handles are freed with the group.
+ * It never waits for a peer, but for two exceptions. The last group over a transport of your own gives peers up to a
+ * second to take what was sent to them. So does a group over TCP if a peer is still sending to this rank. Pending work is cancelled, and its handles are freed with the group.
  *
  *   what peers do                               what they get
  *   receive what this rank has sent             the data
@@ -2402,7 +2402,7 @@ DTRAIN_API_MUST dtrain_status dtrain_send(dtrain_comm *comm, const void *in, siz
  *
  * On a broken group it still takes a message that has arrived whole; without one it fails at once. So what dtrain_send
  * sent before the group broke is not lost. It takes none after dtrain_comm_abort, nor after another call of this rank
- * has stopped in the middle of a message.
+ * has stopped in the middle of a message. A send that has stopped so does not count.
  *
  *   out      count elements
  *   errors   as dtrain_all_reduce; on DTRAIN_ERR_MISMATCH the message has another count or dtype, and out is unchanged
@@ -6081,6 +6081,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -7861,6 +7862,23 @@ static void dtrain__os_end_sending(int fd)
     shutdown(fd, SHUT_WR);
 }
 
+/* Returns how many sent bytes the other host has not confirmed; 0 where the system does not say. */
+static int dtrain__os_unconfirmed(int fd)
+{
+    int bytes = 0;
+#if defined(TIOCOUTQ)
+    if (ioctl(fd, TIOCOUTQ, &bytes) != 0)
+        return 0;
+#elif defined(SO_NWRITE)
+    socklen_t size = sizeof bytes;
+    if (getsockopt(fd, SOL_SOCKET, SO_NWRITE, &bytes, &size) != 0)
+        return 0;
+#else
+    (void)fd;
+#endif
+    return bytes;
+}
+
 /* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
 static int dtrain__os_manners(int fd)
 {
@@ -9218,6 +9236,12 @@ static void dtrain__os_hang_up(int fd)
 static void dtrain__os_end_sending(int fd)
 {
     shutdown((SOCKET)fd, SD_SEND);
+}
+
+static int dtrain__os_unconfirmed(int fd)
+{
+    (void)fd;
+    return 0;
 }
 
 /* Makes a socket non-blocking. Returns 0 or an errno. */
@@ -19913,6 +19937,8 @@ typedef struct dtrain__stream {
     unsigned char *replay; /* the last DTRAIN__REPLAY_BYTES sent; NULL: the stream ends with its connection */
     dtrain__seal *seal;    /* NULL: bytes are not sealed */
     dtrain__shm shm;
+    int mute;     /* 1: sending has failed; what the peer sent before can still be received */
+    int crossed;  /* bytes have come after this end has sent its last */
     int withheld; /* 1: the owner is told that the last byte of `sent` is not sent yet, as sealed bytes wait */
 } dtrain__stream;
 
@@ -19921,6 +19947,7 @@ static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
     if (stream->fd >= 0)
         dtrain__os_hang_up(stream->fd);
     stream->fd = -1;
+    stream->mute = stream->crossed = 0;
     dtrain__shm_close(&stream->shm.page);
 }
 
@@ -19962,10 +19989,11 @@ static int dtrain__stream_seal(dtrain__stream *stream, dtrain_allocator *allocat
     return 1;
 }
 
-/* Returns whether bytes that were taken from the owner must still be sent. */
+/* Returns whether bytes that were taken from the owner must still be sent over this connection. */
 static int dtrain__stream_owes(const dtrain__stream *stream)
 {
-    return stream->again > 0 || (stream->seal != NULL && stream->seal->out_at < stream->seal->out_end);
+    return !stream->mute &&
+           (stream->again > 0 || (stream->seal != NULL && stream->seal->out_at < stream->seal->out_end));
 }
 
 /* Returns whether dtrain__stream_recv has something to return even if poll() does not report the descriptor. */
@@ -20086,6 +20114,33 @@ static void dtrain__stream_end(dtrain__stream *stream)
         dtrain__seal_flush(stream->seal, stream->fd, 0);
     }
     dtrain__os_end_sending(stream->fd);
+}
+
+/* Drops what has come, after the end. If the connection were closed with bytes unread, or if bytes came to it later,
+ * the system would reset it and drop what the peer has not confirmed. Returns whether to wait because the peer still
+ * sends.
+ */
+static int dtrain__stream_drain(dtrain__stream *stream)
+{
+    unsigned char waste[4096];
+    dtrain__address end;
+    ssize_t n = 1;
+    for (int i = 0; i < 4096 && n > 0; i++) {
+        n = dtrain__os_recv(stream->fd, waste, sizeof waste);
+        stream->crossed |= n > 0;
+    }
+    return n >= 0 && stream->crossed && dtrain__net_end(stream->fd, 0, &end) == 0 && !dtrain__net_is_unix(&end) &&
+           dtrain__os_unconfirmed(stream->fd) > 0;
+}
+
+/* Closes a connection so that sent data still arrive. */
+static void dtrain__stream_hang_up(dtrain__stream *stream)
+{
+    if (stream->fd >= 0) {
+        dtrain__stream_end(stream);
+        dtrain__stream_drain(stream);
+    }
+    dtrain__stream_cut(stream);
 }
 
 static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *stream)
@@ -20521,7 +20576,7 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
         dtrain__hub_relay(hub, rank, &reason);
     if (member->control.fd >= 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
-    dtrain__stream_cut(&member->control);
+    dtrain__stream_hang_up(&member->control);
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
@@ -20578,6 +20633,24 @@ static int dtrain__hub_ended(dtrain__hub *hub, int rank, int error)
     return error;
 }
 
+/* Whether a lane moves bytes one way. Over a connection that takes no more, those that have come are still received, as
+ * the peer may have left. But not while a new one is being made: its handshake has told the peer how many have come. */
+static int dtrain__lane_open(const dtrain__lane *lane, int sending)
+{
+    return lane->stream.fd >= 0 && !(lane->stream.mute && (sending || lane->handshake != NULL));
+}
+
+/* A lane's connection takes no more bytes, or none are left on it. */
+static void dtrain__lane_down(dtrain__hub *hub, dtrain__lane *lane, int world, int sending, int error)
+{
+    lane->why = dtrain__hub_ended(hub, world, error);
+    lane->down_ns = lane->stream.mute ? lane->down_ns : dtrain__os_now_ns();
+    if (sending)
+        lane->stream.mute = 1;
+    else
+        dtrain__stream_cut(&lane->stream);
+}
+
 /* Continues the stream over a connection that was just admitted. Errors: DTRAIN_ERR_MEMORY, no memory for its records;
  * DTRAIN_ERR_PEER_LOST, more was lost than can be sent again. */
 static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream, dtrain__handshake *handshake,
@@ -20585,6 +20658,7 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
 {
     if (hub->reconnect_ns > 0 && stream->replay == NULL && stream->sent == 0) /* it must hold everything */
         stream->replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
+    dtrain__stream_cut(stream);
     if (!dtrain__stream_seal(stream, hub->allocator, handshake, &hub->keys))
         return DTRAIN_ERR_MEMORY;
     if (!dtrain__stream_resume(stream, handshake->fd, handshake->peer_received))
@@ -21674,7 +21748,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
-    if (handshake == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns &&
+    if (handshake == NULL && lane->wanted && !dtrain__lane_open(lane, 1) && now >= lane->retry_ns &&
         !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* else each side would drop the other's choice */
@@ -21703,6 +21777,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         lane->links = handshake->peer_received;
     else
         snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
+    lane->retry_ns = now + 50000000; /* until then what is left on the connection before can be received */
     dtrain__hub_free_handshake(hub, &lane->handshake);
     dtrain__hub_tell(hub);
 }
@@ -21750,14 +21825,13 @@ static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
 }
 
 /* Sends again what a broken connection has lost, whether or not this rank has more to send. */
-static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
+static void dtrain__hub_step_again(dtrain__channel *channel, int rank, dtrain__lane *lane)
 {
     if (lane->stream.fd < 0 || !dtrain__stream_owes(&lane->stream) ||
         dtrain__stream_send(&lane->stream, NULL, 0, 0) >= 0)
         return;
-    dtrain__stream_cut(&lane->stream);
-    lane->down_ns = now;
-    lane->wanted = 1;
+    dtrain__lane_down(channel->hub, lane, channel->seat.worlds[rank], 1, errno);
+    lane->wanted = channel->hub->reconnect_ns > 0;
 }
 
 /* Sends one heartbeat: who is silent, and what this rank does. The leader adds what the rank does that the receiver
@@ -21828,9 +21902,9 @@ static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
         for (int i = 0; i < channel->hub->connections; i++) {
             dtrain__lane *lane = &channel->peers[rank].lanes[i];
             dtrain__hub_step_lane(channel, rank, i, now);
-            dtrain__hub_step_again(lane, now);
-            busy |=
-                lane->handshake != NULL || (lane->stream.fd < 0 ? lane->wanted : dtrain__stream_owes(&lane->stream));
+            dtrain__hub_step_again(channel, rank, lane);
+            busy |= lane->handshake != NULL ||
+                    (dtrain__lane_open(lane, 1) ? dtrain__stream_owes(&lane->stream) : lane->wanted);
         }
     channel->attend = busy;
 }
@@ -21879,7 +21953,7 @@ static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, i
         dtrain__lane *lane = &channel->lanes[i];
         if (lane->handshake != NULL)
             dtrain__hub_watch(channel->hub, count, lane->handshake->fd, dtrain__handshake_events(lane->handshake));
-        else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
+        else if (lane->wanted && !dtrain__lane_open(lane, 1) && lane->retry_ns < due)
             due = lane->retry_ns;
         if (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream)) {
             due = dtrain__stream_arm(&lane->stream, 1, &events) ? 0 : due;
@@ -21937,9 +22011,10 @@ static int dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
             if ((channel->peers[rank].awaits & (sending ? POLLOUT : POLLIN)) == 0)
                 continue;
             dtrain__lane *lane = dtrain__channel_lane(channel, rank, sending, &room);
+            if (!dtrain__lane_open(lane, sending))
+                continue;
             here |= dtrain__stream_arm(&lane->stream, sending, &events);
-            if (lane->stream.fd >= 0)
-                dtrain__hub_watch(channel->hub, count, lane->stream.fd, events);
+            dtrain__hub_watch(channel->hub, count, lane->stream.fd, events);
         }
     return here;
 }
@@ -22028,16 +22103,38 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
 #ifndef DTRAIN__CHANNEL
 #define DTRAIN__CHANNEL
 
-/* Closes a connection so that sent data still arrive: the system would drop them if an unread byte were left. */
+#define DTRAIN__PARTING_NS 1000000000 /* that a rank which leaves waits for peers that are still sending to it */
+
 static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
 {
-    unsigned char waste[4096];
-    if (stream->fd >= 0 && !forked) {
-        dtrain__stream_end(stream);
-        for (int i = 0; i < 256 && dtrain__os_recv(stream->fd, waste, sizeof waste) > 0; i++)
-            continue;
+    if (forked)
+        dtrain__stream_cut(stream);
+    else
+        dtrain__stream_hang_up(stream);
+}
+
+/* Ends the channel's connections. Waits where a peer still sends and has not confirmed all that was sent to it. */
+static void dtrain__channel_part(dtrain__channel *channel)
+{
+    dtrain__hub *hub = channel->hub;
+    int count = channel->lanes != NULL ? channel->seat.size * hub->connections : 0, waits = count > 0;
+    int64_t until_ns = dtrain__os_now_ns() + DTRAIN__PARTING_NS;
+    for (int first = 1; waits; first = 0) {
+        waits = 0;
+        dtrain__os_lock(&hub->mutex);
+        for (int i = 0; i < count; i++) {
+            dtrain__stream *stream = &channel->lanes[i].stream;
+            if (stream->fd < 0)
+                continue;
+            if (first)
+                dtrain__stream_end(stream);
+            waits |= dtrain__stream_drain(stream);
+        }
+        dtrain__os_unlock(&hub->mutex);
+        waits = waits && dtrain__os_now_ns() < until_ns;
+        if (waits)
+            dtrain__os_sleep(1000000);
     }
-    dtrain__stream_cut(stream);
 }
 
 static void dtrain__channel_free(dtrain__channel *channel)
@@ -22142,8 +22239,10 @@ static void dtrain__channel_destroy(void *self)
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     int forked = channel->seat.forked, last;
-    if (!forked)
+    if (!forked) {
+        dtrain__channel_part(channel);
         dtrain__os_lock(&hub->mutex);
+    }
     dtrain__seat_unlink(&channel->seat);
     dtrain__consent_left(&hub->council, channel->seat.id, hub->rank);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next)
@@ -22277,7 +22376,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
         unsigned char *data = transfer->data + transfer->moved;
         ssize_t n;
-        if (lane->stream.fd < 0)
+        if (!dtrain__lane_open(lane, sending))
             return dtrain__socket_missing(channel, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
         bytes = bytes < most ? bytes : most;
@@ -22285,9 +22384,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
-            lane->why = dtrain__hub_ended(channel->hub, channel->seat.worlds[transfer->peer], errno);
-            dtrain__stream_cut(&lane->stream);
-            lane->down_ns = dtrain__os_now_ns();
+            dtrain__lane_down(channel->hub, lane, channel->seat.worlds[transfer->peer], sending, errno);
             continue;
         }
         if (n == 0)
@@ -22344,9 +22441,10 @@ static int dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *trans
     if (transfer == NULL)
         return 0;
     dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
+    if (!dtrain__lane_open(lane, sending))
+        return 0;
     int here = dtrain__stream_arm(&lane->stream, sending, &events);
-    if (lane->stream.fd >= 0)
-        dtrain__net_watch(fds, count, lane->stream.fd, events);
+    dtrain__net_watch(fds, count, lane->stream.fd, events);
     return here;
 }
 
@@ -29040,7 +29138,8 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
  *
  *   - its deadline has passed: it can be called again
  *   - it needs a rank that has left: other ranks may not need it, and the transport knows of all worse cases
- *   - it is a message, and the group was broken before: others may still be received
+ *   - it is a message, and the group was broken before: others may still be received. This holds for a send that was
+ *     cut off, too, as it leaves whole what comes
  *
  * Nor does a collective spare the group that the transport still runs. */
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
@@ -29048,7 +29147,8 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
     int broken = dtrain__group_cause(comm) != NULL;
     int left = op->error.status == DTRAIN_ERR_PEER_LOST && !broken;
     int spares = op->error.status == DTRAIN_ERR_TIMEOUT || left || (dtrain__op_is_one_way(op) && broken);
-    if (!spares || dtrain__offload_begun(op) || (left ? !dtrain__message_mends(comm, op) : op->touched)) {
+    int cut = op->touched && !(broken && op->kind == DTRAIN__SEND);
+    if (!spares || dtrain__offload_begun(op) || (left ? !dtrain__message_mends(comm, op) : cut)) {
         comm->broken = op->error;
         if (comm->transport.fail != NULL)
             comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
@@ -29107,7 +29207,7 @@ static int dtrain__message_needs_left(dtrain_comm *comm, dtrain__op *op)
 /* Starts an operation. Returns 1 if that ended it.
  *
  * cause: what the transport knows to have broken the group, or NULL. A recv may still begin on a broken group, unless a
- * call of this rank has stopped in the middle of a message. */
+ * call of this rank other than a send has stopped in the middle of a message. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain__error *cause)
 {
     dtrain__message_number(comm, op);

@@ -34,6 +34,23 @@ static void dtrain__os_end_sending(int fd)
     shutdown(fd, SHUT_WR);
 }
 
+/* Returns how many sent bytes the other host has not confirmed; 0 where the system does not say. */
+static int dtrain__os_unconfirmed(int fd)
+{
+    int bytes = 0;
+#if defined(TIOCOUTQ)
+    if (ioctl(fd, TIOCOUTQ, &bytes) != 0)
+        return 0;
+#elif defined(SO_NWRITE)
+    socklen_t size = sizeof bytes;
+    if (getsockopt(fd, SOL_SOCKET, SO_NWRITE, &bytes, &size) != 0)
+        return 0;
+#else
+    (void)fd;
+#endif
+    return bytes;
+}
+
 /* Makes a descriptor non-blocking, close-on-exec and silent. Returns 0 or an errno. */
 static int dtrain__os_manners(int fd)
 {

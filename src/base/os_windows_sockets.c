@@ -35,6 +35,12 @@ static void dtrain__os_end_sending(int fd)
     shutdown((SOCKET)fd, SD_SEND);
 }
 
+static int dtrain__os_unconfirmed(int fd)
+{
+    (void)fd;
+    return 0;
+}
+
 /* Makes a socket non-blocking. Returns 0 or an errno. */
 static int dtrain__os_manners(int fd)
 {

@@ -272,8 +272,8 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
 
 /* Leaves the group and frees this end; NULL is legal.
  *
- * It never waits for a peer. The last group over a transport of your own is the exception: it gives peers up to a
- * second to take what was sent to them. Pending work is cancelled, and its handles are freed with the group.
+ * It never waits for a peer, but for two exceptions. The last group over a transport of your own gives peers up to a
+ * second to take what was sent to them. So does a group over TCP if a peer is still sending to this rank. Pending work is cancelled, and its handles are freed with the group.
  *
  *   what peers do                               what they get
  *   receive what this rank has sent             the data
@@ -522,7 +522,7 @@ DTRAIN_API_MUST dtrain_status dtrain_send(dtrain_comm *comm, const void *in, siz
  *
  * On a broken group it still takes a message that has arrived whole; without one it fails at once. So what dtrain_send
  * sent before the group broke is not lost. It takes none after dtrain_comm_abort, nor after another call of this rank
- * has stopped in the middle of a message.
+ * has stopped in the middle of a message. A send that has stopped so does not count.
  *
  *   out      count elements
  *   errors   as dtrain_all_reduce; on DTRAIN_ERR_MISMATCH the message has another count or dtype, and out is unchanged

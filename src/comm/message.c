@@ -81,7 +81,8 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
  *
  *   - its deadline has passed: it can be called again
  *   - it needs a rank that has left: other ranks may not need it, and the transport knows of all worse cases
- *   - it is a message, and the group was broken before: others may still be received
+ *   - it is a message, and the group was broken before: others may still be received. This holds for a send that was
+ *     cut off, too, as it leaves whole what comes
  *
  * Nor does a collective spare the group that the transport still runs. */
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
@@ -89,7 +90,8 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
     int broken = dtrain__group_cause(comm) != NULL;
     int left = op->error.status == DTRAIN_ERR_PEER_LOST && !broken;
     int spares = op->error.status == DTRAIN_ERR_TIMEOUT || left || (dtrain__op_is_one_way(op) && broken);
-    if (!spares || dtrain__offload_begun(op) || (left ? !dtrain__message_mends(comm, op) : op->touched)) {
+    int cut = op->touched && !(broken && op->kind == DTRAIN__SEND);
+    if (!spares || dtrain__offload_begun(op) || (left ? !dtrain__message_mends(comm, op) : cut)) {
         comm->broken = op->error;
         if (comm->transport.fail != NULL)
             comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
@@ -148,7 +150,7 @@ static int dtrain__message_needs_left(dtrain_comm *comm, dtrain__op *op)
 /* Starts an operation. Returns 1 if that ended it.
  *
  * cause: what the transport knows to have broken the group, or NULL. A recv may still begin on a broken group, unless a
- * call of this rank has stopped in the middle of a message. */
+ * call of this rank other than a send has stopped in the middle of a message. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain__error *cause)
 {
     dtrain__message_number(comm, op);

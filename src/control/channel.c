@@ -6,16 +6,38 @@
 #define DTRAIN__CHANNEL
 #include "rendezvous.c"
 
-/* Closes a connection so that sent data still arrive: the system would drop them if an unread byte were left. */
+#define DTRAIN__PARTING_NS 1000000000 /* that a rank which leaves waits for peers that are still sending to it */
+
 static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
 {
-    unsigned char waste[4096];
-    if (stream->fd >= 0 && !forked) {
-        dtrain__stream_end(stream);
-        for (int i = 0; i < 256 && dtrain__os_recv(stream->fd, waste, sizeof waste) > 0; i++)
-            continue;
+    if (forked)
+        dtrain__stream_cut(stream);
+    else
+        dtrain__stream_hang_up(stream);
+}
+
+/* Ends the channel's connections. Waits where a peer still sends and has not confirmed all that was sent to it. */
+static void dtrain__channel_part(dtrain__channel *channel)
+{
+    dtrain__hub *hub = channel->hub;
+    int count = channel->lanes != NULL ? channel->seat.size * hub->connections : 0, waits = count > 0;
+    int64_t until_ns = dtrain__os_now_ns() + DTRAIN__PARTING_NS;
+    for (int first = 1; waits; first = 0) {
+        waits = 0;
+        dtrain__os_lock(&hub->mutex);
+        for (int i = 0; i < count; i++) {
+            dtrain__stream *stream = &channel->lanes[i].stream;
+            if (stream->fd < 0)
+                continue;
+            if (first)
+                dtrain__stream_end(stream);
+            waits |= dtrain__stream_drain(stream);
+        }
+        dtrain__os_unlock(&hub->mutex);
+        waits = waits && dtrain__os_now_ns() < until_ns;
+        if (waits)
+            dtrain__os_sleep(1000000);
     }
-    dtrain__stream_cut(stream);
 }
 
 static void dtrain__channel_free(dtrain__channel *channel)
@@ -120,8 +142,10 @@ static void dtrain__channel_destroy(void *self)
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     int forked = channel->seat.forked, last;
-    if (!forked)
+    if (!forked) {
+        dtrain__channel_part(channel);
         dtrain__os_lock(&hub->mutex);
+    }
     dtrain__seat_unlink(&channel->seat);
     dtrain__consent_left(&hub->council, channel->seat.id, hub->rank);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next)

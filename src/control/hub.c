@@ -396,7 +396,7 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
         dtrain__hub_relay(hub, rank, &reason);
     if (member->control.fd >= 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
-    dtrain__stream_cut(&member->control);
+    dtrain__stream_hang_up(&member->control);
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
 }
 
@@ -453,6 +453,24 @@ static int dtrain__hub_ended(dtrain__hub *hub, int rank, int error)
     return error;
 }
 
+/* Whether a lane moves bytes one way. Over a connection that takes no more, those that have come are still received, as
+ * the peer may have left. But not while a new one is being made: its handshake has told the peer how many have come. */
+static int dtrain__lane_open(const dtrain__lane *lane, int sending)
+{
+    return lane->stream.fd >= 0 && !(lane->stream.mute && (sending || lane->handshake != NULL));
+}
+
+/* A lane's connection takes no more bytes, or none are left on it. */
+static void dtrain__lane_down(dtrain__hub *hub, dtrain__lane *lane, int world, int sending, int error)
+{
+    lane->why = dtrain__hub_ended(hub, world, error);
+    lane->down_ns = lane->stream.mute ? lane->down_ns : dtrain__os_now_ns();
+    if (sending)
+        lane->stream.mute = 1;
+    else
+        dtrain__stream_cut(&lane->stream);
+}
+
 /* Continues the stream over a connection that was just admitted. Errors: DTRAIN_ERR_MEMORY, no memory for its records;
  * DTRAIN_ERR_PEER_LOST, more was lost than can be sent again. */
 static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream, dtrain__handshake *handshake,
@@ -460,6 +478,7 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
 {
     if (hub->reconnect_ns > 0 && stream->replay == NULL && stream->sent == 0) /* it must hold everything */
         stream->replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
+    dtrain__stream_cut(stream);
     if (!dtrain__stream_seal(stream, hub->allocator, handshake, &hub->keys))
         return DTRAIN_ERR_MEMORY;
     if (!dtrain__stream_resume(stream, handshake->fd, handshake->peer_received))

@@ -154,7 +154,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
-    if (handshake == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns &&
+    if (handshake == NULL && lane->wanted && !dtrain__lane_open(lane, 1) && now >= lane->retry_ns &&
         !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* else each side would drop the other's choice */
@@ -183,6 +183,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         lane->links = handshake->peer_received;
     else
         snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
+    lane->retry_ns = now + 50000000; /* until then what is left on the connection before can be received */
     dtrain__hub_free_handshake(hub, &lane->handshake);
     dtrain__hub_tell(hub);
 }
@@ -230,14 +231,13 @@ static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
 }
 
 /* Sends again what a broken connection has lost, whether or not this rank has more to send. */
-static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
+static void dtrain__hub_step_again(dtrain__channel *channel, int rank, dtrain__lane *lane)
 {
     if (lane->stream.fd < 0 || !dtrain__stream_owes(&lane->stream) ||
         dtrain__stream_send(&lane->stream, NULL, 0, 0) >= 0)
         return;
-    dtrain__stream_cut(&lane->stream);
-    lane->down_ns = now;
-    lane->wanted = 1;
+    dtrain__lane_down(channel->hub, lane, channel->seat.worlds[rank], 1, errno);
+    lane->wanted = channel->hub->reconnect_ns > 0;
 }
 
 /* Sends one heartbeat: who is silent, and what this rank does. The leader adds what the rank does that the receiver
@@ -308,9 +308,9 @@ static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
         for (int i = 0; i < channel->hub->connections; i++) {
             dtrain__lane *lane = &channel->peers[rank].lanes[i];
             dtrain__hub_step_lane(channel, rank, i, now);
-            dtrain__hub_step_again(lane, now);
-            busy |=
-                lane->handshake != NULL || (lane->stream.fd < 0 ? lane->wanted : dtrain__stream_owes(&lane->stream));
+            dtrain__hub_step_again(channel, rank, lane);
+            busy |= lane->handshake != NULL ||
+                    (dtrain__lane_open(lane, 1) ? dtrain__stream_owes(&lane->stream) : lane->wanted);
         }
     channel->attend = busy;
 }
@@ -359,7 +359,7 @@ static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, i
         dtrain__lane *lane = &channel->lanes[i];
         if (lane->handshake != NULL)
             dtrain__hub_watch(channel->hub, count, lane->handshake->fd, dtrain__handshake_events(lane->handshake));
-        else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
+        else if (lane->wanted && !dtrain__lane_open(lane, 1) && lane->retry_ns < due)
             due = lane->retry_ns;
         if (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream)) {
             due = dtrain__stream_arm(&lane->stream, 1, &events) ? 0 : due;
@@ -417,9 +417,10 @@ static int dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
             if ((channel->peers[rank].awaits & (sending ? POLLOUT : POLLIN)) == 0)
                 continue;
             dtrain__lane *lane = dtrain__channel_lane(channel, rank, sending, &room);
+            if (!dtrain__lane_open(lane, sending))
+                continue;
             here |= dtrain__stream_arm(&lane->stream, sending, &events);
-            if (lane->stream.fd >= 0)
-                dtrain__hub_watch(channel->hub, count, lane->stream.fd, events);
+            dtrain__hub_watch(channel->hub, count, lane->stream.fd, events);
         }
     return here;
 }

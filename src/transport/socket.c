@@ -59,7 +59,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
         unsigned char *data = transfer->data + transfer->moved;
         ssize_t n;
-        if (lane->stream.fd < 0)
+        if (!dtrain__lane_open(lane, sending))
             return dtrain__socket_missing(channel, lane, transfer->peer);
         bytes = bytes < room ? bytes : room;
         bytes = bytes < most ? bytes : most;
@@ -67,9 +67,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
-            lane->why = dtrain__hub_ended(channel->hub, channel->seat.worlds[transfer->peer], errno);
-            dtrain__stream_cut(&lane->stream);
-            lane->down_ns = dtrain__os_now_ns();
+            dtrain__lane_down(channel->hub, lane, channel->seat.worlds[transfer->peer], sending, errno);
             continue;
         }
         if (n == 0)
@@ -126,9 +124,10 @@ static int dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *trans
     if (transfer == NULL)
         return 0;
     dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
+    if (!dtrain__lane_open(lane, sending))
+        return 0;
     int here = dtrain__stream_arm(&lane->stream, sending, &events);
-    if (lane->stream.fd >= 0)
-        dtrain__net_watch(fds, count, lane->stream.fd, events);
+    dtrain__net_watch(fds, count, lane->stream.fd, events);
     return here;
 }
 

@@ -175,6 +175,8 @@ typedef struct dtrain__stream {
     unsigned char *replay; /* the last DTRAIN__REPLAY_BYTES sent; NULL: the stream ends with its connection */
     dtrain__seal *seal;    /* NULL: bytes are not sealed */
     dtrain__shm shm;
+    int mute;     /* 1: sending has failed; what the peer sent before can still be received */
+    int crossed;  /* bytes have come after this end has sent its last */
     int withheld; /* 1: the owner is told that the last byte of `sent` is not sent yet, as sealed bytes wait */
 } dtrain__stream;
 
@@ -183,6 +185,7 @@ static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
     if (stream->fd >= 0)
         dtrain__os_hang_up(stream->fd);
     stream->fd = -1;
+    stream->mute = stream->crossed = 0;
     dtrain__shm_close(&stream->shm.page);
 }
 
@@ -224,10 +227,11 @@ static int dtrain__stream_seal(dtrain__stream *stream, dtrain_allocator *allocat
     return 1;
 }
 
-/* Returns whether bytes that were taken from the owner must still be sent. */
+/* Returns whether bytes that were taken from the owner must still be sent over this connection. */
 static int dtrain__stream_owes(const dtrain__stream *stream)
 {
-    return stream->again > 0 || (stream->seal != NULL && stream->seal->out_at < stream->seal->out_end);
+    return !stream->mute &&
+           (stream->again > 0 || (stream->seal != NULL && stream->seal->out_at < stream->seal->out_end));
 }
 
 /* Returns whether dtrain__stream_recv has something to return even if poll() does not report the descriptor. */
@@ -348,6 +352,33 @@ static void dtrain__stream_end(dtrain__stream *stream)
         dtrain__seal_flush(stream->seal, stream->fd, 0);
     }
     dtrain__os_end_sending(stream->fd);
+}
+
+/* Drops what has come, after the end. If the connection were closed with bytes unread, or if bytes came to it later,
+ * the system would reset it and drop what the peer has not confirmed. Returns whether to wait because the peer still
+ * sends.
+ */
+static int dtrain__stream_drain(dtrain__stream *stream)
+{
+    unsigned char waste[4096];
+    dtrain__address end;
+    ssize_t n = 1;
+    for (int i = 0; i < 4096 && n > 0; i++) {
+        n = dtrain__os_recv(stream->fd, waste, sizeof waste);
+        stream->crossed |= n > 0;
+    }
+    return n >= 0 && stream->crossed && dtrain__net_end(stream->fd, 0, &end) == 0 && !dtrain__net_is_unix(&end) &&
+           dtrain__os_unconfirmed(stream->fd) > 0;
+}
+
+/* Closes a connection so that sent data still arrive. */
+static void dtrain__stream_hang_up(dtrain__stream *stream)
+{
+    if (stream->fd >= 0) {
+        dtrain__stream_end(stream);
+        dtrain__stream_drain(stream);
+    }
+    dtrain__stream_cut(stream);
 }
 
 static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *stream)
