@@ -448,7 +448,8 @@
  *     OpenMP                   Call dtrain outside parallel regions. dtrain uses no OpenMP. dtrun sets OMP_NUM_THREADS
  *                              to 1 unless you set it: else every rank would use all processors.
  *     a frame loop             Use the snippet "A FRAME LOOP". A frame calls dtrain_comm_poll with a budget.
- *     fork()                   Make the group in the process that uses it. A forked child cannot use its parent's.
+ *     fork()                   Make the group in the process that uses it. A forked child cannot use its parent's, and
+ *                              closes its copies of the sockets. So a data loader hides no death of its parent.
  *     print and save           Do it on rank 0: `if (rank == 0)`. Every rank takes part in dtrain_checkpoint_save.
  *
  *   The data loader
@@ -7852,9 +7853,43 @@ static int dtrain__os_socket_error(void)
     return errno;
 }
 
+/* ---- what a forked child closes ----
+ * A program may fork a process that does not use the group, such as a data loader. Its copies of the sockets would hide
+ * the death of its parent from peers, and hold the port. So it closes sockets and pipes that this table has. */
+
+#define DTRAIN__OS_OWNED ((int)1 << 16) /* descriptors from here on are not in the table */
+
+static uint32_t dtrain__os_owned[DTRAIN__OS_OWNED / 32], dtrain__os_owns; /* owns: a fork looks at the table */
+
+/* In a forked child. */
+static void dtrain__os_disown(void)
+{
+    for (int i = 0; i < DTRAIN__OS_OWNED / 32; i++) {
+        uint32_t bits = __atomic_exchange_n(&dtrain__os_owned[i], 0u, __ATOMIC_SEQ_CST);
+        for (int k = 0; bits >> k != 0 && k < 32; k++)
+            if ((bits >> k & 1) != 0)
+                close(32 * i + k);
+    }
+}
+
+/* Enters a new descriptor, if it is one, and returns it. */
+static int dtrain__os_own(int fd)
+{
+    uint32_t nobody = 0;
+    if (fd < 0 || fd >= DTRAIN__OS_OWNED)
+        return fd;
+    if (__atomic_compare_exchange_n(&dtrain__os_owns, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        pthread_atfork(NULL, NULL, dtrain__os_disown);
+    __atomic_fetch_or(&dtrain__os_owned[fd / 32], (uint32_t)1 << fd % 32, __ATOMIC_SEQ_CST);
+    return fd;
+}
+
+/* Closes a socket or pipe. In a forked child that has been done, and the number may now be another file's. */
 static void dtrain__os_hang_up(int fd)
 {
-    close(fd);
+    uint32_t bit = (uint32_t)1 << fd % 32;
+    if (fd >= DTRAIN__OS_OWNED || (__atomic_fetch_and(&dtrain__os_owned[fd / 32], ~bit, __ATOMIC_SEQ_CST) & bit) != 0)
+        close(fd);
 }
 
 static void dtrain__os_end_sending(int fd)
@@ -7908,6 +7943,7 @@ static int dtrain__os_socket(int family, int *fd)
         close(*fd);
         *fd = -1;
     }
+    dtrain__os_own(*fd);
     return error;
 }
 
@@ -8030,6 +8066,8 @@ static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, sockl
     error = dtrain__os_manners(*fd);
     if (error != 0)
         close(*fd);
+    else
+        dtrain__os_own(*fd);
     return error;
 }
 
@@ -8076,7 +8114,7 @@ static int dtrain__os_inherit(int fd)
     socklen_t bytes = sizeof listens;
     if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens)
         return -1;
-    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    return dtrain__os_own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
 }
 
 /* ---- pipes ----
@@ -8093,9 +8131,8 @@ static int dtrain__os_true_pipe(int ends[2])
         error = pipe(ends) == 0 ? 0 : errno;
     if (error != 0)
         return error;
-    error = dtrain__os_manners(ends[0]);
-    if (error == 0)
-        error = dtrain__os_manners(ends[1]);
+    for (int i = 0; i < 2 && error == 0; i++)
+        error = dtrain__os_manners(dtrain__os_own(ends[i]));
     return error;
 }
 
@@ -8110,7 +8147,7 @@ static int dtrain__os_datagrams(uint16_t port)
     at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     if (fd >= 0 && dtrain__os_manners(fd) == 0 &&
         (port != 0 ? connect(fd, (struct sockaddr *)&at, sizeof at) : bind(fd, (struct sockaddr *)&at, sizeof at)) == 0)
-        return fd;
+        return dtrain__os_own(fd);
     if (fd >= 0)
         close(fd);
     return -1;
@@ -8136,7 +8173,7 @@ static int dtrain__os_pipe(int ends[2])
         return dtrain__os_true_pipe(ends);
     if ((ends[1] = dtrain__os_datagrams(dtrain__os_port(ends[0], 0))) >= 0)
         return 0;
-    close(ends[0]);
+    dtrain__os_hang_up(ends[0]);
     return dtrain__os_true_pipe(ends);
 }
 
@@ -8166,7 +8203,7 @@ static int dtrain__os_pipe_open(long process, int fd, uint64_t number)
         close(own);
         own = -1;
     }
-    return own;
+    return dtrain__os_own(own);
 }
 
 /* Empties a pipe. A datagram has one byte. */
@@ -21853,27 +21890,44 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
     dtrain__frame_close(member, begin);
 }
 
+#define DTRAIN__SILENT_NS 1200000000 /* until a member is suspected: it has missed two heartbeats */
+
+/* Judges a member's silence. Returns whether it is lost. On one machine the system is asked whether its process runs: a
+ * process that it started may still hold its connections. */
+static int dtrain__hub_judge(dtrain__hub *hub, int rank, int64_t silent, int64_t now)
+{
+    dtrain__member *member = &hub->members[rank];
+    char how[96];
+    if (member->expected && now - member->down_ns > hub->reconnect_ns) {
+        snprintf(how, sizeof how, "its connection was reset and has not come back within reconnect_ms");
+    } else if (hub->formed && silent > DTRAIN__SILENT_NS && now >= hub->beat_ns && member->control.fd >= 0 &&
+               !member->held && dtrain__hub_dead(hub, rank)) {
+        member->closed = 1;
+        snprintf(how, sizeof how, "its process has ended; one that it started may still hold its connections");
+    } else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
+        snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
+                 (double)silent * 1e-9, member->held ? "; it does not read either" : "");
+    } else {
+        return 0;
+    }
+    dtrain__hub_lost(hub, rank, how);
+    return 1;
+}
+
 /* Sends this rank's heartbeats and judges the silence of others. */
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
-    int64_t longest = 1200000000;
+    int64_t longest = DTRAIN__SILENT_NS;
     int suspect = -1;
     int slept = hub->stepped_ns > 0 && hub->heartbeat_ns > 0 && now - hub->stepped_ns > hub->heartbeat_ns / 2;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         int64_t silent = now - member->heard_ns;
-        char how[96];
         if (!dtrain__hub_linked(hub, rank) || member->gone != DTRAIN__PRESENT || member->heard_ns == 0)
             continue;
         if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
-        else if (member->expected && now - member->down_ns > hub->reconnect_ns)
-            dtrain__hub_lost(hub, rank, "its connection was reset and has not come back within reconnect_ms");
-        else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
-            snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
-                     (double)silent * 1e-9, member->held ? "; it does not read either" : "");
-            dtrain__hub_lost(hub, rank, how);
-        } else if (hub->formed && silent > longest) {
+        else if (!dtrain__hub_judge(hub, rank, silent, now) && hub->formed && silent > longest) {
             longest = silent;
             suspect = rank;
         }
@@ -22638,8 +22692,10 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
                             hub->root, dtrain__net_text(&chosen).text, dtrain__os_error_text(error),
-                            error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address"
-                                                : "");
+                            error == EADDRINUSE
+                                ? "; another group, an earlier one, or a process that a rank of it started, uses it: "
+                                  "choose another address, or end that"
+                                : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
         dtrain__socket_set_port(hub, dtrain__net_port(&hub->listening));
     return DTRAIN_OK;

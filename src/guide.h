@@ -162,7 +162,8 @@
  *     OpenMP                   Call dtrain outside parallel regions. dtrain uses no OpenMP. dtrun sets OMP_NUM_THREADS
  *                              to 1 unless you set it: else every rank would use all processors.
  *     a frame loop             Use the snippet "A FRAME LOOP". A frame calls dtrain_comm_poll with a budget.
- *     fork()                   Make the group in the process that uses it. A forked child cannot use its parent's.
+ *     fork()                   Make the group in the process that uses it. A forked child cannot use its parent's, and
+ *                              closes its copies of the sockets. So a data loader hides no death of its parent.
  *     print and save           Do it on rank 0: `if (rank == 0)`. Every rank takes part in dtrain_checkpoint_save.
  *
  *   The data loader

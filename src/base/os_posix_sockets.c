@@ -24,9 +24,43 @@ static int dtrain__os_socket_error(void)
     return errno;
 }
 
+/* ---- what a forked child closes ----
+ * A program may fork a process that does not use the group, such as a data loader. Its copies of the sockets would hide
+ * the death of its parent from peers, and hold the port. So it closes sockets and pipes that this table has. */
+
+#define DTRAIN__OS_OWNED ((int)1 << 16) /* descriptors from here on are not in the table */
+
+static uint32_t dtrain__os_owned[DTRAIN__OS_OWNED / 32], dtrain__os_owns; /* owns: a fork looks at the table */
+
+/* In a forked child. */
+static void dtrain__os_disown(void)
+{
+    for (int i = 0; i < DTRAIN__OS_OWNED / 32; i++) {
+        uint32_t bits = __atomic_exchange_n(&dtrain__os_owned[i], 0u, __ATOMIC_SEQ_CST);
+        for (int k = 0; bits >> k != 0 && k < 32; k++)
+            if ((bits >> k & 1) != 0)
+                close(32 * i + k);
+    }
+}
+
+/* Enters a new descriptor, if it is one, and returns it. */
+static int dtrain__os_own(int fd)
+{
+    uint32_t nobody = 0;
+    if (fd < 0 || fd >= DTRAIN__OS_OWNED)
+        return fd;
+    if (__atomic_compare_exchange_n(&dtrain__os_owns, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        pthread_atfork(NULL, NULL, dtrain__os_disown);
+    __atomic_fetch_or(&dtrain__os_owned[fd / 32], (uint32_t)1 << fd % 32, __ATOMIC_SEQ_CST);
+    return fd;
+}
+
+/* Closes a socket or pipe. In a forked child that has been done, and the number may now be another file's. */
 static void dtrain__os_hang_up(int fd)
 {
-    close(fd);
+    uint32_t bit = (uint32_t)1 << fd % 32;
+    if (fd >= DTRAIN__OS_OWNED || (__atomic_fetch_and(&dtrain__os_owned[fd / 32], ~bit, __ATOMIC_SEQ_CST) & bit) != 0)
+        close(fd);
 }
 
 static void dtrain__os_end_sending(int fd)
@@ -80,6 +114,7 @@ static int dtrain__os_socket(int family, int *fd)
         close(*fd);
         *fd = -1;
     }
+    dtrain__os_own(*fd);
     return error;
 }
 
@@ -202,6 +237,8 @@ static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, sockl
     error = dtrain__os_manners(*fd);
     if (error != 0)
         close(*fd);
+    else
+        dtrain__os_own(*fd);
     return error;
 }
 
@@ -248,7 +285,7 @@ static int dtrain__os_inherit(int fd)
     socklen_t bytes = sizeof listens;
     if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens)
         return -1;
-    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    return dtrain__os_own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
 }
 
 /* ---- pipes ----
@@ -265,9 +302,8 @@ static int dtrain__os_true_pipe(int ends[2])
         error = pipe(ends) == 0 ? 0 : errno;
     if (error != 0)
         return error;
-    error = dtrain__os_manners(ends[0]);
-    if (error == 0)
-        error = dtrain__os_manners(ends[1]);
+    for (int i = 0; i < 2 && error == 0; i++)
+        error = dtrain__os_manners(dtrain__os_own(ends[i]));
     return error;
 }
 
@@ -282,7 +318,7 @@ static int dtrain__os_datagrams(uint16_t port)
     at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     if (fd >= 0 && dtrain__os_manners(fd) == 0 &&
         (port != 0 ? connect(fd, (struct sockaddr *)&at, sizeof at) : bind(fd, (struct sockaddr *)&at, sizeof at)) == 0)
-        return fd;
+        return dtrain__os_own(fd);
     if (fd >= 0)
         close(fd);
     return -1;
@@ -308,7 +344,7 @@ static int dtrain__os_pipe(int ends[2])
         return dtrain__os_true_pipe(ends);
     if ((ends[1] = dtrain__os_datagrams(dtrain__os_port(ends[0], 0))) >= 0)
         return 0;
-    close(ends[0]);
+    dtrain__os_hang_up(ends[0]);
     return dtrain__os_true_pipe(ends);
 }
 
@@ -338,7 +374,7 @@ static int dtrain__os_pipe_open(long process, int fd, uint64_t number)
         close(own);
         own = -1;
     }
-    return own;
+    return dtrain__os_own(own);
 }
 
 /* Empties a pipe. A datagram has one byte. */

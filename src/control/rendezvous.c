@@ -259,27 +259,44 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
     dtrain__frame_close(member, begin);
 }
 
+#define DTRAIN__SILENT_NS 1200000000 /* until a member is suspected: it has missed two heartbeats */
+
+/* Judges a member's silence. Returns whether it is lost. On one machine the system is asked whether its process runs: a
+ * process that it started may still hold its connections. */
+static int dtrain__hub_judge(dtrain__hub *hub, int rank, int64_t silent, int64_t now)
+{
+    dtrain__member *member = &hub->members[rank];
+    char how[96];
+    if (member->expected && now - member->down_ns > hub->reconnect_ns) {
+        snprintf(how, sizeof how, "its connection was reset and has not come back within reconnect_ms");
+    } else if (hub->formed && silent > DTRAIN__SILENT_NS && now >= hub->beat_ns && member->control.fd >= 0 &&
+               !member->held && dtrain__hub_dead(hub, rank)) {
+        member->closed = 1;
+        snprintf(how, sizeof how, "its process has ended; one that it started may still hold its connections");
+    } else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
+        snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
+                 (double)silent * 1e-9, member->held ? "; it does not read either" : "");
+    } else {
+        return 0;
+    }
+    dtrain__hub_lost(hub, rank, how);
+    return 1;
+}
+
 /* Sends this rank's heartbeats and judges the silence of others. */
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
-    int64_t longest = 1200000000;
+    int64_t longest = DTRAIN__SILENT_NS;
     int suspect = -1;
     int slept = hub->stepped_ns > 0 && hub->heartbeat_ns > 0 && now - hub->stepped_ns > hub->heartbeat_ns / 2;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         int64_t silent = now - member->heard_ns;
-        char how[96];
         if (!dtrain__hub_linked(hub, rank) || member->gone != DTRAIN__PRESENT || member->heard_ns == 0)
             continue;
         if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
-        else if (member->expected && now - member->down_ns > hub->reconnect_ns)
-            dtrain__hub_lost(hub, rank, "its connection was reset and has not come back within reconnect_ms");
-        else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
-            snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
-                     (double)silent * 1e-9, member->held ? "; it does not read either" : "");
-            dtrain__hub_lost(hub, rank, how);
-        } else if (hub->formed && silent > longest) {
+        else if (!dtrain__hub_judge(hub, rank, silent, now) && hub->formed && silent > longest) {
             longest = silent;
             suspect = rank;
         }

@@ -321,8 +321,10 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
                             hub->root, dtrain__net_text(&chosen).text, dtrain__os_error_text(error),
-                            error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address"
-                                                : "");
+                            error == EADDRINUSE
+                                ? "; another group, an earlier one, or a process that a rank of it started, uses it: "
+                                  "choose another address, or end that"
+                                : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
         dtrain__socket_set_port(hub, dtrain__net_port(&hub->listening));
     return DTRAIN_OK;
