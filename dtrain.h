@@ -2040,6 +2040,10 @@ typedef enum dtrain_progress {
  *
  * The file of dtrain_comm_trace says what each pair of ranks uses, and why they share no memory if they do not.
  *
+ * FIREWALLS may forget a connection that is idle. So each TCP connection sends a few bytes every second while it is
+ * idle, if the system can do that. On Linux a data connection counts as dead when its other host answers nothing that
+ * is sent on it for heartbeat_ms. With reconnect_ms it is made again, else the group ends with DTRAIN_ERR_PEER_LOST.
+ *
  * SEALING. With a token, every connection that leaves the host is encrypted and authenticated with ChaCha20-Poly1305.
  * Each connection and direction has a key of its own, made from the token and both sides' nonces. A connection's two
  * addresses say whether it leaves the host, and both sides prove what they found.
@@ -8050,6 +8054,43 @@ static void dtrain__os_congestion(int fd, int of)
 #endif
 }
 
+/* Sends something every second on an idle connection, or a firewall on its path would forget it. The connection ends
+ * when that has had no answer for about `seconds`. */
+static void dtrain__os_keep_alive(int fd, int seconds)
+{
+    const int on = 1, probes = 8, apart = seconds > probes ? seconds / probes : 1;
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+#if defined(TCP_KEEPIDLE)
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &on, sizeof on);
+#elif defined(TCP_KEEPALIVE)
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPALIVE, &on, sizeof on);
+#endif
+#ifdef TCP_KEEPINTVL
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &apart, sizeof apart);
+#endif
+#ifdef TCP_KEEPCNT
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+#endif
+    (void)apart;
+}
+
+/* Returns for how long the other host has answered nothing, in ms, although bytes were sent to it again; 0: it answers,
+ * or the system does not say. A limit of the system's (TCP_USER_TIMEOUT) would also end a connection whose peer only
+ * does not read. */
+static int64_t dtrain__os_unanswered_ms(int fd)
+{
+#if defined(__linux__) && defined(TCP_INFO)
+    struct tcp_info info;
+    socklen_t bytes = sizeof info;
+    memset(&info, 0, sizeof info);
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0 && info.tcpi_retransmits > 0)
+        return (int64_t)info.tcpi_last_ack_recv;
+#else
+    (void)fd;
+#endif
+    return 0;
+}
+
 /* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
 static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, socklen_t *bytes)
 {
@@ -9338,6 +9379,20 @@ static void dtrain__os_congestion(int fd, int of)
 {
     (void)fd;
     (void)of;
+}
+
+/* As on POSIX. The system asks ten times. */
+static void dtrain__os_keep_alive(int fd, int seconds)
+{
+    ULONG settings[3] = {1, 1000, seconds > 10 ? (ULONG)seconds * 100 : 1000}; /* struct tcp_keepalive */
+    DWORD bytes = 0;
+    WSAIoctl((SOCKET)fd, _WSAIOW(IOC_VENDOR, 4), settings, sizeof settings, NULL, 0, &bytes, NULL, NULL);
+}
+
+static int64_t dtrain__os_unanswered_ms(int fd)
+{
+    (void)fd;
+    return 0;
 }
 
 /* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
@@ -19110,12 +19165,15 @@ static void dtrain__net_unplain(int fd)
     dtrain__os_hang_up(fresh);
 }
 
-static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
+/* Sets up a connection. patience_ns: how long its other host may answer nothing while it is idle. */
+static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes, int64_t patience_ns)
 {
+    const int64_t most_ns = 7200000000000;
     int one = 1, buffer = (int)buffer_bytes;
     setsockopt(DTRAIN__OS_SOCKET(fd), IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
     if (!same_host)
         dtrain__net_unplain(fd);
+    dtrain__os_keep_alive(fd, (int)((patience_ns < most_ns ? patience_ns : most_ns) / 1000000000));
     if (buffer > 0) {
         setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
         setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
@@ -20688,6 +20746,16 @@ static void dtrain__lane_down(dtrain__hub *hub, dtrain__lane *lane, int world, i
         dtrain__stream_cut(&lane->stream);
 }
 
+/* Names a lane's connection over TCP: "10.0.0.1:2950 to 10.0.0.2:4711". Empty: there is none. */
+static void dtrain__lane_ends(const dtrain__lane *lane, char *text, size_t capacity)
+{
+    dtrain__address here, there;
+    text[0] = 0;
+    if (lane->stream.fd >= 0 && dtrain__net_end(lane->stream.fd, 0, &here) == 0 && !dtrain__net_is_unix(&here) &&
+        dtrain__net_end(lane->stream.fd, 1, &there) == 0)
+        snprintf(text, capacity, "%.60s to %.60s", dtrain__net_text(&here).text, dtrain__net_text(&there).text);
+}
+
 /* Continues the stream over a connection that was just admitted. Errors: DTRAIN_ERR_MEMORY, no memory for its records;
  * DTRAIN_ERR_PEER_LOST, more was lost than can be sent again. */
 static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream, dtrain__handshake *handshake,
@@ -20704,7 +20772,7 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
     stream->shm.side = !handshake->initiator;
     stream->shm.look = 0;
     handshake->page = NULL;
-    dtrain__net_tune(handshake->fd, same_host, hub->reconnect_ns > 0 ? DTRAIN__SOCKET_BUFFER : 0);
+    dtrain__net_tune(handshake->fd, same_host, hub->reconnect_ns > 0 ? DTRAIN__SOCKET_BUFFER : 0, hub->patience_ns);
     handshake->fd = -1;
     hub->notes.sealed |= stream->seal != NULL && !hub->told_sealed;
     hub->told_sealed |= stream->seal != NULL;
@@ -21890,6 +21958,39 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
     dtrain__frame_close(member, begin);
 }
 
+/* A firewall may have forgotten the connection, or the network is cut: the system would send its bytes again for many
+ * minutes. Makes it again, or ends the group. */
+static void dtrain__hub_unanswered(dtrain__channel *channel, int rank, dtrain__lane *lane)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__error lost;
+    char ends[128];
+    if (hub->reconnect_ns > 0) {
+        dtrain__lane_down(hub, lane, channel->seat.worlds[rank], 1, ETIMEDOUT);
+        lane->wanted = channel->attend = 1;
+        dtrain__hub_tell(hub);
+        return;
+    }
+    dtrain__lane_ends(lane, ends, sizeof ends);
+    dtrain__membership_because(
+        &lost, DTRAIN_ERR_PEER_LOST,
+        "rank %d (%s) is lost: the other host has answered nothing on its connection to rank %d (%s) for heartbeat_ms; "
+        "a firewall may have forgotten it, or the network is cut: reconnect_ms makes one again",
+        rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, ends);
+    dtrain__seat_end(&channel->seat, rank, &lost);
+}
+
+static void dtrain__hub_step_unanswered(dtrain__channel *channel)
+{
+    const dtrain__hub *hub = channel->hub;
+    for (int i = 0; channel->lanes != NULL && hub->heartbeat_ns > 0 && i < channel->seat.size * hub->connections; i++) {
+        dtrain__lane *lane = &channel->lanes[i];
+        if (dtrain__lane_open(lane, 1) && lane->stream.shm.page == NULL &&
+            dtrain__os_unanswered_ms(lane->stream.fd) > hub->heartbeat_ns / 1000000)
+            dtrain__hub_unanswered(channel, i / hub->connections, lane);
+    }
+}
+
 #define DTRAIN__SILENT_NS 1200000000 /* until a member is suspected: it has missed two heartbeats */
 
 /* Judges a member's silence. Returns whether it is lost. On one machine the system is asked whether its process runs: a
@@ -21982,9 +22083,12 @@ static void dtrain__hub_work(dtrain__hub *hub)
     if (hub->rank == 0 && world != NULL && !dtrain__membership_broken(world->members))
         dtrain__hub_complete(hub);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
-         channel = dtrain__channel_next(channel))
+         channel = dtrain__channel_next(channel)) {
+        if (now >= hub->beat_ns)
+            dtrain__hub_step_unanswered(channel);
         if (channel->attend)
             dtrain__hub_step_channel(channel, now);
+    }
     dtrain__hub_step_calls(hub, now);
     dtrain__hub_step_hearts(hub, now);
     dtrain__hub_flush_all(hub, 1);
@@ -22406,7 +22510,9 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s%s",
                      rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank,
-                     lane->why == EPROTO ? " without its sealed end" : "",
+                     lane->why == EPROTO      ? " without its sealed end"
+                     : lane->why == ETIMEDOUT ? ", as its other host answered nothing"
+                                              : "",
                      hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
         if (!lane->wanted && (lane->links == 0 || hub->reconnect_ns > 0)) {
@@ -22994,7 +23100,7 @@ static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, 
 }
 
 /* Says that this rank cannot connect to the awaited one, as behind a firewall, or which rank has been silent for
- * longest: "; rank 3 has been silent for 2.1 s". */
+ * longest: "; rank 3 has been silent for 2.1 s". Else it names the connection to the awaited rank. */
 static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, size_t capacity)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
@@ -23006,6 +23112,17 @@ static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, si
         snprintf(text, capacity, "; no connection to it: %s", member->trouble);
     else if (silent >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
+    else if (member != NULL && channel->peers[awaited].lanes != NULL) {
+        size_t room;
+        const dtrain__lane *lane = dtrain__channel_lane(channel, awaited, 1, &room);
+        char ends[128], since[64] = "";
+        int64_t ms = lane->stream.fd >= 0 ? dtrain__os_unanswered_ms(lane->stream.fd) : 0;
+        dtrain__lane_ends(lane, ends, sizeof ends);
+        if (ms > 0)
+            snprintf(since, sizeof since, ", where nothing has been answered for %.1f s", (double)ms * 1e-3);
+        if (ends[0] != 0)
+            snprintf(text, capacity, "; its connection is %s%s", ends, since);
+    }
     dtrain__os_unlock(&hub->mutex);
 }
 
@@ -25811,19 +25928,38 @@ static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__o
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }
 
+/* Whether a rank is in this call as well, or has given it up at its own deadline. A message's other rank waits for this
+ * one. */
+static int dtrain__recorder_meets(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
+{
+    dtrain__call mine;
+    dtrain__op_called(comm, op, &mine);
+    if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
+        (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT))
+        return 0;
+    if (dtrain__op_is_message(op))
+        return dtrain__op_kind_is_message(theirs->call.kind) && theirs->awaited == (uint64_t)comm->rank + 1;
+    return memcmp(&theirs->call, &mine, sizeof mine) == 0;
+}
+
 /* Follows the ranks that wait for each other, beginning with the awaited one, and writes what each does while the text
- * has room. Returns the first rank whose call contradicts this one, with what it does in *last; -1: none. */
+ * has room. Returns the first rank whose call contradicts this one, with what it does in *last; -1: none. *meet: all of
+ * them are in this call. */
 static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity,
-                                  dtrain__last *last)
+                                  dtrain__last *last, int *meet)
 {
     int rank = op->awaited, culprit = -1, full = 0;
     dtrain__last at;
     size_t used = 0;
     text[0] = 0;
+    *meet = rank >= 0;
     for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
         char does[320];
-        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &at))
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &at)) {
+            *meet = 0;
             break;
+        }
+        *meet = *meet && dtrain__recorder_meets(comm, op, &at);
         if (culprit < 0 && dtrain__recorder_contradicts(comm, op, &at)) {
             culprit = rank;
             *last = at;
@@ -25844,9 +25980,9 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char reason[200] = "", does[400] = "";
+    char reason[224] = "", does[400] = "";
     dtrain__last last;
-    int culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last);
+    int meet, culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last, &meet);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
     if (comm->plane->suspect != NULL)
@@ -25855,7 +25991,10 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
         &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s%s", mine.text, comm->rank,
         seconds, op->awaited, does, reason,
         op->touched ? "data had moved, so the group is broken" : "nothing had moved, so the call can be made again",
-        dtrain__op_is_message(op) ? "" : " (every rank must call it, not one inside an if (rank == 0))");
+        meet ? " (all these ranks are in it: the network may be slow or cut, or a firewall may have forgotten the "
+               "connection; reconnect_ms makes one again)"
+        : dtrain__op_is_message(op) ? ""
+                                    : " (every rank must call it, not one inside an if (rank == 0))");
 }
 
 /* Returns whether the deadline has passed. After a quarter of it the log says who is awaited. */
@@ -25872,8 +26011,9 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
         dtrain__text mine = dtrain__op_text(comm, op);
         dtrain__last last;
         char does[400];
+        int meet;
         op->warned = 1;
-        dtrain__recorder_chain(comm, op, does, sizeof does, &last);
+        dtrain__recorder_chain(comm, op, does, sizeof does, &last, &meet);
         dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
                     (double)(now - op->started_ns) * 1e-9, op->awaited, does);
     }

@@ -221,6 +221,43 @@ static void dtrain__os_congestion(int fd, int of)
 #endif
 }
 
+/* Sends something every second on an idle connection, or a firewall on its path would forget it. The connection ends
+ * when that has had no answer for about `seconds`. */
+static void dtrain__os_keep_alive(int fd, int seconds)
+{
+    const int on = 1, probes = 8, apart = seconds > probes ? seconds / probes : 1;
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+#if defined(TCP_KEEPIDLE)
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &on, sizeof on);
+#elif defined(TCP_KEEPALIVE)
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPALIVE, &on, sizeof on);
+#endif
+#ifdef TCP_KEEPINTVL
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &apart, sizeof apart);
+#endif
+#ifdef TCP_KEEPCNT
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+#endif
+    (void)apart;
+}
+
+/* Returns for how long the other host has answered nothing, in ms, although bytes were sent to it again; 0: it answers,
+ * or the system does not say. A limit of the system's (TCP_USER_TIMEOUT) would also end a connection whose peer only
+ * does not read. */
+static int64_t dtrain__os_unanswered_ms(int fd)
+{
+#if defined(__linux__) && defined(TCP_INFO)
+    struct tcp_info info;
+    socklen_t bytes = sizeof info;
+    memset(&info, 0, sizeof info);
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0 && info.tcpi_retransmits > 0)
+        return (int64_t)info.tcpi_last_ack_recv;
+#else
+    (void)fd;
+#endif
+    return 0;
+}
+
 /* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
 static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, socklen_t *bytes)
 {

@@ -100,6 +100,20 @@ static void dtrain__os_congestion(int fd, int of)
     (void)of;
 }
 
+/* As on POSIX. The system asks ten times. */
+static void dtrain__os_keep_alive(int fd, int seconds)
+{
+    ULONG settings[3] = {1, 1000, seconds > 10 ? (ULONG)seconds * 100 : 1000}; /* struct tcp_keepalive */
+    DWORD bytes = 0;
+    WSAIoctl((SOCKET)fd, _WSAIOW(IOC_VENDOR, 4), settings, sizeof settings, NULL, 0, &bytes, NULL, NULL);
+}
+
+static int64_t dtrain__os_unanswered_ms(int fd)
+{
+    (void)fd;
+    return 0;
+}
+
 /* Accepts one connection. Returns 0, EAGAIN if there is none, or another errno. */
 static int dtrain__os_accept(int listener, int *fd, struct sockaddr *peer, socklen_t *bytes)
 {

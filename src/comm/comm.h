@@ -159,6 +159,10 @@ typedef enum dtrain_progress {
  *
  * The file of dtrain_comm_trace says what each pair of ranks uses, and why they share no memory if they do not.
  *
+ * FIREWALLS may forget a connection that is idle. So each TCP connection sends a few bytes every second while it is
+ * idle, if the system can do that. On Linux a data connection counts as dead when its other host answers nothing that
+ * is sent on it for heartbeat_ms. With reconnect_ms it is made again, else the group ends with DTRAIN_ERR_PEER_LOST.
+ *
  * SEALING. With a token, every connection that leaves the host is encrypted and authenticated with ChaCha20-Poly1305.
  * Each connection and direction has a key of its own, made from the token and both sides' nonces. A connection's two
  * addresses say whether it leaves the host, and both sides prove what they found.

@@ -268,19 +268,38 @@ static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__o
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }
 
+/* Whether a rank is in this call as well, or has given it up at its own deadline. A message's other rank waits for this
+ * one. */
+static int dtrain__recorder_meets(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
+{
+    dtrain__call mine;
+    dtrain__op_called(comm, op, &mine);
+    if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
+        (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT))
+        return 0;
+    if (dtrain__op_is_message(op))
+        return dtrain__op_kind_is_message(theirs->call.kind) && theirs->awaited == (uint64_t)comm->rank + 1;
+    return memcmp(&theirs->call, &mine, sizeof mine) == 0;
+}
+
 /* Follows the ranks that wait for each other, beginning with the awaited one, and writes what each does while the text
- * has room. Returns the first rank whose call contradicts this one, with what it does in *last; -1: none. */
+ * has room. Returns the first rank whose call contradicts this one, with what it does in *last; -1: none. *meet: all of
+ * them are in this call. */
 static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity,
-                                  dtrain__last *last)
+                                  dtrain__last *last, int *meet)
 {
     int rank = op->awaited, culprit = -1, full = 0;
     dtrain__last at;
     size_t used = 0;
     text[0] = 0;
+    *meet = rank >= 0;
     for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
         char does[320];
-        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &at))
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &at)) {
+            *meet = 0;
             break;
+        }
+        *meet = *meet && dtrain__recorder_meets(comm, op, &at);
         if (culprit < 0 && dtrain__recorder_contradicts(comm, op, &at)) {
             culprit = rank;
             *last = at;
@@ -301,9 +320,9 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char reason[200] = "", does[400] = "";
+    char reason[224] = "", does[400] = "";
     dtrain__last last;
-    int culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last);
+    int meet, culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last, &meet);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
     if (comm->plane->suspect != NULL)
@@ -312,7 +331,10 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
         &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s%s", mine.text, comm->rank,
         seconds, op->awaited, does, reason,
         op->touched ? "data had moved, so the group is broken" : "nothing had moved, so the call can be made again",
-        dtrain__op_is_message(op) ? "" : " (every rank must call it, not one inside an if (rank == 0))");
+        meet ? " (all these ranks are in it: the network may be slow or cut, or a firewall may have forgotten the "
+               "connection; reconnect_ms makes one again)"
+        : dtrain__op_is_message(op) ? ""
+                                    : " (every rank must call it, not one inside an if (rank == 0))");
 }
 
 /* Returns whether the deadline has passed. After a quarter of it the log says who is awaited. */
@@ -329,8 +351,9 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
         dtrain__text mine = dtrain__op_text(comm, op);
         dtrain__last last;
         char does[400];
+        int meet;
         op->warned = 1;
-        dtrain__recorder_chain(comm, op, does, sizeof does, &last);
+        dtrain__recorder_chain(comm, op, does, sizeof does, &last, &meet);
         dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
                     (double)(now - op->started_ns) * 1e-9, op->awaited, does);
     }

@@ -471,6 +471,16 @@ static void dtrain__lane_down(dtrain__hub *hub, dtrain__lane *lane, int world, i
         dtrain__stream_cut(&lane->stream);
 }
 
+/* Names a lane's connection over TCP: "10.0.0.1:2950 to 10.0.0.2:4711". Empty: there is none. */
+static void dtrain__lane_ends(const dtrain__lane *lane, char *text, size_t capacity)
+{
+    dtrain__address here, there;
+    text[0] = 0;
+    if (lane->stream.fd >= 0 && dtrain__net_end(lane->stream.fd, 0, &here) == 0 && !dtrain__net_is_unix(&here) &&
+        dtrain__net_end(lane->stream.fd, 1, &there) == 0)
+        snprintf(text, capacity, "%.60s to %.60s", dtrain__net_text(&here).text, dtrain__net_text(&there).text);
+}
+
 /* Continues the stream over a connection that was just admitted. Errors: DTRAIN_ERR_MEMORY, no memory for its records;
  * DTRAIN_ERR_PEER_LOST, more was lost than can be sent again. */
 static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream, dtrain__handshake *handshake,
@@ -487,7 +497,7 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
     stream->shm.side = !handshake->initiator;
     stream->shm.look = 0;
     handshake->page = NULL;
-    dtrain__net_tune(handshake->fd, same_host, hub->reconnect_ns > 0 ? DTRAIN__SOCKET_BUFFER : 0);
+    dtrain__net_tune(handshake->fd, same_host, hub->reconnect_ns > 0 ? DTRAIN__SOCKET_BUFFER : 0, hub->patience_ns);
     handshake->fd = -1;
     hub->notes.sealed |= stream->seal != NULL && !hub->told_sealed;
     hub->told_sealed |= stream->seal != NULL;

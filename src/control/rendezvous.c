@@ -259,6 +259,39 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
     dtrain__frame_close(member, begin);
 }
 
+/* A firewall may have forgotten the connection, or the network is cut: the system would send its bytes again for many
+ * minutes. Makes it again, or ends the group. */
+static void dtrain__hub_unanswered(dtrain__channel *channel, int rank, dtrain__lane *lane)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__error lost;
+    char ends[128];
+    if (hub->reconnect_ns > 0) {
+        dtrain__lane_down(hub, lane, channel->seat.worlds[rank], 1, ETIMEDOUT);
+        lane->wanted = channel->attend = 1;
+        dtrain__hub_tell(hub);
+        return;
+    }
+    dtrain__lane_ends(lane, ends, sizeof ends);
+    dtrain__membership_because(
+        &lost, DTRAIN_ERR_PEER_LOST,
+        "rank %d (%s) is lost: the other host has answered nothing on its connection to rank %d (%s) for heartbeat_ms; "
+        "a firewall may have forgotten it, or the network is cut: reconnect_ms makes one again",
+        rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, ends);
+    dtrain__seat_end(&channel->seat, rank, &lost);
+}
+
+static void dtrain__hub_step_unanswered(dtrain__channel *channel)
+{
+    const dtrain__hub *hub = channel->hub;
+    for (int i = 0; channel->lanes != NULL && hub->heartbeat_ns > 0 && i < channel->seat.size * hub->connections; i++) {
+        dtrain__lane *lane = &channel->lanes[i];
+        if (dtrain__lane_open(lane, 1) && lane->stream.shm.page == NULL &&
+            dtrain__os_unanswered_ms(lane->stream.fd) > hub->heartbeat_ns / 1000000)
+            dtrain__hub_unanswered(channel, i / hub->connections, lane);
+    }
+}
+
 #define DTRAIN__SILENT_NS 1200000000 /* until a member is suspected: it has missed two heartbeats */
 
 /* Judges a member's silence. Returns whether it is lost. On one machine the system is asked whether its process runs: a
@@ -351,9 +384,12 @@ static void dtrain__hub_work(dtrain__hub *hub)
     if (hub->rank == 0 && world != NULL && !dtrain__membership_broken(world->members))
         dtrain__hub_complete(hub);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
-         channel = dtrain__channel_next(channel))
+         channel = dtrain__channel_next(channel)) {
+        if (now >= hub->beat_ns)
+            dtrain__hub_step_unanswered(channel);
         if (channel->attend)
             dtrain__hub_step_channel(channel, now);
+    }
     dtrain__hub_step_calls(hub, now);
     dtrain__hub_step_hearts(hub, now);
     dtrain__hub_flush_all(hub, 1);

@@ -84,7 +84,7 @@ static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, 
 }
 
 /* Says that this rank cannot connect to the awaited one, as behind a firewall, or which rank has been silent for
- * longest: "; rank 3 has been silent for 2.1 s". */
+ * longest: "; rank 3 has been silent for 2.1 s". Else it names the connection to the awaited rank. */
 static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, size_t capacity)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
@@ -96,6 +96,17 @@ static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, si
         snprintf(text, capacity, "; no connection to it: %s", member->trouble);
     else if (silent >= 0)
         snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
+    else if (member != NULL && channel->peers[awaited].lanes != NULL) {
+        size_t room;
+        const dtrain__lane *lane = dtrain__channel_lane(channel, awaited, 1, &room);
+        char ends[128], since[64] = "";
+        int64_t ms = lane->stream.fd >= 0 ? dtrain__os_unanswered_ms(lane->stream.fd) : 0;
+        dtrain__lane_ends(lane, ends, sizeof ends);
+        if (ms > 0)
+            snprintf(since, sizeof since, ", where nothing has been answered for %.1f s", (double)ms * 1e-3);
+        if (ends[0] != 0)
+            snprintf(text, capacity, "; its connection is %s%s", ends, since);
+    }
     dtrain__os_unlock(&hub->mutex);
 }
 

@@ -323,12 +323,15 @@ static void dtrain__net_unplain(int fd)
     dtrain__os_hang_up(fresh);
 }
 
-static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
+/* Sets up a connection. patience_ns: how long its other host may answer nothing while it is idle. */
+static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes, int64_t patience_ns)
 {
+    const int64_t most_ns = 7200000000000;
     int one = 1, buffer = (int)buffer_bytes;
     setsockopt(DTRAIN__OS_SOCKET(fd), IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
     if (!same_host)
         dtrain__net_unplain(fd);
+    dtrain__os_keep_alive(fd, (int)((patience_ns < most_ns ? patience_ns : most_ns) / 1000000000));
     if (buffer > 0) {
         setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
         setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);

@@ -35,7 +35,9 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s%s",
                      rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank,
-                     lane->why == EPROTO ? " without its sealed end" : "",
+                     lane->why == EPROTO      ? " without its sealed end"
+                     : lane->why == ETIMEDOUT ? ", as its other host answered nothing"
+                                              : "",
                      hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
         if (!lane->wanted && (lane->links == 0 || hub->reconnect_ns > 0)) {
