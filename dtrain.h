@@ -21135,13 +21135,22 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     }
 }
 
+/* Whether to believe `from` that `about` is lost. Besides the leader, a rank may say so of those that would lead before
+ * it: that explains why it leads. Of any other it could only make the loss up. */
+static int dtrain__hub_believes(const dtrain__hub *hub, int from, uint64_t about)
+{
+    return from == hub->leader || about < (uint64_t)from;
+}
+
 /* Whether a frame from `rank` is handled now. The leader handles no frame of a rank that has much to read: its requests
  * would only add to that. A rank that knows of another leader may send frames that this one has no part in. Of these
  * only losses are handled, which explain the other leader. The rest waits until both agree. */
-static int dtrain__hub_hears(const dtrain__hub *hub, int rank, int type)
+static int dtrain__hub_hears(const dtrain__hub *hub, int rank, int type, dtrain__reader frame)
 {
+    uint64_t channel, about;
     if (!dtrain__hub_linked(hub, rank))
-        return type == DTRAIN__FRAME_LOST && rank < hub->rank;
+        return type == DTRAIN__FRAME_LOST && rank < hub->rank && dtrain__take(&frame, &channel, 8) &&
+               dtrain__take(&frame, &about, 4) && dtrain__hub_believes(hub, rank, about);
     return !dtrain__hub_leads(hub) || hub->members[rank].out.bytes <= DTRAIN__QUEUE_BYTES;
 }
 
@@ -21156,11 +21165,12 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     while (good && member->in.bytes - at >= 6) {
         uint64_t bytes = dtrain__get_le(member->in.data + at, 4);
         int type = (int)dtrain__get_le(member->in.data + at + 4, 2), gone = member->gone != DTRAIN__PRESENT;
+        dtrain__reader frame = {member->in.data + at + 6, (size_t)bytes};
         if (bytes > DTRAIN__FRAME_BYTES)
             good = 0;
         else if (member->in.bytes - at - 6 < bytes)
             break;
-        else if (!gone && !dtrain__hub_hears(hub, rank, type)) {
+        else if (!gone && !dtrain__hub_hears(hub, rank, type, frame)) {
             member->held = 1;
             break;
         } else
@@ -21876,7 +21886,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         return;
     if (open > 0)
         dtrain__hub_adopt_data(channel, rank, handshake);
-    else if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
+    else if (handshake->verdict == DTRAIN_ERR_PEER_LOST &&
+             dtrain__hub_believes(hub, handshake->peer, (uint64_t)hub->rank))
         dtrain__hub_given_up(hub, handshake->error.text);
     else if (handshake->error.status == DTRAIN_ERR_ABORTED && handshake->peer_received > lane->links)
         lane->links = handshake->peer_received;

@@ -177,7 +177,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         return;
     if (open > 0)
         dtrain__hub_adopt_data(channel, rank, handshake);
-    else if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
+    else if (handshake->verdict == DTRAIN_ERR_PEER_LOST &&
+             dtrain__hub_believes(hub, handshake->peer, (uint64_t)hub->rank))
         dtrain__hub_given_up(hub, handshake->error.text);
     else if (handshake->error.status == DTRAIN_ERR_ABORTED && handshake->peer_received > lane->links)
         lane->links = handshake->peer_received;

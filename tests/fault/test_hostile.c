@@ -211,6 +211,80 @@ TEST(a_member_that_sends_a_frame_out_of_place_is_lost_and_the_rest_goes_on)
     }
 }
 
+/* Makes a control connection to a rank that this one does not lead, as a new leader would. */
+static void calls(dtrain__hub *hub, int rank)
+{
+    dtrain__address address;
+    dtrain__handshake *handshake = NULL;
+    int open = 0;
+    pthread_mutex_lock(&hub->mutex);
+    if (dtrain__hub_peer_address(hub, rank, &address))
+        handshake = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
+    while (handshake != NULL && open == 0) {
+        open = dtrain__hub_advance(hub, handshake, dtrain__os_now_ns());
+        pthread_mutex_unlock(&hub->mutex);
+        usleep(1000);
+        pthread_mutex_lock(&hub->mutex);
+    }
+    CHECK_EQ(open, 1);
+    if (open == 1)
+        dtrain__hub_adopt_control(hub, handshake);
+    dtrain__hub_free_handshake(hub, &handshake);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
+/* Rank 1, which does not lead, says that a rank above it is lost: to rank 3 in a frame, and to rank 2 in the answer to
+ * its connection. */
+static int expels(dtrain_comm *world, scene *s)
+{
+    dtrain__hub *hub = CHANNEL(world)->hub;
+    int rank = dtrain_comm_rank(world), about = *(const int *)s->user, come = 0;
+    body b;
+    float x = 1;
+    scene_meet(s->ranks);
+    if (rank == 1) {
+        calls(hub, 3);
+        put_reason(&b, 0, about, DTRAIN_ERR_PEER_LOST, "made up", 0);
+        pthread_mutex_lock(&hub->mutex);
+        size_t begin = dtrain__frame_open(hub, &hub->members[3], DTRAIN__FRAME_LOST);
+        dtrain__give_bytes(hub, &hub->members[3].out, b.data, b.bytes);
+        CHECK(dtrain__frame_close(&hub->members[3], begin));
+        dtrain__hub_flush(hub, 3);
+        hub->members[2].gone = DTRAIN__LOST;
+        pthread_mutex_unlock(&hub->mutex);
+    }
+    if (rank == 2)
+        CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 1), DTRAIN_ERR_TIMEOUT);
+    for (double until = now_s() + 20; rank == 3 && !come && now_s() < until; usleep(1000)) {
+        pthread_mutex_lock(&hub->mutex);
+        come = hub->members[1].held || hub->members[2].gone != DTRAIN__PRESENT || hub->council.given_up;
+        pthread_mutex_unlock(&hub->mutex);
+    }
+    CHECK(come == (rank == 3));
+    scene_meet(s->ranks);
+    if (rank >= 2) { /* they and rank 0 go on */
+        CHECK_EQ(dtrain_send(world, &x, 1, DTRAIN_F32, 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 0), DTRAIN_OK);
+    }
+    for (int peer = 2; rank == 0 && peer < 4; peer++)
+        CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, peer), DTRAIN_OK);
+    for (int peer = 2; rank == 0 && peer < 4; peer++)
+        CHECK_EQ(dtrain_send(world, &x, 1, DTRAIN_F32, peer), DTRAIN_OK);
+    scene_meet(s->ranks);
+    return 0;
+}
+
+TEST(a_member_that_does_not_lead_expels_nobody_above_it)
+{
+    scene s;
+    for (int about = 2; about < 4; about++) {
+        scene_begin(&s, 4, 0);
+        s.desc.timeout_ms = test_ms(1000);
+        s.user = &about;
+        run_ranks(&s, expels);
+    }
+}
+
 /* Rank 3 decides for the group of ranks 0 and 1, with more members than that has. */
 static int has_a_group_apart(dtrain_comm *world, scene *s)
 {
