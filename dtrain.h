@@ -2019,6 +2019,12 @@ typedef enum dtrain_progress {
  * others than its owner can read. An empty DTRAIN_TOKEN, an empty file and a token with a zero byte are errors: unset
  * both variables to have no token.
  *
+ * Only an answer that is proved with the token ends a try to reach rank 0. Anything else may be a stranger's, or bytes
+ * that somebody has changed on the way. The rank logs it and tries again: until its deadline while the group forms,
+ * later for reconnect_ms. So a rank with another token gets DTRAIN_ERR_DENIED at its deadline. Without a token, a proof
+ * shows only that no byte was changed. A rank then believes whoever answers at rank 0's address: a process of its own
+ * user on a unix socket, anybody with insecure.
+ *
  * Without a token, ranks meet over unix sockets alone. Each checks that the other's process belongs to its own user. A
  * root on loopback such as "127.0.0.1:29500" then means the socket "unix:@/tmp/dtrain-UID/29500". UID is the user's
  * number. On Linux @ marks a name that is no file, so nothing is left when processes are killed. Processes in different
@@ -2104,7 +2110,7 @@ typedef struct dtrain_comm_desc {
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID   a variable or field is missing or malformed; the text names it
- *            DTRAIN_ERR_DENIED    no token or another one; a process of another job or user
+ *            DTRAIN_ERR_DENIED    no token or another one; a process of another job or user; a stranger at the root
  *            DTRAIN_ERR_MISMATCH  another world size, wire version, byte order or fingerprint; a rank taken twice
  *            DTRAIN_ERR_TIMEOUT   the text says who came, who did not, and which variables were used
  *            DTRAIN_ERR_IO        the system refused a socket or a thread, or does not know a host name
@@ -19694,6 +19700,7 @@ static void dtrain__handshake_take_hello(dtrain__handshake *handshake, const dtr
 /* Initiator: the challenge is whole. Answers with the proof. */
 static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
+    static const unsigned char none[DTRAIN__RUN_BYTES] = {0};
     unsigned char *proof = handshake->proof;
     memcpy(handshake->challenge, handshake->in, sizeof handshake->challenge);
     if (dtrain__handshake_same_build(handshake, handshake->challenge) != DTRAIN_OK) {
@@ -19704,6 +19711,13 @@ static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const
         dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH,
                      "rank %d was expected at %s, but rank %u answers; check the address and the ranks",
                      handshake->peer, handshake->peer_name, (unsigned)dtrain__get_le(handshake->challenge + 12, 4));
+        dtrain__handshake_close(handshake);
+        return;
+    }
+    if (memcmp(keys->run, none, DTRAIN__RUN_BYTES) != 0 &&
+        memcmp(keys->run, handshake->challenge + 16, DTRAIN__RUN_BYTES) != 0) {
+        dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED, "rank %d of another group answers at %s", handshake->peer,
+                     handshake->peer_name);
         dtrain__handshake_close(handshake);
         return;
     }
@@ -19767,8 +19781,8 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
                           16 + DTRAIN__VERDICT_TEXT, mac);
     if (!dtrain__memory_equal_secret(mac, verdict + 16 + DTRAIN__VERDICT_TEXT, sizeof mac)) {
         dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
-                     "rank %d at %s and this rank do not hold the same token (this rank's has %zu bytes): give every "
-                     "rank the same DTRAIN_TOKEN",
+                     "rank %d at %s and this rank do not hold the same token (this rank's has %zu bytes), or a "
+                     "stranger answers there or changes bytes on the way: give every rank the same DTRAIN_TOKEN",
                      handshake->peer, handshake->peer_name, keys->token_bytes);
         dtrain__handshake_close(handshake);
         return;
@@ -20396,7 +20410,7 @@ struct dtrain__hub {
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
     int64_t root_wait_ns;
-    dtrain__error root_error; /* why the last try to reach rank 0 failed */
+    dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
     dtrain__os_mutex step_mutex, mutex;
     int kick[2]; /* a pipe that wakes whoever steps */
     uint32_t stepping, kicked;
@@ -20530,6 +20544,12 @@ typedef struct dtrain__reason {
     const char *text;
     uint64_t calls; /* in frames BYE */
 } dtrain__reason;
+
+/* Whether whoever answers at the root's address has refused this rank, or what it said was wrong. */
+static int dtrain__hub_root_denied(const dtrain__hub *hub)
+{
+    return hub->root_error.status == DTRAIN_ERR_DENIED || hub->root_error.status == DTRAIN_ERR_MISMATCH;
+}
 
 static int dtrain__hub_leads(const dtrain__hub *hub)
 {
@@ -21452,6 +21472,8 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     member->expected = member->closed = 0;
     member->heard_ns = dtrain__os_now_ns();
     memcpy(member->job, handshake->job, sizeof member->job);
+    if (!hub->formed && !handshake->initiator)
+        memcpy(member->name, handshake->name, sizeof member->name);
 }
 
 /* Admits a proved peer, or refuses it with a text. */
@@ -21484,13 +21506,17 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
     } else if (hub->formed) { /* perhaps the previous group, about to end: the peer may try again */
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED,
                            "its group is complete and runs; give each job a root of its own");
-    } else if (member->control.fd >= 0) {
+    } else if (member->control.fd >= 0 && member->joined) {
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
                            "two processes say they are rank %d: %.60s came first, now %.60s; give each process a rank "
                            "of its own",
-                           handshake->peer, member->name[0] != 0 ? member->name : "another process",
-                           handshake->peer_name);
-    } else {
+                           handshake->peer, member->name, handshake->peer_name);
+    } else if (member->control.fd >= 0 && strcmp(member->name, handshake->name) != 0) {
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "another process is joining as rank %d",
+                           handshake->peer);
+    } else { /* if that process was admitted before, it has not heard of that, and tries again */
+        dtrain__stream_cut(&member->control);
+        member->in.bytes = 0;
         member->control.sent = member->control.received = handshake->received = handshake->peer_received = 0;
         dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
     }
@@ -21814,6 +21840,24 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
+/* A try to reach rank 0 has failed. Only a no that rank 0 has proved ends anything: anybody may answer at its address,
+ * and bytes may be changed on the way. A group that is not this one may be about to end. */
+static void dtrain__hub_root_refuses(dtrain__hub *hub, const dtrain__handshake *handshake)
+{
+    const dtrain__error *error = &handshake->error;
+    int passing = error->status == DTRAIN_ERR_PEER_LOST || error->status == DTRAIN_ERR_ABORTED;
+    if (hub->formed && handshake->verdict == DTRAIN_ERR_PEER_LOST)
+        dtrain__hub_given_up(hub, error->text);
+    else if (hub->formed && handshake->verdict != DTRAIN_OK)
+        dtrain__hub_lost(hub, 0, error->text);
+    else if (handshake->verdict != DTRAIN_OK && !passing)
+        dtrain__seat_break(dtrain__council_seat(&hub->council, 0), error);
+    else if (!passing && strcmp(hub->root_error.text, error->text) != 0)
+        dtrain__hub_note(hub, "rank %d tries again until its deadline: %.600s", hub->rank, error->text);
+    if (!passing || !dtrain__hub_root_denied(hub)) /* a refusal says more than an address where nobody is */
+        hub->root_error = *error;
+}
+
 /* Other ranks than 0: tries to reach rank 0, as often as it takes. */
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
@@ -21828,11 +21872,11 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
         root->call_ns = now + hub->root_wait_ns;
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
-        if (handshake == NULL)
+        if (handshake != NULL)
+            hub->reached = *address;
+        else if (!dtrain__hub_root_denied(hub))
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
                          dtrain__os_error_text(errno));
-        else
-            hub->reached = *address;
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
@@ -21844,12 +21888,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
             dtrain__seat_end(world, hub->rank, &dtrain__thread_error);
     } else {
-        hub->root_error = handshake->error;
-        if (hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST)
-            dtrain__hub_lost(hub, 0, handshake->error.text);
-        else if (!hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST &&
-                 handshake->error.status != DTRAIN_ERR_ABORTED)
-            dtrain__seat_break(world, &handshake->error);
+        dtrain__hub_root_refuses(hub, handshake);
     }
     dtrain__hub_free_handshake(hub, &root->handshake);
     dtrain__hub_tell(hub);
@@ -22993,8 +23032,8 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
             "have not come; believed: %.200s",
             hub->rank, hub->size, hub->root, seconds, hub->believed);
     return dtrain__fail(
-        NULL, DTRAIN_ERR_TIMEOUT,
-        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.160s); believed: %.180s; is rank "
+        NULL, dtrain__hub_root_denied(hub) ? hub->root_error.status : DTRAIN_ERR_TIMEOUT,
+        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.260s); believed: %.180s; is rank "
         "0 started%s?",
         hub->rank, hub->size, seconds, hub->root, hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer",
         hub->believed,

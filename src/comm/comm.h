@@ -138,6 +138,12 @@ typedef enum dtrain_progress {
  * others than its owner can read. An empty DTRAIN_TOKEN, an empty file and a token with a zero byte are errors: unset
  * both variables to have no token.
  *
+ * Only an answer that is proved with the token ends a try to reach rank 0. Anything else may be a stranger's, or bytes
+ * that somebody has changed on the way. The rank logs it and tries again: until its deadline while the group forms,
+ * later for reconnect_ms. So a rank with another token gets DTRAIN_ERR_DENIED at its deadline. Without a token, a proof
+ * shows only that no byte was changed. A rank then believes whoever answers at rank 0's address: a process of its own
+ * user on a unix socket, anybody with insecure.
+ *
  * Without a token, ranks meet over unix sockets alone. Each checks that the other's process belongs to its own user. A
  * root on loopback such as "127.0.0.1:29500" then means the socket "unix:@/tmp/dtrain-UID/29500". UID is the user's
  * number. On Linux @ marks a name that is no file, so nothing is left when processes are killed. Processes in different
@@ -223,7 +229,7 @@ typedef struct dtrain_comm_desc {
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID   a variable or field is missing or malformed; the text names it
- *            DTRAIN_ERR_DENIED    no token or another one; a process of another job or user
+ *            DTRAIN_ERR_DENIED    no token or another one; a process of another job or user; a stranger at the root
  *            DTRAIN_ERR_MISMATCH  another world size, wire version, byte order or fingerprint; a rank taken twice
  *            DTRAIN_ERR_TIMEOUT   the text says who came, who did not, and which variables were used
  *            DTRAIN_ERR_IO        the system refused a socket or a thread, or does not know a host name

@@ -246,6 +246,7 @@ static void dtrain__handshake_take_hello(dtrain__handshake *handshake, const dtr
 /* Initiator: the challenge is whole. Answers with the proof. */
 static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const dtrain__keys *keys)
 {
+    static const unsigned char none[DTRAIN__RUN_BYTES] = {0};
     unsigned char *proof = handshake->proof;
     memcpy(handshake->challenge, handshake->in, sizeof handshake->challenge);
     if (dtrain__handshake_same_build(handshake, handshake->challenge) != DTRAIN_OK) {
@@ -256,6 +257,13 @@ static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const
         dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH,
                      "rank %d was expected at %s, but rank %u answers; check the address and the ranks",
                      handshake->peer, handshake->peer_name, (unsigned)dtrain__get_le(handshake->challenge + 12, 4));
+        dtrain__handshake_close(handshake);
+        return;
+    }
+    if (memcmp(keys->run, none, DTRAIN__RUN_BYTES) != 0 &&
+        memcmp(keys->run, handshake->challenge + 16, DTRAIN__RUN_BYTES) != 0) {
+        dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED, "rank %d of another group answers at %s", handshake->peer,
+                     handshake->peer_name);
         dtrain__handshake_close(handshake);
         return;
     }
@@ -319,8 +327,8 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
                           16 + DTRAIN__VERDICT_TEXT, mac);
     if (!dtrain__memory_equal_secret(mac, verdict + 16 + DTRAIN__VERDICT_TEXT, sizeof mac)) {
         dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
-                     "rank %d at %s and this rank do not hold the same token (this rank's has %zu bytes): give every "
-                     "rank the same DTRAIN_TOKEN",
+                     "rank %d at %s and this rank do not hold the same token (this rank's has %zu bytes), or a "
+                     "stranger answers there or changes bytes on the way: give every rank the same DTRAIN_TOKEN",
                      handshake->peer, handshake->peer_name, keys->token_bytes);
         dtrain__handshake_close(handshake);
         return;

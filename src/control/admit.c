@@ -197,6 +197,8 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     member->expected = member->closed = 0;
     member->heard_ns = dtrain__os_now_ns();
     memcpy(member->job, handshake->job, sizeof member->job);
+    if (!hub->formed && !handshake->initiator)
+        memcpy(member->name, handshake->name, sizeof member->name);
 }
 
 /* Admits a proved peer, or refuses it with a text. */
@@ -229,13 +231,17 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
     } else if (hub->formed) { /* perhaps the previous group, about to end: the peer may try again */
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED,
                            "its group is complete and runs; give each job a root of its own");
-    } else if (member->control.fd >= 0) {
+    } else if (member->control.fd >= 0 && member->joined) {
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
                            "two processes say they are rank %d: %.60s came first, now %.60s; give each process a rank "
                            "of its own",
-                           handshake->peer, member->name[0] != 0 ? member->name : "another process",
-                           handshake->peer_name);
-    } else {
+                           handshake->peer, member->name, handshake->peer_name);
+    } else if (member->control.fd >= 0 && strcmp(member->name, handshake->name) != 0) {
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "another process is joining as rank %d",
+                           handshake->peer);
+    } else { /* if that process was admitted before, it has not heard of that, and tries again */
+        dtrain__stream_cut(&member->control);
+        member->in.bytes = 0;
         member->control.sent = member->control.received = handshake->received = handshake->peer_received = 0;
         dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
     }

@@ -121,7 +121,7 @@ struct dtrain__hub {
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
     int64_t root_wait_ns;
-    dtrain__error root_error; /* why the last try to reach rank 0 failed */
+    dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
     dtrain__os_mutex step_mutex, mutex;
     int kick[2]; /* a pipe that wakes whoever steps */
     uint32_t stepping, kicked;
@@ -255,6 +255,12 @@ typedef struct dtrain__reason {
     const char *text;
     uint64_t calls; /* in frames BYE */
 } dtrain__reason;
+
+/* Whether whoever answers at the root's address has refused this rank, or what it said was wrong. */
+static int dtrain__hub_root_denied(const dtrain__hub *hub)
+{
+    return hub->root_error.status == DTRAIN_ERR_DENIED || hub->root_error.status == DTRAIN_ERR_MISMATCH;
+}
 
 static int dtrain__hub_leads(const dtrain__hub *hub)
 {

@@ -105,6 +105,24 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
+/* A try to reach rank 0 has failed. Only a no that rank 0 has proved ends anything: anybody may answer at its address,
+ * and bytes may be changed on the way. A group that is not this one may be about to end. */
+static void dtrain__hub_root_refuses(dtrain__hub *hub, const dtrain__handshake *handshake)
+{
+    const dtrain__error *error = &handshake->error;
+    int passing = error->status == DTRAIN_ERR_PEER_LOST || error->status == DTRAIN_ERR_ABORTED;
+    if (hub->formed && handshake->verdict == DTRAIN_ERR_PEER_LOST)
+        dtrain__hub_given_up(hub, error->text);
+    else if (hub->formed && handshake->verdict != DTRAIN_OK)
+        dtrain__hub_lost(hub, 0, error->text);
+    else if (handshake->verdict != DTRAIN_OK && !passing)
+        dtrain__seat_break(dtrain__council_seat(&hub->council, 0), error);
+    else if (!passing && strcmp(hub->root_error.text, error->text) != 0)
+        dtrain__hub_note(hub, "rank %d tries again until its deadline: %.600s", hub->rank, error->text);
+    if (!passing || !dtrain__hub_root_denied(hub)) /* a refusal says more than an address where nobody is */
+        hub->root_error = *error;
+}
+
 /* Other ranks than 0: tries to reach rank 0, as often as it takes. */
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
@@ -119,11 +137,11 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
         root->call_ns = now + hub->root_wait_ns;
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
-        if (handshake == NULL)
+        if (handshake != NULL)
+            hub->reached = *address;
+        else if (!dtrain__hub_root_denied(hub))
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
                          dtrain__os_error_text(errno));
-        else
-            hub->reached = *address;
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
@@ -135,12 +153,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
             dtrain__seat_end(world, hub->rank, &dtrain__thread_error);
     } else {
-        hub->root_error = handshake->error;
-        if (hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST)
-            dtrain__hub_lost(hub, 0, handshake->error.text);
-        else if (!hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST &&
-                 handshake->error.status != DTRAIN_ERR_ABORTED)
-            dtrain__seat_break(world, &handshake->error);
+        dtrain__hub_root_refuses(hub, handshake);
     }
     dtrain__hub_free_handshake(hub, &root->handshake);
     dtrain__hub_tell(hub);

@@ -507,8 +507,8 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
             "have not come; believed: %.200s",
             hub->rank, hub->size, hub->root, seconds, hub->believed);
     return dtrain__fail(
-        NULL, DTRAIN_ERR_TIMEOUT,
-        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.160s); believed: %.180s; is rank "
+        NULL, dtrain__hub_root_denied(hub) ? hub->root_error.status : DTRAIN_ERR_TIMEOUT,
+        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.260s); believed: %.180s; is rank "
         "0 started%s?",
         hub->rank, hub->size, seconds, hub->root, hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer",
         hub->believed,

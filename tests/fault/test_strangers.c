@@ -6,6 +6,8 @@
 #include "test.h"
 #include "processes.h"
 
+#include <poll.h>
+#include <pthread.h>
 #include <sys/resource.h>
 
 static const char token[] = "a secret that the strangers lack";
@@ -237,4 +239,189 @@ TEST(a_group_under_attack_forms_and_trains_and_never_notices)
         end_of(attackers[i], 5);
     }
     dtrain_set_log(NULL, NULL);
+}
+
+/* ---- between a rank and the root's address ----
+ *
+ * A process takes the connections of rank 1 and makes one to rank 0 for each. To some it does one of these harms. */
+
+typedef struct harm {
+    int to_root, at; /* flips a bit of this byte on the way to rank 0, or back */
+} harm;
+
+enum {
+    ANSWERS = -1,
+    REFUSES = -2
+}; /* as `at`: it answers itself, like a web server, or like a rank without the token */
+
+static const harm harms[] = {{0, 0},
+                             {0, 12},
+                             {0, 40},
+                             {0, DTRAIN__CHALLENGE_BYTES},
+                             {1, 48},
+                             {1, DTRAIN__HELLO_BYTES + 50},
+                             {0, ANSWERS},
+                             {0, REFUSES}};
+
+#define HARMS ((int)(sizeof harms / sizeof harms[0]))
+
+typedef struct between {
+    int from, to;          /* ports */
+    int harmed;            /* how many connections were harmed; HARMS: it is honest */
+    int cuts;              /* counts up: all connections end */
+    unsigned char run[16]; /* the last that rank 0 named */
+} between;
+
+typedef struct connection {
+    between *b;
+    int fds[2]; /* rank 1's, rank 0's */
+    int harm;
+} connection;
+
+static int port_of_loopback(int port, int listens)
+{
+    struct sockaddr_in address;
+    int one = 1, fd = socket(AF_INET, SOCK_STREAM, 0);
+    memset(&address, 0, sizeof address);
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons((uint16_t)port);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (listens ? bind(fd, (struct sockaddr *)&address, sizeof address) == 0 && listen(fd, 64) == 0
+                : connect(fd, (struct sockaddr *)&address, sizeof address) == 0)
+        return fd;
+    close(fd);
+    return -1;
+}
+
+/* Answers in rank 0's place: with its version, rank and run, and a no that nothing proves. */
+static void answers(const connection *c)
+{
+    unsigned char said[512], text[DTRAIN__CHALLENGE_BYTES + DTRAIN__VERDICT_BYTES];
+    memset(text, 0, sizeof text);
+    memcpy(text, harms[c->harm].at == ANSWERS ? "HTTP/1.1" : "dtrain\r\n", 8);
+    text[8] = DTRAIN__WIRE_VERSION;
+    text[10] = dtrain__byte_order();
+    memcpy(text + 16, c->b->run, sizeof c->b->run);
+    text[DTRAIN__CHALLENGE_BYTES] = DTRAIN_ERR_MISMATCH;
+    send(c->fds[0], text, sizeof text, MSG_NOSIGNAL);
+    while (recv(c->fds[0], said, sizeof said, 0) > 0)
+        continue;
+}
+
+static void passes_on(connection *c)
+{
+    unsigned char data[4096];
+    int64_t at[2] = {0, 0}; /* bytes to rank 0, and back */
+    int cuts = __atomic_load_n(&c->b->cuts, __ATOMIC_SEQ_CST);
+    while (cuts == __atomic_load_n(&c->b->cuts, __ATOMIC_SEQ_CST)) {
+        struct pollfd fds[2] = {{c->fds[0], POLLIN, 0}, {c->fds[1], POLLIN, 0}};
+        poll(fds, 2, 5);
+        for (int side = 0; side < 2; side++) {
+            ssize_t n = fds[side].revents != 0 ? recv(c->fds[side], data, sizeof data, 0) : -1;
+            if (n == 0 || (n < 0 && fds[side].revents != 0))
+                return;
+            int64_t flip = c->harm < HARMS && harms[c->harm].to_root == !side ? harms[c->harm].at - at[side] : -1;
+            if (side == 1 && at[1] == 0 && n >= 32 && c->harm == HARMS)
+                memcpy(c->b->run, data + 16, sizeof c->b->run);
+            if (n > 0 && flip >= 0 && flip < n)
+                data[flip] ^= 1;
+            if (n > 0 && send(c->fds[1 - side], data, (size_t)n, MSG_NOSIGNAL) != n)
+                return;
+            at[side] += n > 0 ? n : 0;
+        }
+    }
+}
+
+static void *connection_main(void *pointer)
+{
+    connection *c = (connection *)pointer;
+    if (c->harm < HARMS && harms[c->harm].at < 0)
+        answers(c);
+    else
+        passes_on(c);
+    close(c->fds[0]);
+    close(c->fds[1]);
+    free(c);
+    return NULL;
+}
+
+static pid_t start_between(between *b)
+{
+    b->from = free_port();
+    int listener = port_of_loopback(b->from, 1);
+    CHECK(listener >= 0);
+    fflush(stdout);
+    pid_t pid = fork();
+    while (pid == 0) {
+        connection *c = (connection *)malloc(sizeof *c);
+        pthread_t thread;
+        c->b = b;
+        c->fds[0] = accept(listener, NULL, NULL);
+        c->fds[1] = port_of_loopback(b->to, 0);
+        c->harm = b->harmed;
+        if (c->fds[0] < 0 || c->fds[1] < 0) { /* rank 0 does not listen yet */
+            close(c->fds[0]);
+            free(c);
+            continue;
+        }
+        b->harmed += b->harmed < HARMS;
+        pthread_create(&thread, NULL, connection_main, c);
+        pthread_detach(thread);
+    }
+    close(listener);
+    return pid;
+}
+
+/* Adds up; then, with reconnect_ms, loses its connections and finds a stranger in rank 0's place for a while. */
+static int adds_up(dtrain_comm *world, scene *s)
+{
+    between *b = (between *)s->user;
+    int rank = dtrain_comm_rank(world);
+    float x = 1;
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    CHECK(x == 2);
+    CHECK_EQ(__atomic_load_n(&b->harmed, __ATOMIC_SEQ_CST), HARMS);
+    scene_meet(s->ranks);
+    if (s->desc.reconnect_ms == 0)
+        return 0;
+    if (rank == 1) {
+        __atomic_store_n(&b->harmed, 0, __ATOMIC_SEQ_CST);
+        __atomic_add_fetch(&b->cuts, 1, __ATOMIC_SEQ_CST);
+    }
+    for (double until = now_s() + 30; __atomic_load_n(&b->harmed, __ATOMIC_SEQ_CST) < HARMS && now_s() < until;)
+        usleep(1000);
+    if (rank == 1) /* over the control connection */
+        CHECK_EQ(dtrain_store_set(world, "key", "value", 5), DTRAIN_OK);
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    CHECK(x == 4);
+    return 0;
+}
+
+TEST(only_a_no_that_is_proved_ends_a_try_to_reach_rank_0)
+{
+    between *b = (between *)mmap(NULL, sizeof *b, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    dtrain_set_log(quiet, NULL);
+    for (int reconnects = 0; reconnects < 2; reconnects++) {
+        scene s, other;
+        pid_t pids[2];
+        memset(b, 0, sizeof *b);
+        scene_begin(&s, 2, 1);
+        s.user = b;
+        s.desc.token = token;
+        s.desc.timeout_ms = test_ms(40000);
+        s.desc.reconnect_ms = reconnects ? test_ms(40000) : 0;
+        b->to = atoi(strrchr(s.root, ':') + 1);
+        pid_t proxy = start_between(b);
+        other = s;
+        snprintf(other.root, sizeof other.root, "127.0.0.1:%d", b->from);
+        for (int rank = 0; rank < 2; rank++)
+            pids[rank] = start_rank(rank == 0 ? &s : &other, rank, adds_up);
+        for (int rank = 0; rank < 2; rank++)
+            CHECK_EQ(end_of(pids[rank], 60), 0);
+        kill(proxy, SIGKILL);
+        end_of(proxy, 5);
+    }
+    dtrain_set_log(NULL, NULL);
+    munmap(b, sizeof *b);
 }

@@ -445,6 +445,7 @@ TEST(a_relay_that_changes_what_is_said_of_sealing_is_refused)
         s.user = r;
         s.desc.secure = 1;
         s.desc.token = "a token of sixteen bytes or more";
+        s.desc.timeout_ms = 1500; /* until then rank 1 tries again */
         r->to = atoi(strrchr(s.root, ':') + 1);
         pid_t relaying = start_relay(r);
         other = s;
