@@ -18939,6 +18939,18 @@ static int dtrain__net_leaves_host(int fd)
            memcmp(&here.at.v6.sin6_addr, &there.at.v6.sin6_addr, sizeof here.at.v6.sin6_addr) != 0;
 }
 
+/* Gives a number for an address's host: the same for all addresses that a host can choose among, which are those of one
+ * IPv6 prefix of 64 bits. 0: this host, over a unix socket. */
+static uint64_t dtrain__net_host(const dtrain__address *address)
+{
+    const unsigned char *v6 = address->at.v6.sin6_addr.s6_addr;
+    if (address->at.any.sa_family == AF_INET)
+        return ntohl(address->at.v4.sin_addr.s_addr);
+    if (address->at.any.sa_family != AF_INET6)
+        return 0;
+    return IN6_IS_ADDR_V4MAPPED(&address->at.v6.sin6_addr) ? dtrain__get_le(v6 + 12, 4) : dtrain__get_le(v6, 8);
+}
+
 static int dtrain__net_is_unix(const dtrain__address *address)
 {
     return address->at.any.sa_family == AF_UNIX;
@@ -19506,6 +19518,7 @@ typedef enum dtrain__handshake_state {
 typedef struct dtrain__handshake {
     struct dtrain__handshake *next;
     int fd, initiator, purpose, lane;
+    uint64_t from;    /* acceptor: the peer's host, by its address */
     uint64_t channel; /* the group that a connection for data belongs to */
     int peer;         /* the rank that an initiator wants, or that an acceptor's peer says it is */
     int peer_world;   /* the world size of an acceptor's peer */
@@ -20306,7 +20319,7 @@ DTRAIN__FAST_END
 #ifndef DTRAIN__HUB
 #define DTRAIN__HUB
 
-#define DTRAIN__HANDSHAKES 64 /* most unproved peers at once; the oldest makes room for the next */
+#define DTRAIN__HANDSHAKES 64 /* strangers' connections for which there is room beside those of all ranks */
 #define DTRAIN__HANDSHAKE_NS \
     DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, for a peer to prove itself \
                                                       */
@@ -20322,11 +20335,11 @@ DTRAIN__FAST_END
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
     dtrain__stream stream;
-    dtrain__handshake *handshake; /* a connection that this rank is making */
-    int wanted;                   /* somebody waits for it */
-    uint64_t links;               /* how many connections it has had */
-    int why;                      /* why the last one ended, as an errno; 0: it was closed */
-    int64_t retry_ns, down_ns;
+    dtrain__handshake *handshake;       /* a connection that this rank is making */
+    int wanted;                         /* somebody waits for it */
+    uint64_t links;                     /* how many connections it has had */
+    int why;                            /* why the last one ended, as an errno; 0: it was closed */
+    int64_t retry_ns, wait_ns, down_ns; /* it is tried again at retry_ns; the last wait for that was wait_ns */
 } dtrain__lane;
 
 /* One rank of a channel, as this rank sees it. */
@@ -20385,7 +20398,7 @@ typedef struct dtrain__member {
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     dtrain__handshake *handshake; /* a control connection that this rank is making */
-    int64_t call_ns;              /* when it is tried again */
+    int64_t call_ns, wait_ns;     /* it is tried again at call_ns; the last wait for that was wait_ns */
     int poll_index;
     dtrain__last_heard last;
 } dtrain__member;
@@ -20409,13 +20422,11 @@ struct dtrain__hub {
     int64_t patience_ns; /* the largest of the group's limits, for the answer of a member that may not poll */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
-    int64_t root_wait_ns;
     dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
     dtrain__os_mutex step_mutex, mutex;
     int kick[2]; /* a pipe that wakes whoever steps */
     uint32_t stepping, kicked;
-    dtrain__handshake *handshakes;
-    int inbound;
+    dtrain__handshake *handshakes; /* of connections that come in */
     dtrain__member *members;
     struct pollfd *fds;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;
@@ -21304,6 +21315,62 @@ static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtra
     return handshake;
 }
 
+/* A number below `below`, by chance. */
+static unsigned dtrain__hub_dice(unsigned below)
+{
+    uint32_t dice = 0;
+    (void)dtrain__os_random(&dice, sizeof dice);
+    return dice % below;
+}
+
+/* When to try again after a try has failed. The wait doubles up to half a second. Chance makes it shorter or longer by
+ * half, so that ranks that failed together do not all come back together. */
+static int64_t dtrain__hub_again_ns(int64_t *wait_ns, int64_t now)
+{
+    *wait_ns = *wait_ns == 0 ? 4000000 : *wait_ns < 250000000 ? *wait_ns * 2 : 500000000;
+    return now + *wait_ns / 2 + *wait_ns / 1000 * (int64_t)dtrain__hub_dice(1001);
+}
+
+/* Whether two connections that come in compete for the same room: both at one stage of the handshake. from: NULL, or
+ * the host that the other must come from too. */
+static int dtrain__hub_competes(const dtrain__handshake *one, const dtrain__handshake *other, const uint64_t *from)
+{
+    return one->state == other->state && (from == NULL || one->from == *from);
+}
+
+static int dtrain__hub_competing(const dtrain__hub *hub, const dtrain__handshake *newcomer, const uint64_t *from)
+{
+    int count = 0;
+    for (const dtrain__handshake *at = hub->handshakes; at != NULL; at = at->next)
+        count += dtrain__hub_competes(at, newcomer, from);
+    return count;
+}
+
+/* Draws one of those that compete with the newcomer, which may be the newcomer itself. */
+static dtrain__handshake *dtrain__hub_draw(const dtrain__hub *hub, const dtrain__handshake *newcomer,
+                                           const uint64_t *from)
+{
+    unsigned turn = dtrain__hub_dice((unsigned)dtrain__hub_competing(hub, newcomer, from));
+    dtrain__handshake *at = hub->handshakes;
+    while (!dtrain__hub_competes(at, newcomer, from) || turn-- > 0)
+        at = at->next;
+    return at;
+}
+
+/* A connection that came in has reached a stage of its handshake. Each stage has room for the connections of all ranks
+ * and some more. So silent connections never drive out a rank that has said hello, and neither drives out one that has
+ * proved itself. If there are too many, one is closed. Of two hosts, the newcomer's and that of one drawn by chance, it
+ * is one of the host that has more there, again drawn by chance. So a host with many drives out its own, and nobody can
+ * time whom they drive out. */
+static void dtrain__hub_make_room(const dtrain__hub *hub, const dtrain__handshake *newcomer)
+{
+    if (dtrain__hub_competing(hub, newcomer, NULL) <= DTRAIN__HANDSHAKES + hub->size * hub->connections)
+        return;
+    uint64_t own = newcomer->from, other = dtrain__hub_draw(hub, newcomer, NULL)->from;
+    int fewer = dtrain__hub_competing(hub, newcomer, &own) < dtrain__hub_competing(hub, newcomer, &other);
+    dtrain__handshake_close(dtrain__hub_draw(hub, newcomer, fewer ? &other : &own));
+}
+
 /* Without a token ranks use unix sockets alone: only these tell whose process the other one is. */
 static int dtrain__hub_allows(const dtrain__hub *hub, const dtrain__address *address)
 {
@@ -21452,7 +21519,7 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
     channel->attend |= lane->stream.again > 0;
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;
-    lane->down_ns = 0;
+    lane->down_ns = lane->wait_ns = 0;
     hub->members[handshake->peer].trouble[0] = 0;
 }
 
@@ -21470,6 +21537,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
         return;
     }
     member->expected = member->closed = 0;
+    member->wait_ns = 0;
     member->heard_ns = dtrain__os_now_ns();
     memcpy(member->job, handshake->job, sizeof member->job);
     if (!hub->formed && !handshake->initiator)
@@ -21654,7 +21722,10 @@ static void dtrain__hub_turned_away(dtrain__hub *hub, dtrain_status status, cons
 static int dtrain__hub_step_handshake(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
     unsigned char last;
+    dtrain__handshake_state before = handshake->state;
     dtrain__handshake_step(handshake, &hub->keys);
+    if (handshake->state != before && handshake->state != DTRAIN__HANDSHAKE_CLOSED)
+        dtrain__hub_make_room(hub, handshake);
     if (handshake->state == DTRAIN__HANDSHAKE_PROVED && handshake->purpose == DTRAIN__PURPOSE_DATA &&
         (!hub->formed || dtrain__hub_channel(hub, handshake->channel) == NULL))
         /* a peer may have the table or the group before this rank does. Its handshake then waits until the peer gives
@@ -21680,13 +21751,12 @@ static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
             continue;
         }
         *at = handshake->next;
-        hub->inbound--;
         dtrain__hub_free_handshake(hub, &handshake);
     }
 }
 
-/* Takes waiting connections. A stranger holds one handshake for a few seconds. If all handshakes are taken, the oldest
- * is closed. */
+/* Takes waiting connections, and reads what has come over them already. A stranger holds one handshake for a few
+ * seconds. */
 static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
 {
     for (int i = 0; hub->listener >= 0 && now >= hub->accept_ns && i < DTRAIN__HANDSHAKES; i++) {
@@ -21718,17 +21788,16 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             return;
         }
         handshake->fd = fd;
+        handshake->from = dtrain__net_host(&peer);
         handshake->expires_ns = hub->polled_ns + DTRAIN__HANDSHAKE_NS;
         handshake->state = DTRAIN__HANDSHAKE_HELLO;
         while (*last != NULL)
             last = &(*last)->next;
         *last = handshake;
-        if (++hub->inbound > DTRAIN__HANDSHAKES) {
-            handshake = hub->handshakes;
-            hub->handshakes = handshake->next;
-            hub->inbound--;
-            dtrain__hub_free_handshake(hub, &handshake);
-        }
+        dtrain__handshake_step(handshake, &hub->keys);
+        if (handshake->state != DTRAIN__HANDSHAKE_CLOSED)
+            dtrain__hub_make_room(hub, handshake);
+        dtrain__hub_kick(hub); /* the next turn deals with what has been read */
     }
 }
 
@@ -21869,14 +21938,15 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         return;
     if (handshake == NULL && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
-        hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
-        root->call_ns = now + hub->root_wait_ns;
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
-        if (handshake != NULL)
+        if (handshake != NULL) {
             hub->reached = *address;
-        else if (!dtrain__hub_root_denied(hub))
-            dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
-                         dtrain__os_error_text(errno));
+        } else {
+            if (!dtrain__hub_root_denied(hub))
+                dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
+                             dtrain__os_error_text(errno));
+            root->call_ns = dtrain__hub_again_ns(&root->wait_ns, now);
+        }
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
@@ -21888,6 +21958,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
             dtrain__seat_end(world, hub->rank, &dtrain__thread_error);
     } else {
+        root->call_ns = dtrain__hub_again_ns(&root->wait_ns, now);
         dtrain__hub_root_refuses(hub, handshake);
     }
     dtrain__hub_free_handshake(hub, &root->handshake);
@@ -21906,9 +21977,10 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* else each side would drop the other's choice */
-        lane->retry_ns = now + 50000000;
-        if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address))
+        if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address)) {
+            lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
             return;
+        }
         handshake = lane->handshake =
             dtrain__hub_connect(hub, channel->seat.worlds[rank], DTRAIN__PURPOSE_DATA, &address);
         if (handshake != NULL) {
@@ -21916,13 +21988,17 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             handshake->lane = index;
             handshake->received = lane->stream.received;
             handshake->links = lane->links;
-        } else
+        } else {
             snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
                      dtrain__os_error_text(errno));
+            lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
+        }
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
         return;
+    if (open < 0)
+        lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
     if (open > 0)
         dtrain__hub_adopt_data(channel, rank, handshake);
     else if (handshake->verdict == DTRAIN_ERR_PEER_LOST &&
@@ -21944,11 +22020,14 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
     dtrain__address address;
     int error = 0;
     if (member->handshake == NULL) {
-        if (now < member->call_ns || !dtrain__hub_peer_address(hub, rank, &address))
+        if (now < member->call_ns)
             return;
-        member->call_ns = now + DTRAIN__CALL_NS / 3;
-        member->handshake = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
-        error = member->handshake == NULL ? errno : 0;
+        if (dtrain__hub_peer_address(hub, rank, &address)) {
+            member->handshake = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
+            error = member->handshake == NULL ? errno : 0;
+        }
+        if (member->handshake == NULL)
+            member->call_ns = dtrain__hub_again_ns(&member->wait_ns, now);
     }
     dtrain__handshake *handshake = member->handshake;
     if (handshake != NULL) {
@@ -21957,6 +22036,8 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
             return;
         if (open > 0)
             dtrain__hub_adopt_control(hub, handshake);
+        else
+            member->call_ns = dtrain__hub_again_ns(&member->wait_ns, now);
         error = handshake->system_error;
         if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
             dtrain__hub_given_up(hub, handshake->error.text);
@@ -22120,8 +22201,8 @@ static void dtrain__hub_work(dtrain__hub *hub)
     int64_t now = dtrain__os_now_ns(), most = DTRAIN__HANDSHAKE_NS / 5;
     int64_t away = hub->stepped_ns > 0 ? now - hub->stepped_ns : 0;
     hub->polled_ns += away < most ? away : most;
+    dtrain__hub_step_handshakes(hub, now); /* first: what has come may move some on before others make room */
     dtrain__hub_accept(hub, now);
-    dtrain__hub_step_handshakes(hub, now);
     dtrain__hub_step_root(hub, now);
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
@@ -22928,7 +23009,6 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
-    hub->root_wait_ns = 2000000;
     snprintf(hub->root, sizeof hub->root, "%s", desc->root);
     snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);
     snprintf(hub->fingerprint, sizeof hub->fingerprint, "%s", desc->fingerprint);

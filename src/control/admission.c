@@ -52,6 +52,7 @@ typedef enum dtrain__handshake_state {
 typedef struct dtrain__handshake {
     struct dtrain__handshake *next;
     int fd, initiator, purpose, lane;
+    uint64_t from;    /* acceptor: the peer's host, by its address */
     uint64_t channel; /* the group that a connection for data belongs to */
     int peer;         /* the rank that an initiator wants, or that an acceptor's peer says it is */
     int peer_world;   /* the world size of an acceptor's peer */

@@ -29,6 +29,62 @@ static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtra
     return handshake;
 }
 
+/* A number below `below`, by chance. */
+static unsigned dtrain__hub_dice(unsigned below)
+{
+    uint32_t dice = 0;
+    (void)dtrain__os_random(&dice, sizeof dice);
+    return dice % below;
+}
+
+/* When to try again after a try has failed. The wait doubles up to half a second. Chance makes it shorter or longer by
+ * half, so that ranks that failed together do not all come back together. */
+static int64_t dtrain__hub_again_ns(int64_t *wait_ns, int64_t now)
+{
+    *wait_ns = *wait_ns == 0 ? 4000000 : *wait_ns < 250000000 ? *wait_ns * 2 : 500000000;
+    return now + *wait_ns / 2 + *wait_ns / 1000 * (int64_t)dtrain__hub_dice(1001);
+}
+
+/* Whether two connections that come in compete for the same room: both at one stage of the handshake. from: NULL, or
+ * the host that the other must come from too. */
+static int dtrain__hub_competes(const dtrain__handshake *one, const dtrain__handshake *other, const uint64_t *from)
+{
+    return one->state == other->state && (from == NULL || one->from == *from);
+}
+
+static int dtrain__hub_competing(const dtrain__hub *hub, const dtrain__handshake *newcomer, const uint64_t *from)
+{
+    int count = 0;
+    for (const dtrain__handshake *at = hub->handshakes; at != NULL; at = at->next)
+        count += dtrain__hub_competes(at, newcomer, from);
+    return count;
+}
+
+/* Draws one of those that compete with the newcomer, which may be the newcomer itself. */
+static dtrain__handshake *dtrain__hub_draw(const dtrain__hub *hub, const dtrain__handshake *newcomer,
+                                           const uint64_t *from)
+{
+    unsigned turn = dtrain__hub_dice((unsigned)dtrain__hub_competing(hub, newcomer, from));
+    dtrain__handshake *at = hub->handshakes;
+    while (!dtrain__hub_competes(at, newcomer, from) || turn-- > 0)
+        at = at->next;
+    return at;
+}
+
+/* A connection that came in has reached a stage of its handshake. Each stage has room for the connections of all ranks
+ * and some more. So silent connections never drive out a rank that has said hello, and neither drives out one that has
+ * proved itself. If there are too many, one is closed. Of two hosts, the newcomer's and that of one drawn by chance, it
+ * is one of the host that has more there, again drawn by chance. So a host with many drives out its own, and nobody can
+ * time whom they drive out. */
+static void dtrain__hub_make_room(const dtrain__hub *hub, const dtrain__handshake *newcomer)
+{
+    if (dtrain__hub_competing(hub, newcomer, NULL) <= DTRAIN__HANDSHAKES + hub->size * hub->connections)
+        return;
+    uint64_t own = newcomer->from, other = dtrain__hub_draw(hub, newcomer, NULL)->from;
+    int fewer = dtrain__hub_competing(hub, newcomer, &own) < dtrain__hub_competing(hub, newcomer, &other);
+    dtrain__handshake_close(dtrain__hub_draw(hub, newcomer, fewer ? &other : &own));
+}
+
 /* Without a token ranks use unix sockets alone: only these tell whose process the other one is. */
 static int dtrain__hub_allows(const dtrain__hub *hub, const dtrain__address *address)
 {
@@ -177,7 +233,7 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
     channel->attend |= lane->stream.again > 0;
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;
-    lane->down_ns = 0;
+    lane->down_ns = lane->wait_ns = 0;
     hub->members[handshake->peer].trouble[0] = 0;
 }
 
@@ -195,6 +251,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
         return;
     }
     member->expected = member->closed = 0;
+    member->wait_ns = 0;
     member->heard_ns = dtrain__os_now_ns();
     memcpy(member->job, handshake->job, sizeof member->job);
     if (!hub->formed && !handshake->initiator)
@@ -379,7 +436,10 @@ static void dtrain__hub_turned_away(dtrain__hub *hub, dtrain_status status, cons
 static int dtrain__hub_step_handshake(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
     unsigned char last;
+    dtrain__handshake_state before = handshake->state;
     dtrain__handshake_step(handshake, &hub->keys);
+    if (handshake->state != before && handshake->state != DTRAIN__HANDSHAKE_CLOSED)
+        dtrain__hub_make_room(hub, handshake);
     if (handshake->state == DTRAIN__HANDSHAKE_PROVED && handshake->purpose == DTRAIN__PURPOSE_DATA &&
         (!hub->formed || dtrain__hub_channel(hub, handshake->channel) == NULL))
         /* a peer may have the table or the group before this rank does. Its handshake then waits until the peer gives
@@ -405,13 +465,12 @@ static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
             continue;
         }
         *at = handshake->next;
-        hub->inbound--;
         dtrain__hub_free_handshake(hub, &handshake);
     }
 }
 
-/* Takes waiting connections. A stranger holds one handshake for a few seconds. If all handshakes are taken, the oldest
- * is closed. */
+/* Takes waiting connections, and reads what has come over them already. A stranger holds one handshake for a few
+ * seconds. */
 static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
 {
     for (int i = 0; hub->listener >= 0 && now >= hub->accept_ns && i < DTRAIN__HANDSHAKES; i++) {
@@ -443,17 +502,16 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             return;
         }
         handshake->fd = fd;
+        handshake->from = dtrain__net_host(&peer);
         handshake->expires_ns = hub->polled_ns + DTRAIN__HANDSHAKE_NS;
         handshake->state = DTRAIN__HANDSHAKE_HELLO;
         while (*last != NULL)
             last = &(*last)->next;
         *last = handshake;
-        if (++hub->inbound > DTRAIN__HANDSHAKES) {
-            handshake = hub->handshakes;
-            hub->handshakes = handshake->next;
-            hub->inbound--;
-            dtrain__hub_free_handshake(hub, &handshake);
-        }
+        dtrain__handshake_step(handshake, &hub->keys);
+        if (handshake->state != DTRAIN__HANDSHAKE_CLOSED)
+            dtrain__hub_make_room(hub, handshake);
+        dtrain__hub_kick(hub); /* the next turn deals with what has been read */
     }
 }
 

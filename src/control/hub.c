@@ -17,7 +17,7 @@
 #include "../transport/stream.c"
 #include "consent.c"
 
-#define DTRAIN__HANDSHAKES 64 /* most unproved peers at once; the oldest makes room for the next */
+#define DTRAIN__HANDSHAKES 64 /* strangers' connections for which there is room beside those of all ranks */
 #define DTRAIN__HANDSHAKE_NS \
     DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, for a peer to prove itself \
                                                       */
@@ -33,11 +33,11 @@
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
     dtrain__stream stream;
-    dtrain__handshake *handshake; /* a connection that this rank is making */
-    int wanted;                   /* somebody waits for it */
-    uint64_t links;               /* how many connections it has had */
-    int why;                      /* why the last one ended, as an errno; 0: it was closed */
-    int64_t retry_ns, down_ns;
+    dtrain__handshake *handshake;       /* a connection that this rank is making */
+    int wanted;                         /* somebody waits for it */
+    uint64_t links;                     /* how many connections it has had */
+    int why;                            /* why the last one ended, as an errno; 0: it was closed */
+    int64_t retry_ns, wait_ns, down_ns; /* it is tried again at retry_ns; the last wait for that was wait_ns */
 } dtrain__lane;
 
 /* One rank of a channel, as this rank sees it. */
@@ -96,7 +96,7 @@ typedef struct dtrain__member {
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
     dtrain__handshake *handshake; /* a control connection that this rank is making */
-    int64_t call_ns;              /* when it is tried again */
+    int64_t call_ns, wait_ns;     /* it is tried again at call_ns; the last wait for that was wait_ns */
     int poll_index;
     dtrain__last_heard last;
 } dtrain__member;
@@ -120,13 +120,11 @@ struct dtrain__hub {
     int64_t patience_ns; /* the largest of the group's limits, for the answer of a member that may not poll */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
-    int64_t root_wait_ns;
     dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
     dtrain__os_mutex step_mutex, mutex;
     int kick[2]; /* a pipe that wakes whoever steps */
     uint32_t stepping, kicked;
-    dtrain__handshake *handshakes;
-    int inbound;
+    dtrain__handshake *handshakes; /* of connections that come in */
     dtrain__member *members;
     struct pollfd *fds;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;

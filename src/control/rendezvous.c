@@ -134,14 +134,15 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         return;
     if (handshake == NULL && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
-        hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
-        root->call_ns = now + hub->root_wait_ns;
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
-        if (handshake != NULL)
+        if (handshake != NULL) {
             hub->reached = *address;
-        else if (!dtrain__hub_root_denied(hub))
-            dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
-                         dtrain__os_error_text(errno));
+        } else {
+            if (!dtrain__hub_root_denied(hub))
+                dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
+                             dtrain__os_error_text(errno));
+            root->call_ns = dtrain__hub_again_ns(&root->wait_ns, now);
+        }
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
@@ -153,6 +154,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
             dtrain__seat_end(world, hub->rank, &dtrain__thread_error);
     } else {
+        root->call_ns = dtrain__hub_again_ns(&root->wait_ns, now);
         dtrain__hub_root_refuses(hub, handshake);
     }
     dtrain__hub_free_handshake(hub, &root->handshake);
@@ -171,9 +173,10 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* else each side would drop the other's choice */
-        lane->retry_ns = now + 50000000;
-        if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address))
+        if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address)) {
+            lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
             return;
+        }
         handshake = lane->handshake =
             dtrain__hub_connect(hub, channel->seat.worlds[rank], DTRAIN__PURPOSE_DATA, &address);
         if (handshake != NULL) {
@@ -181,13 +184,17 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             handshake->lane = index;
             handshake->received = lane->stream.received;
             handshake->links = lane->links;
-        } else
+        } else {
             snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
                      dtrain__os_error_text(errno));
+            lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
+        }
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
         return;
+    if (open < 0)
+        lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
     if (open > 0)
         dtrain__hub_adopt_data(channel, rank, handshake);
     else if (handshake->verdict == DTRAIN_ERR_PEER_LOST &&
@@ -209,11 +216,14 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
     dtrain__address address;
     int error = 0;
     if (member->handshake == NULL) {
-        if (now < member->call_ns || !dtrain__hub_peer_address(hub, rank, &address))
+        if (now < member->call_ns)
             return;
-        member->call_ns = now + DTRAIN__CALL_NS / 3;
-        member->handshake = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
-        error = member->handshake == NULL ? errno : 0;
+        if (dtrain__hub_peer_address(hub, rank, &address)) {
+            member->handshake = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
+            error = member->handshake == NULL ? errno : 0;
+        }
+        if (member->handshake == NULL)
+            member->call_ns = dtrain__hub_again_ns(&member->wait_ns, now);
     }
     dtrain__handshake *handshake = member->handshake;
     if (handshake != NULL) {
@@ -222,6 +232,8 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
             return;
         if (open > 0)
             dtrain__hub_adopt_control(hub, handshake);
+        else
+            member->call_ns = dtrain__hub_again_ns(&member->wait_ns, now);
         error = handshake->system_error;
         if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
             dtrain__hub_given_up(hub, handshake->error.text);
@@ -385,8 +397,8 @@ static void dtrain__hub_work(dtrain__hub *hub)
     int64_t now = dtrain__os_now_ns(), most = DTRAIN__HANDSHAKE_NS / 5;
     int64_t away = hub->stepped_ns > 0 ? now - hub->stepped_ns : 0;
     hub->polled_ns += away < most ? away : most;
+    dtrain__hub_step_handshakes(hub, now); /* first: what has come may move some on before others make room */
     dtrain__hub_accept(hub, now);
-    dtrain__hub_step_handshakes(hub, now);
     dtrain__hub_step_root(hub, now);
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];

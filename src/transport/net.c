@@ -91,6 +91,18 @@ static int dtrain__net_leaves_host(int fd)
            memcmp(&here.at.v6.sin6_addr, &there.at.v6.sin6_addr, sizeof here.at.v6.sin6_addr) != 0;
 }
 
+/* Gives a number for an address's host: the same for all addresses that a host can choose among, which are those of one
+ * IPv6 prefix of 64 bits. 0: this host, over a unix socket. */
+static uint64_t dtrain__net_host(const dtrain__address *address)
+{
+    const unsigned char *v6 = address->at.v6.sin6_addr.s6_addr;
+    if (address->at.any.sa_family == AF_INET)
+        return ntohl(address->at.v4.sin_addr.s_addr);
+    if (address->at.any.sa_family != AF_INET6)
+        return 0;
+    return IN6_IS_ADDR_V4MAPPED(&address->at.v6.sin6_addr) ? dtrain__get_le(v6 + 12, 4) : dtrain__get_le(v6, 8);
+}
+
 static int dtrain__net_is_unix(const dtrain__address *address)
 {
     return address->at.any.sa_family == AF_UNIX;

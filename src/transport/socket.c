@@ -403,7 +403,6 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
-    hub->root_wait_ns = 2000000;
     snprintf(hub->root, sizeof hub->root, "%s", desc->root);
     snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);
     snprintf(hub->fingerprint, sizeof hub->fingerprint, "%s", desc->fingerprint);
