@@ -178,7 +178,7 @@
  *     DTRAIN_TOKEN            the group's secret, 16 to 255 bytes
  *     DTRAIN_TOKEN_FILE       a file whose first line is the secret
  *     DTRAIN_JOB              name of the job; processes of another job are refused
- *     DTRAIN_INTERFACE        interface or address of this rank
+ *     DTRAIN_INTERFACE        interface or address of this rank, or none
  *     DTRAIN_INSECURE         1: TCP without a token
  *     DTRAIN_TRANSPORT        tcp, unix, shm or mpi; unset: the fastest, see dtrain_comm_desc
  *     DTRAIN_SECURE           1: seal all connections; 0: none. Unset: with a token, those that leave the host
@@ -2014,6 +2014,12 @@ typedef enum dtrain_progress {
  * it. Without that, it is the launcher's TORCHELASTIC_RUN_ID, SLURM_JOB_ID and SLURM_STEP_ID, PMIX_NAMESPACE,
  * OMPI_MCA_ess_base_jobid or PMI_JOBID. If either side has no name, rank 0's log says who came: pid, program, host.
  *
+ * BEHIND NAT OR A FIREWALL. Two ranks connect to each other when they first need it, and each of them tries. One way is
+ * enough: the first connection that is complete stays. Set listen_on or DTRAIN_INTERFACE to "none" on a rank that
+ * nobody can reach. It never listens and connects to all others. Between two such ranks a transfer ends the group with
+ * DTRAIN_ERR_UNSUPPORTED: send by way of a rank that listens. Rank 0 always listens. If rank 0 is lost, the lowest rank
+ * that is left needs connections to all others; see dtrain_comm_shrink.
+ *
  * TOKEN. The token is the group's secret. Ranks prove to each other that they hold it before they read anything else
  * from a connection. dtrun makes one for each run. A token file must be a regular file; a warning names a file that
  * others than its owner can read. An empty DTRAIN_TOKEN, an empty file and a token with a zero byte are errors: unset
@@ -2077,7 +2083,7 @@ typedef struct dtrain_comm_desc {
     const char *root;            /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
     const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
-    const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
+    const char *listen_on;       /* interface or address of this rank, or "none"; NULL: what routes to the root */
     const char *transport;       /* "tcp", "unix", "shm" or "mpi"; NULL: DTRAIN_TRANSPORT, else the fastest */
     int insecure;                /* 1: allows TCP without a token, which lets in whoever can connect */
     int secure;                  /* 1: seal all connections; -1: none; 0: with a token, those that leave the host */
@@ -20381,7 +20387,8 @@ typedef struct dtrain__last_heard {
 } dtrain__last_heard;
 
 typedef struct dtrain__member {
-    char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
+    char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0; empty: it
+                                              * is rank 0, or never listens */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 (train) on alpha" */
     char job[DTRAIN__JOB_BYTES];             /* on rank 0: the job that it came with */
     char why[DTRAIN__WHY_BYTES];             /* why it left or is lost; may be empty */
@@ -20492,12 +20499,18 @@ DTRAIN__PRINTF(2, 3) static void dtrain__hub_note(dtrain__hub *hub, const char *
     va_end(arguments);
 }
 
-/* Takes a member's address: numeric, as no name is looked up here, ":port", or a unix socket's path. */
+/* Takes a member's address: numeric, as no name is looked up here, ":port", a unix socket's path, or nothing. */
 static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
 {
     dtrain__address address;
     return dtrain__take_text(reader, 1, member->address, sizeof member->address) &&
-           dtrain__net_parse(member->address, &address) == DTRAIN_OK;
+           (member->address[0] == 0 || dtrain__net_parse(member->address, &address) == DTRAIN_OK);
+}
+
+/* Whether a rank never listens, as its listen_on says. */
+static int dtrain__hub_is_deaf(const dtrain__hub *hub, int rank)
+{
+    return rank != 0 && hub->members[rank].address[0] == 0;
 }
 
 /* Appends to a frame. Once memory is short nothing more goes in, and frame_close tells. */
@@ -21288,7 +21301,8 @@ static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 /* ---- >>admit ----
  * Connections that come in and go out, until they are handed to their owner: a member's control plane, or a lane of a
  * channel. Only this module decides whether to speak to a peer at all, by its address and by its connection. If two
- * ranks connect to each other at the same time, the lower rank's connection stays. */
+ * ranks connect to each other at the same time, the first connection whose proof comes stays, and of two the lower
+ * rank's. */
 #ifndef DTRAIN__ADMIT
 #define DTRAIN__ADMIT
 
@@ -21455,13 +21469,15 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     return handshake;
 }
 
-/* Finds the address at which `peer` listens for data. */
+/* Finds the address at which `peer` listens for data. Returns 0 if it never listens. */
 static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
 {
     const dtrain__member *member = &hub->members[peer];
     *out = hub->reached;
     if (peer == 0)
         return 1;
+    if (member->address[0] == 0)
+        return 0;
     if (member->address[0] != ':')
         return dtrain__net_parse(member->address, out) == DTRAIN_OK;
     if (hub->rank == 0 && dtrain__net_end(member->control.fd, 1, out) != 0)
@@ -21590,6 +21606,14 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
     }
 }
 
+/* Whether this rank keeps to its own connection when the peer's comes, as the lower one of the two. It does once its
+ * proof is on the way, which the peer admits in any case. Until then its connection may never come about, as behind a
+ * firewall: the peer's stays, and the peer cannot have admitted this one. */
+static int dtrain__hub_keeps_own(const dtrain__hub *hub, const dtrain__handshake *own, int peer)
+{
+    return own != NULL && own->state == DTRAIN__HANDSHAKE_VERDICT && hub->rank < peer;
+}
+
 /* A proved peer wants a control connection because one of the two leads, now that rank 0 is gone. */
 static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshake)
 {
@@ -21599,7 +21623,7 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
         return;
     }
     if ((member->control.fd >= 0 && hub->reconnect_ns == 0) ||
-        (member->handshake != NULL && hub->rank < handshake->peer)) {
+        dtrain__hub_keeps_own(hub, member->handshake, handshake->peer)) {
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
@@ -21620,7 +21644,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
         return;
     }
     lane = &channel->peers[rank].lanes[handshake->lane];
-    if ((lane->handshake != NULL && hub->rank < handshake->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
+    if (dtrain__hub_keeps_own(hub, lane->handshake, handshake->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
         handshake->peer_links <
             lane->links) { /* another connection was made meanwhile; the peer may count one too few */
         handshake->received = lane->links;
@@ -21820,6 +21844,11 @@ static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__
            strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
 }
 
+static int dtrain__hub_never_listens(const dtrain__hub *hub)
+{
+    return strcmp(hub->listen_on, "none") == 0;
+}
+
 /* Chooses this rank's own address: on the interface of its control connection, at a port of its own. *local: only ranks
  * of the same host can reach it there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
@@ -21852,10 +21881,10 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     return DTRAIN_OK;
 }
 
-/* Opens this rank's own listener, and tells rank 0 where it is. */
-static dtrain_status dtrain__hub_join(dtrain__hub *hub)
+/* Opens this rank's own listener, and writes where it is. */
+static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
 {
-    dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
+    dtrain__member *self = &hub->members[hub->rank];
     int local, error;
     dtrain_status status = dtrain__hub_own_address(hub, &local);
     if (status != DTRAIN_OK)
@@ -21868,6 +21897,16 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
         snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
         snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&hub->listening).text);
+    return DTRAIN_OK;
+}
+
+/* Listens, unless this rank never does, and joins at rank 0. */
+static dtrain_status dtrain__hub_join(dtrain__hub *hub)
+{
+    dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
+    dtrain_status status = dtrain__hub_never_listens(hub) ? DTRAIN_OK : dtrain__hub_open_door(hub);
+    if (status != DTRAIN_OK)
+        return status;
     root->joined = 1;
     size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_JOIN);
     dtrain__give_text(hub, &root->out, 1, self->address);
@@ -21978,6 +22017,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* else each side would drop the other's choice */
         if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address)) {
+            snprintf(member->trouble, sizeof member->trouble,
+                     "it never listens (its listen_on is \"none\"), and has not connected to this rank");
             lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
             return;
         }
@@ -22635,7 +22676,12 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
         return DTRAIN_OK;
     if (left)
         return dtrain__seat_needs(&channel->seat, rank);
-    if (dtrain__net_is_corrupt(lane->why) && hub->reconnect_ns == 0)
+    if (dtrain__hub_is_deaf(hub, hub->rank) && dtrain__hub_is_deaf(hub, channel->seat.worlds[rank]))
+        dtrain__fail(&lost, DTRAIN_ERR_UNSUPPORTED,
+                     "rank %d (%s) and rank %d cannot connect to each other, as neither listens (listen_on is \"none\" "
+                     "on both): let one of them listen, or send by way of a rank that listens",
+                     rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank);
+    else if (dtrain__net_is_corrupt(lane->why) && hub->reconnect_ns == 0)
         dtrain__fail(&lost, DTRAIN_ERR_CORRUPT, "rank %d (%s) and rank %d cannot trust their connection: %s", rank,
                      hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, dtrain__net_why(lane->why));
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
@@ -22897,6 +22943,11 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     dtrain__address chosen = hub->root_addresses[0];
     char text[DTRAIN__ADDRESS_BYTES + 64];
     int error = 0, port = dtrain__net_port(&chosen), lock = -1;
+    if (dtrain__hub_never_listens(hub))
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "comm_create: rank 0 has listen_on or DTRAIN_INTERFACE \"none\", and all other ranks "
+            "connect to it: make a rank that can listen rank 0, or give rank 0 an interface or address");
     if (inherited >= 0 && dtrain__socket_inherit(hub, inherited)) {
         snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
         return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__socket_closed(hub, text);

@@ -178,7 +178,7 @@
  *     DTRAIN_TOKEN            the group's secret, 16 to 255 bytes
  *     DTRAIN_TOKEN_FILE       a file whose first line is the secret
  *     DTRAIN_JOB              name of the job; processes of another job are refused
- *     DTRAIN_INTERFACE        interface or address of this rank
+ *     DTRAIN_INTERFACE        interface or address of this rank, or none
  *     DTRAIN_INSECURE         1: TCP without a token
  *     DTRAIN_TRANSPORT        tcp, unix, shm or mpi; unset: the fastest, see dtrain_comm_desc
  *     DTRAIN_SECURE           1: seal all connections; 0: none. Unset: with a token, those that leave the host

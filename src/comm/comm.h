@@ -133,6 +133,12 @@ typedef enum dtrain_progress {
  * it. Without that, it is the launcher's TORCHELASTIC_RUN_ID, SLURM_JOB_ID and SLURM_STEP_ID, PMIX_NAMESPACE,
  * OMPI_MCA_ess_base_jobid or PMI_JOBID. If either side has no name, rank 0's log says who came: pid, program, host.
  *
+ * BEHIND NAT OR A FIREWALL. Two ranks connect to each other when they first need it, and each of them tries. One way is
+ * enough: the first connection that is complete stays. Set listen_on or DTRAIN_INTERFACE to "none" on a rank that
+ * nobody can reach. It never listens and connects to all others. Between two such ranks a transfer ends the group with
+ * DTRAIN_ERR_UNSUPPORTED: send by way of a rank that listens. Rank 0 always listens. If rank 0 is lost, the lowest rank
+ * that is left needs connections to all others; see dtrain_comm_shrink.
+ *
  * TOKEN. The token is the group's secret. Ranks prove to each other that they hold it before they read anything else
  * from a connection. dtrun makes one for each run. A token file must be a regular file; a warning names a file that
  * others than its owner can read. An empty DTRAIN_TOKEN, an empty file and a token with a zero byte are errors: unset
@@ -196,7 +202,7 @@ typedef struct dtrain_comm_desc {
     const char *root;            /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
     const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
-    const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
+    const char *listen_on;       /* interface or address of this rank, or "none"; NULL: what routes to the root */
     const char *transport;       /* "tcp", "unix", "shm" or "mpi"; NULL: DTRAIN_TRANSPORT, else the fastest */
     int insecure;                /* 1: allows TCP without a token, which lets in whoever can connect */
     int secure;                  /* 1: seal all connections; -1: none; 0: with a token, those that leave the host */

@@ -1,7 +1,8 @@
 /* ---- >>admit ----
  * Connections that come in and go out, until they are handed to their owner: a member's control plane, or a lane of a
  * channel. Only this module decides whether to speak to a peer at all, by its address and by its connection. If two
- * ranks connect to each other at the same time, the lower rank's connection stays. */
+ * ranks connect to each other at the same time, the first connection whose proof comes stays, and of two the lower
+ * rank's. */
 #ifndef DTRAIN__ADMIT
 #define DTRAIN__ADMIT
 #include "control.c"
@@ -169,13 +170,15 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     return handshake;
 }
 
-/* Finds the address at which `peer` listens for data. */
+/* Finds the address at which `peer` listens for data. Returns 0 if it never listens. */
 static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
 {
     const dtrain__member *member = &hub->members[peer];
     *out = hub->reached;
     if (peer == 0)
         return 1;
+    if (member->address[0] == 0)
+        return 0;
     if (member->address[0] != ':')
         return dtrain__net_parse(member->address, out) == DTRAIN_OK;
     if (hub->rank == 0 && dtrain__net_end(member->control.fd, 1, out) != 0)
@@ -304,6 +307,14 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
     }
 }
 
+/* Whether this rank keeps to its own connection when the peer's comes, as the lower one of the two. It does once its
+ * proof is on the way, which the peer admits in any case. Until then its connection may never come about, as behind a
+ * firewall: the peer's stays, and the peer cannot have admitted this one. */
+static int dtrain__hub_keeps_own(const dtrain__hub *hub, const dtrain__handshake *own, int peer)
+{
+    return own != NULL && own->state == DTRAIN__HANDSHAKE_VERDICT && hub->rank < peer;
+}
+
 /* A proved peer wants a control connection because one of the two leads, now that rank 0 is gone. */
 static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshake)
 {
@@ -313,7 +324,7 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
         return;
     }
     if ((member->control.fd >= 0 && hub->reconnect_ns == 0) ||
-        (member->handshake != NULL && hub->rank < handshake->peer)) {
+        dtrain__hub_keeps_own(hub, member->handshake, handshake->peer)) {
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
@@ -334,7 +345,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
         return;
     }
     lane = &channel->peers[rank].lanes[handshake->lane];
-    if ((lane->handshake != NULL && hub->rank < handshake->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
+    if (dtrain__hub_keeps_own(hub, lane->handshake, handshake->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
         handshake->peer_links <
             lane->links) { /* another connection was made meanwhile; the peer may count one too few */
         handshake->received = lane->links;

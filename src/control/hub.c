@@ -79,7 +79,8 @@ typedef struct dtrain__last_heard {
 } dtrain__last_heard;
 
 typedef struct dtrain__member {
-    char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
+    char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0; empty: it
+                                              * is rank 0, or never listens */
     char name[DTRAIN__NAME_BYTES];           /* "pid 4711 (train) on alpha" */
     char job[DTRAIN__JOB_BYTES];             /* on rank 0: the job that it came with */
     char why[DTRAIN__WHY_BYTES];             /* why it left or is lost; may be empty */
@@ -190,12 +191,18 @@ DTRAIN__PRINTF(2, 3) static void dtrain__hub_note(dtrain__hub *hub, const char *
     va_end(arguments);
 }
 
-/* Takes a member's address: numeric, as no name is looked up here, ":port", or a unix socket's path. */
+/* Takes a member's address: numeric, as no name is looked up here, ":port", a unix socket's path, or nothing. */
 static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
 {
     dtrain__address address;
     return dtrain__take_text(reader, 1, member->address, sizeof member->address) &&
-           dtrain__net_parse(member->address, &address) == DTRAIN_OK;
+           (member->address[0] == 0 || dtrain__net_parse(member->address, &address) == DTRAIN_OK);
+}
+
+/* Whether a rank never listens, as its listen_on says. */
+static int dtrain__hub_is_deaf(const dtrain__hub *hub, int rank)
+{
+    return rank != 0 && hub->members[rank].address[0] == 0;
 }
 
 /* Appends to a frame. Once memory is short nothing more goes in, and frame_close tells. */

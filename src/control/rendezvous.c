@@ -16,6 +16,11 @@ static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__
            strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
 }
 
+static int dtrain__hub_never_listens(const dtrain__hub *hub)
+{
+    return strcmp(hub->listen_on, "none") == 0;
+}
+
 /* Chooses this rank's own address: on the interface of its control connection, at a port of its own. *local: only ranks
  * of the same host can reach it there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
@@ -48,10 +53,10 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     return DTRAIN_OK;
 }
 
-/* Opens this rank's own listener, and tells rank 0 where it is. */
-static dtrain_status dtrain__hub_join(dtrain__hub *hub)
+/* Opens this rank's own listener, and writes where it is. */
+static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
 {
-    dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
+    dtrain__member *self = &hub->members[hub->rank];
     int local, error;
     dtrain_status status = dtrain__hub_own_address(hub, &local);
     if (status != DTRAIN_OK)
@@ -64,6 +69,16 @@ static dtrain_status dtrain__hub_join(dtrain__hub *hub)
         snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
         snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&hub->listening).text);
+    return DTRAIN_OK;
+}
+
+/* Listens, unless this rank never does, and joins at rank 0. */
+static dtrain_status dtrain__hub_join(dtrain__hub *hub)
+{
+    dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
+    dtrain_status status = dtrain__hub_never_listens(hub) ? DTRAIN_OK : dtrain__hub_open_door(hub);
+    if (status != DTRAIN_OK)
+        return status;
     root->joined = 1;
     size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_JOIN);
     dtrain__give_text(hub, &root->out, 1, self->address);
@@ -174,6 +189,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* else each side would drop the other's choice */
         if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address)) {
+            snprintf(member->trouble, sizeof member->trouble,
+                     "it never listens (its listen_on is \"none\"), and has not connected to this rank");
             lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
             return;
         }

@@ -29,7 +29,12 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
         return DTRAIN_OK;
     if (left)
         return dtrain__seat_needs(&channel->seat, rank);
-    if (dtrain__net_is_corrupt(lane->why) && hub->reconnect_ns == 0)
+    if (dtrain__hub_is_deaf(hub, hub->rank) && dtrain__hub_is_deaf(hub, channel->seat.worlds[rank]))
+        dtrain__fail(&lost, DTRAIN_ERR_UNSUPPORTED,
+                     "rank %d (%s) and rank %d cannot connect to each other, as neither listens (listen_on is \"none\" "
+                     "on both): let one of them listen, or send by way of a rank that listens",
+                     rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank);
+    else if (dtrain__net_is_corrupt(lane->why) && hub->reconnect_ns == 0)
         dtrain__fail(&lost, DTRAIN_ERR_CORRUPT, "rank %d (%s) and rank %d cannot trust their connection: %s", rank,
                      hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, dtrain__net_why(lane->why));
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
@@ -291,6 +296,11 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     dtrain__address chosen = hub->root_addresses[0];
     char text[DTRAIN__ADDRESS_BYTES + 64];
     int error = 0, port = dtrain__net_port(&chosen), lock = -1;
+    if (dtrain__hub_never_listens(hub))
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "comm_create: rank 0 has listen_on or DTRAIN_INTERFACE \"none\", and all other ranks "
+            "connect to it: make a rank that can listen rank 0, or give rank 0 an interface or address");
     if (inherited >= 0 && dtrain__socket_inherit(hub, inherited)) {
         snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
         return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__socket_closed(hub, text);

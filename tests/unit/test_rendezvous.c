@@ -320,6 +320,151 @@ TEST(a_timeout_says_that_no_connection_could_be_made)
     dtrain_set_log(NULL, NULL);
 }
 
+/* Ports at which nobody answers: one takes connections, of the other even those get no answer. */
+static int hanging_port(int takes)
+{
+    struct sockaddr_in address;
+    socklen_t bytes = sizeof address;
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    memset(&address, 0, sizeof address);
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK_EQ(bind(fd, (struct sockaddr *)&address, sizeof address), 0);
+    CHECK_EQ(listen(fd, takes ? 64 : 0), 0);
+    CHECK_EQ(getsockname(fd, (struct sockaddr *)&address, &bytes), 0);
+    for (int i = 0; !takes && i < 4; i++) { /* Linux drops what comes to a full queue */
+        int more = socket(AF_INET, SOCK_STREAM, 0);
+        CHECK_EQ(dtrain__os_manners(more), 0);
+        CHECK(connect(more, (struct sockaddr *)&address, sizeof address) == 0 || errno == EINPROGRESS);
+    }
+    return ntohs(address.sin_port);
+}
+
+/* Rank 0 looks for rank 1 at a port where its connection hangs. Rank 1 connects after that. */
+static int reaches_the_other(dtrain_comm *world, scene *s)
+{
+    dtrain__hub *hub = CHANNEL(world)->hub;
+    dtrain_work *work = NULL;
+    int rank = dtrain_comm_rank(world), hangs = 0;
+    float x = 7, y = 0;
+    if (rank == 0) {
+        pthread_mutex_lock(&hub->mutex);
+        snprintf(hub->members[1].address, sizeof hub->members[1].address, "127.0.0.1:%d", *(const int *)s->user);
+        pthread_mutex_unlock(&hub->mutex);
+        CHECK_EQ(dtrain_send_async(world, &x, 1, DTRAIN_F32, 1, &work), DTRAIN_OK);
+    }
+    for (double until = now_s() + 20; rank == 0 && !hangs && now_s() < until; usleep(1000)) {
+        pthread_mutex_lock(&hub->mutex);
+        hangs = CHANNEL(world)->peers[1].lanes[0].handshake != NULL;
+        pthread_mutex_unlock(&hub->mutex);
+    }
+    scene_meet(s->ranks);
+    if (rank == 1) {
+        CHECK_EQ(dtrain_recv(world, &y, 1, DTRAIN_F32, 0), DTRAIN_OK);
+        CHECK(y == 7);
+        return dtrain_send(world, &y, 1, DTRAIN_F32, 0) != DTRAIN_OK;
+    }
+    CHECK(hangs);
+    CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+    return dtrain_recv(world, &y, 1, DTRAIN_F32, 1) != DTRAIN_OK;
+}
+
+TEST(a_connection_that_hangs_gives_way_to_the_one_that_the_peer_makes)
+{
+    for (int takes = 0; takes < 2; takes++) {
+        scene s;
+        int port = hanging_port(takes);
+        scene_begin(&s, 2, 1);
+        s.desc.timeout_ms = test_ms(4000);
+        s.user = &port;
+        run_ranks(&s, reaches_the_other);
+    }
+}
+
+/* All ranks need each other at the same moment, in one group after the other: each has connections of its own. */
+static int all_at_once(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world);
+    for (int i = 0; i < 40; i++) {
+        dtrain_comm *group = NULL;
+        int32_t from[4], to[4];
+        for (int to_rank = 0; to_rank < s->ranks; to_rank++)
+            from[to_rank] = 10 * rank + to_rank;
+        CHECK_EQ(dtrain_comm_split(world, 0, rank, &group), DTRAIN_OK);
+        if (group == NULL || dtrain_all_to_all(group, from, to, 4, DTRAIN_I32) != DTRAIN_OK) {
+            TEST_FAIL("group %d: %s", i, dtrain_last_error());
+            return 1;
+        }
+        for (int of = 0; of < s->ranks; of++)
+            CHECK_EQ(to[of], 10 * of + rank);
+        dtrain_comm_destroy(group);
+    }
+    return 0;
+}
+
+TEST(ranks_that_connect_to_each_other_at_once_keep_one_connection)
+{
+    scene s;
+    scene_begin(&s, 4, 1);
+    run_ranks(&s, all_at_once);
+}
+
+/* The last ranks of three never listen; rank 0 and the others speak to them all the same. */
+static int some_never_listen(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world), deaf = *(const int *)s->user;
+    float x = (float)rank;
+    if (rank >= 3 - deaf)
+        CHECK_EQ(CHANNEL(world)->hub->listener, -1);
+    if (deaf == 1) {
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+        CHECK(x == 3);
+        return 0;
+    }
+    for (int peer = 1; peer < 3; peer++)
+        if (rank == 0)
+            CHECK_EQ(dtrain_send(world, &x, 1, DTRAIN_F32, peer), DTRAIN_OK);
+        else if (rank == peer)
+            CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 0), DTRAIN_OK);
+    scene_meet(s->ranks);
+    if (rank == 0) {
+        scene_meet(s->ranks);
+        return 0;
+    }
+    CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 3 - rank), DTRAIN_ERR_UNSUPPORTED);
+    CHECK_CONTAINS(world->error.text, "cannot connect to each other, as neither listens");
+    CHECK_CONTAINS(world->error.text, "let one of them listen, or send by way of a rank that listens");
+    scene_meet(s->ranks);
+    return 0;
+}
+
+TEST(ranks_that_never_listen_connect_to_all_that_do)
+{
+    for (int deaf = 1; deaf < 3; deaf++)
+        for (int tcp = 0; tcp < 2; tcp++) {
+            scene s, silent;
+            pid_t pids[3];
+            scene_begin(&s, 3, tcp);
+            s.user = &deaf;
+            s.desc.algorithm = DTRAIN_ALGORITHM_DIRECT;
+            s.desc.timeout_ms = test_ms(10000);
+            silent = s;
+            silent.desc.listen_on = "none";
+            for (int rank = 0; rank < 3; rank++)
+                pids[rank] = start_rank(rank >= 3 - deaf ? &silent : &s, rank, some_never_listen);
+            for (int rank = 0; rank < 3; rank++)
+                CHECK_EQ(end_of(pids[rank], 30), 0);
+        }
+}
+
+TEST(rank_0_cannot_do_without_listening)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    s.desc.listen_on = "none";
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "all other ranks connect to it"), 10), 0);
+}
+
 TEST(port_0_becomes_a_port_that_rank_0_is_told)
 {
     scene s;
@@ -562,7 +707,7 @@ TEST(a_peers_address_is_in_numbers_and_its_name_is_printable_where_it_is_quoted)
     CHECK_EQ(joins_from(hub, ":4711", "x"), 1);
     CHECK_EQ(joins_from(hub, "unix:/tmp/x.1", "x"), 1);
     CHECK_EQ(joins_from(hub, "localhost:4711", "x"), 0); /* any name: who answers for it may take his time */
-    CHECK_EQ(joins_from(hub, "", "x"), 0);
+    CHECK_EQ(joins_from(hub, "", "x"), 1); /* it never listens */
     CHECK_EQ(joins_from(hub, ":1", "\x1b[31mred\r\n\xff\xc2\x9b caf\xc3\xa9 \x7f"), 1);
     hub->members[1].control.fd = -1;
     dtrain__hub_formed(hub);
