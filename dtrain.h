@@ -609,10 +609,12 @@
 #endif
 #include <limits.h>
 #if defined(__GLIBC__) && !(defined(__USE_MISC) && defined(__USE_XOPEN2K8))
-#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
+#error \
+    "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
 #endif
 #if defined(__GLIBC__) && ULONG_MAX == 0xffffffff && !defined(__USE_FILE_OFFSET64)
-#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_FILE_OFFSET_BITS=64"
+#error \
+    "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_FILE_OFFSET_BITS=64"
 #endif
 #endif
 
@@ -688,7 +690,8 @@
 #define DTRAIN__EXACT_END
 #endif
 #if defined(__FAST_MATH__) && defined(DTRAIN_IMPLEMENTATION)
-#error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754 on this processor; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
+#error \
+    "dtrain.h: this compiler's fast-math cannot be held to IEEE 754 on this processor; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
 #endif
 #endif
 
@@ -710,8 +713,7 @@
  * SSE2. gcc saves macros ahead of its pragmas, so a declaration must stand between DTRAIN__SMALL_BEGIN and the next of
  * these macros. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__) && !defined(__i386__)
-#define DTRAIN__SMALL_BEGIN \
-    DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
+#define DTRAIN__SMALL_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
 #define DTRAIN__SMALL_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
 #define DTRAIN__FAST_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC reset_options")
 #define DTRAIN__FAST_END DTRAIN__SMALL_END
@@ -821,11 +823,19 @@ DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char 
 
 typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1401, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
 
-/* Receives one line of text without a newline. Several threads may call it at once. It must not call into the group
- * that the line is about, and should return soon: the thread may have heartbeats to send. */
+/* Receives one line of text without a newline.
+ *
+ * A thread of the library's own calls it, one line at a time, so a callback that blocks holds no rank. That thread
+ * starts when there is a line and ends with the last one. It blocks all signals. The thread that logged waits up to
+ * 100 ms for the callback, unless an earlier line is still late. 32 lines wait at most; others are counted, and a line
+ * tells the count. If the system refuses a thread, the one that logs makes the call.
+ *
+ * It must not call into the group that the line is about. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, const char *text);
 
-/* Sets the log callback of the process. Without it, warnings and errors go to stderr.
+/* Sets the log callback of the process. Without it, warnings and errors go to stderr in the same way. A full pipe or
+ * a file system that hangs then delays lines, not ranks. Late lines get up to 100 ms in dtrain_comm_destroy, and up
+ * to 500 ms in exit() and in this call. This call also waits until the old callback has returned.
  *
  *   log    NULL silences the library; must stay valid until it is replaced
  *   user   passed to log; must stay valid as long
@@ -2225,7 +2235,9 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
  *
  * Set desc.trace_on_failure, or DTRAIN_TRACE in the environment, to have the file written by the first operation that
  * fails. It is PREFIX.rank-N.json, or PREFIX.group-G.rank-N.json in a group made from another. A deadline after which
- * the call can be made again does not count as a failure. The log says if the file cannot be written.
+ * the call can be made again does not count as a failure. The log says if the file cannot be written. Another thread
+ * writes it. The failing call and dtrain_comm_destroy each wait up to 1 s for it, so a file system that hangs holds
+ * neither.
  *
  *   path     at most 1,023 bytes; the file is replaced once the new one is whole on disk, else untouched
  *   errors   DTRAIN_ERR_INVALID  no group, no path, or a forked child
@@ -6030,7 +6042,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 
 /* ---- >>status ----
  * The start of the implementation: all system headers, so that none follows a DTRAIN__EXACT_BEGIN; then status names,
- * error texts and the log. A program whose API is static uses only some of it. So gcc's warning of unused functions is
+ * error texts. A program whose API is static uses only some of it. So gcc's warning of unused functions is
  * off up to >>end.
  *
  * dtrain__fail alone makes error texts. It formats one line into the object's error and into the calling thread's last
@@ -6135,9 +6147,6 @@ typedef struct dtrain__error {
 } dtrain__error;
 
 static __thread dtrain__error dtrain__thread_error;
-static void dtrain__status_log_stderr(void *user, dtrain_log_level level, const char *text);
-static dtrain_log_fn dtrain__status_log = dtrain__status_log_stderr;
-static void *dtrain__status_log_user;
 
 /* Returns the length of the well-formed UTF-8 sequence that starts text, or 0. Source: Unicode 15, table 3-7. */
 static size_t dtrain__utf8(const unsigned char *text, size_t length)
@@ -6176,31 +6185,7 @@ static void dtrain__status_clean(char *text)
     }
 }
 
-static void dtrain__status_log_stderr(void *user, dtrain_log_level level, const char *text)
-{
-    (void)user;
-    if (level >= DTRAIN_LOG_WARN)
-        fprintf(stderr, "dtrain: %s\n", text);
-}
-
-DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
-{
-    dtrain__status_log = log;
-    dtrain__status_log_user = user;
-}
-
-DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char *format, ...)
-{
-    char text[DTRAIN__ERROR_BYTES];
-    va_list arguments;
-    if (dtrain__status_log == NULL)
-        return;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    dtrain__status_clean(text);
-    dtrain__status_log(dtrain__status_log_user, level, text);
-}
+DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char *format, ...); /* of >>log */
 
 /* Removes a repeated part: the second a of "a: a: why", and of "a on rank 1: a: why". Texts repeat a call's name when
  * they quote a cause from the same call. */
@@ -9712,6 +9697,221 @@ static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, c
             error = errno;
     }
     return dtrain__os_put_in_place(fd, beside, path, error);
+}
+
+#endif
+
+/* ---- >>log ----
+ * Log lines wait in a small buffer, and a thread gives them to the callback, or writes them to stderr. So whatever
+ * blocks there holds no other thread: a pipe that nobody reads, a stopped terminal, a file system that hangs. The
+ * thread lives only while there are lines.
+ *
+ * A thread that logs waits briefly for its line. So lines stay in order with what the program writes, and a crash loses
+ * none. Once a line is late, no thread waits until all lines are written. Lines that find the buffer full are
+ * counted. */
+#ifndef DTRAIN__LOG
+#define DTRAIN__LOG
+
+#define DTRAIN__LOG_LINES 32
+#define DTRAIN__LOG_WAIT_NS 100000000 /* far below any heartbeat_ms */
+#define DTRAIN__LOG_EXIT_NS 500000000 /* what an exit waits for lines that are late */
+
+typedef struct dtrain__log_line {
+    dtrain_log_level level;
+    char text[DTRAIN__ERROR_BYTES];
+} dtrain__log_line;
+
+typedef struct dtrain__log_state {
+    dtrain_log_fn calling; /* what the thread has called now; NULL: nothing */
+    long process;          /* the process of the thread; a forked child starts with nothing */
+    dtrain__os_thread thread;
+    int started;                 /* the thread must be joined */
+    uint32_t running;            /* the thread takes lines */
+    uint32_t late;               /* a line was not written in time */
+    uint64_t put, written, lost; /* lines; lost: since the thread has told */
+    dtrain__log_line lines[DTRAIN__LOG_LINES];
+} dtrain__log_state;
+
+static void dtrain__log_stderr(void *user, dtrain_log_level level, const char *text);
+static dtrain_log_fn dtrain__log_call = dtrain__log_stderr;
+static void *dtrain__log_user;
+static dtrain__log_state dtrain__log_now;
+static dtrain__os_mutex dtrain__log_mutex = DTRAIN__OS_MUTEX;
+static __thread int dtrain__log_inside; /* this thread writes lines */
+
+/* Writes without the lock of stderr: exit() takes that, and would wait for a write that blocks. */
+static void dtrain__log_stderr(void *user, dtrain_log_level level, const char *text)
+{
+    char line[DTRAIN__ERROR_BYTES + 16], *at = line;
+    int bytes = snprintf(line, sizeof line, "dtrain: %s\n", text);
+    (void)user;
+    while (level >= DTRAIN_LOG_WARN && bytes > 0) {
+        ssize_t n = dtrain__os_write(2, at, (size_t)bytes);
+        if (n < 0 && errno != EINTR && errno != EAGAIN)
+            return;
+        if (n < 0)
+            dtrain__os_sleep(10000000);
+        at += n > 0 ? n : 0;
+        bytes -= n > 0 ? (int)n : 0;
+    }
+}
+
+/* Takes the mutex. In a forked child it makes it anew first: a thread of the parent may hold it. */
+static void dtrain__log_lock(void)
+{
+    dtrain__log_state *log = &dtrain__log_now;
+    long self = dtrain__os_pid(), before = __atomic_load_n(&log->process, __ATOMIC_ACQUIRE);
+    if (before != self && before >= 0 &&
+        __atomic_compare_exchange_n(&log->process, &before, -1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        dtrain__os_mutex_init(&dtrain__log_mutex);
+        log->calling = NULL;
+        log->started = 0;
+        log->running = log->late = 0;
+        log->put = log->written = log->lost = 0;
+        __atomic_store_n(&log->process, self, __ATOMIC_RELEASE);
+    }
+    while (__atomic_load_n(&log->process, __ATOMIC_ACQUIRE) != self)
+        dtrain__os_yield();
+    dtrain__os_lock(&dtrain__log_mutex);
+}
+
+/* Gives one line to the callback. The caller holds the mutex, which is free meanwhile. */
+static void dtrain__log_give(const dtrain__log_line *line)
+{
+    dtrain__log_state *log = &dtrain__log_now;
+    dtrain_log_fn call = log->calling = dtrain__log_call;
+    void *user = dtrain__log_user;
+    dtrain__os_unlock(&dtrain__log_mutex);
+    if (call != NULL)
+        call(user, line->level, line->text);
+    dtrain__os_lock(&dtrain__log_mutex);
+    log->calling = NULL;
+}
+
+static void dtrain__log_body(void *unused)
+{
+    dtrain__log_state *log = &dtrain__log_now;
+    int inside = dtrain__log_inside;
+    (void)unused;
+    dtrain__log_inside = 1;
+    dtrain__os_lock(&dtrain__log_mutex);
+    while (log->written < log->put || log->lost > 0) {
+        dtrain__log_line note;
+        int is_line = log->written < log->put;
+        if (!is_line) {
+            note.level = DTRAIN_LOG_WARN;
+            snprintf(note.text, sizeof note.text, "%llu lines are not shown: the log was blocked",
+                     (unsigned long long)log->lost);
+            log->lost = 0;
+        }
+        dtrain__log_give(is_line ? &log->lines[log->written % DTRAIN__LOG_LINES] : &note);
+        if (is_line)
+            __atomic_add_fetch(&log->written, 1, __ATOMIC_SEQ_CST);
+    }
+    __atomic_store_n(&log->late, 0u, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&log->running, 0u, __ATOMIC_SEQ_CST);
+    dtrain__os_unlock(&dtrain__log_mutex);
+    dtrain__log_inside = inside;
+}
+
+/* Waits until `line` lines are written, for at most ns. Returns whether they are. */
+static int dtrain__log_wait(uint64_t line, int64_t ns)
+{
+    const dtrain__log_state *log = &dtrain__log_now;
+    int64_t until = dtrain__os_now_ns() + ns;
+    for (int64_t span = 20000; __atomic_load_n(&log->written, __ATOMIC_SEQ_CST) < line; span *= 2) {
+        if (dtrain__os_now_ns() >= until)
+            return 0;
+        dtrain__os_sleep(span < 2000000 ? span : 2000000);
+        span = span < 2000000 ? span : 1000000;
+    }
+    return 1;
+}
+
+/* Waits for lines that are late, for at most ns, and for the end of the thread. */
+static void dtrain__log_flush(int64_t ns)
+{
+    dtrain__log_state *log = &dtrain__log_now;
+    dtrain__log_lock();
+    uint64_t put = log->put;
+    dtrain__os_unlock(&dtrain__log_mutex);
+    if (dtrain__log_inside || !dtrain__log_wait(put, ns))
+        return;
+    for (int i = 0; i < 100 && __atomic_load_n(&log->running, __ATOMIC_SEQ_CST); i++)
+        dtrain__os_sleep(1000000);
+    dtrain__log_lock();
+    if (log->started && !log->running) {
+        dtrain__os_thread_join(&log->thread);
+        log->started = 0;
+    }
+    dtrain__os_unlock(&dtrain__log_mutex);
+}
+
+static void dtrain__log_at_exit(void)
+{
+    dtrain__log_flush(DTRAIN__LOG_EXIT_NS);
+}
+
+/* Starts the thread. Without one, this thread writes the lines. */
+static void dtrain__log_start(void)
+{
+    static int at_exit;
+    dtrain__log_state *log = &dtrain__log_now;
+    if (log->started)
+        dtrain__os_thread_join(&log->thread);
+    if (!at_exit)
+        at_exit = atexit(dtrain__log_at_exit) == 0;
+    log->running = 1;
+    log->started = dtrain__os_thread_start(&log->thread, dtrain__log_body, NULL, (size_t)8 << 20) == 0;
+    if (log->started)
+        return;
+    dtrain__os_unlock(&dtrain__log_mutex);
+    dtrain__log_body(NULL);
+    dtrain__os_lock(&dtrain__log_mutex);
+}
+
+DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char *format, ...)
+{
+    dtrain__log_state *log = &dtrain__log_now;
+    int error = errno;
+    va_list arguments;
+    if (dtrain__log_call == NULL || (dtrain__log_call == dtrain__log_stderr && level < DTRAIN_LOG_WARN))
+        return;
+    dtrain__log_lock();
+    int full = log->put - log->written == DTRAIN__LOG_LINES, waits = !full && !log->late && !dtrain__log_inside;
+    if (full) {
+        log->lost++;
+    } else {
+        dtrain__log_line *line = &log->lines[log->put % DTRAIN__LOG_LINES];
+        line->level = level;
+        va_start(arguments, format);
+        vsnprintf(line->text, sizeof line->text, format, arguments);
+        va_end(arguments);
+        dtrain__status_clean(line->text);
+        log->put++;
+    }
+    uint64_t mine = log->put;
+    if (!log->running)
+        dtrain__log_start();
+    dtrain__os_unlock(&dtrain__log_mutex);
+    if (waits && !dtrain__log_wait(mine, DTRAIN__LOG_WAIT_NS))
+        __atomic_store_n(&log->late, 1u, __ATOMIC_SEQ_CST);
+    errno = error;
+}
+
+DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
+{
+    dtrain__log_state *now = &dtrain__log_now;
+    dtrain__log_flush(DTRAIN__LOG_EXIT_NS);
+    dtrain__log_lock();
+    dtrain__log_call = log;
+    dtrain__log_user = user;
+    while (now->calling != NULL && now->calling != dtrain__log_stderr && !dtrain__log_inside) {
+        dtrain__os_unlock(&dtrain__log_mutex); /* the callback may use `user` of before */
+        dtrain__os_sleep(1000000);
+        dtrain__os_lock(&dtrain__log_mutex);
+    }
+    dtrain__os_unlock(&dtrain__log_mutex);
 }
 
 #endif
@@ -25878,11 +26078,12 @@ struct dtrain__recorder {
     dtrain__error error;               /* the first of the latest failures in a row */
     uint64_t failed;                   /* that failure's record; 0: none */
     uint64_t good;                     /* the last record that ended well; only the recording thread uses it */
-    dtrain__os_mutex mutex;            /* held while a file is written; guards the rest */
+    dtrain__os_mutex mutex;            /* held while a file's text is made; guards shown, shown_failed and text */
     dtrain__error shown;               /* error and failed, as the file has them */
     uint64_t shown_failed;
-    int written; /* the file of trace_on_failure is written, or was tried */
-    char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
+    uint32_t written;                /* the file of trace_on_failure is written, or was tried */
+    struct dtrain__trace_file *file; /* that one; NULL: none */
+    char prefix[DTRAIN__TRACE_PATH_BYTES];
     unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
     dtrain__record_place places[DTRAIN__RECORDS];
 };
@@ -26210,30 +26411,55 @@ DTRAIN__FAST_END
  * and on CLOCK_REALTIME, which lines up the clocks of hosts. The file is written beside its target and renamed when it
  * is whole.
  *
+ * The text is made in memory. The thread that met a failure may have heartbeats to send, so another one writes the
+ * file: a file system that hangs holds no rank.
+ *
  * Source: Trace Event Format, catapult project, JSON object format. */
 #ifndef DTRAIN__TRACE
 #define DTRAIN__TRACE
 
 #define DTRAIN__TRACE_FORMAT 1
 
+#define DTRAIN__TRACE_STACK_BYTES ((size_t)256 << 10)
+#define DTRAIN__TRACE_WAIT_NS 1000000000 /* for the file of a failure */
+
+/* A file to write. Its memory is the system's: if the write hangs, it outlives the group and its allocator. */
+typedef struct dtrain__trace_file {
+    char *text;
+    size_t bytes, room;
+    int error; /* errno of the first thing that went wrong; 0: none */
+    uint32_t done;
+    dtrain__os_thread thread;
+    char path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
+} dtrain__trace_file;
+
 typedef struct dtrain__trace {
     dtrain_comm *comm;
     dtrain__json_writer json; /* of the event being written, in the recorder's text */
-    int fd;
-    int error; /* errno of the first write that went wrong; 0: none */
+    dtrain__trace_file *file;
     int64_t now;
 } dtrain__trace;
 
 static void dtrain__trace_put(dtrain__trace *trace, const void *data, size_t bytes)
 {
-    const unsigned char *at = (const unsigned char *)data;
-    while (bytes > 0 && trace->error == 0) {
-        ssize_t n = dtrain__os_write(trace->fd, at, bytes);
-        if (n < 0 && errno != EINTR)
-            trace->error = errno;
-        at += n > 0 ? n : 0;
-        bytes -= n > 0 ? (size_t)n : 0;
+    dtrain__trace_file *file = trace->file;
+    if (file->error == 0 && bytes > file->room - file->bytes) {
+        size_t room = 2 * file->room + bytes;
+        char *larger = (char *)dtrain__os_alloc(room, 64);
+        if (larger == NULL) {
+            file->error = ENOMEM;
+            return;
+        }
+        if (file->bytes > 0)
+            memcpy(larger, file->text, file->bytes);
+        dtrain__os_free(file->text);
+        file->text = larger;
+        file->room = room;
     }
+    if (file->error != 0)
+        return;
+    memcpy(file->text + file->bytes, data, bytes);
+    file->bytes += bytes;
 }
 
 static void dtrain__trace_begin(dtrain__trace *trace)
@@ -26246,8 +26472,8 @@ static void dtrain__trace_begin(dtrain__trace *trace)
 static void dtrain__trace_end(dtrain__trace *trace, const char *after)
 {
     dtrain__json_end(&trace->json);
-    if (!dtrain__json_write_finish(&trace->json) && trace->error == 0)
-        trace->error = EOVERFLOW;
+    if (!dtrain__json_write_finish(&trace->json) && trace->file->error == 0)
+        trace->file->error = EOVERFLOW;
     dtrain__trace_put(trace, trace->comm->recorder->text, trace->json.bytes);
     dtrain__trace_put(trace, after, strlen(after));
 }
@@ -26405,45 +26631,86 @@ static void dtrain__trace_operations(dtrain__trace *trace)
     dtrain__trace_end(trace, "\n]}\n");
 }
 
-/* Writes the file. The caller holds the recorder's mutex and has checked the path's length. */
-static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
+/* Makes the text. Returns NULL without memory. */
+static dtrain__trace_file *dtrain__trace_make(dtrain_comm *comm, const char *path)
 {
     dtrain__recorder *recorder = comm->recorder;
     dtrain__trace trace;
     memset(&trace, 0, sizeof trace);
     trace.comm = comm;
     trace.now = dtrain__os_now_ns();
-    trace.fd = dtrain__os_open_beside(DTRAIN__OS_HERE, path, recorder->beside, sizeof recorder->beside);
-    if (trace.fd < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
-                            dtrain__os_error_text(errno));
+    trace.file = (dtrain__trace_file *)dtrain__os_alloc(sizeof *trace.file, 64);
+    if (trace.file == NULL)
+        return NULL;
+    memset(trace.file, 0, sizeof *trace.file);
+    snprintf(trace.file->path, sizeof trace.file->path, "%s", path);
+    dtrain__os_lock(&recorder->mutex);
     dtrain__os_lock(&recorder->error_mutex);
     recorder->shown = recorder->error;
     recorder->shown_failed = recorder->failed;
     dtrain__os_unlock(&recorder->error_mutex);
     dtrain__trace_head(&trace);
     dtrain__trace_operations(&trace);
-    trace.error = dtrain__os_put_in_place(trace.fd, recorder->beside, path, trace.error);
-    if (trace.error == 0)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "comm_trace on rank %d: cannot write %.400s: %s; the old file is unchanged", comm->rank, path,
-                        dtrain__os_error_text(trace.error));
+    dtrain__os_unlock(&recorder->mutex);
+    return trace.file;
+}
+
+static void dtrain__trace_write(void *pointer)
+{
+    dtrain__trace_file *file = (dtrain__trace_file *)pointer;
+    int fd =
+        file->error == 0 ? dtrain__os_open_beside(DTRAIN__OS_HERE, file->path, file->beside, sizeof file->beside) : -1;
+    if (fd < 0 && file->error == 0)
+        file->error = errno;
+    for (size_t at = 0; fd >= 0 && at < file->bytes && file->error == 0;) {
+        ssize_t n = dtrain__os_write(fd, file->text + at, file->bytes - at);
+        if (n < 0 && errno != EINTR)
+            file->error = errno;
+        at += n > 0 ? (size_t)n : 0;
+    }
+    if (fd >= 0)
+        file->error = dtrain__os_put_in_place(fd, file->beside, file->path, file->error);
+    __atomic_store_n(&file->done, 1u, __ATOMIC_RELEASE);
+}
+
+/* Waits for a file that another thread writes, for a bounded time. Returns whether it is done. */
+static int dtrain__trace_wait(const dtrain__trace_file *file)
+{
+    int64_t until = dtrain__os_now_ns() + DTRAIN__TRACE_WAIT_NS;
+    while (!__atomic_load_n(&file->done, __ATOMIC_ACQUIRE) && dtrain__os_now_ns() < until)
+        dtrain__os_sleep(500000);
+    return __atomic_load_n(&file->done, __ATOMIC_ACQUIRE) != 0;
+}
+
+static void dtrain__trace_free(dtrain__trace_file *file)
+{
+    dtrain__os_free(file->text);
+    dtrain__os_free(file);
+}
+
+static dtrain_status dtrain__trace_result(const dtrain_comm *comm, const char *path, int error)
+{
+    return error == 0 ? DTRAIN_OK
+                      : dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
+                                     "comm_trace on rank %d: cannot write %.400s: %s; the old file is unchanged",
+                                     comm->rank, path, dtrain__os_error_text(error));
 }
 
 DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
 {
     size_t bytes = path != NULL ? strlen(path) : 0;
-    dtrain_status status;
     if (comm == NULL || bytes == 0 || bytes >= DTRAIN__TRACE_PATH_BYTES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_trace: needs a group and a path of 1 to %d bytes (got %zu)",
                             DTRAIN__TRACE_PATH_BYTES - 1, bytes);
     if (dtrain__group_alive(comm, "comm_trace") != DTRAIN_OK ||
         dtrain__group_ours(comm, NULL, "comm_trace") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    dtrain__os_lock(&comm->recorder->mutex);
-    status = dtrain__trace_write(comm, path);
-    dtrain__os_unlock(&comm->recorder->mutex);
+    dtrain__trace_file *file = dtrain__trace_make(comm, path);
+    if (file == NULL)
+        return dtrain__trace_result(comm, path, ENOMEM);
+    dtrain__trace_write(file);
+    dtrain_status status = dtrain__trace_result(comm, path, file->error);
+    dtrain__trace_free(file);
     return status;
 }
 
@@ -26468,22 +26735,40 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__recorder *recorder = comm->recorder;
     dtrain__error kept = dtrain__thread_error;
-    if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched))
+    char group[40] = "", path[DTRAIN__TRACE_PATH_BYTES + 64];
+    uint32_t nobody = 0;
+    if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched) ||
+        !__atomic_compare_exchange_n(&recorder->written, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return;
-    dtrain__os_lock(&recorder->mutex);
-    if (!recorder->written) {
-        char group[40] = "";
-        recorder->written = 1;
-        if (comm->group != 0)
-            snprintf(group, sizeof group, ".group-%llu", (unsigned long long)comm->group);
-        snprintf(recorder->path, sizeof recorder->path, "%s%s.rank-%d.json", recorder->prefix, group, comm->rank);
-        if (dtrain__trace_write(comm, recorder->path) != DTRAIN_OK)
-            dtrain__log(DTRAIN_LOG_WARN, "%s", dtrain__thread_error.text);
-        else
-            dtrain__log(DTRAIN_LOG_INFO, "rank %d: its last operations are in %s", comm->rank, recorder->path);
+    if (comm->group != 0)
+        snprintf(group, sizeof group, ".group-%llu", (unsigned long long)comm->group);
+    snprintf(path, sizeof path, "%s%s.rank-%d.json", recorder->prefix, group, comm->rank);
+    dtrain__trace_file *file = dtrain__trace_make(comm, path);
+    if (file != NULL &&
+        dtrain__os_thread_start(&file->thread, dtrain__trace_write, file, DTRAIN__TRACE_STACK_BYTES) != 0) {
+        dtrain__trace_free(file);
+        file = NULL;
     }
-    dtrain__os_unlock(&recorder->mutex);
+    comm->recorder->file = file;
+    if (file != NULL && !dtrain__trace_wait(file))
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "rank %d: its last operations are not in %s after 1 s: its file system is slow or hangs",
+                    comm->rank, path);
+    else if (dtrain__trace_result(comm, path, file != NULL ? file->error : ENOMEM) != DTRAIN_OK)
+        dtrain__log(DTRAIN_LOG_WARN, "%s", dtrain__thread_error.text);
+    else
+        dtrain__log(DTRAIN_LOG_INFO, "rank %d: its last operations are in %s", comm->rank, path);
     dtrain__thread_error = kept;
+}
+
+/* Ends with the file of a failure. If writing it hangs, its thread and memory are left behind. */
+static void dtrain__trace_end_failure(const dtrain_comm *comm)
+{
+    dtrain__trace_file *file = comm->recorder != NULL ? comm->recorder->file : NULL;
+    if (file == NULL || comm->process != dtrain__os_pid() || !dtrain__trace_wait(file))
+        return;
+    dtrain__os_thread_join(&file->thread);
+    dtrain__trace_free(file);
 }
 
 #endif
@@ -30963,6 +31248,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->scratch);
     dtrain__free(allocator, comm->notes);
     dtrain__free(allocator, comm->packed);
+    dtrain__trace_end_failure(comm);
     dtrain__recorder_free(comm);
     dtrain__work_blocked_release(comm->blocked, allocator);
     dtrain__free(allocator, comm->split_room);
@@ -31253,6 +31539,7 @@ DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
         dtrain__log(DTRAIN_LOG_ERROR, "%s", dtrain__thread_error.text);
     else if (comm != NULL)
         dtrain__create_leave(comm, comm->error.status != DTRAIN_OK ? &comm->error : NULL);
+    dtrain__log_flush(DTRAIN__LOG_WAIT_NS);
 }
 
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm)

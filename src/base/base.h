@@ -38,10 +38,12 @@
 #endif
 #include <limits.h>
 #if defined(__GLIBC__) && !(defined(__USE_MISC) && defined(__USE_XOPEN2K8))
-#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
+#error \
+    "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
 #endif
 #if defined(__GLIBC__) && ULONG_MAX == 0xffffffff && !defined(__USE_FILE_OFFSET64)
-#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_FILE_OFFSET_BITS=64"
+#error \
+    "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_FILE_OFFSET_BITS=64"
 #endif
 #endif
 
@@ -117,7 +119,8 @@
 #define DTRAIN__EXACT_END
 #endif
 #if defined(__FAST_MATH__) && defined(DTRAIN_IMPLEMENTATION)
-#error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754 on this processor; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
+#error \
+    "dtrain.h: this compiler's fast-math cannot be held to IEEE 754 on this processor; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
 #endif
 #endif
 
@@ -139,8 +142,7 @@
  * SSE2. gcc saves macros ahead of its pragmas, so a declaration must stand between DTRAIN__SMALL_BEGIN and the next of
  * these macros. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__) && !defined(__i386__)
-#define DTRAIN__SMALL_BEGIN \
-    DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
+#define DTRAIN__SMALL_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
 #define DTRAIN__SMALL_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
 #define DTRAIN__FAST_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC reset_options")
 #define DTRAIN__FAST_END DTRAIN__SMALL_END
@@ -250,11 +252,19 @@ DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char 
 
 typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1401, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
 
-/* Receives one line of text without a newline. Several threads may call it at once. It must not call into the group
- * that the line is about, and should return soon: the thread may have heartbeats to send. */
+/* Receives one line of text without a newline.
+ *
+ * A thread of the library's own calls it, one line at a time, so a callback that blocks holds no rank. That thread
+ * starts when there is a line and ends with the last one. It blocks all signals. The thread that logged waits up to
+ * 100 ms for the callback, unless an earlier line is still late. 32 lines wait at most; others are counted, and a line
+ * tells the count. If the system refuses a thread, the one that logs makes the call.
+ *
+ * It must not call into the group that the line is about. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, const char *text);
 
-/* Sets the log callback of the process. Without it, warnings and errors go to stderr.
+/* Sets the log callback of the process. Without it, warnings and errors go to stderr in the same way. A full pipe or
+ * a file system that hangs then delays lines, not ranks. Late lines get up to 100 ms in dtrain_comm_destroy, and up
+ * to 500 ms in exit() and in this call. This call also waits until the old callback has returned.
  *
  *   log    NULL silences the library; must stay valid until it is replaced
  *   user   passed to log; must stay valid as long

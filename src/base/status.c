@@ -1,6 +1,6 @@
 /* ---- >>status ----
  * The start of the implementation: all system headers, so that none follows a DTRAIN__EXACT_BEGIN; then status names,
- * error texts and the log. A program whose API is static uses only some of it. So gcc's warning of unused functions is
+ * error texts. A program whose API is static uses only some of it. So gcc's warning of unused functions is
  * off up to >>end.
  *
  * dtrain__fail alone makes error texts. It formats one line into the object's error and into the calling thread's last
@@ -106,9 +106,6 @@ typedef struct dtrain__error {
 } dtrain__error;
 
 static __thread dtrain__error dtrain__thread_error;
-static void dtrain__status_log_stderr(void *user, dtrain_log_level level, const char *text);
-static dtrain_log_fn dtrain__status_log = dtrain__status_log_stderr;
-static void *dtrain__status_log_user;
 
 /* Returns the length of the well-formed UTF-8 sequence that starts text, or 0. Source: Unicode 15, table 3-7. */
 static size_t dtrain__utf8(const unsigned char *text, size_t length)
@@ -147,31 +144,7 @@ static void dtrain__status_clean(char *text)
     }
 }
 
-static void dtrain__status_log_stderr(void *user, dtrain_log_level level, const char *text)
-{
-    (void)user;
-    if (level >= DTRAIN_LOG_WARN)
-        fprintf(stderr, "dtrain: %s\n", text);
-}
-
-DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
-{
-    dtrain__status_log = log;
-    dtrain__status_log_user = user;
-}
-
-DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char *format, ...)
-{
-    char text[DTRAIN__ERROR_BYTES];
-    va_list arguments;
-    if (dtrain__status_log == NULL)
-        return;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    dtrain__status_clean(text);
-    dtrain__status_log(dtrain__status_log_user, level, text);
-}
+DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char *format, ...); /* of >>log */
 
 /* Removes a repeated part: the second a of "a: a: why", and of "a on rank 1: a: why". Texts repeat a call's name when
  * they quote a cause from the same call. */

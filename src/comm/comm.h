@@ -344,7 +344,9 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
  *
  * Set desc.trace_on_failure, or DTRAIN_TRACE in the environment, to have the file written by the first operation that
  * fails. It is PREFIX.rank-N.json, or PREFIX.group-G.rank-N.json in a group made from another. A deadline after which
- * the call can be made again does not count as a failure. The log says if the file cannot be written.
+ * the call can be made again does not count as a failure. The log says if the file cannot be written. Another thread
+ * writes it. The failing call and dtrain_comm_destroy each wait up to 1 s for it, so a file system that hangs holds
+ * neither.
  *
  *   path     at most 1,023 bytes; the file is replaced once the new one is whole on disk, else untouched
  *   errors   DTRAIN_ERR_INVALID  no group, no path, or a forked child

@@ -22,6 +22,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->scratch);
     dtrain__free(allocator, comm->notes);
     dtrain__free(allocator, comm->packed);
+    dtrain__trace_end_failure(comm);
     dtrain__recorder_free(comm);
     dtrain__work_blocked_release(comm->blocked, allocator);
     dtrain__free(allocator, comm->split_room);
@@ -312,6 +313,7 @@ DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
         dtrain__log(DTRAIN_LOG_ERROR, "%s", dtrain__thread_error.text);
     else if (comm != NULL)
         dtrain__create_leave(comm, comm->error.status != DTRAIN_OK ? &comm->error : NULL);
+    dtrain__log_flush(DTRAIN__LOG_WAIT_NS);
 }
 
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm)

@@ -37,11 +37,12 @@ struct dtrain__recorder {
     dtrain__error error;               /* the first of the latest failures in a row */
     uint64_t failed;                   /* that failure's record; 0: none */
     uint64_t good;                     /* the last record that ended well; only the recording thread uses it */
-    dtrain__os_mutex mutex;            /* held while a file is written; guards the rest */
+    dtrain__os_mutex mutex;            /* held while a file's text is made; guards shown, shown_failed and text */
     dtrain__error shown;               /* error and failed, as the file has them */
     uint64_t shown_failed;
-    int written; /* the file of trace_on_failure is written, or was tried */
-    char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
+    uint32_t written;                /* the file of trace_on_failure is written, or was tried */
+    struct dtrain__trace_file *file; /* that one; NULL: none */
+    char prefix[DTRAIN__TRACE_PATH_BYTES];
     unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
     dtrain__record_place places[DTRAIN__RECORDS];
 };

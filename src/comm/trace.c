@@ -4,6 +4,9 @@
  * and on CLOCK_REALTIME, which lines up the clocks of hosts. The file is written beside its target and renamed when it
  * is whole.
  *
+ * The text is made in memory. The thread that met a failure may have heartbeats to send, so another one writes the
+ * file: a file system that hangs holds no rank.
+ *
  * Source: Trace Event Format, catapult project, JSON object format. */
 #ifndef DTRAIN__TRACE
 #define DTRAIN__TRACE
@@ -13,24 +16,46 @@
 
 #define DTRAIN__TRACE_FORMAT 1
 
+#define DTRAIN__TRACE_STACK_BYTES ((size_t)256 << 10)
+#define DTRAIN__TRACE_WAIT_NS 1000000000 /* for the file of a failure */
+
+/* A file to write. Its memory is the system's: if the write hangs, it outlives the group and its allocator. */
+typedef struct dtrain__trace_file {
+    char *text;
+    size_t bytes, room;
+    int error; /* errno of the first thing that went wrong; 0: none */
+    uint32_t done;
+    dtrain__os_thread thread;
+    char path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
+} dtrain__trace_file;
+
 typedef struct dtrain__trace {
     dtrain_comm *comm;
     dtrain__json_writer json; /* of the event being written, in the recorder's text */
-    int fd;
-    int error; /* errno of the first write that went wrong; 0: none */
+    dtrain__trace_file *file;
     int64_t now;
 } dtrain__trace;
 
 static void dtrain__trace_put(dtrain__trace *trace, const void *data, size_t bytes)
 {
-    const unsigned char *at = (const unsigned char *)data;
-    while (bytes > 0 && trace->error == 0) {
-        ssize_t n = dtrain__os_write(trace->fd, at, bytes);
-        if (n < 0 && errno != EINTR)
-            trace->error = errno;
-        at += n > 0 ? n : 0;
-        bytes -= n > 0 ? (size_t)n : 0;
+    dtrain__trace_file *file = trace->file;
+    if (file->error == 0 && bytes > file->room - file->bytes) {
+        size_t room = 2 * file->room + bytes;
+        char *larger = (char *)dtrain__os_alloc(room, 64);
+        if (larger == NULL) {
+            file->error = ENOMEM;
+            return;
+        }
+        if (file->bytes > 0)
+            memcpy(larger, file->text, file->bytes);
+        dtrain__os_free(file->text);
+        file->text = larger;
+        file->room = room;
     }
+    if (file->error != 0)
+        return;
+    memcpy(file->text + file->bytes, data, bytes);
+    file->bytes += bytes;
 }
 
 static void dtrain__trace_begin(dtrain__trace *trace)
@@ -43,8 +68,8 @@ static void dtrain__trace_begin(dtrain__trace *trace)
 static void dtrain__trace_end(dtrain__trace *trace, const char *after)
 {
     dtrain__json_end(&trace->json);
-    if (!dtrain__json_write_finish(&trace->json) && trace->error == 0)
-        trace->error = EOVERFLOW;
+    if (!dtrain__json_write_finish(&trace->json) && trace->file->error == 0)
+        trace->file->error = EOVERFLOW;
     dtrain__trace_put(trace, trace->comm->recorder->text, trace->json.bytes);
     dtrain__trace_put(trace, after, strlen(after));
 }
@@ -202,45 +227,86 @@ static void dtrain__trace_operations(dtrain__trace *trace)
     dtrain__trace_end(trace, "\n]}\n");
 }
 
-/* Writes the file. The caller holds the recorder's mutex and has checked the path's length. */
-static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
+/* Makes the text. Returns NULL without memory. */
+static dtrain__trace_file *dtrain__trace_make(dtrain_comm *comm, const char *path)
 {
     dtrain__recorder *recorder = comm->recorder;
     dtrain__trace trace;
     memset(&trace, 0, sizeof trace);
     trace.comm = comm;
     trace.now = dtrain__os_now_ns();
-    trace.fd = dtrain__os_open_beside(DTRAIN__OS_HERE, path, recorder->beside, sizeof recorder->beside);
-    if (trace.fd < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
-                            dtrain__os_error_text(errno));
+    trace.file = (dtrain__trace_file *)dtrain__os_alloc(sizeof *trace.file, 64);
+    if (trace.file == NULL)
+        return NULL;
+    memset(trace.file, 0, sizeof *trace.file);
+    snprintf(trace.file->path, sizeof trace.file->path, "%s", path);
+    dtrain__os_lock(&recorder->mutex);
     dtrain__os_lock(&recorder->error_mutex);
     recorder->shown = recorder->error;
     recorder->shown_failed = recorder->failed;
     dtrain__os_unlock(&recorder->error_mutex);
     dtrain__trace_head(&trace);
     dtrain__trace_operations(&trace);
-    trace.error = dtrain__os_put_in_place(trace.fd, recorder->beside, path, trace.error);
-    if (trace.error == 0)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "comm_trace on rank %d: cannot write %.400s: %s; the old file is unchanged", comm->rank, path,
-                        dtrain__os_error_text(trace.error));
+    dtrain__os_unlock(&recorder->mutex);
+    return trace.file;
+}
+
+static void dtrain__trace_write(void *pointer)
+{
+    dtrain__trace_file *file = (dtrain__trace_file *)pointer;
+    int fd =
+        file->error == 0 ? dtrain__os_open_beside(DTRAIN__OS_HERE, file->path, file->beside, sizeof file->beside) : -1;
+    if (fd < 0 && file->error == 0)
+        file->error = errno;
+    for (size_t at = 0; fd >= 0 && at < file->bytes && file->error == 0;) {
+        ssize_t n = dtrain__os_write(fd, file->text + at, file->bytes - at);
+        if (n < 0 && errno != EINTR)
+            file->error = errno;
+        at += n > 0 ? (size_t)n : 0;
+    }
+    if (fd >= 0)
+        file->error = dtrain__os_put_in_place(fd, file->beside, file->path, file->error);
+    __atomic_store_n(&file->done, 1u, __ATOMIC_RELEASE);
+}
+
+/* Waits for a file that another thread writes, for a bounded time. Returns whether it is done. */
+static int dtrain__trace_wait(const dtrain__trace_file *file)
+{
+    int64_t until = dtrain__os_now_ns() + DTRAIN__TRACE_WAIT_NS;
+    while (!__atomic_load_n(&file->done, __ATOMIC_ACQUIRE) && dtrain__os_now_ns() < until)
+        dtrain__os_sleep(500000);
+    return __atomic_load_n(&file->done, __ATOMIC_ACQUIRE) != 0;
+}
+
+static void dtrain__trace_free(dtrain__trace_file *file)
+{
+    dtrain__os_free(file->text);
+    dtrain__os_free(file);
+}
+
+static dtrain_status dtrain__trace_result(const dtrain_comm *comm, const char *path, int error)
+{
+    return error == 0 ? DTRAIN_OK
+                      : dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
+                                     "comm_trace on rank %d: cannot write %.400s: %s; the old file is unchanged",
+                                     comm->rank, path, dtrain__os_error_text(error));
 }
 
 DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
 {
     size_t bytes = path != NULL ? strlen(path) : 0;
-    dtrain_status status;
     if (comm == NULL || bytes == 0 || bytes >= DTRAIN__TRACE_PATH_BYTES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_trace: needs a group and a path of 1 to %d bytes (got %zu)",
                             DTRAIN__TRACE_PATH_BYTES - 1, bytes);
     if (dtrain__group_alive(comm, "comm_trace") != DTRAIN_OK ||
         dtrain__group_ours(comm, NULL, "comm_trace") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    dtrain__os_lock(&comm->recorder->mutex);
-    status = dtrain__trace_write(comm, path);
-    dtrain__os_unlock(&comm->recorder->mutex);
+    dtrain__trace_file *file = dtrain__trace_make(comm, path);
+    if (file == NULL)
+        return dtrain__trace_result(comm, path, ENOMEM);
+    dtrain__trace_write(file);
+    dtrain_status status = dtrain__trace_result(comm, path, file->error);
+    dtrain__trace_free(file);
     return status;
 }
 
@@ -265,22 +331,40 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__recorder *recorder = comm->recorder;
     dtrain__error kept = dtrain__thread_error;
-    if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched))
+    char group[40] = "", path[DTRAIN__TRACE_PATH_BYTES + 64];
+    uint32_t nobody = 0;
+    if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched) ||
+        !__atomic_compare_exchange_n(&recorder->written, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return;
-    dtrain__os_lock(&recorder->mutex);
-    if (!recorder->written) {
-        char group[40] = "";
-        recorder->written = 1;
-        if (comm->group != 0)
-            snprintf(group, sizeof group, ".group-%llu", (unsigned long long)comm->group);
-        snprintf(recorder->path, sizeof recorder->path, "%s%s.rank-%d.json", recorder->prefix, group, comm->rank);
-        if (dtrain__trace_write(comm, recorder->path) != DTRAIN_OK)
-            dtrain__log(DTRAIN_LOG_WARN, "%s", dtrain__thread_error.text);
-        else
-            dtrain__log(DTRAIN_LOG_INFO, "rank %d: its last operations are in %s", comm->rank, recorder->path);
+    if (comm->group != 0)
+        snprintf(group, sizeof group, ".group-%llu", (unsigned long long)comm->group);
+    snprintf(path, sizeof path, "%s%s.rank-%d.json", recorder->prefix, group, comm->rank);
+    dtrain__trace_file *file = dtrain__trace_make(comm, path);
+    if (file != NULL &&
+        dtrain__os_thread_start(&file->thread, dtrain__trace_write, file, DTRAIN__TRACE_STACK_BYTES) != 0) {
+        dtrain__trace_free(file);
+        file = NULL;
     }
-    dtrain__os_unlock(&recorder->mutex);
+    comm->recorder->file = file;
+    if (file != NULL && !dtrain__trace_wait(file))
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "rank %d: its last operations are not in %s after 1 s: its file system is slow or hangs",
+                    comm->rank, path);
+    else if (dtrain__trace_result(comm, path, file != NULL ? file->error : ENOMEM) != DTRAIN_OK)
+        dtrain__log(DTRAIN_LOG_WARN, "%s", dtrain__thread_error.text);
+    else
+        dtrain__log(DTRAIN_LOG_INFO, "rank %d: its last operations are in %s", comm->rank, path);
     dtrain__thread_error = kept;
+}
+
+/* Ends with the file of a failure. If writing it hangs, its thread and memory are left behind. */
+static void dtrain__trace_end_failure(const dtrain_comm *comm)
+{
+    dtrain__trace_file *file = comm->recorder != NULL ? comm->recorder->file : NULL;
+    if (file == NULL || comm->process != dtrain__os_pid() || !dtrain__trace_wait(file))
+        return;
+    dtrain__os_thread_join(&file->thread);
+    dtrain__trace_free(file);
 }
 
 #endif

@@ -175,7 +175,7 @@ TEST(the_log_callback_gets_level_and_text_and_null_silences)
     dtrain_set_log(NULL, NULL);
     dtrain__log(DTRAIN_LOG_ERROR, "nobody hears this");
     CHECK_EQ(logged, 1);
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 typedef struct heap {
@@ -546,7 +546,7 @@ TEST(what_is_to_be_done_without_is_not_tried)
     setenv("DTRAIN_WITHOUT", "all", 1);
     dtrain__os_without_mask = 0;
     CHECK(dtrain__without("pkeys") && dtrain__without("ipv6"));
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
     unsetenv("DTRAIN_WITHOUT");
     dtrain__os_without_mask = before;
 }

@@ -437,7 +437,7 @@ TEST(a_world_of_one_that_nobody_asked_for_is_told_of_once)
     environment(NULL);
     world_of_one(NULL);
     CHECK_EQ(warnings, 1);
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 /* What the library says of a token file that holds `bytes` bytes. */
@@ -477,7 +477,7 @@ TEST(a_token_that_is_meant_and_missing_or_cut_is_an_error)
     token_file_is(path, "sixteen letters.\n", 17, 0444, DTRAIN_OK);
     CHECK_CONTAINS(warned, path);
     CHECK_CONTAINS(warned, "chmod 600");
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
     unlink(path);
     rmdir(directory);
 }

@@ -451,7 +451,7 @@ TEST(a_failure_file_that_cannot_be_written_is_a_line_in_the_log)
     heard.text[0] = 0;
     dtrain_set_log(hear, &heard);
     CHECK_EQ(dtrain_run_threads(2, mismatched_twice, NULL, &desc), DTRAIN_OK);
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
     CHECK_CONTAINS(heard.text, "nowhere/x.rank-0.json: No such file");
     CHECK_CONTAINS(heard.text, "nowhere/x.rank-1.json: No such file");
     memset(prefix, 'a', sizeof prefix - 1);
@@ -499,7 +499,7 @@ TEST(a_deadline_follows_the_ranks_that_wait_for_each_other_on_threads)
     heard.text[0] = 0;
     dtrain_set_log(hear, &heard);
     CHECK_EQ(dtrain_run_threads(3, a_chain, &late_us, &desc), DTRAIN_OK);
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
     CHECK_CONTAINS(heard.text, "recv #1 (f32 x 4): rank 0 has waited 0.");
     CHECK_CONTAINS(heard.text, " s for rank 1; rank 1 ended barrier #1 ");
 }

@@ -359,7 +359,7 @@ TEST(whatever_a_relay_does_to_a_record_is_an_error_and_never_a_wrong_element)
                     TEST_FAIL("%s, to rank %d: rank %d after %.1f s: %d, %s", names[harm], 1 - to_root, rank,
                               r->took[rank], r->status[rank], r->texts[rank]);
         }
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 TEST(a_changed_record_of_the_control_plane_ends_the_group_and_says_why)
@@ -372,7 +372,7 @@ TEST(a_changed_record_of_the_control_plane_ends_the_group_and_says_why)
         CHECK(r->status[0] != DTRAIN_OK && r->status[1] != DTRAIN_OK);
         CHECK_CONTAINS(r->texts[1 - to_root], "a sealed record on it is wrong");
     }
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 TEST(a_connection_that_was_harmed_comes_back_with_other_keys_and_the_right_bits)
@@ -385,7 +385,7 @@ TEST(a_connection_that_was_harmed_comes_back_with_other_keys_and_the_right_bits)
         CHECK_EQ(r->status[1], DTRAIN_OK);
         CHECK(r->connections >= 2);
     }
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 TEST(a_session_that_is_played_again_is_denied_and_disturbs_nobody)
@@ -396,7 +396,7 @@ TEST(a_session_that_is_played_again_is_denied_and_disturbs_nobody)
     CHECK_EQ(r->answer, DTRAIN_ERR_DENIED);
     CHECK_EQ(r->status[0], DTRAIN_OK);
     CHECK_EQ(r->status[1], DTRAIN_OK);
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 static void keep_warning(void *user, dtrain_log_level level, const char *text)
@@ -456,7 +456,7 @@ TEST(a_relay_that_changes_what_is_said_of_sealing_is_refused)
         CHECK_EQ(r->status[1], DTRAIN_ERR_DENIED);
         CHECK_CONTAINS(r->texts[0], "does not hold this group's token");
     }
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 TEST(on_against_off_is_a_mismatch_that_names_both_on_both_sides)
@@ -479,7 +479,7 @@ TEST(on_against_off_is_a_mismatch_that_names_both_on_both_sides)
             CHECK_CONTAINS(r->texts[rank], "give every rank the same");
         }
     }
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 TEST(sealing_without_a_token_is_refused_at_once)
@@ -726,5 +726,5 @@ TEST(each_process_says_once_that_it_seals_and_how_to_turn_that_off)
     s.desc.token = "a token of sixteen bytes or more";
     dtrain_set_log(count_told, NULL);
     run_ranks(&s, says_it_once);
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }

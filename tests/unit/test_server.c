@@ -573,5 +573,5 @@ TEST(a_worker_that_does_not_come_is_named_at_the_deadline)
     plan_begin(0);
     met = 0;
     on_threads(3, names_the_absent, &desc);
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }

@@ -210,7 +210,7 @@ TEST(a_slow_worker_stops_nobody_before_the_bound)
         memset(&seen, 0, sizeof seen);
         on_threads(4, one_stands_still, &desc);
     }
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 /* Worker 2 kills itself, in a step or in the middle of sending it. */
@@ -599,7 +599,7 @@ TEST(bytes_that_are_no_selection_are_applied_nowhere)
         memset(&seen, 0, sizeof seen);
         on_threads(3, one_lies, NULL);
     }
-    dtrain_set_log(dtrain__status_log_stderr, NULL);
+    dtrain_set_log(dtrain__log_stderr, NULL);
 }
 
 /* Pieces, zero sizes and frozen ones: after one update all of it is what SGD makes of the gradient. */
