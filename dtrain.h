@@ -5915,15 +5915,16 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt);
  *            and those of dtrain_all_gather. If the last asynchronous save failed and no dtrain_checkpoint_wait has
  *            returned its error, this call returns it and saves nothing
  *
- * collective: every rank of comm, same order; blocks while files are written, and up to timeout_ms for other ranks;
- * with local, up to timeout_ms of comm */
+ * collective: every rank of comm, same order; blocks while files are written, and for other ranks up to timeout_ms
+ * beyond that of comm */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
 
 /* Copies this rank's part of a state and returns; a thread writes the copy.
  *
- * The buffer of the copy stays for later saves. The ranks tell each other through files that their parts are written;
- * nothing is sent. With local, the calls of all ranks first agree, by one small message each, on how the previous save
- * ended. No rank begins a save while another still writes the previous one.
+ * The buffer of the copy stays for later saves. The ranks tell each other through files that their parts are written. A
+ * rank that fails tells the others by a small message. In a group that is polled only a file tells, if the disk takes
+ * it. With local, the calls of all ranks first agree, by one small message each, on how the previous save ended. No rank
+ * begins a save while another still writes the previous one.
  *
  *   state    as in dtrain_checkpoint_save; you may change the data after the call
  *   errors   on this rank alone, with local on every rank. This save then becomes visible on no rank. Other errors
@@ -16296,13 +16297,14 @@ enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
 
 static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait"};
 
-/* A user's call to the world's store, which keeps byte strings by name. */
+/* A call to the world's store, which keeps byte strings by name. */
 typedef struct dtrain__store_call {
     int what; /* DTRAIN__STORE_SET ... */
     const char *key;
     void *value; /* capacity bytes; for a SET the value itself, which is only read */
     size_t capacity, *bytes;
     dtrain__error *error; /* the group's */
+    int own;              /* 1: a call of the library's own, which another thread makes beside the program's */
     uint32_t id;          /* from here on: the request to rank 0 and its answer */
     int answered;
     dtrain_status status;
@@ -16527,7 +16529,7 @@ typedef struct dtrain__seat {
     uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
     uint64_t calls;       /* collectives that this end has ended when it leaves */
     int forked;           /* the seat of a forked child: touches nothing that the parent still uses */
-    dtrain__store_call *asks; /* its call that waits for the store */
+    dtrain__store_call *asks[2]; /* its calls that wait for the store: the program's, the library's own */
 } dtrain__seat;
 
 struct dtrain__council {
@@ -16902,6 +16904,10 @@ static int dtrain__council_leader(const dtrain__council *council)
 
 /* ---- the store, a list: it is small, and asked seldom ---- */
 
+/* In the number of a group, of a call of the library's own. Such calls only set and get, so they are not in the way of
+ * the group's call that waits. */
+#define DTRAIN__STORE_OWN ((uint64_t)1 << 63)
+
 static unsigned char *dtrain__entry_value(dtrain__entry *entry)
 {
     return (unsigned char *)(entry + 1) + entry->key_bytes;
@@ -16953,11 +16959,13 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
                                      int found, const void *data, size_t bytes)
 {
     const dtrain__seat *seat = council->seats;
-    while (seat != NULL && (seat->id != group || seat->asks == NULL || seat->asks->id != id))
+    int own = (group & DTRAIN__STORE_OWN) != 0;
+    group &= ~DTRAIN__STORE_OWN;
+    while (seat != NULL && (seat->id != group || seat->asks[own] == NULL || seat->asks[own]->id != id))
         seat = seat->next;
     if (seat == NULL)
         return; /* the call has given up */
-    dtrain__store_call *call = seat->asks;
+    dtrain__store_call *call = seat->asks[own];
     call->status = status;
     if (status != DTRAIN_OK)
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
@@ -17088,17 +17096,17 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     dtrain__asker asker;
     asker.next = NULL;
     asker.rank = seat->worlds[seat->rank];
-    asker.group = seat->id;
+    asker.group = seat->id | (call->own ? DTRAIN__STORE_OWN : 0);
     asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
     asker.key_bytes = strlen(call->key);
     snprintf(asker.key, sizeof asker.key, "%s", call->key);
     call->answered = 0;
-    seat->asks = call;
+    seat->asks[call->own] = call;
     if (council->rank == 0) {
         dtrain__council_serve(council, &asker, call->what, call->value, bytes);
         return DTRAIN_OK;
     }
-    dtrain__put_le(head, seat->id, 8);
+    dtrain__put_le(head, asker.group, 8);
     dtrain__put_le(head + 8, asker.id, 4);
     head[12] = (unsigned char)call->what;
     dtrain__put_le(head + 13, asker.key_bytes, 2);
@@ -17106,17 +17114,16 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
         council->gone(council->self, 0) != DTRAIN__PRESENT) /* then the wait for the answer returns the error */
         return DTRAIN_OK;
-    seat->asks = NULL;
+    seat->asks[call->own] = NULL;
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
                         "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read requests",
                         dtrain__store_names[call->what], seat->rank, call->key);
 }
 
-/* Returns whether the group's call has ended, and takes it off the seat then. late: it ends now. */
-static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *status)
+/* Returns whether a call has ended, and takes it off the seat then. late: it ends now. */
+static int dtrain__council_ended(dtrain__seat *seat, const dtrain__store_call *call, int late, dtrain_status *status)
 {
     const dtrain__council *council = seat->council;
-    dtrain__store_call *call = seat->asks;
     const dtrain__error *cause = dtrain__membership_cause(seat->members);
     const char *name = dtrain__store_names[call->what];
     int rank = seat->rank;
@@ -17140,7 +17147,7 @@ static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *st
                                name, rank, call->key);
     else
         return 0;
-    seat->asks = NULL;
+    seat->asks[call->own] = NULL;
     return 1;
 }
 
@@ -17781,18 +17788,18 @@ static void dtrain__council_lost(dtrain__council *council, int rank)
     dtrain__consent_step(council);
 }
 
-/* Waits for the end of an agreement, or of a store call (NULL). Looks once more after the deadline. Returns whether it
- * has ended. */
-static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, dtrain_status *status,
-                              int64_t deadline_ns)
+/* Waits for the end of an agreement, or of a store call; the other is NULL. Looks once more after the deadline. Returns
+ * whether it has ended. */
+static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, const dtrain__store_call *call,
+                              dtrain_status *status, int64_t deadline_ns)
 {
     dtrain__council *council = seat->council;
     int ended, late = 0;
     for (unsigned turn = 0;; turn++) {
         uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
         dtrain__seat_lock(seat, 1);
-        ended =
-            agreement != NULL ? dtrain__consent_decided(seat, agreement) : dtrain__council_ended(seat, late, status);
+        ended = agreement != NULL ? dtrain__consent_decided(seat, agreement)
+                                  : dtrain__council_ended(seat, call, late, status);
         dtrain__seat_lock(seat, 0);
         if (ended || late)
             return ended;
@@ -17807,7 +17814,7 @@ static int dtrain__seat_agree(dtrain__seat *seat, dtrain__agreement *agreement, 
     dtrain__seat_lock(seat, 1);
     agreement->starved = !agreement->voted && !dtrain__consent_vote(seat, agreement);
     dtrain__seat_lock(seat, 0);
-    return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, deadline_ns);
+    return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, NULL, deadline_ns);
 }
 
 static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *call, int64_t deadline_ns)
@@ -17816,7 +17823,7 @@ static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *
     dtrain_status status = dtrain__council_ask(seat, call);
     dtrain__seat_lock(seat, 0);
     if (status == DTRAIN_OK)
-        dtrain__seat_await(seat, NULL, &status, deadline_ns);
+        dtrain__seat_await(seat, NULL, call, &status, deadline_ns);
     return status;
 }
 
@@ -33328,8 +33335,8 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
                                       size_t *bytes)
 {
     size_t length = key != NULL ? strlen(key) : 0;
-    dtrain__store_call call = {what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
-                               0,    0,   DTRAIN_OK, ""};
+    dtrain__store_call call = {what, key, value, capacity,  bytes, comm != NULL ? &comm->error : NULL,
+                               0,    0,   0,     DTRAIN_OK, ""};
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
@@ -33349,6 +33356,20 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
         status = dtrain__seat_store(comm->seat, &call, deadline_ns);
     dtrain__group_exit(comm, entered);
     return status;
+}
+
+/* Sets or gets a value of the library's own, from any thread that the program does not know of. On a transport that is
+ * polled only the program's threads may move messages. Returns whether that went well. */
+static int dtrain__store_own(dtrain_comm *comm, int what, const char *key, void *value, size_t capacity, size_t *bytes,
+                             int64_t span_ns)
+{
+    dtrain__error ignored, before = dtrain__thread_error;
+    dtrain__store_call call = {what, key, value, capacity, bytes, &ignored, 1, 0, 0, DTRAIN_OK, ""};
+    if (!comm->plane->in_process && comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        return 0;
+    dtrain_status status = dtrain__seat_store(comm->seat, &call, dtrain__os_now_ns() + span_ns);
+    dtrain__thread_error = before;
+    return status == DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes)
@@ -58407,6 +58428,9 @@ static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory
  * When rank 0 has seen all marks of this save it writes the index, which makes the checkpoint visible. Then it replaces
  * latest, and then it removes what is old. Each name is synced in its directory before the next step.
  *
+ * A rank that fails tells the others by messages: a disk that is full takes no file that could say so. A blocking save
+ * ends in agreements of all ranks. In an asynchronous one, the store of the group has the failure.
+ *
  * With local, each rank makes its own part visible and removes its own. The newest save that all ranks have must stay
  * on each of them. */
 #ifndef DTRAIN__SAVE
@@ -58510,6 +58534,18 @@ static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt
     dtrain__alike_text(&given, compared != NULL ? compared : "", "");
     snprintf(given.value, sizeof given.value, "%llu", (unsigned long long)number);
     return dtrain__save_meet(ckpt, status, &alike);
+}
+
+/* Agrees on how writing went. A disk may take longer than the group's deadline, so that of the save is added. */
+static dtrain_status dtrain__save_agree_written(dtrain_checkpoint *ckpt, dtrain_status status)
+{
+    int64_t before = ckpt->ranks > 1 ? ckpt->comm->desc.timeout_ms : -1;
+    if (before >= 0)
+        dtrain__group_set_timeout(ckpt->comm, before < INT64_MAX / 4 ? before + ckpt->timeout_ms : before);
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    if (before >= 0)
+        dtrain__group_set_timeout(ckpt->comm, before);
+    return status;
 }
 
 /* ---- saves that all ranks have, with local ----
@@ -58680,18 +58716,45 @@ static int dtrain__save_see_mark(void *user, const char *name)
     return 0;
 }
 
-static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory, int rank)
+#define DTRAIN__SAVE_TOLD 50000000    /* ns between looks at the store */
+#define DTRAIN__SAVE_TELL 10000000000 /* ns that telling it may take */
+
+static void dtrain__save_key(char key[64], const dtrain__index_save_id *id)
+{
+    snprintf(key, 64, "dtrain checkpoint %016llx %llu", (unsigned long long)id->nonce, (unsigned long long)id->counter);
+}
+
+/* Looks in the store for a rank that has failed; -1: none. why has DTRAIN__SAVE_WHY bytes. */
+static int dtrain__save_told(dtrain_checkpoint *ckpt, char *why)
+{
+    char key[64], value[4 + DTRAIN__SAVE_WHY];
+    size_t bytes = DTRAIN_STORE_ABSENT;
+    dtrain__save_key(key, dtrain__save_current(ckpt));
+    if (ckpt->ranks == 1 ||
+        !dtrain__store_own(ckpt->comm, DTRAIN__STORE_GET, key, value, sizeof value, &bytes, DTRAIN__SAVE_TELL) ||
+        bytes == DTRAIN_STORE_ABSENT || bytes < 4 || bytes >= sizeof value)
+        return -1;
+    memcpy(why, value + 4, bytes - 4);
+    why[bytes - 4] = 0;
+    return (int)dtrain__get_le((const unsigned char *)value, 4);
+}
+
+static dtrain_status dtrain__save_failed(const dtrain_checkpoint *ckpt, int rank, const char *why)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %s",
+                        (unsigned long long)ckpt->part.index.facts.step, rank, why);
+}
+
+/* Reads why a rank has failed from its file. */
+static void dtrain__save_read_why(dtrain_checkpoint *ckpt, int directory, int rank, char *why)
 {
     char name[DTRAIN__PART_NAME];
     void *text = NULL;
     size_t bytes = 0;
     dtrain__part_name(name, rank, dtrain__save_current(ckpt), "failed");
     dtrain__file_read_all(directory, name, DTRAIN__SAVE_WHY - 1, ckpt->allocator, &text, &bytes, "checkpoint");
-    dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %.*s",
-                 (unsigned long long)ckpt->part.index.facts.step, rank, (int)bytes,
-                 bytes > 0 ? (const char *)text : "");
+    snprintf(why, DTRAIN__SAVE_WHY, "%.*s", (int)bytes, bytes > 0 ? (const char *)text : "");
     dtrain__free(ckpt->allocator, text);
-    return DTRAIN_ERR_IO;
 }
 
 /* Returns a rank that has left without its mark, or -1. for_index: looks at rank 0 alone. */
@@ -58741,7 +58804,8 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
     dtrain__save_marks marks = {ckpt, 0, -1, 0};
     int64_t span = dtrain__os_ms_to_ns(for_index ? 2 * ckpt->timeout_ms : ckpt->timeout_ms);
     int64_t until = dtrain__os_now_ns() + span, pause = 500000, longest = 20000000 + (int64_t)ckpt->ranks * 1000000;
-    int64_t left_until = INT64_MAX;
+    int64_t left_until = INT64_MAX, ask_ns = 0;
+    char why[DTRAIN__SAVE_WHY] = "";
     memset(ckpt->seen, 0, (size_t)ckpt->ranks);
     for (;;) {
         int before = marks.count, left = dtrain__save_left(ckpt, for_index);
@@ -58750,7 +58814,13 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
                                 (unsigned long long)ckpt->part.index.facts.step, dtrain__os_error_text(error));
         if (marks.failed >= 0)
-            return dtrain__save_failed(ckpt, directory, marks.failed);
+            dtrain__save_read_why(ckpt, directory, marks.failed, why);
+        else if (dtrain__os_now_ns() >= ask_ns) {
+            marks.failed = dtrain__save_told(ckpt, why);
+            ask_ns = dtrain__os_now_ns() + DTRAIN__SAVE_TOLD;
+        }
+        if (marks.failed >= 0)
+            return dtrain__save_failed(ckpt, marks.failed, why);
         if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
             return DTRAIN_OK;
         int64_t now = dtrain__os_now_ns();
@@ -58767,19 +58837,26 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
     }
 }
 
-/* Tells the others that this rank's part will not come. If that fails, they find out by their deadline. */
+/* Tells the others that this rank's part will not come: by the store, and by a file for ranks that do not look there.
+ * If both fail, they find out by their deadline. */
 static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, const dtrain__index_save_id *id)
 {
     dtrain__error kept = dtrain__thread_error;
-    char name[DTRAIN__PART_NAME], directory[32];
+    char name[DTRAIN__PART_NAME], directory[32], key[64];
+    unsigned char value[4 + DTRAIN__SAVE_WHY];
+    size_t bytes = strlen(kept.text);
     int fd = -1;
-    if (ckpt->local || ckpt->ranks == 1 || ckpt->refused != 0)
+    if (ckpt->local || ckpt->ranks == 1)
         return;
+    bytes = bytes < DTRAIN__SAVE_WHY ? bytes : DTRAIN__SAVE_WHY - 1;
+    dtrain__save_key(key, id);
+    dtrain__put_le(value, (uint64_t)ckpt->rank, 4);
+    memcpy(value + 4, kept.text, bytes);
+    dtrain__store_own(ckpt->comm, DTRAIN__STORE_SET, key, value, 4 + bytes, NULL, DTRAIN__SAVE_TELL);
     dtrain__part_name(name, ckpt->rank, id, "failed");
     dtrain__part_step_name(directory, step);
-    if (dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {
-        size_t bytes = strlen(kept.text);
-        dtrain__file_put(fd, name, kept.text, bytes < DTRAIN__SAVE_WHY ? bytes : DTRAIN__SAVE_WHY - 1, 1, "checkpoint");
+    if (ckpt->refused == 0 && dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {
+        dtrain__file_put(fd, name, kept.text, bytes, 1, "checkpoint");
         dtrain__file_close(fd);
     }
     dtrain__thread_error = kept;
@@ -60980,12 +61057,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__save_write(ckpt, &directory);
-    if (status != DTRAIN_OK)
-        dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
-    else if (!ckpt->local) /* through files: a disk may take longer than the group's deadline */
-        status = dtrain__save_await(ckpt, directory, 0);
     int agrees = status == DTRAIN_OK;
-    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    status = dtrain__save_agree_written(ckpt, status);
     if (status != DTRAIN_OK) {
         /* once rank 0 has heard all, it lists the files of a rank that agreed, even if that rank has heard nothing */
         int listed = agrees && ckpt->unheard && ckpt->rank > 0;
@@ -60997,13 +61070,15 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
         return status;
     }
     ckpt->last = ckpt->part.index.facts;
-    ckpt->common = ckpt->last; /* every rank has its part on the disk */
-    if (ckpt->rank == 0 || ckpt->local)
+    ckpt->common = ckpt->last;           /* every rank has its part on the disk */
+    if (ckpt->rank == 0 && !ckpt->local) /* a network file system may show the marks of the others later */
+        status = dtrain__save_await(ckpt, directory, 0);
+    if (status == DTRAIN_OK && (ckpt->rank == 0 || ckpt->local))
         status = dtrain__save_commit(ckpt, directory, 0, &visible);
     if (status != DTRAIN_OK && !visible && !ckpt->local)
         dtrain__save_discard(ckpt, directory);
     dtrain__file_close(directory);
-    return dtrain__save_agree(ckpt, status, 0, NULL);
+    return dtrain__save_agree_written(ckpt, status);
 }
 
 static void dtrain__checkpoint_work(void *owner, dtrain__worker_job *job)

@@ -312,12 +312,8 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__save_write(ckpt, &directory);
-    if (status != DTRAIN_OK)
-        dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
-    else if (!ckpt->local) /* through files: a disk may take longer than the group's deadline */
-        status = dtrain__save_await(ckpt, directory, 0);
     int agrees = status == DTRAIN_OK;
-    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    status = dtrain__save_agree_written(ckpt, status);
     if (status != DTRAIN_OK) {
         /* once rank 0 has heard all, it lists the files of a rank that agreed, even if that rank has heard nothing */
         int listed = agrees && ckpt->unheard && ckpt->rank > 0;
@@ -329,13 +325,15 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
         return status;
     }
     ckpt->last = ckpt->part.index.facts;
-    ckpt->common = ckpt->last; /* every rank has its part on the disk */
-    if (ckpt->rank == 0 || ckpt->local)
+    ckpt->common = ckpt->last;           /* every rank has its part on the disk */
+    if (ckpt->rank == 0 && !ckpt->local) /* a network file system may show the marks of the others later */
+        status = dtrain__save_await(ckpt, directory, 0);
+    if (status == DTRAIN_OK && (ckpt->rank == 0 || ckpt->local))
         status = dtrain__save_commit(ckpt, directory, 0, &visible);
     if (status != DTRAIN_OK && !visible && !ckpt->local)
         dtrain__save_discard(ckpt, directory);
     dtrain__file_close(directory);
-    return dtrain__save_agree(ckpt, status, 0, NULL);
+    return dtrain__save_agree_written(ckpt, status);
 }
 
 static void dtrain__checkpoint_work(void *owner, dtrain__worker_job *job)

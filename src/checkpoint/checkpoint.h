@@ -144,15 +144,16 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt);
  *            and those of dtrain_all_gather. If the last asynchronous save failed and no dtrain_checkpoint_wait has
  *            returned its error, this call returns it and saves nothing
  *
- * collective: every rank of comm, same order; blocks while files are written, and up to timeout_ms for other ranks;
- * with local, up to timeout_ms of comm */
+ * collective: every rank of comm, same order; blocks while files are written, and for other ranks up to timeout_ms
+ * beyond that of comm */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
 
 /* Copies this rank's part of a state and returns; a thread writes the copy.
  *
- * The buffer of the copy stays for later saves. The ranks tell each other through files that their parts are written;
- * nothing is sent. With local, the calls of all ranks first agree, by one small message each, on how the previous save
- * ended. No rank begins a save while another still writes the previous one.
+ * The buffer of the copy stays for later saves. The ranks tell each other through files that their parts are written. A
+ * rank that fails tells the others by a small message. In a group that is polled only a file tells, if the disk takes
+ * it. With local, the calls of all ranks first agree, by one small message each, on how the previous save ended. No rank
+ * begins a save while another still writes the previous one.
  *
  *   state    as in dtrain_checkpoint_save; you may change the data after the call
  *   errors   on this rank alone, with local on every rank. This save then becomes visible on no rank. Other errors

@@ -3,6 +3,9 @@
  * When rank 0 has seen all marks of this save it writes the index, which makes the checkpoint visible. Then it replaces
  * latest, and then it removes what is old. Each name is synced in its directory before the next step.
  *
+ * A rank that fails tells the others by messages: a disk that is full takes no file that could say so. A blocking save
+ * ends in agreements of all ranks. In an asynchronous one, the store of the group has the failure.
+ *
  * With local, each rank makes its own part visible and removes its own. The newest save that all ranks have must stay
  * on each of them. */
 #ifndef DTRAIN__SAVE
@@ -110,6 +113,18 @@ static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt
     dtrain__alike_text(&given, compared != NULL ? compared : "", "");
     snprintf(given.value, sizeof given.value, "%llu", (unsigned long long)number);
     return dtrain__save_meet(ckpt, status, &alike);
+}
+
+/* Agrees on how writing went. A disk may take longer than the group's deadline, so that of the save is added. */
+static dtrain_status dtrain__save_agree_written(dtrain_checkpoint *ckpt, dtrain_status status)
+{
+    int64_t before = ckpt->ranks > 1 ? ckpt->comm->desc.timeout_ms : -1;
+    if (before >= 0)
+        dtrain__group_set_timeout(ckpt->comm, before < INT64_MAX / 4 ? before + ckpt->timeout_ms : before);
+    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    if (before >= 0)
+        dtrain__group_set_timeout(ckpt->comm, before);
+    return status;
 }
 
 /* ---- saves that all ranks have, with local ----
@@ -280,18 +295,45 @@ static int dtrain__save_see_mark(void *user, const char *name)
     return 0;
 }
 
-static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory, int rank)
+#define DTRAIN__SAVE_TOLD 50000000    /* ns between looks at the store */
+#define DTRAIN__SAVE_TELL 10000000000 /* ns that telling it may take */
+
+static void dtrain__save_key(char key[64], const dtrain__index_save_id *id)
+{
+    snprintf(key, 64, "dtrain checkpoint %016llx %llu", (unsigned long long)id->nonce, (unsigned long long)id->counter);
+}
+
+/* Looks in the store for a rank that has failed; -1: none. why has DTRAIN__SAVE_WHY bytes. */
+static int dtrain__save_told(dtrain_checkpoint *ckpt, char *why)
+{
+    char key[64], value[4 + DTRAIN__SAVE_WHY];
+    size_t bytes = DTRAIN_STORE_ABSENT;
+    dtrain__save_key(key, dtrain__save_current(ckpt));
+    if (ckpt->ranks == 1 ||
+        !dtrain__store_own(ckpt->comm, DTRAIN__STORE_GET, key, value, sizeof value, &bytes, DTRAIN__SAVE_TELL) ||
+        bytes == DTRAIN_STORE_ABSENT || bytes < 4 || bytes >= sizeof value)
+        return -1;
+    memcpy(why, value + 4, bytes - 4);
+    why[bytes - 4] = 0;
+    return (int)dtrain__get_le((const unsigned char *)value, 4);
+}
+
+static dtrain_status dtrain__save_failed(const dtrain_checkpoint *ckpt, int rank, const char *why)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %s",
+                        (unsigned long long)ckpt->part.index.facts.step, rank, why);
+}
+
+/* Reads why a rank has failed from its file. */
+static void dtrain__save_read_why(dtrain_checkpoint *ckpt, int directory, int rank, char *why)
 {
     char name[DTRAIN__PART_NAME];
     void *text = NULL;
     size_t bytes = 0;
     dtrain__part_name(name, rank, dtrain__save_current(ckpt), "failed");
     dtrain__file_read_all(directory, name, DTRAIN__SAVE_WHY - 1, ckpt->allocator, &text, &bytes, "checkpoint");
-    dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %.*s",
-                 (unsigned long long)ckpt->part.index.facts.step, rank, (int)bytes,
-                 bytes > 0 ? (const char *)text : "");
+    snprintf(why, DTRAIN__SAVE_WHY, "%.*s", (int)bytes, bytes > 0 ? (const char *)text : "");
     dtrain__free(ckpt->allocator, text);
-    return DTRAIN_ERR_IO;
 }
 
 /* Returns a rank that has left without its mark, or -1. for_index: looks at rank 0 alone. */
@@ -341,7 +383,8 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
     dtrain__save_marks marks = {ckpt, 0, -1, 0};
     int64_t span = dtrain__os_ms_to_ns(for_index ? 2 * ckpt->timeout_ms : ckpt->timeout_ms);
     int64_t until = dtrain__os_now_ns() + span, pause = 500000, longest = 20000000 + (int64_t)ckpt->ranks * 1000000;
-    int64_t left_until = INT64_MAX;
+    int64_t left_until = INT64_MAX, ask_ns = 0;
+    char why[DTRAIN__SAVE_WHY] = "";
     memset(ckpt->seen, 0, (size_t)ckpt->ranks);
     for (;;) {
         int before = marks.count, left = dtrain__save_left(ckpt, for_index);
@@ -350,7 +393,13 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
                                 (unsigned long long)ckpt->part.index.facts.step, dtrain__os_error_text(error));
         if (marks.failed >= 0)
-            return dtrain__save_failed(ckpt, directory, marks.failed);
+            dtrain__save_read_why(ckpt, directory, marks.failed, why);
+        else if (dtrain__os_now_ns() >= ask_ns) {
+            marks.failed = dtrain__save_told(ckpt, why);
+            ask_ns = dtrain__os_now_ns() + DTRAIN__SAVE_TOLD;
+        }
+        if (marks.failed >= 0)
+            return dtrain__save_failed(ckpt, marks.failed, why);
         if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
             return DTRAIN_OK;
         int64_t now = dtrain__os_now_ns();
@@ -367,19 +416,26 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
     }
 }
 
-/* Tells the others that this rank's part will not come. If that fails, they find out by their deadline. */
+/* Tells the others that this rank's part will not come: by the store, and by a file for ranks that do not look there.
+ * If both fail, they find out by their deadline. */
 static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, const dtrain__index_save_id *id)
 {
     dtrain__error kept = dtrain__thread_error;
-    char name[DTRAIN__PART_NAME], directory[32];
+    char name[DTRAIN__PART_NAME], directory[32], key[64];
+    unsigned char value[4 + DTRAIN__SAVE_WHY];
+    size_t bytes = strlen(kept.text);
     int fd = -1;
-    if (ckpt->local || ckpt->ranks == 1 || ckpt->refused != 0)
+    if (ckpt->local || ckpt->ranks == 1)
         return;
+    bytes = bytes < DTRAIN__SAVE_WHY ? bytes : DTRAIN__SAVE_WHY - 1;
+    dtrain__save_key(key, id);
+    dtrain__put_le(value, (uint64_t)ckpt->rank, 4);
+    memcpy(value + 4, kept.text, bytes);
+    dtrain__store_own(ckpt->comm, DTRAIN__STORE_SET, key, value, 4 + bytes, NULL, DTRAIN__SAVE_TELL);
     dtrain__part_name(name, ckpt->rank, id, "failed");
     dtrain__part_step_name(directory, step);
-    if (dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {
-        size_t bytes = strlen(kept.text);
-        dtrain__file_put(fd, name, kept.text, bytes < DTRAIN__SAVE_WHY ? bytes : DTRAIN__SAVE_WHY - 1, 1, "checkpoint");
+    if (ckpt->refused == 0 && dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {
+        dtrain__file_put(fd, name, kept.text, bytes, 1, "checkpoint");
         dtrain__file_close(fd);
     }
     dtrain__thread_error = kept;

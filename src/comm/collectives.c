@@ -354,8 +354,8 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
                                       size_t *bytes)
 {
     size_t length = key != NULL ? strlen(key) : 0;
-    dtrain__store_call call = {what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
-                               0,    0,   DTRAIN_OK, ""};
+    dtrain__store_call call = {what, key, value, capacity,  bytes, comm != NULL ? &comm->error : NULL,
+                               0,    0,   0,     DTRAIN_OK, ""};
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
@@ -375,6 +375,20 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
         status = dtrain__seat_store(comm->seat, &call, deadline_ns);
     dtrain__group_exit(comm, entered);
     return status;
+}
+
+/* Sets or gets a value of the library's own, from any thread that the program does not know of. On a transport that is
+ * polled only the program's threads may move messages. Returns whether that went well. */
+static int dtrain__store_own(dtrain_comm *comm, int what, const char *key, void *value, size_t capacity, size_t *bytes,
+                             int64_t span_ns)
+{
+    dtrain__error ignored, before = dtrain__thread_error;
+    dtrain__store_call call = {what, key, value, capacity, bytes, &ignored, 1, 0, 0, DTRAIN_OK, ""};
+    if (!comm->plane->in_process && comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        return 0;
+    dtrain_status status = dtrain__seat_store(comm->seat, &call, dtrain__os_now_ns() + span_ns);
+    dtrain__thread_error = before;
+    return status == DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes)

@@ -634,18 +634,18 @@ static void dtrain__council_lost(dtrain__council *council, int rank)
     dtrain__consent_step(council);
 }
 
-/* Waits for the end of an agreement, or of a store call (NULL). Looks once more after the deadline. Returns whether it
- * has ended. */
-static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, dtrain_status *status,
-                              int64_t deadline_ns)
+/* Waits for the end of an agreement, or of a store call; the other is NULL. Looks once more after the deadline. Returns
+ * whether it has ended. */
+static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, const dtrain__store_call *call,
+                              dtrain_status *status, int64_t deadline_ns)
 {
     dtrain__council *council = seat->council;
     int ended, late = 0;
     for (unsigned turn = 0;; turn++) {
         uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
         dtrain__seat_lock(seat, 1);
-        ended =
-            agreement != NULL ? dtrain__consent_decided(seat, agreement) : dtrain__council_ended(seat, late, status);
+        ended = agreement != NULL ? dtrain__consent_decided(seat, agreement)
+                                  : dtrain__council_ended(seat, call, late, status);
         dtrain__seat_lock(seat, 0);
         if (ended || late)
             return ended;
@@ -660,7 +660,7 @@ static int dtrain__seat_agree(dtrain__seat *seat, dtrain__agreement *agreement, 
     dtrain__seat_lock(seat, 1);
     agreement->starved = !agreement->voted && !dtrain__consent_vote(seat, agreement);
     dtrain__seat_lock(seat, 0);
-    return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, deadline_ns);
+    return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, NULL, deadline_ns);
 }
 
 static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *call, int64_t deadline_ns)
@@ -669,7 +669,7 @@ static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *
     dtrain_status status = dtrain__council_ask(seat, call);
     dtrain__seat_lock(seat, 0);
     if (status == DTRAIN_OK)
-        dtrain__seat_await(seat, NULL, &status, deadline_ns);
+        dtrain__seat_await(seat, NULL, call, &status, deadline_ns);
     return status;
 }
 

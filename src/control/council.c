@@ -78,7 +78,7 @@ typedef struct dtrain__seat {
     uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
     uint64_t calls;       /* collectives that this end has ended when it leaves */
     int forked;           /* the seat of a forked child: touches nothing that the parent still uses */
-    dtrain__store_call *asks; /* its call that waits for the store */
+    dtrain__store_call *asks[2]; /* its calls that wait for the store: the program's, the library's own */
 } dtrain__seat;
 
 struct dtrain__council {
@@ -453,6 +453,10 @@ static int dtrain__council_leader(const dtrain__council *council)
 
 /* ---- the store, a list: it is small, and asked seldom ---- */
 
+/* In the number of a group, of a call of the library's own. Such calls only set and get, so they are not in the way of
+ * the group's call that waits. */
+#define DTRAIN__STORE_OWN ((uint64_t)1 << 63)
+
 static unsigned char *dtrain__entry_value(dtrain__entry *entry)
 {
     return (unsigned char *)(entry + 1) + entry->key_bytes;
@@ -504,11 +508,13 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
                                      int found, const void *data, size_t bytes)
 {
     const dtrain__seat *seat = council->seats;
-    while (seat != NULL && (seat->id != group || seat->asks == NULL || seat->asks->id != id))
+    int own = (group & DTRAIN__STORE_OWN) != 0;
+    group &= ~DTRAIN__STORE_OWN;
+    while (seat != NULL && (seat->id != group || seat->asks[own] == NULL || seat->asks[own]->id != id))
         seat = seat->next;
     if (seat == NULL)
         return; /* the call has given up */
-    dtrain__store_call *call = seat->asks;
+    dtrain__store_call *call = seat->asks[own];
     call->status = status;
     if (status != DTRAIN_OK)
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
@@ -639,17 +645,17 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     dtrain__asker asker;
     asker.next = NULL;
     asker.rank = seat->worlds[seat->rank];
-    asker.group = seat->id;
+    asker.group = seat->id | (call->own ? DTRAIN__STORE_OWN : 0);
     asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
     asker.key_bytes = strlen(call->key);
     snprintf(asker.key, sizeof asker.key, "%s", call->key);
     call->answered = 0;
-    seat->asks = call;
+    seat->asks[call->own] = call;
     if (council->rank == 0) {
         dtrain__council_serve(council, &asker, call->what, call->value, bytes);
         return DTRAIN_OK;
     }
-    dtrain__put_le(head, seat->id, 8);
+    dtrain__put_le(head, asker.group, 8);
     dtrain__put_le(head + 8, asker.id, 4);
     head[12] = (unsigned char)call->what;
     dtrain__put_le(head + 13, asker.key_bytes, 2);
@@ -657,17 +663,16 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
         council->gone(council->self, 0) != DTRAIN__PRESENT) /* then the wait for the answer returns the error */
         return DTRAIN_OK;
-    seat->asks = NULL;
+    seat->asks[call->own] = NULL;
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
                         "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read requests",
                         dtrain__store_names[call->what], seat->rank, call->key);
 }
 
-/* Returns whether the group's call has ended, and takes it off the seat then. late: it ends now. */
-static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *status)
+/* Returns whether a call has ended, and takes it off the seat then. late: it ends now. */
+static int dtrain__council_ended(dtrain__seat *seat, const dtrain__store_call *call, int late, dtrain_status *status)
 {
     const dtrain__council *council = seat->council;
-    dtrain__store_call *call = seat->asks;
     const dtrain__error *cause = dtrain__membership_cause(seat->members);
     const char *name = dtrain__store_names[call->what];
     int rank = seat->rank;
@@ -691,7 +696,7 @@ static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *st
                                name, rank, call->key);
     else
         return 0;
-    seat->asks = NULL;
+    seat->asks[call->own] = NULL;
     return 1;
 }
 

@@ -158,13 +158,14 @@ enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
 
 static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait"};
 
-/* A user's call to the world's store, which keeps byte strings by name. */
+/* A call to the world's store, which keeps byte strings by name. */
 typedef struct dtrain__store_call {
     int what; /* DTRAIN__STORE_SET ... */
     const char *key;
     void *value; /* capacity bytes; for a SET the value itself, which is only read */
     size_t capacity, *bytes;
     dtrain__error *error; /* the group's */
+    int own;              /* 1: a call of the library's own, which another thread makes beside the program's */
     uint32_t id;          /* from here on: the request to rank 0 and its answer */
     int answered;
     dtrain_status status;

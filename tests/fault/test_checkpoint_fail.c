@@ -19,11 +19,15 @@ const int64_t hook_save_left_ns = 500000000;
 static int armed, calls, target, error_number, hit; /* the target'th call fails */
 static int gate;                                    /* 1: writes wait */
 static int stutters;                                /* 1: few bytes a call */
+static int all_full;                                /* 1: no thread's disk takes a byte */
+static __thread int full;                           /* 1: this thread's takes none */
 
 int hook_file_fault(const char *call)
 {
     while (__atomic_load_n(&gate, __ATOMIC_SEQ_CST) && strcmp(call, "write") == 0)
         usleep(200);
+    if ((full || __atomic_load_n(&all_full, __ATOMIC_SEQ_CST)) && strcmp(call, "write") == 0)
+        return ENOSPC;
     if (!__atomic_load_n(&armed, __ATOMIC_SEQ_CST))
         return 0;
     if (__atomic_fetch_add(&calls, 1, __ATOMIC_SEQ_CST) != target)
@@ -302,6 +306,61 @@ TEST(a_rank_that_does_not_save_is_named_and_the_last_checkpoint_stays)
 }
 
 /* ---- full disks and disks that turn read-only ---- */
+
+/* Rank 1's disk takes neither its part nor a mark that it has failed. The others hear of it at once, from rank 1. */
+static dtrain_status no_mark_body(dtrain_comm *world, void *user)
+{
+    job *j = (job *)user;
+    int rank = dtrain_comm_rank(world);
+    char part[300];
+    holding *h = (holding *)malloc(sizeof *h);
+    dtrain_checkpoint *ckpt = NULL;
+    holding_begin(h, 3, rank);
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &j->desc), DTRAIN_OK);
+    holding_fill(h, 1);
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &h->state), DTRAIN_OK);
+    holding_fill(h, 2);
+    dtrain_status status = DTRAIN_OK;
+    if (rank != 1 && j->async)
+        status = dtrain_checkpoint_save_async(ckpt, &h->state);
+    CHECK_EQ(status, DTRAIN_OK);
+    snprintf(part, sizeof part, "ls -A %s/step-2 2>/dev/null | grep -c '^rank.*done' | grep -q 2", j->directory);
+    while (rank == 1 && j->async && system(part) != 0)
+        usleep(1000);
+    full = rank == 1;
+    if (rank == 1 && j->async)
+        __atomic_store_n(&all_full, 1, __ATOMIC_SEQ_CST);
+    if (rank == 1 || !j->async)
+        status = save_once(ckpt, h, j->async);
+    else
+        status = dtrain_checkpoint_wait(ckpt);
+    CHECK_EQ(status, DTRAIN_ERR_IO);
+    CHECK_CONTAINS(dtrain_last_error(), "rank 1");
+    CHECK_CONTAINS(dtrain_last_error(), "No space left on device");
+    CHECK(strstr(dtrain_last_error(), "rank 0 has failed") == NULL);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    full = 0;
+    __atomic_store_n(&all_full, 0, __ATOMIC_SEQ_CST);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    CHECK_EQ(newest(j->directory), 1);
+    holding_fill(h, 3);
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &h->state), DTRAIN_OK);
+    dtrain_checkpoint_destroy(ckpt);
+    free(h);
+    return DTRAIN_OK;
+}
+
+TEST(a_rank_whose_disk_takes_no_mark_tells_the_others_by_a_message)
+{
+    for (int async = 0; async < 2; async++) {
+        job j;
+        memset(&j, 0, sizeof j);
+        j.directory = j.desc.directory = fresh("unmarked");
+        j.async = async;
+        j.desc.timeout_ms = test_ms(5000);
+        CHECK_EQ(dtrain_run_threads(3, no_mark_body, &j, NULL), DTRAIN_OK);
+    }
+}
 
 static int failures_before; /* of the process that forks */
 
