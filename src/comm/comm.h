@@ -236,7 +236,8 @@ typedef struct dtrain_comm_desc {
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID   a variable or field is missing or malformed; the text names it
  *            DTRAIN_ERR_DENIED    no token or another one; a process of another job or user; a stranger at the root
- *            DTRAIN_ERR_MISMATCH  another world size, wire version, byte order or fingerprint; a rank taken twice
+ *            DTRAIN_ERR_MISMATCH  another world size, wire version, byte order or fingerprint; a rank taken twice; a
+ *                                 complete group at the root that does not end within 5 s
  *            DTRAIN_ERR_TIMEOUT   the text says who came, who did not, and which variables were used
  *            DTRAIN_ERR_IO        the system refused a socket or a thread, or does not know a host name
  *

@@ -122,6 +122,7 @@ struct dtrain__hub {
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
     dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
+    int64_t complete_ns;      /* since when every answer of rank 0 is that its group is complete; 0: it is not */
     dtrain__os_mutex step_mutex, mutex;
     int kick[2]; /* a pipe that wakes whoever steps */
     uint32_t stepping, kicked;

@@ -120,22 +120,31 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
+/* How long a complete group at the root may take to end: it may be of the run before. */
+#define DTRAIN__COMPLETE_NS 5000000000
+
 /* A try to reach rank 0 has failed. Only a no that rank 0 has proved ends anything: anybody may answer at its address,
  * and bytes may be changed on the way. A group that is not this one may be about to end. */
-static void dtrain__hub_root_refuses(dtrain__hub *hub, const dtrain__handshake *handshake)
+static void dtrain__hub_root_refuses(dtrain__hub *hub, const dtrain__handshake *handshake, int64_t now)
 {
-    const dtrain__error *error = &handshake->error;
-    int passing = error->status == DTRAIN_ERR_PEER_LOST || error->status == DTRAIN_ERR_ABORTED;
+    dtrain__error cause = handshake->error;
+    int passing = cause.status == DTRAIN_ERR_PEER_LOST || cause.status == DTRAIN_ERR_ABORTED;
+    int proved = handshake->verdict != DTRAIN_OK, complete = proved && passing && !hub->formed;
+    hub->complete_ns = !complete ? 0 : hub->complete_ns != 0 ? hub->complete_ns : now;
     if (hub->formed && handshake->verdict == DTRAIN_ERR_PEER_LOST)
-        dtrain__hub_given_up(hub, error->text);
-    else if (hub->formed && handshake->verdict != DTRAIN_OK)
-        dtrain__hub_lost(hub, 0, error->text);
-    else if (handshake->verdict != DTRAIN_OK && !passing)
-        dtrain__seat_break(dtrain__council_seat(&hub->council, 0), error);
-    else if (!passing && strcmp(hub->root_error.text, error->text) != 0)
-        dtrain__hub_note(hub, "rank %d tries again until its deadline: %.600s", hub->rank, error->text);
+        dtrain__hub_given_up(hub, cause.text);
+    else if (hub->formed && proved)
+        dtrain__hub_lost(hub, 0, cause.text);
+    else if (complete && now - hub->complete_ns >= DTRAIN__COMPLETE_NS)
+        dtrain__membership_because(&cause, DTRAIN_ERR_MISMATCH,
+                                   "%.300s; it has said so for %d s; or this process says a rank that another one has",
+                                   handshake->error.text, (int)(DTRAIN__COMPLETE_NS / 1000000000));
+    else if (!proved && !passing && strcmp(hub->root_error.text, cause.text) != 0)
+        dtrain__hub_note(hub, "rank %d tries again until its deadline: %.600s", hub->rank, cause.text);
+    if (!hub->formed && proved && (!passing || cause.status == DTRAIN_ERR_MISMATCH))
+        dtrain__seat_break(dtrain__council_seat(&hub->council, 0), &cause);
     if (!passing || !dtrain__hub_root_denied(hub)) /* a refusal says more than an address where nobody is */
-        hub->root_error = *error;
+        hub->root_error = cause;
 }
 
 /* Other ranks than 0: tries to reach rank 0, as often as it takes. */
@@ -157,6 +166,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
                 dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
                              dtrain__os_error_text(errno));
             root->call_ns = dtrain__hub_again_ns(&root->wait_ns, now);
+            hub->complete_ns = 0;
         }
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
@@ -170,7 +180,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
             dtrain__seat_end(world, hub->rank, &dtrain__thread_error);
     } else {
         root->call_ns = dtrain__hub_again_ns(&root->wait_ns, now);
-        dtrain__hub_root_refuses(hub, handshake);
+        dtrain__hub_root_refuses(hub, handshake, now);
     }
     dtrain__hub_free_handshake(hub, &root->handshake);
     dtrain__hub_tell(hub);

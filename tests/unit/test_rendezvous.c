@@ -558,6 +558,66 @@ TEST(a_second_rank_1_comes_too_late_to_disturb_the_first)
     close(formed[0]);
 }
 
+static int until_told(dtrain_comm *world, scene *s)
+{
+    int go_on = 1;
+    char byte;
+    (void)s;
+    while (go_on && dtrain_comm_rank(world) == 0) {
+        fcntl(formed[0], F_SETFL, O_NONBLOCK);
+        go_on = read(formed[0], &byte, 1) != 1;
+        if (go_on)
+            usleep(10000);
+    }
+    return dtrain_barrier(world) != DTRAIN_OK;
+}
+
+/* Asks a group that was begun without waiting, until it forms or ends. */
+static dtrain_status asks_until_told(const dtrain_comm_desc *desc)
+{
+    dtrain_comm *world = NULL;
+    int ready = 0;
+    dtrain_status status = dtrain_comm_create_async(&world, desc);
+    double until = now_s() + test_ms(20);
+    while (status == DTRAIN_OK && !ready && now_s() < until) {
+        status = dtrain_comm_ready(world, &ready);
+        if (desc->progress == DTRAIN_PROGRESS_POLL)
+            CHECK_EQ(dtrain_comm_poll(world, 1000), DTRAIN_OK);
+        usleep(1000);
+    }
+    dtrain_comm_destroy(world);
+    return status;
+}
+
+TEST(whatever_rank_0_refuses_ends_a_group_that_has_no_deadline)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    CHECK_EQ(pipe(formed), 0);
+    dtrain_set_log(quiet, NULL);
+    pid_t ranks[2] = {start_rank(&s, 0, until_told), start_rank(&s, 1, until_told)};
+    for (int poll = 0; poll < 2; poll++) {
+        dtrain_comm_desc desc = scene_desc(&s, 1);
+        desc.timeout_ms = -1;
+        desc.progress = poll ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        usleep(poll ? 0 : 300000);
+        CHECK_EQ(asks_until_told(&desc), DTRAIN_ERR_MISMATCH);
+        CHECK_CONTAINS(dtrain_last_error(), "its group is complete and runs");
+        desc.world_size = 3;
+        CHECK_EQ(asks_until_told(&desc), DTRAIN_ERR_MISMATCH);
+        CHECK_CONTAINS(dtrain_last_error(), "expects a world of 3 ranks");
+        desc.world_size = 2;
+        desc.token = "not the token of that group";
+        CHECK_EQ(asks_until_told(&desc), DTRAIN_ERR_DENIED);
+    }
+    CHECK_EQ(write(formed[1], "", 1), 1);
+    for (int rank = 0; rank < 2; rank++)
+        CHECK_EQ(end_of(ranks[rank], 10), 0);
+    dtrain_set_log(NULL, NULL);
+    close(formed[0]);
+    close(formed[1]);
+}
+
 TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
 {
     scene s;
