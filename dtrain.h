@@ -2608,6 +2608,11 @@ extern "C" {
  * An error or a lost rank ends the groups that contain it, and no other. A group takes over the desc and the allocator
  * of comm. It may be destroyed before or after comm.
  *
+ * Between processes a group takes descriptors, of which RLIMIT_NOFILE (ulimit -n) limits the number. Each process uses
+ * one for the group, and `connections` for each peer that it exchanges messages with. If the ranks share memory, one
+ * more for each peer. So a group of 4 ranks of one host takes at most 7. A call that finds none left ends the group on
+ * all its ranks with DTRAIN_ERR_IO.
+ *
  *   color    0 or more; negative: this rank is in none of the groups
  *   key      any number; ranks with equal keys keep their order
  *   group    out: this rank's end; NULL for a negative color and on an error
@@ -7099,6 +7104,13 @@ static int dtrain__os_shows_files(void)
 #endif
 }
 
+/* Returns how many descriptors this process may have open; 0: unknown. */
+static long dtrain__os_most_files(void)
+{
+    struct rlimit limit;
+    return getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < LONG_MAX ? (long)limit.rlim_cur : 0;
+}
+
 /* Reads the start of a system file as text. Returns its length, or -errno and an empty text. */
 static int dtrain__os_read_text(const char *path, char *text, size_t room)
 {
@@ -8176,6 +8188,19 @@ static int dtrain__os_true_pipe(int ends[2])
     return error;
 }
 
+/* Replaces both ends of a pipe by one descriptor for both, where the system opens one. */
+static void dtrain__os_join_ends(int ends[2])
+{
+    char path[40];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", ends[0]);
+    int both = dtrain__os_shows_files() ? open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK) : -1;
+    if (both < 0)
+        return;
+    dtrain__os_hang_up(ends[0]);
+    dtrain__os_hang_up(ends[1]);
+    ends[0] = ends[1] = dtrain__os_own(both);
+}
+
 /* Makes a datagram socket on loopback that sends to a port, or with port 0 has one. Returns -1 if that fails. */
 static int dtrain__os_datagrams(uint16_t port)
 {
@@ -8206,11 +8231,16 @@ static uint16_t dtrain__os_port(int fd, int peers)
     return ntohs(at.sin_port);
 }
 
-/* Makes a pipe. Both ends are non-blocking. A pipe that no peer can open is better than none. Returns 0 or an errno. */
+/* Makes a pipe. Both ends are non-blocking, and may be one descriptor: dtrain__os_pipe_close closes it. A pipe that no
+ * peer can open is better than none. Returns 0 or an errno. */
 static int dtrain__os_pipe(int ends[2])
 {
-    if (dtrain__os_shows_files() || (ends[0] = dtrain__os_datagrams(0)) < 0)
-        return dtrain__os_true_pipe(ends);
+    if (dtrain__os_shows_files() || (ends[0] = dtrain__os_datagrams(0)) < 0) {
+        int error = dtrain__os_true_pipe(ends);
+        if (error == 0)
+            dtrain__os_join_ends(ends);
+        return error;
+    }
     if ((ends[1] = dtrain__os_datagrams(dtrain__os_port(ends[0], 0))) >= 0)
         return 0;
     dtrain__os_hang_up(ends[0]);
@@ -9483,6 +9513,12 @@ static int dtrain__os_port(int fd, int peers)
     return ntohs(at.sin_port);
 }
 
+/* Returns how many descriptors this process may have open; 0: unknown. */
+static long dtrain__os_most_files(void)
+{
+    return 0;
+}
+
 /* Makes what a pipe is elsewhere: a socket to poll, and one that wakes it. A stranger's datagram may wake it too, and
  * whoever waits looks again. Returns 0 or an errno. */
 static int dtrain__os_pipe(int ends[2])
@@ -9629,9 +9665,17 @@ static int dtrain__os_lock_beside(const char *path)
 #endif
 
 /* ---- >>os files ----
- * Replacing a file in one step, on any system. */
+ * Replacing a file in one step, and closing pipes, on any system. */
 #ifndef DTRAIN__OS_FILES
 #define DTRAIN__OS_FILES
+
+/* Closes a pipe of dtrain__os_pipe; a negative end is closed already. */
+static void dtrain__os_pipe_close(const int ends[2])
+{
+    for (int i = 0; i < 2; i++)
+        if (ends[i] >= 0 && (i == 0 || ends[1] != ends[0]))
+            dtrain__os_hang_up(ends[i]);
+}
 
 /* Makes a path beside `path` that nobody else uses: hidden, with a random number, ending in .tmp. It is at most 22
  * bytes longer than path. Returns 0 if there is no room. */
@@ -19540,6 +19584,31 @@ static int dtrain__net_is_corrupt(int error)
     return error == EBADMSG || error == ERANGE;
 }
 
+#define DTRAIN__FILES_TEXT 240
+
+/* Whether the system refuses because too many descriptors are open. */
+static int dtrain__net_is_full(int error)
+{
+    return error == EMFILE || error == ENFILE;
+}
+
+/* Returns an error's text; if too many descriptors are open, it says which limit to raise. */
+static const char *dtrain__net_refused(int error, char text[DTRAIN__FILES_TEXT])
+{
+    if (error == EMFILE)
+        snprintf(text, DTRAIN__FILES_TEXT,
+                 "%.60s; this process may have %ld descriptors open (RLIMIT_NOFILE): raise that with ulimit -n, or "
+                 "destroy groups and close files that are not needed",
+                 dtrain__os_error_text(error), dtrain__os_most_files());
+    else if (error == ENFILE)
+        snprintf(text, DTRAIN__FILES_TEXT,
+                 "%.60s; this is the limit of the whole system (on Linux fs.file-max): raise it",
+                 dtrain__os_error_text(error));
+    else
+        snprintf(text, DTRAIN__FILES_TEXT, "%.200s", dtrain__os_error_text(error));
+    return text;
+}
+
 #endif
 
 /* ---- >>shm ----
@@ -20645,8 +20714,8 @@ struct dtrain__hub {
     dtrain__handshake *handshakes; /* of connections that come in */
     dtrain__member *members;
     struct pollfd *fds;
-    int64_t beat_ns, stepped_ns, accept_ns, told_ns;
-    int64_t polled_ns;               /* a clock that runs only while this rank polls */
+    int64_t beat_ns, stepped_ns, accept_ns, told_ns, full_ns; /* full_ns: when the log last told of descriptors */
+    int64_t polled_ns;                                        /* a clock that runs only while this rank polls */
     int suspect;                     /* the rank that rank 0 has not heard for longest; -1: none */
     int64_t suspect_ns;              /* for how long, when that was last heard */
     char refused[DTRAIN__WHY_BYTES]; /* the last process that was refused while the group formed */
@@ -22000,10 +22069,12 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             return;
         if (error != 0) {
             hub->accept_ns = now + 100000000; /* most often out of descriptors: look again in a while */
-            dtrain__hub_note(hub,
-                             "rank %d cannot accept a connection (%s); raise the number of descriptors that this "
-                             "process may open (ulimit -n)",
-                             hub->rank, dtrain__os_error_text(error));
+            if (hub->full_ns == 0 || now - hub->full_ns > 60000000000) {
+                char why[DTRAIN__FILES_TEXT];
+                hub->full_ns = now;
+                dtrain__hub_note(hub, "rank %d cannot accept a connection: %s", hub->rank,
+                                 dtrain__net_refused(error, why));
+            }
             return;
         }
         if (!dtrain__hub_trusts(hub, fd, &hub->listening)) {
@@ -22094,6 +22165,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
+    char why[DTRAIN__FILES_TEXT];
     int local, error;
     dtrain_status status = dtrain__hub_own_address(hub, &local);
     if (status != DTRAIN_OK)
@@ -22101,7 +22173,7 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
     error = dtrain__hub_listen(hub);
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
-                            dtrain__net_text(&hub->listening).text, dtrain__os_error_text(error));
+                            dtrain__net_text(&hub->listening).text, dtrain__net_refused(error, why));
     if (local)
         snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
@@ -22184,6 +22256,19 @@ static void dtrain__hub_root_refuses(dtrain__hub *hub, const dtrain__handshake *
         hub->root_error = cause;
 }
 
+/* The system refuses a connection to rank 0's address. */
+static void dtrain__hub_root_unreached(dtrain__hub *hub, const dtrain__address *address, int error)
+{
+    char why[DTRAIN__FILES_TEXT];
+    int full = dtrain__net_is_full(error);
+    if (full || !dtrain__hub_root_denied(hub))
+        dtrain__fail(&hub->root_error, full ? DTRAIN_ERR_IO : DTRAIN_ERR_PEER_LOST, "%s: %s",
+                     dtrain__net_text(address).text, dtrain__net_refused(error, why));
+    hub->complete_ns = 0;
+    if (full && !hub->formed)
+        dtrain__seat_break(dtrain__council_seat(&hub->council, 0), &hub->root_error);
+}
+
 /* Other ranks than 0: tries to reach rank 0, as often as it takes. */
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
@@ -22199,11 +22284,8 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         if (handshake != NULL) {
             hub->reached = *address;
         } else {
-            if (!dtrain__hub_root_denied(hub))
-                dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
-                             dtrain__os_error_text(errno));
+            dtrain__hub_root_unreached(hub, address, errno);
             root->call_ns = dtrain__hub_again_ns(&root->wait_ns, now);
-            hub->complete_ns = 0;
         }
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
@@ -22248,6 +22330,13 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             handshake->lane = index;
             handshake->received = lane->stream.received;
             handshake->links = lane->links;
+        } else if (dtrain__net_is_full(errno)) { /* the peers wait for this rank, so they hear of it */
+            char why[DTRAIN__FILES_TEXT];
+            dtrain__error cause;
+            dtrain__net_refused(errno, why);
+            dtrain__membership_because(&cause, DTRAIN_ERR_IO, "rank %d cannot connect to rank %d: %s",
+                                       channel->seat.rank, rank, why);
+            dtrain__seat_end(&channel->seat, channel->seat.rank, &cause);
         } else {
             snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
                      dtrain__os_error_text(errno));
@@ -22257,8 +22346,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
         return;
-    if (open < 0)
-        lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
+    int64_t later = open < 0 ? dtrain__hub_again_ns(&lane->wait_ns, now) : 0;
     if (open > 0)
         dtrain__hub_adopt_data(channel, rank, handshake);
     else if (handshake->verdict == DTRAIN_ERR_PEER_LOST &&
@@ -22269,6 +22357,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     else
         snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
     lane->retry_ns = now + 50000000; /* until then what is left on the connection before can be received */
+    if (lane->retry_ns < later)
+        lane->retry_ns = later;
     dtrain__hub_free_handshake(hub, &lane->handshake);
     dtrain__hub_tell(hub);
 }
@@ -22700,9 +22790,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     dtrain__free(hub->allocator, channel->peers);
     dtrain__arena_free(channel->arena);
     dtrain__seat_free(&channel->seat);
-    for (int i = 0; i < 2; i++)
-        if (channel->wake[i] >= 0)
-            dtrain__os_hang_up(channel->wake[i]);
+    dtrain__os_pipe_close(channel->wake);
     dtrain__free(hub->allocator, channel);
 }
 
@@ -22725,11 +22813,12 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
             error = dtrain__os_pipe(channel->wake);
     }
     if (error != 0) {
+        char why[DTRAIN__FILES_TEXT];
         if (channel != NULL)
             dtrain__channel_free(channel);
         return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
                             "rank %d cannot make its end of a group of %d ranks: %s", rank, size,
-                            dtrain__os_error_text(error));
+                            dtrain__net_refused(error, why));
     }
     channel->seat.next = hub->council.seats;
     hub->council.seats = &channel->seat;
@@ -22769,9 +22858,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
         dtrain__hub_free_handshake(hub, &handshake);
     }
     dtrain__hub_free_members(hub, forked);
-    for (int i = 0; i < 2; i++)
-        if (hub->kick[i] >= 0)
-            dtrain__os_hang_up(hub->kick[i]);
+    dtrain__os_pipe_close(hub->kick);
     dtrain__council_free(&hub->council);
     dtrain__free(allocator, hub->fds);
     memset(&hub->keys, 0, sizeof hub->keys);
@@ -24733,9 +24820,7 @@ static void dtrain__mux_free(dtrain__mux *mux)
         dtrain__free(allocator, post);
     }
     dtrain__council_free(&mux->council);
-    for (int i = 0; i < 2; i++)
-        if (mux->doorbell[i] >= 0)
-            dtrain__os_hang_up(mux->doorbell[i]);
+    dtrain__os_pipe_close(mux->doorbell);
     dtrain__free(allocator, mux->spare);
     dtrain__free(allocator, mux->peers);
     dtrain__os_mutex_free(&mux->turn);

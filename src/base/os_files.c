@@ -1,5 +1,5 @@
 /* ---- >>os files ----
- * Replacing a file in one step, on any system. */
+ * Replacing a file in one step, and closing pipes, on any system. */
 #ifndef DTRAIN__OS_FILES
 #define DTRAIN__OS_FILES
 #include "os_posix_files.c"
@@ -7,6 +7,14 @@
 #include "os_posix_wait.c"
 #include "os_windows_files.c"
 #include "os_windows_sockets.c"
+
+/* Closes a pipe of dtrain__os_pipe; a negative end is closed already. */
+static void dtrain__os_pipe_close(const int ends[2])
+{
+    for (int i = 0; i < 2; i++)
+        if (ends[i] >= 0 && (i == 0 || ends[1] != ends[0]))
+            dtrain__os_hang_up(ends[i]);
+}
 
 /* Makes a path beside `path` that nobody else uses: hidden, with a random number, ending in .tmp. It is at most 22
  * bytes longer than path. Returns 0 if there is no room. */

@@ -45,6 +45,13 @@ static int dtrain__os_shows_files(void)
 #endif
 }
 
+/* Returns how many descriptors this process may have open; 0: unknown. */
+static long dtrain__os_most_files(void)
+{
+    struct rlimit limit;
+    return getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < LONG_MAX ? (long)limit.rlim_cur : 0;
+}
+
 /* Reads the start of a system file as text. Returns its length, or -errno and an empty text. */
 static int dtrain__os_read_text(const char *path, char *text, size_t room)
 {

@@ -344,6 +344,19 @@ static int dtrain__os_true_pipe(int ends[2])
     return error;
 }
 
+/* Replaces both ends of a pipe by one descriptor for both, where the system opens one. */
+static void dtrain__os_join_ends(int ends[2])
+{
+    char path[40];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", ends[0]);
+    int both = dtrain__os_shows_files() ? open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK) : -1;
+    if (both < 0)
+        return;
+    dtrain__os_hang_up(ends[0]);
+    dtrain__os_hang_up(ends[1]);
+    ends[0] = ends[1] = dtrain__os_own(both);
+}
+
 /* Makes a datagram socket on loopback that sends to a port, or with port 0 has one. Returns -1 if that fails. */
 static int dtrain__os_datagrams(uint16_t port)
 {
@@ -374,11 +387,16 @@ static uint16_t dtrain__os_port(int fd, int peers)
     return ntohs(at.sin_port);
 }
 
-/* Makes a pipe. Both ends are non-blocking. A pipe that no peer can open is better than none. Returns 0 or an errno. */
+/* Makes a pipe. Both ends are non-blocking, and may be one descriptor: dtrain__os_pipe_close closes it. A pipe that no
+ * peer can open is better than none. Returns 0 or an errno. */
 static int dtrain__os_pipe(int ends[2])
 {
-    if (dtrain__os_shows_files() || (ends[0] = dtrain__os_datagrams(0)) < 0)
-        return dtrain__os_true_pipe(ends);
+    if (dtrain__os_shows_files() || (ends[0] = dtrain__os_datagrams(0)) < 0) {
+        int error = dtrain__os_true_pipe(ends);
+        if (error == 0)
+            dtrain__os_join_ends(ends);
+        return error;
+    }
     if ((ends[1] = dtrain__os_datagrams(dtrain__os_port(ends[0], 0))) >= 0)
         return 0;
     dtrain__os_hang_up(ends[0]);

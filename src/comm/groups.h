@@ -17,6 +17,11 @@ extern "C" {
  * An error or a lost rank ends the groups that contain it, and no other. A group takes over the desc and the allocator
  * of comm. It may be destroyed before or after comm.
  *
+ * Between processes a group takes descriptors, of which RLIMIT_NOFILE (ulimit -n) limits the number. Each process uses
+ * one for the group, and `connections` for each peer that it exchanges messages with. If the ranks share memory, one
+ * more for each peer. So a group of 4 ranks of one host takes at most 7. A call that finds none left ends the group on
+ * all its ranks with DTRAIN_ERR_IO.
+ *
  *   color    0 or more; negative: this rank is in none of the groups
  *   key      any number; ranks with equal keys keep their order
  *   group    out: this rank's end; NULL for a negative color and on an error

@@ -492,10 +492,12 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             return;
         if (error != 0) {
             hub->accept_ns = now + 100000000; /* most often out of descriptors: look again in a while */
-            dtrain__hub_note(hub,
-                             "rank %d cannot accept a connection (%s); raise the number of descriptors that this "
-                             "process may open (ulimit -n)",
-                             hub->rank, dtrain__os_error_text(error));
+            if (hub->full_ns == 0 || now - hub->full_ns > 60000000000) {
+                char why[DTRAIN__FILES_TEXT];
+                hub->full_ns = now;
+                dtrain__hub_note(hub, "rank %d cannot accept a connection: %s", hub->rank,
+                                 dtrain__net_refused(error, why));
+            }
             return;
         }
         if (!dtrain__hub_trusts(hub, fd, &hub->listening)) {

@@ -54,9 +54,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     dtrain__free(hub->allocator, channel->peers);
     dtrain__arena_free(channel->arena);
     dtrain__seat_free(&channel->seat);
-    for (int i = 0; i < 2; i++)
-        if (channel->wake[i] >= 0)
-            dtrain__os_hang_up(channel->wake[i]);
+    dtrain__os_pipe_close(channel->wake);
     dtrain__free(hub->allocator, channel);
 }
 
@@ -79,11 +77,12 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
             error = dtrain__os_pipe(channel->wake);
     }
     if (error != 0) {
+        char why[DTRAIN__FILES_TEXT];
         if (channel != NULL)
             dtrain__channel_free(channel);
         return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
                             "rank %d cannot make its end of a group of %d ranks: %s", rank, size,
-                            dtrain__os_error_text(error));
+                            dtrain__net_refused(error, why));
     }
     channel->seat.next = hub->council.seats;
     hub->council.seats = &channel->seat;
@@ -123,9 +122,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
         dtrain__hub_free_handshake(hub, &handshake);
     }
     dtrain__hub_free_members(hub, forked);
-    for (int i = 0; i < 2; i++)
-        if (hub->kick[i] >= 0)
-            dtrain__os_hang_up(hub->kick[i]);
+    dtrain__os_pipe_close(hub->kick);
     dtrain__council_free(&hub->council);
     dtrain__free(allocator, hub->fds);
     memset(&hub->keys, 0, sizeof hub->keys);

@@ -129,8 +129,8 @@ struct dtrain__hub {
     dtrain__handshake *handshakes; /* of connections that come in */
     dtrain__member *members;
     struct pollfd *fds;
-    int64_t beat_ns, stepped_ns, accept_ns, told_ns;
-    int64_t polled_ns;               /* a clock that runs only while this rank polls */
+    int64_t beat_ns, stepped_ns, accept_ns, told_ns, full_ns; /* full_ns: when the log last told of descriptors */
+    int64_t polled_ns;                                        /* a clock that runs only while this rank polls */
     int suspect;                     /* the rank that rank 0 has not heard for longest; -1: none */
     int64_t suspect_ns;              /* for how long, when that was last heard */
     char refused[DTRAIN__WHY_BYTES]; /* the last process that was refused while the group formed */

@@ -445,9 +445,7 @@ static void dtrain__mux_free(dtrain__mux *mux)
         dtrain__free(allocator, post);
     }
     dtrain__council_free(&mux->council);
-    for (int i = 0; i < 2; i++)
-        if (mux->doorbell[i] >= 0)
-            dtrain__os_hang_up(mux->doorbell[i]);
+    dtrain__os_pipe_close(mux->doorbell);
     dtrain__free(allocator, mux->spare);
     dtrain__free(allocator, mux->peers);
     dtrain__os_mutex_free(&mux->turn);

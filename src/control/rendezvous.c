@@ -57,6 +57,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
+    char why[DTRAIN__FILES_TEXT];
     int local, error;
     dtrain_status status = dtrain__hub_own_address(hub, &local);
     if (status != DTRAIN_OK)
@@ -64,7 +65,7 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
     error = dtrain__hub_listen(hub);
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
-                            dtrain__net_text(&hub->listening).text, dtrain__os_error_text(error));
+                            dtrain__net_text(&hub->listening).text, dtrain__net_refused(error, why));
     if (local)
         snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
@@ -147,6 +148,19 @@ static void dtrain__hub_root_refuses(dtrain__hub *hub, const dtrain__handshake *
         hub->root_error = cause;
 }
 
+/* The system refuses a connection to rank 0's address. */
+static void dtrain__hub_root_unreached(dtrain__hub *hub, const dtrain__address *address, int error)
+{
+    char why[DTRAIN__FILES_TEXT];
+    int full = dtrain__net_is_full(error);
+    if (full || !dtrain__hub_root_denied(hub))
+        dtrain__fail(&hub->root_error, full ? DTRAIN_ERR_IO : DTRAIN_ERR_PEER_LOST, "%s: %s",
+                     dtrain__net_text(address).text, dtrain__net_refused(error, why));
+    hub->complete_ns = 0;
+    if (full && !hub->formed)
+        dtrain__seat_break(dtrain__council_seat(&hub->council, 0), &hub->root_error);
+}
+
 /* Other ranks than 0: tries to reach rank 0, as often as it takes. */
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
@@ -162,11 +176,8 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
         if (handshake != NULL) {
             hub->reached = *address;
         } else {
-            if (!dtrain__hub_root_denied(hub))
-                dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
-                             dtrain__os_error_text(errno));
+            dtrain__hub_root_unreached(hub, address, errno);
             root->call_ns = dtrain__hub_again_ns(&root->wait_ns, now);
-            hub->complete_ns = 0;
         }
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
@@ -211,6 +222,13 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             handshake->lane = index;
             handshake->received = lane->stream.received;
             handshake->links = lane->links;
+        } else if (dtrain__net_is_full(errno)) { /* the peers wait for this rank, so they hear of it */
+            char why[DTRAIN__FILES_TEXT];
+            dtrain__error cause;
+            dtrain__net_refused(errno, why);
+            dtrain__membership_because(&cause, DTRAIN_ERR_IO, "rank %d cannot connect to rank %d: %s",
+                                       channel->seat.rank, rank, why);
+            dtrain__seat_end(&channel->seat, channel->seat.rank, &cause);
         } else {
             snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
                      dtrain__os_error_text(errno));
@@ -220,8 +238,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
         return;
-    if (open < 0)
-        lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
+    int64_t later = open < 0 ? dtrain__hub_again_ns(&lane->wait_ns, now) : 0;
     if (open > 0)
         dtrain__hub_adopt_data(channel, rank, handshake);
     else if (handshake->verdict == DTRAIN_ERR_PEER_LOST &&
@@ -232,6 +249,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     else
         snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
     lane->retry_ns = now + 50000000; /* until then what is left on the connection before can be received */
+    if (lane->retry_ns < later)
+        lane->retry_ns = later;
     dtrain__hub_free_handshake(hub, &lane->handshake);
     dtrain__hub_tell(hub);
 }

@@ -478,4 +478,29 @@ static int dtrain__net_is_corrupt(int error)
     return error == EBADMSG || error == ERANGE;
 }
 
+#define DTRAIN__FILES_TEXT 240
+
+/* Whether the system refuses because too many descriptors are open. */
+static int dtrain__net_is_full(int error)
+{
+    return error == EMFILE || error == ENFILE;
+}
+
+/* Returns an error's text; if too many descriptors are open, it says which limit to raise. */
+static const char *dtrain__net_refused(int error, char text[DTRAIN__FILES_TEXT])
+{
+    if (error == EMFILE)
+        snprintf(text, DTRAIN__FILES_TEXT,
+                 "%.60s; this process may have %ld descriptors open (RLIMIT_NOFILE): raise that with ulimit -n, or "
+                 "destroy groups and close files that are not needed",
+                 dtrain__os_error_text(error), dtrain__os_most_files());
+    else if (error == ENFILE)
+        snprintf(text, DTRAIN__FILES_TEXT,
+                 "%.60s; this is the limit of the whole system (on Linux fs.file-max): raise it",
+                 dtrain__os_error_text(error));
+    else
+        snprintf(text, DTRAIN__FILES_TEXT, "%.200s", dtrain__os_error_text(error));
+    return text;
+}
+
 #endif
