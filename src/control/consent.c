@@ -542,7 +542,7 @@ static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__
         int out = entry[12] == DTRAIN__VOTE_OUT || entry[12] == DTRAIN__VOTE_DEAD;
         mine->dead |= entry[12] == DTRAIN__VOTE_DEAD && dtrain__council_beside(council, from, mine->world);
         if (frame->decided)
-            mine->vote = out ? DTRAIN__VOTE_OUT : entry[12];
+            mine->vote = out ? (int)DTRAIN__VOTE_OUT : entry[12];
         else if (out && mine->vote == DTRAIN__VOTE_NONE)
             mine->vote = DTRAIN__VOTE_OUT;
         else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES) {
