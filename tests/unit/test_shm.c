@@ -16,7 +16,7 @@ typedef struct pair {
     dtrain__stream ends[2];
 } pair;
 
-static int open_pair(pair *p)
+static int open_pair_to_fork(pair *p)
 {
     unsigned char offer[DTRAIN__SHM_OFFER_BYTES];
     dtrain__shm_page *pages[2];
@@ -38,6 +38,19 @@ static int open_pair(pair *p)
         p->ends[side].shm.side = side;
     }
     return pages[1] != NULL;
+}
+
+/* Has this process close the descriptors: those of a parent are closed in a forked child. */
+static int own_pair(pair *p)
+{
+    for (int side = 0; side < 2; side++)
+        dtrain__os_own(p->ends[side].fd);
+    return 1;
+}
+
+static int open_pair(pair *p)
+{
+    return open_pair_to_fork(p) && own_pair(p);
 }
 
 static void close_pair(pair *p)
@@ -146,10 +159,11 @@ TEST(a_process_that_is_killed_in_a_store_leaves_an_end_and_no_lock)
 {
     for (int round = 0; round < 20; round++) {
         pair p;
-        if (!open_pair(&p))
+        if (!open_pair_to_fork(&p))
             return;
         fflush(stdout);
         pid_t child = fork();
+        own_pair(&p);
         if (child == 0) {
             dtrain__stream_cut(&p.ends[1]);
             for (;;)
