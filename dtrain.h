@@ -609,12 +609,10 @@
 #endif
 #include <limits.h>
 #if defined(__GLIBC__) && !(defined(__USE_MISC) && defined(__USE_XOPEN2K8))
-#error \
-    "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
+#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_DEFAULT_SOURCE"
 #endif
 #if defined(__GLIBC__) && ULONG_MAX == 0xffffffff && !defined(__USE_FILE_OFFSET64)
-#error \
-    "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_FILE_OFFSET_BITS=64"
+#error "dtrain.h: include it before any system header in the file that defines DTRAIN_IMPLEMENTATION, or compile that file with -D_FILE_OFFSET_BITS=64"
 #endif
 #endif
 
@@ -690,8 +688,7 @@
 #define DTRAIN__EXACT_END
 #endif
 #if defined(__FAST_MATH__) && defined(DTRAIN_IMPLEMENTATION)
-#error \
-    "dtrain.h: this compiler's fast-math cannot be held to IEEE 754 on this processor; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
+#error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754 on this processor; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
 #endif
 #endif
 
@@ -713,7 +710,8 @@
  * SSE2. gcc saves macros ahead of its pragmas, so a declaration must stand between DTRAIN__SMALL_BEGIN and the next of
  * these macros. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__) && !defined(__i386__)
-#define DTRAIN__SMALL_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
+#define DTRAIN__SMALL_BEGIN \
+    DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
 #define DTRAIN__SMALL_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
 #define DTRAIN__FAST_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC reset_options")
 #define DTRAIN__FAST_END DTRAIN__SMALL_END
