@@ -290,7 +290,8 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
 /* Leaves the group and frees this end; NULL is legal.
  *
  * It never waits for a peer, but for two exceptions. The last group over a transport of your own gives peers up to a
- * second to take what was sent to them. So does a group over TCP if a peer is still sending to this rank. Pending work is cancelled, and its handles are freed with the group.
+ * second to take what was sent to them. So does a group over TCP if a peer is still sending to this rank. Pending work
+ * is cancelled, and its handles are freed with the group.
  *
  *   what peers do                               what they get
  *   receive what this rank has sent             the data
