@@ -69,7 +69,7 @@ build/dtrun: $(wildcard tools/dtrun_*.h)
 
 build/plan: $(wildcard tools/plan_*.h) examples/report.h
 
-build/%: tools/%.c tools/tool.h dtrain.h | build
+build/%: tools/%.c tools/tool.h examples/terminal.h dtrain.h | build
 	$(CC) $(CFLAGS) $(EXACT) -I. $< -o $@ $(LIBS)
 
 # What tests link with: the library, and dtrain_cuda.h on its emulation, with their private functions open to tests that

@@ -13,6 +13,8 @@
 #include <windows.h>
 #endif
 
+#include "terminal.h"
+
 #ifdef _WIN32 /* files belong to who may use their directory, and rename replaces none */
 static inline char *report_real_path(const char *path)
 {
@@ -127,17 +129,16 @@ static inline int report_try(const char *path)
 /* Prints how far training is: a bar on a terminal, twenty lines in all anywhere else. */
 static inline void report_step(const char *text, long done, long steps)
 {
-    const char *set = getenv("COLUMNS");
     long every = steps / 20 > 0 ? steps / 20 : 1;
-    int columns = set != NULL && atoi(set) > 20 ? atoi(set) : 80;
-    int room = columns - 4 - (int)strlen(text); /* the bar takes what the text leaves */
+    int line = terminal_room(1), room = line - 3 - (int)strlen(text); /* the bar takes what the text leaves */
     char bar[21];
     room = room > 20 ? 20 : room < 0 ? 0 : room;
     for (int i = 0; i < room; i++)
         bar[i] = (long)i < (long)room * done / steps ? '#' : '.';
     bar[room] = 0;
-    if (isatty(1))
-        printf("\r%s%s%s%.*s   %s", room > 0 ? "[" : "", bar, room > 0 ? "] " : "", columns - 1, text,
+    line -= room > 0 ? room + 3 : 0;
+    if (isatty(1)) /* blanks up to the end of the line cover a longer text before */
+        printf("\r%s%s%s%-*.*s%s", room > 0 ? "[" : "", bar, room > 0 ? "] " : "", line, line, text,
                done == steps ? "\n" : "");
     else if (done % every == 0 || done == steps)
         printf("step %s\n", text);

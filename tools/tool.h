@@ -10,11 +10,10 @@
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
-#ifndef _WIN32
-#include <sys/ioctl.h>
-#endif
 
-enum { TOOL_WRONG = 2, TOOL_COLUMNS = 80 };
+#include "examples/terminal.h"
+
+enum { TOOL_WRONG = 2 };
 
 /* ---- the command line ---- */
 
@@ -96,11 +95,17 @@ static inline void progress_begin(const char *tool, int after_ms)
     tool_line.next_ns = tool_line.begun_ns + (int64_t)after_ms * 1000000;
 }
 
+/* What of the line is on the screen; the terminal may be narrower than when it was drawn. */
+static inline int progress_drawn(int room)
+{
+    return tool_line.drawn < room ? tool_line.drawn : room;
+}
+
 /* Erases the line until the next progress_show: call it before anything else is printed. */
 static inline void progress_clear(void)
 {
     if (tool_line.drawn > 0)
-        fprintf(stderr, "\r%*s\r", tool_line.drawn, "");
+        fprintf(stderr, "\r%*s\r", progress_drawn(terminal_room(2)), "");
     tool_line.drawn = 0;
 }
 
@@ -110,22 +115,11 @@ static inline void progress_end(void)
     tool_line.tool = NULL;
 }
 
-/* The width of the terminal; TOOL_COLUMNS: it is not told. */
-static inline int tool_columns(void)
-{
-#ifdef TIOCGWINSZ
-    struct winsize size = {0, 0, 0, 0};
-    if (ioctl(2, TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
-        return size.ws_col;
-#endif
-    return TOOL_COLUMNS;
-}
-
 /* Draws "TOOL: TEXT, N s left" if the line is due. total 0: how much is left is unknown. */
 static inline void progress_show(double done, double total, const char *format, ...)
 {
     char text[240];
-    int columns, used, before = tool_line.drawn;
+    int room, used, before;
     va_list list;
     int64_t now = tool_line.tool != NULL ? tool_now_ns() : 0;
     if (tool_line.tool == NULL || now < tool_line.next_ns)
@@ -139,14 +133,14 @@ static inline void progress_show(double done, double total, const char *format, 
     if (done > 0 && done <= total && now - tool_line.begun_ns >= 500000000) {
         double seconds = (double)(now - tool_line.begun_ns) * 1e-9 * (total - done) / done;
         int in_minutes = seconds >= 120;
-        used += snprintf(text + used, 40, ", %.0f %s left", in_minutes ? seconds / 60 : seconds,
-                         in_minutes ? "min" : "s");
+        used +=
+            snprintf(text + used, 40, ", %.0f %s left", in_minutes ? seconds / 60 : seconds, in_minutes ? "min" : "s");
     }
-    columns = tool_columns();
-    tool_line.drawn = used < columns ? used : columns - 1; /* a full last column would wrap */
-    fprintf(stderr, "\r%.*s%*s", tool_line.drawn, text, before > tool_line.drawn ? before - tool_line.drawn : 0, "");
-    if (before > tool_line.drawn)
-        tool_line.drawn = before;
+    room = terminal_room(2);
+    used = used < room ? used : room;
+    before = progress_drawn(room);
+    tool_line.drawn = used > before ? used : before;
+    fprintf(stderr, "\r%-*.*s", tool_line.drawn, used, text);
 }
 
 #endif
