@@ -3,7 +3,7 @@
  * train on. It runs on six processes, too.
  *
  * cc -O2 -ffp-contract=off -I. examples/survive.c -o build/survive -lpthread -lm
- * build/dtrun -n 4 --no-prefix --grace-ms 60000 build/survive
+ * build/dtrun -n 4 --no-prefix --survivors build/survive
  *
  * Under hybrid sharding each slice is on two ranks, so that one may die; under full sharding its slices would be lost.
  * With the argument "barrier" the rank dies when all gradients are complete. Then the others apply the step by hand. */
@@ -341,7 +341,8 @@ int main(int argc, char **argv)
     ranks = dtrain_comm_size(world);
     if (ranks < 2 * SHARD_SIZE || ranks % SHARD_SIZE != 0 || ranks > MICRO / 2 ||
         (strcmp(death, "backward") != 0 && strcmp(death, "barrier") != 0)) {
-        fprintf(stderr, "survive: needs 4 or 6 processes: dtrun -n 4 build/survive [backward|barrier]\n");
+        fprintf(stderr,
+                "survive: needs 4 or 6 processes: build/dtrun -n 4 --survivors build/survive [backward|barrier]\n");
         return 2;
     }
     DTRAIN_CHECK(net_create(&first, world, DTRAIN_HYBRID_SHARD));

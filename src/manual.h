@@ -118,6 +118,7 @@
  *     DTRAIN_CHECK(dtrain_comm_shrink_poll(world, 300, &group));
  *
  * GOING ON WITHOUT A LOST RANK: the survivors make a group. Each takes the state of the rank with the highest step.
+ * Start the ranks with dtrun --survivors: without this flag dtrun ends all ranks after a loss.
  *
  *     DTRAIN_CHECK(dtrain_comm_shrink(world, &group));
  *     DTRAIN_CHECK(dtrain_resync(group, step, buffers, bytes, 1, &step));

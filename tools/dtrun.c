@@ -16,7 +16,7 @@
 #define LINGER_MS 1000   /* that children of the ranks get to end, after all ranks have ended */
 
 typedef struct options {
-    int local_size, node, nodes, threads, grace_ms, use_unix, no_prefix;
+    int local_size, node, nodes, threads, grace_ms, use_unix, no_prefix, survivors;
     char *root, *token_file, **command;
 } options;
 
@@ -44,12 +44,14 @@ static const char help_text[] = "usage: dtrun -n RANKS [flags] PROGRAM [ARGS...]
                                 "  --token-file F    its first line is the group's secret, 16 to 255 bytes;\n"
                                 "                    without this flag each run makes a new secret\n"
                                 "  --grace-ms N      after a failure: N ms, SIGTERM, N ms, SIGKILL; default 5000\n"
+                                "  --survivors       after a failure the other ranks go on, on this host\n"
                                 "  --threads N       OMP_NUM_THREADS and the like where they are unset; default 1\n"
                                 "  --no-prefix       leaves out the [rank] before each line of output\n"
                                 "  --help            prints this text\n"
                                 "Each process gets DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT, DTRAIN_TOKEN,\n"
                                 "DTRAIN_LOCAL_RANK, DTRAIN_LOCAL_SIZE and, on a single host, DTRAIN_JOB. Rank 0\n"
-                                "reads the standard input. If a rank fails, dtrun ends the others.\n"
+                                "reads the standard input. If a rank fails, dtrun ends the others,\n"
+                                "unless --survivors is given.\n"
                                 "Exit status: 0, or that of the first rank that failed: 128 + N after signal N.\n"
                                 "127: PROGRAM cannot be run. 2: wrong command line. 1: an error of the system.\n"
                                 "  dtrun -n 4 build/train_gpt --steps 100\n"
@@ -100,7 +102,8 @@ static void parse(options *l, char **at)
     } known[] = {{"-n", 1, MOST_RANKS, &l->local_size, NULL},  {"--grace-ms", 0, 86400000, &l->grace_ms, NULL},
                  {"--threads", 1, 65536, &l->threads, NULL},   {"--unix", 0, 0, &l->use_unix, NULL},
                  {"--no-prefix", 0, 0, &l->no_prefix, NULL},   {"--node", 0, 0, NULL, &node},
-                 {"--token-file", 0, 0, NULL, &l->token_file}, {"--root", 0, 0, NULL, &l->root}};
+                 {"--token-file", 0, 0, NULL, &l->token_file}, {"--root", 0, 0, NULL, &l->root},
+                 {"--survivors", 0, 0, &l->survivors, NULL}};
     size_t i, count = sizeof known / sizeof *known;
     l->nodes = l->threads = 1;
     l->grace_ms = 5000;

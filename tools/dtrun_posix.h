@@ -287,6 +287,17 @@ static const char *end_of(const launch *l, int index, char text[160])
     return text;
 }
 
+static void name_failed(launch *l, int index)
+{
+    char text[160], others[80] = "";
+    if (l->running > 0 && l->o.survivors)
+        snprintf(others, sizeof others, "; ranks that go on: %d", l->running);
+    else if (l->running > 0)
+        snprintf(others, sizeof others, "; ending the other %d rank%s, as --survivors is not set", l->running,
+                 l->running == 1 ? "" : "s");
+    say(l, "%s%s", end_of(l, index, text), others);
+}
+
 static void look_at(launch *l, int index)
 {
     rank *r = &l->ranks[index];
@@ -302,16 +313,10 @@ static void look_at(launch *l, int index)
     if (l->first_failed < 0 ||
         (l->phase == FAILED && l->ranks[l->first_failed].code == CLD_EXITED && r->code != CLD_EXITED))
         l->first_failed = index;
-    if (l->phase == STARTED)
+    if (l->phase == STARTED && l->o.survivors)
+        name_failed(l, index);
+    else if (l->phase == STARTED)
         go_on(l, FAILED, 0);
-}
-
-static void name_first(launch *l)
-{
-    char text[160], others[40] = "";
-    if (l->running > 0)
-        snprintf(others, sizeof others, "; ending the other %d rank%s", l->running, l->running == 1 ? "" : "s");
-    say(l, "%s%s", end_of(l, l->first_failed, text), others);
 }
 
 static void check_deadline(launch *l)
@@ -321,7 +326,7 @@ static void check_deadline(launch *l)
         return;
     l->hurry = now == KILLED;
     if (now == FAILED)
-        name_first(l);
+        name_failed(l, l->first_failed);
     else if (now != KILLED)
         say(l, "%d rank%s did not end within %d ms: %s", l->running, l->running == 1 ? "" : "s", l->o.grace_ms,
             now == LEAVING ? "SIGTERM" : "SIGKILL");
@@ -614,7 +619,7 @@ static int finish(launch *l)
             emit_line(l, i);
     }
     if (unnamed)
-        name_first(l);
+        name_failed(l, l->first_failed);
     for (i = 0; l->first_failed >= 0 && l->o.local_size > 1 && i < l->o.local_size; i++)
         say(l, "%s%s", end_of(l, i, text), i == l->first_failed ? ", the first to fail" : "");
     do

@@ -267,20 +267,6 @@ static BOOL WINAPI on_control(DWORD kind)
     return TRUE;
 }
 
-static void look(launch *l)
-{
-    for (int i = 0; i < l->started; i++) {
-        rank *r = &l->ranks[i];
-        if (r->ended || WaitForSingleObject(r->process, 0) != WAIT_OBJECT_0)
-            continue;
-        r->ended = 1;
-        GetExitCodeProcess(r->process, &r->status);
-        l->running--;
-        if (r->status != 0 && l->first_failed < 0)
-            l->first_failed = i;
-    }
-}
-
 static const char *end_of(const launch *l, int index, char text[160])
 {
     const rank *r = &l->ranks[index];
@@ -292,7 +278,27 @@ static const char *end_of(const launch *l, int index, char text[160])
     return text;
 }
 
-/* Waits until all ranks have ended. After a failure, or when asked to end, they have grace_ms to end by themselves. */
+static void look(launch *l)
+{
+    char text[160];
+    for (int i = 0; i < l->started; i++) {
+        rank *r = &l->ranks[i];
+        if (r->ended || WaitForSingleObject(r->process, 0) != WAIT_OBJECT_0)
+            continue;
+        r->ended = 1;
+        GetExitCodeProcess(r->process, &r->status);
+        l->running--;
+        if (r->status == 0)
+            continue;
+        if (l->first_failed < 0)
+            l->first_failed = i;
+        if (l->o.survivors && __atomic_load_n(&asked, __ATOMIC_SEQ_CST) == 0)
+            say(l->running > 0 ? "%s; ranks that go on: %d" : "%s", end_of(l, i, text), l->running);
+    }
+}
+
+/* Waits until all ranks have ended. After a failure without --survivors, or when asked to end, they have grace_ms to
+ * end by themselves. */
 static void wait_for_ranks(launch *l)
 {
     int64_t deadline = INT64_MAX;
@@ -303,12 +309,12 @@ static void wait_for_ranks(launch *l)
         WaitForSingleObject(l->changed, killed || left > 1000 ? 1000 : left > 0 ? (DWORD)left : 0);
         look(l);
         uint32_t times = __atomic_load_n(&asked, __ATOMIC_SEQ_CST);
-        int ends = times > 0 || l->first_failed >= 0;
+        int ends = times > 0 || (l->first_failed >= 0 && !l->o.survivors);
         if (ends && deadline == INT64_MAX && l->running > 0) {
             deadline = now + l->o.grace_ms;
-            if (l->first_failed >= 0)
-                say("%s; ending the other %d rank%s", end_of(l, l->first_failed, text), l->running,
-                    l->running == 1 ? "" : "s");
+            if (times == 0)
+                say("%s; ending the other %d rank%s, as --survivors is not set", end_of(l, l->first_failed, text),
+                    l->running, l->running == 1 ? "" : "s");
             else
                 say("asked to end; the ranks are ended after %d ms or a second time", l->o.grace_ms);
         }
@@ -366,7 +372,7 @@ static int run(char **arguments)
     l->listener = INVALID_SOCKET;
     l->first_failed = -1;
     set_environment(l);
-    while (l->started < l->o.local_size && l->first_failed < 0 && asked == 0) {
+    while (l->started < l->o.local_size && (l->first_failed < 0 || l->o.survivors) && asked == 0) {
         start_rank(l, l->started);
         if (l->listener != INVALID_SOCKET)
             closesocket(l->listener); /* so that connections to a dead rank 0 are refused */

@@ -296,19 +296,31 @@ try "a rank may close its output" [ "$status $(sort "$dir/err" | tr '\n' ,)" = "
 
 run --grace-ms 100 -n 4 sh -c '[ $DTRAIN_RANK -ne 2 ] || { sleep 0.1; exit 7; }; exec sleep 60' --grace-ms
 try "the exit status is that of the rank that failed" [ $status -eq 7 ]
-try "which is named" says '^dtrun: rank 2 (pid [0-9]*) exited with status 7; ending the other 3 ranks$'
+try "which is named" says '^dtrun: rank 2 (pid [0-9]*) exited with status 7; ending the other 3 ranks, as --survivors is not set$'
 try "the others are ended after the grace period" says '^dtrun: 3 ranks did not end within 100 ms: SIGTERM$'
 try "and each rank's end is told in one line" \
     [ "$(sed -n 's/^dtrun: rank \(.\) (pid [0-9]*) \(.*\)$/\1 \2/p' "$dir/err" | tail -4 | tr '\n' ,)" = \
     "0 was killed by signal 15 (Terminated),1 was killed by signal 15 (Terminated),2 exited with status 7, the first to fail,3 was killed by signal 15 (Terminated)," ]
 run --grace-ms 3000 -n 3 sh -c '[ $DTRAIN_RANK -ne 2 ] || { sleep 0.1; kill -9 $$; }; sleep 0.6; echo ended by myself; exit 3'
 try "a killed rank gives 128 and its signal" [ $status -eq 137 ]
-try "and is named" says '^dtrun: rank 2 (pid [0-9]*) was killed by signal 9 (Killed); ending the other 2 ranks$'
+try "and is named" says '^dtrun: rank 2 (pid [0-9]*) was killed by signal 9 (Killed); ending the other 2 ranks, as --survivors is not set$'
 try "the others may end by themselves within the grace period" lines 2 'ended by myself'
 run --grace-ms 100 -n 2 sh -c '[ $DTRAIN_RANK -eq 0 ] || { sleep 0.1; exit 1; }; exec "$0" stubborn' "$child"
 try "SIGKILL ends who ignores SIGTERM" says '^dtrun: rank 0 (pid [0-9]*) was killed by signal 9 (Killed)$'
 run -n 3 sh -c 'sleep 0.$DTRAIN_RANK'
 try "ranks may end one after the other" [ "$status$(cat "$dir/err")" = 0 ]
+run --grace-ms 0 --survivors -n 3 sh -c '[ $DTRAIN_RANK -ne 2 ] || kill -9 $$; sleep 0.6; echo trained on'
+try "with --survivors the others go on after the grace period" lines 2 'trained on'
+try "which dtrun says" says '^dtrun: rank 2 (pid [0-9]*) was killed by signal 9 (Killed); ranks that go on: 2$'
+try "and the exit status is that of the rank that failed" [ $status -eq 137 ]
+run --grace-ms 0 --survivors -n 3 sh -c '[ $DTRAIN_RANK -eq 2 ] || exit $((5 - DTRAIN_RANK)); sleep 0.6; echo trained on'
+try "so does the last of three" lines 1 'trained on'
+try "whose last loss leaves one" says '^dtrun: rank [01] (pid [0-9]*) exited with status [45]; ranks that go on: 1$'
+start -n 3 --survivors sh -c '[ $DTRAIN_RANK -ne 0 ] || exit 7; echo ready; exec sleep 60'
+until_true says '; ranks that go on: 2$' && until_true lines 2 ready
+kill -TERM $pid
+end
+try "a SIGTERM ends the survivors" [ "$status $(grep -c 'rank [12] .* killed by signal 15' "$dir/err")" = "7 2" ]
 run --grace-ms 50 -n 1 sh -c 'echo only; kill -SEGV $$'
 try "one rank alone fails in one line" [ "$status $(wc -l <"$dir/err")" = "139 1" ]
 

@@ -174,7 +174,7 @@ check $? "a killed rank of train_gpt is named by the other three, which exit, an
 
 # A rank of survive that is killed between two units, and one when gradients are complete on every rank.
 for death in backward barrier; do
-    timeout 120 build/dtrun -n 4 --no-prefix --grace-ms 60000 "$dir/survive" $death >"$dir/out" 2>"$dir/log"
+    timeout 120 build/dtrun -n 4 --no-prefix --survivors "$dir/survive" $death >"$dir/out" 2>"$dir/log"
     [ $? -eq 137 ] && [ "$(grep -c 'dtrun: rank [012] (pid [0-9]*) exited with status 0' "$dir/log")" -eq 3 ]
     check $? "survive: three of four ranks end well when the fourth is killed in $death"
     cat "$dir/out" >>"$dir/log"

@@ -130,10 +130,10 @@ done
 logs="$dir/survive.out $dir/survive.err"
 for ranks in 1 2 3; do
     build/dtrun -n $ranks "$dir/survive" >"$dir/survive.out" 2>"$dir/survive.err"
-    grep -q 'survive: needs 4 or 6 processes' "$dir/survive.err"
+    grep -q 'survive: needs 4 or 6 processes: .*--survivors' "$dir/survive.err"
     check $? "survive says that $ranks ranks do not hold every slice twice"
 done
-timeout 120 build/dtrun -n 6 --no-prefix --grace-ms 60000 "$dir/survive" >"$dir/survive.out" 2>"$dir/survive.err"
+timeout 120 build/dtrun -n 6 --no-prefix --survivors "$dir/survive" >"$dir/survive.out" 2>"$dir/survive.err"
 grep -q '^state of step 19: \([0-9a-f]*\), without the loss \1: the same$' "$dir/survive.out" &&
     grep -q '^ERR_PEER_LOST in step 20: 5 of 6 ranks go on$' "$dir/survive.out" &&
     grep -q '^step 22 on 5 ranks: loss 0\.' "$dir/survive.out"

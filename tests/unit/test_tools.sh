@@ -45,7 +45,7 @@ for word in $ops ranks runs huge bytes size count chunk pin layers width work st
 done
 [ -z "$bad" ] && [ "$(echo $ops | wc -w)" -ge 30 ]
 check $? "bench --help lists every operation and key$bad"
-for flag in --node --root --unix --token-file --grace-ms --threads --no-prefix; do
+for flag in --node --root --unix --token-file --grace-ms --threads --no-prefix --survivors; do
     ./dtrun --help | grep -q "^  $flag"
     check $? "dtrun --help lists $flag"
 done
