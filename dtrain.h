@@ -3552,6 +3552,8 @@ typedef struct dtrain_param_part {
  *   dtype    not a whole number of bytes
  *   unit     a unit without parameters below it
  *   memory   missing, or two tensors overlap
+ *   grad     missing although frozen is 0, in a call that uses gradients. FSDP allocates it instead. A parameter
+ *            without elements needs none
  *   part     it does not lie inside the whole tensor */
 typedef struct dtrain_param {
     const char *name; /* unique, not empty */
@@ -3565,7 +3567,7 @@ typedef struct dtrain_param {
     int tied;     /* 1: also used outside its unit, as an embedding that is also the output layer. FSDP keeps its unit
                      beside the two that come and go */
     void *data;
-    void *grad;                    /* as data; not touched if frozen. NULL: as if frozen, but FSDP allocates it */
+    void *grad;                    /* as data; not touched if frozen. NULL: FSDP allocates it */
     const dtrain_param_part *part; /* its place in a tensor of the whole model; NULL: it is a whole tensor */
     dtrain_device *device;         /* that data and grad belong to; NULL: the CPU. An optimizer, clipping, DDP, FSDP
                                       and checkpoints take parameters of a device; everything else refuses them */
@@ -3848,7 +3850,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  *   max_norm   0: measure only
  *   norm       out: the length before; may be NULL. NaN if a gradient has a NaN, else infinity if one has an infinity.
  *              In both cases the gradients stay as they are
- *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite, or no table
+ *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite, or a bad table
  *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or two that are on different devices
  *              those of the device
  *   source     Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015
@@ -4150,7 +4152,8 @@ typedef enum dtrain_strategy {
 
 /* Settings for the parameters whose name matches. The first group of a desc that matches a parameter counts. */
 typedef struct dtrain_param_group {
-    const char *name;   /* of one parameter, at most 127 characters; a * at its end matches any rest */
+    const char *name;   /* of one parameter, at most 127 characters; a * at its end matches any rest. It must
+                         * match a parameter of the table */
     float lr_factor;    /* multiplies the learning rate; 0: 1 */
     float weight_decay; /* 0: the optimizer's */
     int no_decay;       /* 1: none */
@@ -4236,7 +4239,8 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  *   table    copied, with names and parts; the same on every rank except for addresses. Parameters are F32. A frozen
  *            one of another dtype must have data, and stays there in full on every rank
  *   desc     NULL: all defaults; the same on every rank
- *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; shard_size does not divide the world size
+ *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; shard_size does not divide the world size;
+ *                                    a group matches no parameter
  *            DTRAIN_ERR_UNSUPPORTED  A parameter is neither F32 nor frozen with data. Parameters are of several
  *                                    devices. On a device: quantised travel, or a transport that has no groups.
  *                                    compress.adam where m and v are sharded or on a device
@@ -4661,7 +4665,8 @@ typedef struct dtrain_ddp_desc {
  *   comm     must outlive the DDP
  *   table    copied; its data and grad are used until destroy; the same on every rank except for addresses
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32
+ *   errors   DTRAIN_ERR_INVALID      a parameter that is not frozen has no grad
+ *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32
  *            those of dtrain_fsdp_create, dtrain_compressor_topk, dtrain_compressor_powersgd and
  *            dtrain_compressed_create
  *
@@ -4899,7 +4904,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_modu
  *   d_output   gradient of the output, with its dtype and shape; NULL: the last layer is the loss
  *   d_input    out: memory for the gradient of the input, with its dtype and shape; NULL: not wanted
  *   errors     DTRAIN_ERR_INVALID  no forward in this place; other shapes; more micro-batches than announced; finished
- *                                  gradients that no step has used yet. Nothing is changed
+ *                                  gradients that no step has used yet. Without FSDP: a parameter that is not
+ *                                  frozen has no grad. Nothing is changed
  *              those of dtrain_fsdp_reduce, or of the callback; a failing callback as in dtrain_fsdp_forward
  *
  * collective: every rank, same order; blocks up to timeout_ms a unit */
@@ -5641,7 +5647,7 @@ typedef struct dtrain_local_sgd_desc {
  *   table     copied. Only the calls below read and write its data; the thread never does. The same on every rank but
  *             for addresses
  *   desc      NULL: all defaults; the same on every rank but for mixing, blocking and max_bytes
- *   errors    DTRAIN_ERR_INVALID      a bad table, or one without gradients; constants or server out of range
+ *   errors    DTRAIN_ERR_INVALID      a bad table, or one that is all frozen; constants or server out of range
  *             DTRAIN_ERR_MEMORY       no memory, or more than max_bytes: the text says how much it takes
  *             DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or not in the CPU's memory; a compressor that does
  *                                     not pack; a group under DTRAIN_PROGRESS_POLL, or over a transport of your own
@@ -42095,28 +42101,32 @@ static int dtrain__params_given_line(const void *pointer, size_t index, dtrain__
            dtrain__alike_field_line(line, "desc.compress.", &dtrain__params_compress_fields[index], given->compress);
 }
 
-/* Checks that there is a table, and that parameters with a gradient are F32. */
-static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
+/* Checks that there is a table, and that each parameter that is not frozen has a gradient, which is F32. */
+static dtrain_status dtrain__params_check_grads(const dtrain_param *table, size_t count, const char *call)
 {
     if (table == NULL && count > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "a table of %zu parameters is NULL: give its address", count);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a table of %zu parameters is NULL: give its address", call,
+                            count);
     for (size_t i = 0; i < count; i++) {
+        size_t elements = table[i].frozen ? 0 : dtrain_param_elements(&table[i]);
+        if (elements > 0 && table[i].grad == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: parameter %s is not frozen, and its grad is NULL, expected memory for %zu "
+                                "elements: set grad, or set frozen to leave the parameter as it is",
+                                call, table[i].name, elements);
         if (dtrain__params_trained(&table[i]) && table[i].dtype != DTRAIN_F32)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_UNSUPPORTED,
-                "parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
+                "%s: parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
                 "set frozen",
-                table[i].name, dtrain_dtype_name(table[i].dtype));
+                call, table[i].name, dtrain_dtype_name(table[i].dtype));
     }
     return DTRAIN_OK;
 }
 
-/* Does the same, and refuses parameters on a device, for calls that work only in the CPU's memory. */
+/* Refuses parameters on a device, for calls that work only in the CPU's memory. */
 static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t count, const char *call)
 {
-    dtrain_status status = dtrain__params_check_f32(table, count);
-    if (status != DTRAIN_OK)
-        return status;
     for (size_t i = 0; i < count; i++) {
         if (table[i].device != NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -42125,6 +42135,12 @@ static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t cou
                                 call, table[i].name, dtrain_device_name(table[i].device));
     }
     return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__params_check_cpu_grads(const dtrain_param *table, size_t count, const char *call)
+{
+    dtrain_status status = dtrain__params_check_grads(table, count, call);
+    return status == DTRAIN_OK ? dtrain__params_on_cpu(table, count, call) : status;
 }
 
 /* Finds the device of all parameters with a gradient. It is NULL for the CPU, and for a table without gradients. */
@@ -42151,12 +42167,12 @@ static dtrain_status dtrain__params_device(const dtrain_param *table, size_t cou
 
 /* Checks a table and cuts it into ranges. The caller frees params->ranges, also after an error. */
 static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
-                                           dtrain_allocator *allocator)
+                                           dtrain_allocator *allocator, const char *call)
 {
     memset(params, 0, sizeof *params);
     dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
-        status = dtrain__params_check_f32(table, count);
+        status = dtrain__params_check_grads(table, count, call);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < count; i++)
@@ -42609,7 +42625,8 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
 static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const dtrain_param *table, size_t count)
 {
     const float zero = 0.0f;
-    dtrain_status status = dtrain__params_create(&optimizer->params, table, count, optimizer->allocator);
+    dtrain_status status =
+        dtrain__params_create(&optimizer->params, table, count, optimizer->allocator, "dtrain_optimizer_create");
     if (status == DTRAIN_OK)
         status = dtrain__params_device(table, count, "optimizer", &optimizer->device);
     if (status != DTRAIN_OK)
@@ -43029,7 +43046,7 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
     dtrain_device *device;
-    dtrain_status status = dtrain__params_check_f32(table, count);
+    dtrain_status status = dtrain__params_check_grads(table, count, "dtrain_clip_grad_norm");
     if (status == DTRAIN_OK)
         status = dtrain__params_device(table, count, "dtrain_clip_grad_norm", &device);
     if (status == DTRAIN_OK && device != NULL)
@@ -43055,7 +43072,7 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     if (!dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
                             weight);
-    return dtrain__params_on_cpu(table, count, "aggregate");
+    return dtrain__params_check_cpu_grads(table, count, "aggregate");
 }
 
 /* Does the same for an aggregator that was made for `made` parameters, with `elements` trained elements each. */
@@ -43151,7 +43168,7 @@ static dtrain_status dtrain__aggregator_check_step(const dtrain_step_desc *desc)
                             : desc->table == NULL   ? "table"
                             : desc->compute == NULL ? "compute"
                                                     : "optimizer");
-    return dtrain__params_on_cpu(desc->table, desc->count, "dtrain_train_step");
+    return dtrain__params_check_cpu_grads(desc->table, desc->count, "dtrain_train_step");
 }
 
 DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)
@@ -43676,7 +43693,7 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     memset(&full, 0, sizeof full);
     if (desc != NULL)
         full = *desc;
-    dtrain_status status = dtrain__params_on_cpu(table, count, "aggregator_compressed");
+    dtrain_status status = dtrain__params_check_cpu_grads(table, count, "aggregator_compressed");
     if (status == DTRAIN_OK)
         status = dtrain__params_no_adam(&full, "aggregator_compressed");
     if (status != DTRAIN_OK)
@@ -49088,6 +49105,25 @@ static dtrain_status dtrain__fsdp_check_groups(const dtrain_fsdp_desc *desc, con
     return DTRAIN_OK;
 }
 
+/* A group that fits no parameter is most often a misspelt one, whose parameters would train with other settings. */
+static dtrain_status dtrain__fsdp_check_fits(const dtrain_fsdp *fsdp)
+{
+    for (size_t k = 0; k < fsdp->desc.group_count; k++) {
+        const char *name = fsdp->desc.groups[k].name;
+        int fits = 0;
+        for (size_t i = 0; i < fsdp->layout.table_count && !fits; i++)
+            fits = dtrain__fsdp_fits(name, fsdp->layout.table[i].name);
+        if (!fits)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "%s: groups[%zu] has name %s, which none of the %zu parameters has: correct the name (a "
+                "* counts only at its end), or leave out groups of another table, such as that of "
+                "another stage of a pipeline",
+                fsdp->call, k, name, fsdp->layout.table_count);
+    }
+    return DTRAIN_OK;
+}
+
 static void dtrain__fsdp_group_params(dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
@@ -49307,6 +49343,8 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK)
         status = dtrain__layout_create(&fsdp->layout, table, count, &fsdp->desc, dtrain_comm_size(fsdp->comm),
                                        dtrain__fsdp_rank(fsdp), &fsdp->memory);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_fits(fsdp);
     status = dtrain__fsdp_compare(fsdp, table, count, status);
     fsdp->device.queue = fsdp->layout.device;
     if (status == DTRAIN_OK)
@@ -49349,7 +49387,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
  *
  *   CREATED   over the table as it is
  *   ADOPTED   with the library's memory for all F32 parameters
- *   OF_DDP    for a dtrain_ddp, where a parameter without a gradient is frozen */
+ *   OF_DDP    for a dtrain_ddp, where an empty parameter without a gradient counts as frozen */
 enum { DTRAIN__FSDP_CREATED, DTRAIN__FSDP_ADOPTED, DTRAIN__FSDP_OF_DDP };
 
 /* Copies a table as the object that is made sees it; NULL: no memory. */
@@ -49757,7 +49795,7 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
     }
     dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
-        status = dtrain__params_check_f32(table, count);
+        status = dtrain__params_check_grads(table, count, "dtrain_ddp_create");
     status = dtrain__fsdp_make(ddp != NULL ? &made : NULL, comm, table, count, &full, DTRAIN__FSDP_OF_DDP,
                                "dtrain_ddp_create", status);
     if (ddp != NULL)
@@ -50323,6 +50361,12 @@ static void dtrain__module_add_kept(const dtrain__module_run *run, int index)
 #ifndef DTRAIN__MODULE_RUN
 #define DTRAIN__MODULE_RUN
 
+/* Whether this pass adds to the gradients that FSDP reduces. The first of two halves keeps gradients apart. */
+static int dtrain__module_adds(const dtrain__module_run *run)
+{
+    return run->pass == DTRAIN__MODULE_BACK || run->pass == DTRAIN__MODULE_WEIGHTS;
+}
+
 /* Looks up the addresses of parameters in each pass, because the program may use another FSDP object this time. */
 static dtrain_status dtrain__module_bind(dtrain__module_run *run)
 {
@@ -50342,6 +50386,11 @@ static dtrain_status dtrain__module_bind(dtrain__module_run *run)
             return dtrain__fail(&module->error, DTRAIN_ERR_INVALID,
                                 "%s: parameter %s has no memory: give an fsdp, or set data in the module's table",
                                 run->call, mine->name);
+        if (dtrain__module_adds(run) && run->fsdp == NULL &&
+            dtrain__params_check_grads(param, 1, run->call) != DTRAIN_OK) {
+            module->error = dtrain__thread_error;
+            return module->error.status;
+        }
         module->addresses[i] = (float *)param->data + use->offset;
         module->addresses[module->use_count + i] =
             param->frozen || param->grad == NULL ? NULL : (float *)param->grad + use->offset;
@@ -50372,12 +50421,6 @@ static dtrain_status dtrain__module_enter(dtrain__module_run *run, int pass, dtr
     run->place = &module->places[micro_batch >= 0 ? micro_batch : module->place_count - 1];
     run->context.micro_batch = micro_batch;
     return dtrain__module_bind(run);
-}
-
-/* Whether this pass adds to the gradients that FSDP reduces. The first of two halves keeps gradients apart. */
-static int dtrain__module_adds(const dtrain__module_run *run)
-{
-    return run->pass == DTRAIN__MODULE_BACK || run->pass == DTRAIN__MODULE_WEIGHTS;
 }
 
 /* Makes a layer's parameters readable, and fills in its context. */
@@ -53344,7 +53387,7 @@ static dtrain_status dtrain__server_prepare(dtrain_server *s, const dtrain_param
 {
     dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
-        status = dtrain__params_on_cpu(table, count, "dtrain_server_create");
+        status = dtrain__params_check_cpu_grads(table, count, "dtrain_server_create");
     if (status == DTRAIN_OK)
         status = dtrain__server_check_desc(s);
     if (status == DTRAIN_OK)
@@ -54445,9 +54488,10 @@ static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, con
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: mixing is %g, expected a number above 0 and at most 1", mixing);
     if (params->range_count == 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "local_sgd: no parameter of the table has a gradient, so there is nothing to average: "
-                            "set grad, and leave frozen 0");
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "local_sgd: all parameters of the table are frozen or empty, so there is nothing to average: "
+            "leave frozen 0");
     if (desc->fragments < 1 || desc->fragments > params->units)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: %d fragments of a table of %d units, expected 1 to %d", desc->fragments,
@@ -55706,7 +55750,8 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
         local->compress = *local->desc.compress;
         local->desc.compress = &local->compress;
     }
-    dtrain_status status = dtrain__params_create(&local->params, table, count, local->allocator);
+    dtrain_status status =
+        dtrain__params_create(&local->params, table, count, local->allocator, "dtrain_local_sgd_create");
     if (status == DTRAIN_OK)
         status = dtrain__params_on_cpu(table, count, "dtrain_local_sgd_create");
     if (status == DTRAIN_OK)

@@ -77,7 +77,7 @@ typedef struct dtrain_local_sgd_desc {
  *   table     copied. Only the calls below read and write its data; the thread never does. The same on every rank but
  *             for addresses
  *   desc      NULL: all defaults; the same on every rank but for mixing, blocking and max_bytes
- *   errors    DTRAIN_ERR_INVALID      a bad table, or one without gradients; constants or server out of range
+ *   errors    DTRAIN_ERR_INVALID      a bad table, or one that is all frozen; constants or server out of range
  *             DTRAIN_ERR_MEMORY       no memory, or more than max_bytes: the text says how much it takes
  *             DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or not in the CPU's memory; a compressor that does
  *                                     not pack; a group under DTRAIN_PROGRESS_POLL, or over a transport of your own

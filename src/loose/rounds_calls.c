@@ -58,7 +58,8 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
         local->compress = *local->desc.compress;
         local->desc.compress = &local->compress;
     }
-    dtrain_status status = dtrain__params_create(&local->params, table, count, local->allocator);
+    dtrain_status status =
+        dtrain__params_create(&local->params, table, count, local->allocator, "dtrain_local_sgd_create");
     if (status == DTRAIN_OK)
         status = dtrain__params_on_cpu(table, count, "dtrain_local_sgd_create");
     if (status == DTRAIN_OK)

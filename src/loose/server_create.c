@@ -113,7 +113,7 @@ static dtrain_status dtrain__server_prepare(dtrain_server *s, const dtrain_param
 {
     dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
-        status = dtrain__params_on_cpu(table, count, "dtrain_server_create");
+        status = dtrain__params_check_cpu_grads(table, count, "dtrain_server_create");
     if (status == DTRAIN_OK)
         status = dtrain__server_check_desc(s);
     if (status == DTRAIN_OK)

@@ -130,7 +130,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_modu
  *   d_output   gradient of the output, with its dtype and shape; NULL: the last layer is the loss
  *   d_input    out: memory for the gradient of the input, with its dtype and shape; NULL: not wanted
  *   errors     DTRAIN_ERR_INVALID  no forward in this place; other shapes; more micro-batches than announced; finished
- *                                  gradients that no step has used yet. Nothing is changed
+ *                                  gradients that no step has used yet. Without FSDP: a parameter that is not
+ *                                  frozen has no grad. Nothing is changed
  *              those of dtrain_fsdp_reduce, or of the callback; a failing callback as in dtrain_fsdp_forward
  *
  * collective: every rank, same order; blocks up to timeout_ms a unit */

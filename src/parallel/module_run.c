@@ -8,6 +8,12 @@
 #include "module_memory.c"
 #include "../shard/fsdp_create.c"
 
+/* Whether this pass adds to the gradients that FSDP reduces. The first of two halves keeps gradients apart. */
+static int dtrain__module_adds(const dtrain__module_run *run)
+{
+    return run->pass == DTRAIN__MODULE_BACK || run->pass == DTRAIN__MODULE_WEIGHTS;
+}
+
 /* Looks up the addresses of parameters in each pass, because the program may use another FSDP object this time. */
 static dtrain_status dtrain__module_bind(dtrain__module_run *run)
 {
@@ -27,6 +33,11 @@ static dtrain_status dtrain__module_bind(dtrain__module_run *run)
             return dtrain__fail(&module->error, DTRAIN_ERR_INVALID,
                                 "%s: parameter %s has no memory: give an fsdp, or set data in the module's table",
                                 run->call, mine->name);
+        if (dtrain__module_adds(run) && run->fsdp == NULL &&
+            dtrain__params_check_grads(param, 1, run->call) != DTRAIN_OK) {
+            module->error = dtrain__thread_error;
+            return module->error.status;
+        }
         module->addresses[i] = (float *)param->data + use->offset;
         module->addresses[module->use_count + i] =
             param->frozen || param->grad == NULL ? NULL : (float *)param->grad + use->offset;
@@ -57,12 +68,6 @@ static dtrain_status dtrain__module_enter(dtrain__module_run *run, int pass, dtr
     run->place = &module->places[micro_batch >= 0 ? micro_batch : module->place_count - 1];
     run->context.micro_batch = micro_batch;
     return dtrain__module_bind(run);
-}
-
-/* Whether this pass adds to the gradients that FSDP reduces. The first of two halves keeps gradients apart. */
-static int dtrain__module_adds(const dtrain__module_run *run)
-{
-    return run->pass == DTRAIN__MODULE_BACK || run->pass == DTRAIN__MODULE_WEIGHTS;
 }
 
 /* Makes a layer's parameters readable, and fills in its context. */

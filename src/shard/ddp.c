@@ -106,7 +106,7 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
     }
     dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
-        status = dtrain__params_check_f32(table, count);
+        status = dtrain__params_check_grads(table, count, "dtrain_ddp_create");
     status = dtrain__fsdp_make(ddp != NULL ? &made : NULL, comm, table, count, &full, DTRAIN__FSDP_OF_DDP,
                                "dtrain_ddp_create", status);
     if (ddp != NULL)

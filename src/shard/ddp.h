@@ -38,7 +38,8 @@ typedef struct dtrain_ddp_desc {
  *   comm     must outlive the DDP
  *   table    copied; its data and grad are used until destroy; the same on every rank except for addresses
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32
+ *   errors   DTRAIN_ERR_INVALID      a parameter that is not frozen has no grad
+ *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32
  *            those of dtrain_fsdp_create, dtrain_compressor_topk, dtrain_compressor_powersgd and
  *            dtrain_compressed_create
  *

@@ -136,7 +136,8 @@ typedef enum dtrain_strategy {
 
 /* Settings for the parameters whose name matches. The first group of a desc that matches a parameter counts. */
 typedef struct dtrain_param_group {
-    const char *name;   /* of one parameter, at most 127 characters; a * at its end matches any rest */
+    const char *name;   /* of one parameter, at most 127 characters; a * at its end matches any rest. It must
+                         * match a parameter of the table */
     float lr_factor;    /* multiplies the learning rate; 0: 1 */
     float weight_decay; /* 0: the optimizer's */
     int no_decay;       /* 1: none */
@@ -222,7 +223,8 @@ typedef struct dtrain_fsdp dtrain_fsdp;
  *   table    copied, with names and parts; the same on every rank except for addresses. Parameters are F32. A frozen
  *            one of another dtype must have data, and stays there in full on every rank
  *   desc     NULL: all defaults; the same on every rank
- *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; shard_size does not divide the world size
+ *   errors   DTRAIN_ERR_INVALID      a bad table, optimizer or desc; shard_size does not divide the world size;
+ *                                    a group matches no parameter
  *            DTRAIN_ERR_UNSUPPORTED  A parameter is neither F32 nor frozen with data. Parameters are of several
  *                                    devices. On a device: quantised travel, or a transport that has no groups.
  *                                    compress.adam where m and v are sharded or on a device

@@ -151,6 +151,25 @@ static dtrain_status dtrain__fsdp_check_groups(const dtrain_fsdp_desc *desc, con
     return DTRAIN_OK;
 }
 
+/* A group that fits no parameter is most often a misspelt one, whose parameters would train with other settings. */
+static dtrain_status dtrain__fsdp_check_fits(const dtrain_fsdp *fsdp)
+{
+    for (size_t k = 0; k < fsdp->desc.group_count; k++) {
+        const char *name = fsdp->desc.groups[k].name;
+        int fits = 0;
+        for (size_t i = 0; i < fsdp->layout.table_count && !fits; i++)
+            fits = dtrain__fsdp_fits(name, fsdp->layout.table[i].name);
+        if (!fits)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "%s: groups[%zu] has name %s, which none of the %zu parameters has: correct the name (a "
+                "* counts only at its end), or leave out groups of another table, such as that of "
+                "another stage of a pipeline",
+                fsdp->call, k, name, fsdp->layout.table_count);
+    }
+    return DTRAIN_OK;
+}
+
 static void dtrain__fsdp_group_params(dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
@@ -370,6 +389,8 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK)
         status = dtrain__layout_create(&fsdp->layout, table, count, &fsdp->desc, dtrain_comm_size(fsdp->comm),
                                        dtrain__fsdp_rank(fsdp), &fsdp->memory);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_fits(fsdp);
     status = dtrain__fsdp_compare(fsdp, table, count, status);
     fsdp->device.queue = fsdp->layout.device;
     if (status == DTRAIN_OK)
@@ -412,7 +433,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
  *
  *   CREATED   over the table as it is
  *   ADOPTED   with the library's memory for all F32 parameters
- *   OF_DDP    for a dtrain_ddp, where a parameter without a gradient is frozen */
+ *   OF_DDP    for a dtrain_ddp, where an empty parameter without a gradient counts as frozen */
 enum { DTRAIN__FSDP_CREATED, DTRAIN__FSDP_ADOPTED, DTRAIN__FSDP_OF_DDP };
 
 /* Copies a table as the object that is made sees it; NULL: no memory. */

@@ -43,7 +43,7 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
     dtrain_device *device;
-    dtrain_status status = dtrain__params_check_f32(table, count);
+    dtrain_status status = dtrain__params_check_grads(table, count, "dtrain_clip_grad_norm");
     if (status == DTRAIN_OK)
         status = dtrain__params_device(table, count, "dtrain_clip_grad_norm", &device);
     if (status == DTRAIN_OK && device != NULL)
@@ -69,7 +69,7 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     if (!dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
                             weight);
-    return dtrain__params_on_cpu(table, count, "aggregate");
+    return dtrain__params_check_cpu_grads(table, count, "aggregate");
 }
 
 /* Does the same for an aggregator that was made for `made` parameters, with `elements` trained elements each. */
@@ -165,7 +165,7 @@ static dtrain_status dtrain__aggregator_check_step(const dtrain_step_desc *desc)
                             : desc->table == NULL   ? "table"
                             : desc->compute == NULL ? "compute"
                                                     : "optimizer");
-    return dtrain__params_on_cpu(desc->table, desc->count, "dtrain_train_step");
+    return dtrain__params_check_cpu_grads(desc->table, desc->count, "dtrain_train_step");
 }
 
 DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)

@@ -490,7 +490,7 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     memset(&full, 0, sizeof full);
     if (desc != NULL)
         full = *desc;
-    dtrain_status status = dtrain__params_on_cpu(table, count, "aggregator_compressed");
+    dtrain_status status = dtrain__params_check_cpu_grads(table, count, "aggregator_compressed");
     if (status == DTRAIN_OK)
         status = dtrain__params_no_adam(&full, "aggregator_compressed");
     if (status != DTRAIN_OK)

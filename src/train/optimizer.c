@@ -171,7 +171,8 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
 static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const dtrain_param *table, size_t count)
 {
     const float zero = 0.0f;
-    dtrain_status status = dtrain__params_create(&optimizer->params, table, count, optimizer->allocator);
+    dtrain_status status =
+        dtrain__params_create(&optimizer->params, table, count, optimizer->allocator, "dtrain_optimizer_create");
     if (status == DTRAIN_OK)
         status = dtrain__params_device(table, count, "optimizer", &optimizer->device);
     if (status != DTRAIN_OK)

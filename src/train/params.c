@@ -403,28 +403,32 @@ static int dtrain__params_given_line(const void *pointer, size_t index, dtrain__
            dtrain__alike_field_line(line, "desc.compress.", &dtrain__params_compress_fields[index], given->compress);
 }
 
-/* Checks that there is a table, and that parameters with a gradient are F32. */
-static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
+/* Checks that there is a table, and that each parameter that is not frozen has a gradient, which is F32. */
+static dtrain_status dtrain__params_check_grads(const dtrain_param *table, size_t count, const char *call)
 {
     if (table == NULL && count > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "a table of %zu parameters is NULL: give its address", count);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a table of %zu parameters is NULL: give its address", call,
+                            count);
     for (size_t i = 0; i < count; i++) {
+        size_t elements = table[i].frozen ? 0 : dtrain_param_elements(&table[i]);
+        if (elements > 0 && table[i].grad == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: parameter %s is not frozen, and its grad is NULL, expected memory for %zu "
+                                "elements: set grad, or set frozen to leave the parameter as it is",
+                                call, table[i].name, elements);
         if (dtrain__params_trained(&table[i]) && table[i].dtype != DTRAIN_F32)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_UNSUPPORTED,
-                "parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
+                "%s: parameter %s is %s, gradients are reduced and applied in F32 only: keep F32 weights, or "
                 "set frozen",
-                table[i].name, dtrain_dtype_name(table[i].dtype));
+                call, table[i].name, dtrain_dtype_name(table[i].dtype));
     }
     return DTRAIN_OK;
 }
 
-/* Does the same, and refuses parameters on a device, for calls that work only in the CPU's memory. */
+/* Refuses parameters on a device, for calls that work only in the CPU's memory. */
 static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t count, const char *call)
 {
-    dtrain_status status = dtrain__params_check_f32(table, count);
-    if (status != DTRAIN_OK)
-        return status;
     for (size_t i = 0; i < count; i++) {
         if (table[i].device != NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -433,6 +437,12 @@ static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t cou
                                 call, table[i].name, dtrain_device_name(table[i].device));
     }
     return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__params_check_cpu_grads(const dtrain_param *table, size_t count, const char *call)
+{
+    dtrain_status status = dtrain__params_check_grads(table, count, call);
+    return status == DTRAIN_OK ? dtrain__params_on_cpu(table, count, call) : status;
 }
 
 /* Finds the device of all parameters with a gradient. It is NULL for the CPU, and for a table without gradients. */
@@ -459,12 +469,12 @@ static dtrain_status dtrain__params_device(const dtrain_param *table, size_t cou
 
 /* Checks a table and cuts it into ranges. The caller frees params->ranges, also after an error. */
 static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
-                                           dtrain_allocator *allocator)
+                                           dtrain_allocator *allocator, const char *call)
 {
     memset(params, 0, sizeof *params);
     dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
-        status = dtrain__params_check_f32(table, count);
+        status = dtrain__params_check_grads(table, count, call);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < count; i++)

@@ -45,6 +45,8 @@ typedef struct dtrain_param_part {
  *   dtype    not a whole number of bytes
  *   unit     a unit without parameters below it
  *   memory   missing, or two tensors overlap
+ *   grad     missing although frozen is 0, in a call that uses gradients. FSDP allocates it instead. A parameter
+ *            without elements needs none
  *   part     it does not lie inside the whole tensor */
 typedef struct dtrain_param {
     const char *name; /* unique, not empty */
@@ -58,7 +60,7 @@ typedef struct dtrain_param {
     int tied;     /* 1: also used outside its unit, as an embedding that is also the output layer. FSDP keeps its unit
                      beside the two that come and go */
     void *data;
-    void *grad;                    /* as data; not touched if frozen. NULL: as if frozen, but FSDP allocates it */
+    void *grad;                    /* as data; not touched if frozen. NULL: FSDP allocates it */
     const dtrain_param_part *part; /* its place in a tensor of the whole model; NULL: it is a whole tensor */
     dtrain_device *device;         /* that data and grad belong to; NULL: the CPU. An optimizer, clipping, DDP, FSDP
                                       and checkpoints take parameters of a device; everything else refuses them */
@@ -341,7 +343,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  *   max_norm   0: measure only
  *   norm       out: the length before; may be NULL. NaN if a gradient has a NaN, else infinity if one has an infinity.
  *              In both cases the gradients stay as they are
- *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite, or no table
+ *   errors     DTRAIN_ERR_INVALID      max_norm negative or not finite, or a bad table
  *              DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or two that are on different devices
  *              those of the device
  *   source     Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015

@@ -35,8 +35,7 @@ static dtrain_status on_threads(int ranks, dtrain_status (*body)(dtrain_comm *, 
     return status;
 }
 
-static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP,
-                                              DTRAIN_HYBRID_SHARD};
+static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP, DTRAIN_HYBRID_SHARD};
 
 /* ---- tables and descs ---- */
 
@@ -119,7 +118,8 @@ typedef struct refusal {
 /* Spoils a table or desc; what must be said of it. */
 static refusal spoil(int what, dtrain_param *table, size_t *count, dtrain_fsdp_desc *desc)
 {
-    static const dtrain_param_group nameless[1] = {{NULL, 0, 0, 0}}, negative[1] = {{"a", -1, 0, 0}};
+    static const dtrain_param_group nameless[1] = {{NULL, 0, 0, 0}}, negative[1] = {{"a", -1, 0, 0}},
+                                    misspelt[2] = {{"two", 2, 0, 0}, {"sevn*", 0, 0, 1}};
     refusal r = {DTRAIN_ERR_INVALID, ""};
     switch (what) {
     case 0: table[SEVEN].name = "two", r.text = "two parameters are named two"; break;
@@ -154,6 +154,10 @@ static refusal spoil(int what, dtrain_param *table, size_t *count, dtrain_fsdp_d
     case 17: desc->group_count = 1, r.text = "groups is NULL"; break;
     case 18: desc->group_count = 1, desc->groups = nameless, r.text = "groups[0] has name NULL"; break;
     case 19: desc->group_count = 1, desc->groups = negative, r.text = "lr_factor -1"; break;
+    case 20:
+        desc->group_count = 2, desc->groups = misspelt;
+        r.text = "groups[1] has name sevn*, which none of the ";
+        break;
     default: r.text = NULL; break;
     }
     return r;
@@ -514,7 +518,7 @@ static dtrain_status destroys_early(dtrain_comm *world, void *user)
         double begin = now_s();
         dtrain_fsdp_destroy(fsdp);
         CHECK_CONTAINS(dtrain_last_error(), "no unit 6"); /* of a call; destroying is none that fails */
-        CHECK_WITHIN(now_s() - begin, 10); /* the deadline is a minute */
+        CHECK_WITHIN(now_s() - begin, 10);                /* the deadline is a minute */
         return dtrain_barrier(world);                     /* the caller's own group is as good as before */
     }
     usleep(2500000);

@@ -35,6 +35,7 @@ static void toy_begin(toy *t, size_t scale)
         p->shape[1] = i == 1 ? sizes[1] / 2 : 0;
         p->data = i == 4 ? t->frozen : t->data + at;
         p->grad = i == 4 ? NULL : t->grad + at;
+        p->frozen = i == 4;
         at += i == 4 ? 0 : sizes[i];
     }
     t->sizes[0] = sizes[0], t->sizes[1] = t->sizes[2] = sizes[1] / 2, t->sizes[3] = sizes[2], t->sizes[4] = sizes[3];

@@ -41,6 +41,7 @@ static void model_init(model *m)
     m->table[1].shape[1] = WIDTH;
     m->table[1].stacked = 1;
     m->table[2] = param("frozen", LAYERS + 1, 64, m->data + 5 + LAYERS * WIDTH, NULL);
+    m->table[2].frozen = 1;
 }
 
 static size_t unit_begin(int unit)
@@ -357,6 +358,29 @@ TEST(ddp_calls_out_of_place_are_refused)
     dtrain_ddp_destroy(NULL);
     CHECK_EQ(dtrain_comm_allocator(world)->bytes > 0, 1);
     dtrain_comm_destroy(world);
+}
+
+static dtrain_status rank_without_gradient(dtrain_comm *world, void *user)
+{
+    model *m = (model *)malloc(sizeof *m);
+    dtrain_ddp *ddp;
+    int lacks = dtrain_comm_rank(world) == 1;
+    (void)user;
+    model_init(m);
+    m->table[1].grad = lacks ? NULL : m->table[1].grad;
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m->table, 3, NULL), lacks ? DTRAIN_ERR_INVALID : DTRAIN_ERR_ABORTED);
+    CHECK_CONTAINS(dtrain_last_error(),
+                   "parameter layers is not frozen, and its grad is NULL, expected memory for 2100 "
+                   "elements: set grad, or set frozen");
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, m->table, 1, NULL), DTRAIN_OK); /* the group can be used */
+    dtrain_ddp_destroy(ddp);
+    free(m);
+    return DTRAIN_OK;
+}
+
+TEST(a_parameter_that_is_not_frozen_and_has_no_gradient_is_refused)
+{
+    CHECK_EQ(dtrain_run_threads(2, rank_without_gradient, NULL, NULL), DTRAIN_OK);
 }
 
 static dtrain_status frozen_rank(dtrain_comm *world, void *user)

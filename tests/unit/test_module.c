@@ -182,6 +182,19 @@ TEST(forward_equals_a_loop_by_hand_bit_for_bit)
 
 /* ---- gradients ---- */
 
+TEST(backward_without_fsdp_refuses_a_parameter_without_a_gradient)
+{
+    model *m = model_create(1, 1, NULL);
+    batch b;
+    batch_init(&b, 1);
+    m->module->table[0].grad = NULL;
+    CHECK_EQ(forward(NULL, m, 0, &b, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_backward(NULL, m->module, 0, NULL, NULL), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "is not frozen, and its grad is NULL");
+    CHECK_CONTAINS(dtrain_last_error(), m->table[0].name);
+    model_destroy(m);
+}
+
 TEST(gradients_are_those_of_finite_differences_in_float64)
 {
     model *m = model_create(1, 1, NULL);

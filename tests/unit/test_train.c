@@ -140,6 +140,44 @@ TEST(ranks_compare_all_of_a_table_but_its_addresses)
 #undef DIFFERS
 }
 
+#define NO_GRADIENT(call) \
+    CHECK_EQ(call, DTRAIN_ERR_INVALID); \
+    CHECK_CONTAINS(dtrain_last_error(), \
+                   "parameter b is not frozen, and its grad is NULL, expected memory for 2 elements")
+
+TEST(calls_that_use_gradients_refuse_a_parameter_without_one)
+{
+    float data[4] = {1, 1, 1, 1}, grad[4] = {0};
+    double weight;
+    dtrain_param table[2];
+    dtrain_comm *world;
+    dtrain_optimizer *optimizer;
+    dtrain_local_sgd *local;
+    dtrain_local_sgd_desc rounds;
+    dtrain_server *server;
+    dtrain_aggregator aggregator;
+    table[0] = param("a", 0, 2, data, grad);
+    table[1] = param("b", 0, 2, data + 2, NULL);
+    memset(&rounds, 0, sizeof rounds);
+    CHECK_EQ(dtrain_comm_create(&world, NULL), DTRAIN_OK);
+    NO_GRADIENT(dtrain_optimizer_create(&optimizer, table, 2, NULL, NULL));
+    NO_GRADIENT(dtrain_clip_grad_norm(table, 2, 1.0f, &weight));
+    NO_GRADIENT(dtrain_local_sgd_create(&local, world, table, 2, &rounds));
+    NO_GRADIENT(dtrain_server_create(&server, world, table, 2, NULL));
+    NO_GRADIENT(dtrain_aggregator_compressed(&aggregator, world, table, 2, NULL));
+    aggregator = dtrain_aggregator_all_reduce(world);
+    NO_GRADIENT(aggregator.aggregate(aggregator.self, table, 2, 1.0, &weight));
+    dtrain_aggregator_destroy(&aggregator);
+    table[1].frozen = 1;
+    CHECK_EQ(dtrain_clip_grad_norm(table, 2, 1.0f, &weight), DTRAIN_OK);
+    table[1].frozen = 0;
+    table[1].ndim = 1;
+    table[1].shape[0] = 0; /* no elements: no gradient is needed */
+    CHECK_EQ(dtrain_optimizer_create(&optimizer, table, 2, NULL, NULL), DTRAIN_OK);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_comm_destroy(world);
+}
+
 static dtrain_status unit_gradients(void *user, double *weight)
 {
     float *grad = (float *)user;
