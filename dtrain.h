@@ -54488,10 +54488,9 @@ static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, con
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: mixing is %g, expected a number above 0 and at most 1", mixing);
     if (params->range_count == 0)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "local_sgd: all parameters of the table are frozen or empty, so there is nothing to average: "
-            "leave frozen 0");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: no parameter of the table has a gradient, so there is nothing to average: "
+                            "set grad, and leave frozen 0");
     if (desc->fragments < 1 || desc->fragments > params->units)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: %d fragments of a table of %d units, expected 1 to %d", desc->fragments,
