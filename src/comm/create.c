@@ -3,6 +3,7 @@
  * waits for a peer. It cancels pending work and tells whoever needs this rank. */
 #ifndef DTRAIN__CREATE
 #define DTRAIN__CREATE
+#include "../base/log.c"
 #include "op.c"
 #include "place.c"
 #include "recorder.c"
