@@ -1,6 +1,6 @@
 /* ---- >>create ----
- * Makes and destroys groups: a world of one, the ranks of one process, and those of several processes. Destroying never
- * waits for a peer. It cancels pending work and tells whoever needs this rank. */
+ * Makes and destroys groups: a world of one, the ranks of one process, and those of several processes. Destroying
+ * cancels pending work and tells whoever needs this rank. It waits for a peer only where dtrain_comm_destroy says so. */
 #ifndef DTRAIN__CREATE
 #define DTRAIN__CREATE
 #include "../base/log.c"
