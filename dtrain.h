@@ -1993,7 +1993,9 @@ typedef enum dtrain_progress {
  *
  *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE
  *   torchrun    RANK, WORLD_SIZE
- *   Slurm       SLURM_PROCID, SLURM_NTASKS; skipped for ranks that mpirun started inside the Slurm job
+ *   Slurm       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS; skipped for ranks that mpirun started inside the
+ *               Slurm job. Start the ranks with srun. Without srun, a batch script's program is a world of one,
+ *               and an error if the job has more tasks
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, DTRAIN_WORLD_SIZE
@@ -2004,7 +2006,8 @@ typedef enum dtrain_progress {
  *   desc.root
  *   DTRAIN_ROOT
  *   MASTER_ADDR, MASTER_PORT   the next port if torchrun's own agent listens at MASTER_PORT
- *   Slurm                      the first host of the node list, port 15000 + SLURM_JOB_ID % 10000
+ *   Slurm                      the first host of the node list, and the port
+ *                              15000 + (SLURM_JOB_ID + 101 * SLURM_STEP_ID) % 10000
  *   Open MPI, PMI              with all ranks on one host: a unix socket that is named after the job
  *
  * OTHER FIELDS that are 0 or NULL come from these variables. The last three are always read, the others only if
@@ -26964,9 +26967,39 @@ enum {
     DTRAIN__LAUNCHER_KUBERNETES
 };
 
+/* Whether this process is a Slurm batch script's own. It has the variables of a rank 0, and belongs to no step, as srun
+ * has not started it. */
+static int dtrain__place_is_batch(void)
+{
+    const char *rank = dtrain__place_get("SLURM_PROCID");
+    return rank != NULL && strcmp(rank, "0") == 0 && dtrain__place_get("SLURM_STEP_ID") == NULL &&
+           dtrain__place_get("SLURM_STEP_NUM_TASKS") == NULL;
+}
+
+/* Takes the place of a batch script's own process: a world of one. If its job has more tasks, the script forgot srun.
+ * Unless the job says how many it has, srun starts one on each node. */
+static dtrain_status dtrain__place_batch(dtrain__place *place)
+{
+    const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
+    const char *what = dtrain__place_get("SLURM_NTASKS") != NULL          ? "SLURM_NTASKS"
+                       : dtrain__place_get("SLURM_JOB_NUM_NODES") != NULL ? "SLURM_JOB_NUM_NODES"
+                                                                          : "SLURM_NNODES";
+    int64_t tasks = 1;
+    dtrain_status status = dtrain__place_option(1, what, 1, INT_MAX, &tasks);
+    place->alone = size == NULL && strcmp(what, "SLURM_NTASKS") != 0;
+    if (status != DTRAIN_OK || tasks == 1 || (size != NULL && strcmp(size, "1") == 0))
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "comm_create: SLURM_PROCID=0 and %s=%lld, and SLURM_STEP_ID is not set: this process runs in "
+                        "the batch script, and srun has not started it as one of the job's ranks; start the program "
+                        "with srun, or set DTRAIN_WORLD_SIZE=1 for a world of one",
+                        what, (long long)tasks);
+}
+
 static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
-    const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
+    /* a step may have fewer tasks than its job */
+    const char *tasks = dtrain__place_get("SLURM_STEP_NUM_TASKS") != NULL ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
     const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
     /* Inside a Slurm job mpirun passes on the variables of its own task, the same to all its ranks. srun sets neither
      * of these two. */
@@ -26980,6 +27013,8 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
     if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
         return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_SLURM;
+    if (!inner && dtrain__place_is_batch())
+        return dtrain__place_batch(place);
     if (!inner && dtrain__place_get("SLURM_PROCID") != NULL)
         return dtrain__place_pair(place, "SLURM_PROCID", tasks);
     *launcher = DTRAIN__LAUNCHER_OPENMPI;
@@ -27113,7 +27148,7 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     const char *port = dtrain__place_get("MASTER_PORT"), *nodes = dtrain__place_get("SLURM_STEP_NODELIST");
     const char *job = dtrain__place_get("PMIX_NAMESPACE");
     char node[128];
-    int64_t number = 0;
+    int64_t number = 0, step = 0;
     dtrain_status status = DTRAIN_OK;
     if (root != NULL)
         return dtrain__place_given(place, "DTRAIN_ROOT", root);
@@ -27132,8 +27167,13 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     if (launcher == DTRAIN__LAUNCHER_SLURM && nodes != NULL && dtrain__place_get("SLURM_JOB_ID") != NULL &&
         dtrain__place_first_node(nodes, node, sizeof node)) {
         status = dtrain__place_number("SLURM_JOB_ID", 0, INT64_MAX, &number);
-        snprintf(place->root, sizeof place->root, "%s:%d", node, 15000 + (int)(number % 10000));
-        dtrain__place_believe(place, "SLURM_JOB_NODELIST=%.80s SLURM_JOB_ID=%lld", nodes, (long long)number);
+        if (status == DTRAIN_OK)
+            status = dtrain__place_option(1, "SLURM_STEP_ID", 0, UINT32_MAX, &step);
+        /* the steps of a job may run at once, and so may jobs with neighbouring numbers */
+        snprintf(place->root, sizeof place->root, "%s:%d", node,
+                 15000 + (int)((number % 10000 + step % 10000 * 101) % 10000));
+        dtrain__place_believe(place, "SLURM_JOB_NODELIST=%.80s SLURM_JOB_ID=%lld SLURM_STEP_ID=%lld", nodes,
+                              (long long)number, (long long)step);
     } else if (launcher == DTRAIN__LAUNCHER_OPENMPI) {
         status = dtrain__place_local(place, "OMPI_COMM_WORLD_LOCAL_SIZE",
                                      job != NULL ? job : dtrain__place_get("OMPI_MCA_ess_base_jobid"));

@@ -103,7 +103,9 @@ typedef enum dtrain_progress {
  *
  *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE
  *   torchrun    RANK, WORLD_SIZE
- *   Slurm       SLURM_PROCID, SLURM_NTASKS; skipped for ranks that mpirun started inside the Slurm job
+ *   Slurm       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS; skipped for ranks that mpirun started inside the
+ *               Slurm job. Start the ranks with srun. Without srun, a batch script's program is a world of one,
+ *               and an error if the job has more tasks
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
  *   Kubernetes  JOB_COMPLETION_INDEX, DTRAIN_WORLD_SIZE
@@ -114,7 +116,8 @@ typedef enum dtrain_progress {
  *   desc.root
  *   DTRAIN_ROOT
  *   MASTER_ADDR, MASTER_PORT   the next port if torchrun's own agent listens at MASTER_PORT
- *   Slurm                      the first host of the node list, port 15000 + SLURM_JOB_ID % 10000
+ *   Slurm                      the first host of the node list, and the port
+ *                              15000 + (SLURM_JOB_ID + 101 * SLURM_STEP_ID) % 10000
  *   Open MPI, PMI              with all ranks on one host: a unix socket that is named after the job
  *
  * OTHER FIELDS that are 0 or NULL come from these variables. The last three are always read, the others only if

@@ -38,6 +38,8 @@ static const char *const variables[] = {"DTRAIN_RANK",
                                         "TORCHELASTIC_RUN_ID",
                                         "SLURM_STEP_ID",
                                         "SLURM_HET_SIZE",
+                                        "SLURM_NNODES",
+                                        "SLURM_JOB_NUM_NODES",
                                         "PMI_JOBID"};
 
 /* Clears the environment of all launchers, then sets name, value, name, value, ..., NULL. */
@@ -137,6 +139,37 @@ TEST(slurm_gives_ranks_and_the_first_node)
     refused("set DTRAIN_ROOT");
     environment("SLURM_PROCID", "0", "SLURM_NTASKS", "1", NULL);
     stands(0, 1, "");
+}
+
+TEST(a_slurm_batch_script_without_srun_is_a_world_of_one_or_told_of_srun)
+{
+    environment("SLURM_PROCID", "0", "SLURM_JOB_ID", "7", "SLURM_JOB_NODELIST", "a", "SLURM_NNODES", "1", NULL);
+    stands(0, 1, "");
+    CHECK(read_place(DTRAIN_OK).alone);
+    environment("SLURM_PROCID", "0", "SLURM_JOB_ID", "7", "SLURM_JOB_NODELIST", "a", "SLURM_NTASKS", "4", NULL);
+    refused("start the program with srun");
+    CHECK_CONTAINS(dtrain_last_error(), "SLURM_NTASKS=4");
+    setenv("DTRAIN_ROOT", "a:5", 1); /* a root does not make it a rank */
+    refused("start the program with srun");
+    setenv("DTRAIN_WORLD_SIZE", "1", 1);
+    stands(0, 1, "");
+    environment("SLURM_PROCID", "0", "SLURM_JOB_ID", "7", "SLURM_JOB_NODELIST", "a,b", "SLURM_JOB_NUM_NODES", "2",
+                NULL);
+    refused("SLURM_JOB_NUM_NODES=2"); /* srun starts one task on each */
+    environment("SLURM_PROCID", "0", "SLURM_JOB_ID", "7", "SLURM_JOB_NODELIST", "a", "SLURM_NTASKS", "4",
+                "SLURM_STEP_ID", "0", NULL);
+    stands(0, 4, "a:15007");
+}
+
+TEST(the_steps_of_a_slurm_job_have_ports_and_sizes_of_their_own)
+{
+    environment("SLURM_PROCID", "0", "SLURM_NTASKS", "8", "SLURM_STEP_NUM_TASKS", "2", "SLURM_JOB_ID", "7",
+                "SLURM_STEP_NODELIST", "a", "SLURM_STEP_ID", "0", NULL);
+    stands(0, 2, "a:15007");
+    setenv("SLURM_STEP_ID", "1", 1);
+    stands(0, 2, "a:15108");
+    setenv("SLURM_STEP_ID", "4294967290", 1); /* the step of an interactive shell: 7 + 7290 x 101 = 736297 */
+    stands(0, 2, "a:21297");
 }
 
 TEST(mpirun_inside_a_slurm_job_says_more_than_the_job)
