@@ -2121,9 +2121,10 @@ typedef struct dtrain_comm_desc {
  * If neither describes one, the group is a world of one rank. The first call on such a world logs a warning, once a
  * process. DTRAIN_WORLD_SIZE=1 says that one rank is meant.
  *
- * Rank 0 listens at the root address. The others reach it there within timeout_ms, in any order. Two ranks connect to
- * each other when they first need it. One service thread looks after the connections of this group and of all groups
- * made from it. With DTRAIN_PROGRESS_POLL there is no such thread. A forked child cannot use its parent's group.
+ * Rank 0 listens at the root. If that is a name, it listens at all addresses of the name that its host has. The others
+ * reach it there within timeout_ms, in any order. Two ranks connect to each other when they first need it. One service
+ * thread looks after the connections of this group and of all groups made from it. With DTRAIN_PROGRESS_POLL there is
+ * no such thread. A forked child cannot use its parent's group.
  *
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults
@@ -19242,8 +19243,10 @@ static void dtrain__net_set_any(dtrain__address *address)
 {
     if (address->at.any.sa_family == AF_INET)
         address->at.v4.sin_addr.s_addr = htonl(INADDR_ANY);
-    else if (address->at.any.sa_family == AF_INET6)
+    else if (address->at.any.sa_family == AF_INET6) {
         address->at.v6.sin6_addr = in6addr_any;
+        address->at.v6.sin6_scope_id = 0;
+    }
 }
 
 /* Reads the path of a unix socket, or @ and a name; "" stands for a name that the system chooses. */
@@ -19477,13 +19480,16 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
     dtrain__os_hang_up(fd);
 }
 
-/* Binds and listens. *address: also out, the bound address. Returns 0 or an errno. */
-static int dtrain__net_listen(dtrain__address *address, int *fd)
+/* Binds and listens. *address: also out, the bound address. apart: an IPv6 address takes no IPv4 connections, so that
+ * IPv4 may have the same port. Returns 0 or an errno. */
+static int dtrain__net_listen(dtrain__address *address, int apart, int *fd)
 {
     struct sockaddr *any = &address->at.any;
     int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
+    if (any->sa_family == AF_INET6)
+        setsockopt(DTRAIN__OS_SOCKET(*fd), IPPROTO_IPV6, IPV6_V6ONLY, (const char *)&apart, sizeof apart);
     dtrain__os_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);
@@ -20714,7 +20720,8 @@ struct dtrain__hub {
     int64_t heartbeat_ns, reconnect_ns, period_ns;
     int64_t patience_ns; /* the largest of the group's limits, for the answer of a member that may not poll */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
-    int root_count, root_turn, listener, listener_index;
+    int root_count, root_turn;
+    int listeners[DTRAIN__MAX_ADDRESSES], listener_count; /* the first is at `listening` */
     dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
     int64_t complete_ns;      /* since when every answer of rank 0 is that its group is complete; 0: it is not */
     dtrain__os_mutex step_mutex, mutex;
@@ -21688,10 +21695,22 @@ static int dtrain__hub_trusts(const dtrain__hub *hub, int fd, const dtrain__addr
     return hub->keys.token_bytes > 0 || (hub->insecure && !named);
 }
 
-/* Opens the listener at hub->listening. Returns 0 or an errno. */
-static int dtrain__hub_listen(dtrain__hub *hub)
+/* Opens a listener. *address: also out, where it is. apart: see dtrain__net_listen. Returns 0 or an errno. */
+static int dtrain__hub_listen(dtrain__hub *hub, dtrain__address *address, int apart)
 {
-    return dtrain__hub_allows(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener) : EACCES;
+    int fd, error = dtrain__hub_allows(hub, address) ? dtrain__net_listen(address, apart, &fd) : EACCES;
+    if (error != 0)
+        return error;
+    if (hub->listener_count == 0)
+        hub->listening = *address;
+    hub->listeners[hub->listener_count++] = fd;
+    return 0;
+}
+
+static void dtrain__hub_stop_listening(dtrain__hub *hub)
+{
+    while (hub->listener_count > 0)
+        dtrain__os_hang_up(hub->listeners[--hub->listener_count]);
 }
 
 /* Whether a connection that is being made has taken too long. Incoming ones are judged by this rank's polling, outgoing
@@ -22066,14 +22085,14 @@ static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
     }
 }
 
-/* Takes waiting connections, and reads what has come over them already. A stranger holds one handshake for a few
- * seconds. */
-static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
+/* Takes a listener's waiting connections, and reads what has come over them already. A stranger holds one handshake for
+ * a few seconds. */
+static void dtrain__hub_accept(dtrain__hub *hub, int listener, int64_t now)
 {
-    for (int i = 0; hub->listener >= 0 && now >= hub->accept_ns && i < DTRAIN__HANDSHAKES; i++) {
+    for (int i = 0; now >= hub->accept_ns && i < DTRAIN__HANDSHAKES; i++) {
         dtrain__address peer;
         dtrain__handshake *handshake, **last = &hub->handshakes;
-        int fd, error = dtrain__net_accept(hub->listener, &fd, &peer);
+        int fd, error = dtrain__net_accept(listener, &fd, &peer);
         if (error == EAGAIN)
             return;
         if (error != 0) {
@@ -22179,7 +22198,7 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
     dtrain_status status = dtrain__hub_own_address(hub, &local);
     if (status != DTRAIN_OK)
         return status;
-    error = dtrain__hub_listen(hub);
+    error = dtrain__hub_listen(hub, &hub->listening, 0);
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
                             dtrain__net_text(&hub->listening).text, dtrain__net_refused(error, why));
@@ -22561,7 +22580,8 @@ static void dtrain__hub_work(dtrain__hub *hub)
     int64_t away = hub->stepped_ns > 0 ? now - hub->stepped_ns : 0;
     hub->polled_ns += away < most ? away : most;
     dtrain__hub_step_handshakes(hub, now); /* first: what has come may move some on before others make room */
-    dtrain__hub_accept(hub, now);
+    for (int i = 0; i < hub->listener_count; i++)
+        dtrain__hub_accept(hub, hub->listeners[i], now);
     dtrain__hub_step_root(hub, now);
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
@@ -22618,8 +22638,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
     due = look != 0 && look < due ? look : due;
     *count = 0;
     dtrain__hub_watch(hub, count, hub->kick[0], POLLIN);
-    if (hub->listener >= 0 && now >= hub->accept_ns)
-        dtrain__hub_watch(hub, count, hub->listener, POLLIN);
+    for (int i = 0; i < hub->listener_count && now >= hub->accept_ns; i++)
+        dtrain__hub_watch(hub, count, hub->listeners[i], POLLIN);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next) {
         dtrain__hub_watch(hub, count, handshake->fd, dtrain__handshake_events(handshake));
         int64_t late = now + handshake->expires_ns - hub->polled_ns;
@@ -22855,12 +22875,10 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
 static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
     dtrain_allocator *allocator = hub->allocator;
-    if (hub->listener >= 0) {
-        if (dtrain__net_is_unix(&hub->listening) && !dtrain__net_is_abstract(&hub->listening) &&
-            !forked) /* no other process can listen there yet */
-            dtrain__os_unlink(DTRAIN__OS_HERE, hub->listening.at.local.sun_path, 0);
-        dtrain__os_hang_up(hub->listener);
-    }
+    if (hub->listener_count > 0 && dtrain__net_is_unix(&hub->listening) && !dtrain__net_is_abstract(&hub->listening) &&
+        !forked) /* no other process can listen there yet */
+        dtrain__os_unlink(DTRAIN__OS_HERE, hub->listening.at.local.sun_path, 0);
+    dtrain__hub_stop_listening(hub);
     while (hub->handshakes != NULL) {
         dtrain__handshake *handshake = hub->handshakes;
         hub->handshakes = handshake->next;
@@ -23248,16 +23266,70 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
     }
     dtrain__os_manners(inherited); /* programs that this one starts do not get it */
     dtrain__os_plain(fd);
-    hub->listener = fd;
+    hub->listeners[hub->listener_count++] = fd;
     return 1;
 }
 
-/* On rank 0: opens the listener to which all other ranks connect. */
+/* Lists where rank 0 listens: at each address of its name, as nobody knows which of them a rank can reach. If it was
+ * given an interface, it listens there. any: on all interfaces.
+ *
+ *   out   DTRAIN__MAX_ADDRESSES */
+static dtrain_status dtrain__socket_doors(const dtrain__hub *hub, int any, dtrain__address *out, int *count)
+{
+    int given = hub->listen_on[0] != 0 && !dtrain__net_is_unix(&hub->root_addresses[0]), loopback = !given;
+    int all = dtrain__net_is_unix(&hub->root_addresses[0]) ? 1 : hub->root_count; /* the second is in its stead */
+    *count = 0;
+    for (int i = 0; i < all; i++)
+        loopback = loopback && dtrain__hub_more_than_loopback(hub, &hub->root_addresses[i]);
+    for (int i = 0; i < all; i++) {
+        dtrain__address next = hub->root_addresses[i];
+        dtrain_status status = DTRAIN_OK;
+        int known = 0, port = dtrain__net_port(&next);
+        if (any || loopback)
+            dtrain__net_set_any(&next);
+        else if (given)
+            status = dtrain__net_interface(hub->listen_on, next.at.any.sa_family, &next);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__net_set_port(&next, port);
+        for (int k = 0; k < *count; k++)
+            known |= memcmp(&next.at, &out[k].at, sizeof next.at) == 0;
+        if (!known)
+            out[(*count)++] = next;
+    }
+    return DTRAIN_OK;
+}
+
+/* Listens at all of these, at one port. An address that this host does not have is left out, unless it has none of
+ * them. *failed: the address that it cannot have. Returns 0 or an errno. */
+static int dtrain__socket_listen_at(dtrain__hub *hub, const dtrain__address *doors, int count, dtrain__address *failed)
+{
+    int missing = 0;
+    *failed = doors[0];
+    for (int i = 0; i < count; i++) {
+        dtrain__address at = doors[i];
+        if (hub->listener_count > 0)
+            dtrain__net_set_port(&at, dtrain__net_port(&hub->listening));
+        int error = dtrain__hub_listen(hub, &at, count > 1);
+        if (error == 0)
+            continue;
+        *failed = doors[i];
+        missing = error;
+        if (error != EADDRNOTAVAIL && error != EAFNOSUPPORT && error != EINVAL) {
+            dtrain__hub_stop_listening(hub);
+            return error;
+        }
+    }
+    return hub->listener_count > 0 ? 0 : missing;
+}
+
+/* On rank 0: opens the listeners to which all other ranks connect. */
 static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
 {
-    dtrain__address chosen = hub->root_addresses[0];
+    const dtrain__address chosen = hub->root_addresses[0];
+    dtrain__address doors[DTRAIN__MAX_ADDRESSES], failed;
     char text[DTRAIN__ADDRESS_BYTES + 64];
-    int error = 0, port = dtrain__net_port(&chosen), lock = -1;
+    int error = EADDRINUSE, count, port = dtrain__net_port(&chosen), lock = -1;
     if (dtrain__hub_never_listens(hub))
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -23267,34 +23339,27 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
         return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__socket_closed(hub, text);
     }
-    if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
-        dtrain_status status = dtrain__net_interface(hub->listen_on, chosen.at.any.sa_family, &chosen);
-        if (status != DTRAIN_OK)
-            return status;
-        dtrain__net_set_port(&chosen, port);
-    } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
-        dtrain__net_set_any(&chosen);
-    }
-    hub->listening = chosen;
+    dtrain_status status = dtrain__socket_doors(hub, 0, doors, &count);
+    if (status != DTRAIN_OK)
+        return status;
     if (dtrain__net_is_unix(&chosen) && !dtrain__net_is_abstract(&chosen))
         lock = dtrain__os_lock_beside(chosen.at.local.sun_path);
-    error = dtrain__hub_listen(hub);
+    /* a port that the system chose for the first address may be in use at the next */
+    for (int tries = port == 0 ? 16 : 1; error == EADDRINUSE && tries > 0; tries--)
+        error = dtrain__socket_listen_at(hub, doors, count, &failed);
     if (lock >= 0)
         dtrain__os_close(lock);
     if (error != 0 && hub->root_count > 1 && dtrain__net_is_abstract(&chosen) && !dtrain__net_is_held(&chosen)) {
         hub->root_addresses[0] = hub->root_addresses[1]; /* another user holds the name */
         hub->root_count = 1;
-        dtrain_status status = dtrain__net_make_directory();
+        status = dtrain__net_make_directory();
         return status == DTRAIN_OK ? dtrain__socket_listen(hub, -1) : status;
     }
-    if (error == EADDRNOTAVAIL) { /* the name means this host, but no interface has its address */
-        hub->listening = chosen;
-        dtrain__net_set_any(&hub->listening);
-        error = dtrain__hub_listen(hub);
-    }
+    if (error == EADDRNOTAVAIL && dtrain__socket_doors(hub, 1, doors, &count) == DTRAIN_OK)
+        error = dtrain__socket_listen_at(hub, doors, count, &failed); /* the name means this host, by another address */
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
-                            hub->root, dtrain__net_text(&chosen).text, dtrain__os_error_text(error),
+                            hub->root, dtrain__net_text(&failed).text, dtrain__os_error_text(error),
                             error == EADDRINUSE
                                 ? "; another group, an earlier one, or a process that a rank of it started, uses it: "
                                   "choose another address, or end that"
@@ -23373,7 +23438,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->patience_ns = hub->heartbeat_ns > hub->patience_ns ? hub->heartbeat_ns : hub->patience_ns;
     hub->patience_ns = hub->reconnect_ns > hub->patience_ns ? hub->reconnect_ns : hub->patience_ns;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
-    hub->listener = hub->kick[0] = hub->kick[1] = -1;
+    hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
     snprintf(hub->root, sizeof hub->root, "%s", desc->root);
     snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);

@@ -231,9 +231,10 @@ typedef struct dtrain_comm_desc {
  * If neither describes one, the group is a world of one rank. The first call on such a world logs a warning, once a
  * process. DTRAIN_WORLD_SIZE=1 says that one rank is meant.
  *
- * Rank 0 listens at the root address. The others reach it there within timeout_ms, in any order. Two ranks connect to
- * each other when they first need it. One service thread looks after the connections of this group and of all groups
- * made from it. With DTRAIN_PROGRESS_POLL there is no such thread. A forked child cannot use its parent's group.
+ * Rank 0 listens at the root. If that is a name, it listens at all addresses of the name that its host has. The others
+ * reach it there within timeout_ms, in any order. Two ranks connect to each other when they first need it. One service
+ * thread looks after the connections of this group and of all groups made from it. With DTRAIN_PROGRESS_POLL there is
+ * no such thread. A forked child cannot use its parent's group.
  *
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults

@@ -102,10 +102,22 @@ static int dtrain__hub_trusts(const dtrain__hub *hub, int fd, const dtrain__addr
     return hub->keys.token_bytes > 0 || (hub->insecure && !named);
 }
 
-/* Opens the listener at hub->listening. Returns 0 or an errno. */
-static int dtrain__hub_listen(dtrain__hub *hub)
+/* Opens a listener. *address: also out, where it is. apart: see dtrain__net_listen. Returns 0 or an errno. */
+static int dtrain__hub_listen(dtrain__hub *hub, dtrain__address *address, int apart)
 {
-    return dtrain__hub_allows(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener) : EACCES;
+    int fd, error = dtrain__hub_allows(hub, address) ? dtrain__net_listen(address, apart, &fd) : EACCES;
+    if (error != 0)
+        return error;
+    if (hub->listener_count == 0)
+        hub->listening = *address;
+    hub->listeners[hub->listener_count++] = fd;
+    return 0;
+}
+
+static void dtrain__hub_stop_listening(dtrain__hub *hub)
+{
+    while (hub->listener_count > 0)
+        dtrain__os_hang_up(hub->listeners[--hub->listener_count]);
 }
 
 /* Whether a connection that is being made has taken too long. Incoming ones are judged by this rank's polling, outgoing
@@ -480,14 +492,14 @@ static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
     }
 }
 
-/* Takes waiting connections, and reads what has come over them already. A stranger holds one handshake for a few
- * seconds. */
-static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
+/* Takes a listener's waiting connections, and reads what has come over them already. A stranger holds one handshake for
+ * a few seconds. */
+static void dtrain__hub_accept(dtrain__hub *hub, int listener, int64_t now)
 {
-    for (int i = 0; hub->listener >= 0 && now >= hub->accept_ns && i < DTRAIN__HANDSHAKES; i++) {
+    for (int i = 0; now >= hub->accept_ns && i < DTRAIN__HANDSHAKES; i++) {
         dtrain__address peer;
         dtrain__handshake *handshake, **last = &hub->handshakes;
-        int fd, error = dtrain__net_accept(hub->listener, &fd, &peer);
+        int fd, error = dtrain__net_accept(listener, &fd, &peer);
         if (error == EAGAIN)
             return;
         if (error != 0) {

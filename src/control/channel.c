@@ -110,12 +110,10 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
 static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
     dtrain_allocator *allocator = hub->allocator;
-    if (hub->listener >= 0) {
-        if (dtrain__net_is_unix(&hub->listening) && !dtrain__net_is_abstract(&hub->listening) &&
-            !forked) /* no other process can listen there yet */
-            dtrain__os_unlink(DTRAIN__OS_HERE, hub->listening.at.local.sun_path, 0);
-        dtrain__os_hang_up(hub->listener);
-    }
+    if (hub->listener_count > 0 && dtrain__net_is_unix(&hub->listening) && !dtrain__net_is_abstract(&hub->listening) &&
+        !forked) /* no other process can listen there yet */
+        dtrain__os_unlink(DTRAIN__OS_HERE, hub->listening.at.local.sun_path, 0);
+    dtrain__hub_stop_listening(hub);
     while (hub->handshakes != NULL) {
         dtrain__handshake *handshake = hub->handshakes;
         hub->handshakes = handshake->next;

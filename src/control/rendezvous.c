@@ -62,7 +62,7 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
     dtrain_status status = dtrain__hub_own_address(hub, &local);
     if (status != DTRAIN_OK)
         return status;
-    error = dtrain__hub_listen(hub);
+    error = dtrain__hub_listen(hub, &hub->listening, 0);
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
                             dtrain__net_text(&hub->listening).text, dtrain__net_refused(error, why));
@@ -444,7 +444,8 @@ static void dtrain__hub_work(dtrain__hub *hub)
     int64_t away = hub->stepped_ns > 0 ? now - hub->stepped_ns : 0;
     hub->polled_ns += away < most ? away : most;
     dtrain__hub_step_handshakes(hub, now); /* first: what has come may move some on before others make room */
-    dtrain__hub_accept(hub, now);
+    for (int i = 0; i < hub->listener_count; i++)
+        dtrain__hub_accept(hub, hub->listeners[i], now);
     dtrain__hub_step_root(hub, now);
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
@@ -501,8 +502,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
     due = look != 0 && look < due ? look : due;
     *count = 0;
     dtrain__hub_watch(hub, count, hub->kick[0], POLLIN);
-    if (hub->listener >= 0 && now >= hub->accept_ns)
-        dtrain__hub_watch(hub, count, hub->listener, POLLIN);
+    for (int i = 0; i < hub->listener_count && now >= hub->accept_ns; i++)
+        dtrain__hub_watch(hub, count, hub->listeners[i], POLLIN);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next) {
         dtrain__hub_watch(hub, count, handshake->fd, dtrain__handshake_events(handshake));
         int64_t late = now + handshake->expires_ns - hub->polled_ns;

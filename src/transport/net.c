@@ -127,8 +127,10 @@ static void dtrain__net_set_any(dtrain__address *address)
 {
     if (address->at.any.sa_family == AF_INET)
         address->at.v4.sin_addr.s_addr = htonl(INADDR_ANY);
-    else if (address->at.any.sa_family == AF_INET6)
+    else if (address->at.any.sa_family == AF_INET6) {
         address->at.v6.sin6_addr = in6addr_any;
+        address->at.v6.sin6_scope_id = 0;
+    }
 }
 
 /* Reads the path of a unix socket, or @ and a name; "" stands for a name that the system chooses. */
@@ -362,13 +364,16 @@ static void dtrain__net_remove_stale(const dtrain__address *address)
     dtrain__os_hang_up(fd);
 }
 
-/* Binds and listens. *address: also out, the bound address. Returns 0 or an errno. */
-static int dtrain__net_listen(dtrain__address *address, int *fd)
+/* Binds and listens. *address: also out, the bound address. apart: an IPv6 address takes no IPv4 connections, so that
+ * IPv4 may have the same port. Returns 0 or an errno. */
+static int dtrain__net_listen(dtrain__address *address, int apart, int *fd)
 {
     struct sockaddr *any = &address->at.any;
     int error = dtrain__net_socket(any->sa_family, fd);
     if (error != 0)
         return error;
+    if (any->sa_family == AF_INET6)
+        setsockopt(DTRAIN__OS_SOCKET(*fd), IPPROTO_IPV6, IPV6_V6ONLY, (const char *)&apart, sizeof apart);
     dtrain__os_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);

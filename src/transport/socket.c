@@ -286,16 +286,70 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
     }
     dtrain__os_manners(inherited); /* programs that this one starts do not get it */
     dtrain__os_plain(fd);
-    hub->listener = fd;
+    hub->listeners[hub->listener_count++] = fd;
     return 1;
 }
 
-/* On rank 0: opens the listener to which all other ranks connect. */
+/* Lists where rank 0 listens: at each address of its name, as nobody knows which of them a rank can reach. If it was
+ * given an interface, it listens there. any: on all interfaces.
+ *
+ *   out   DTRAIN__MAX_ADDRESSES */
+static dtrain_status dtrain__socket_doors(const dtrain__hub *hub, int any, dtrain__address *out, int *count)
+{
+    int given = hub->listen_on[0] != 0 && !dtrain__net_is_unix(&hub->root_addresses[0]), loopback = !given;
+    int all = dtrain__net_is_unix(&hub->root_addresses[0]) ? 1 : hub->root_count; /* the second is in its stead */
+    *count = 0;
+    for (int i = 0; i < all; i++)
+        loopback = loopback && dtrain__hub_more_than_loopback(hub, &hub->root_addresses[i]);
+    for (int i = 0; i < all; i++) {
+        dtrain__address next = hub->root_addresses[i];
+        dtrain_status status = DTRAIN_OK;
+        int known = 0, port = dtrain__net_port(&next);
+        if (any || loopback)
+            dtrain__net_set_any(&next);
+        else if (given)
+            status = dtrain__net_interface(hub->listen_on, next.at.any.sa_family, &next);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__net_set_port(&next, port);
+        for (int k = 0; k < *count; k++)
+            known |= memcmp(&next.at, &out[k].at, sizeof next.at) == 0;
+        if (!known)
+            out[(*count)++] = next;
+    }
+    return DTRAIN_OK;
+}
+
+/* Listens at all of these, at one port. An address that this host does not have is left out, unless it has none of
+ * them. *failed: the address that it cannot have. Returns 0 or an errno. */
+static int dtrain__socket_listen_at(dtrain__hub *hub, const dtrain__address *doors, int count, dtrain__address *failed)
+{
+    int missing = 0;
+    *failed = doors[0];
+    for (int i = 0; i < count; i++) {
+        dtrain__address at = doors[i];
+        if (hub->listener_count > 0)
+            dtrain__net_set_port(&at, dtrain__net_port(&hub->listening));
+        int error = dtrain__hub_listen(hub, &at, count > 1);
+        if (error == 0)
+            continue;
+        *failed = doors[i];
+        missing = error;
+        if (error != EADDRNOTAVAIL && error != EAFNOSUPPORT && error != EINVAL) {
+            dtrain__hub_stop_listening(hub);
+            return error;
+        }
+    }
+    return hub->listener_count > 0 ? 0 : missing;
+}
+
+/* On rank 0: opens the listeners to which all other ranks connect. */
 static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
 {
-    dtrain__address chosen = hub->root_addresses[0];
+    const dtrain__address chosen = hub->root_addresses[0];
+    dtrain__address doors[DTRAIN__MAX_ADDRESSES], failed;
     char text[DTRAIN__ADDRESS_BYTES + 64];
-    int error = 0, port = dtrain__net_port(&chosen), lock = -1;
+    int error = EADDRINUSE, count, port = dtrain__net_port(&chosen), lock = -1;
     if (dtrain__hub_never_listens(hub))
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -305,34 +359,27 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
         snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
         return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__socket_closed(hub, text);
     }
-    if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
-        dtrain_status status = dtrain__net_interface(hub->listen_on, chosen.at.any.sa_family, &chosen);
-        if (status != DTRAIN_OK)
-            return status;
-        dtrain__net_set_port(&chosen, port);
-    } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
-        dtrain__net_set_any(&chosen);
-    }
-    hub->listening = chosen;
+    dtrain_status status = dtrain__socket_doors(hub, 0, doors, &count);
+    if (status != DTRAIN_OK)
+        return status;
     if (dtrain__net_is_unix(&chosen) && !dtrain__net_is_abstract(&chosen))
         lock = dtrain__os_lock_beside(chosen.at.local.sun_path);
-    error = dtrain__hub_listen(hub);
+    /* a port that the system chose for the first address may be in use at the next */
+    for (int tries = port == 0 ? 16 : 1; error == EADDRINUSE && tries > 0; tries--)
+        error = dtrain__socket_listen_at(hub, doors, count, &failed);
     if (lock >= 0)
         dtrain__os_close(lock);
     if (error != 0 && hub->root_count > 1 && dtrain__net_is_abstract(&chosen) && !dtrain__net_is_held(&chosen)) {
         hub->root_addresses[0] = hub->root_addresses[1]; /* another user holds the name */
         hub->root_count = 1;
-        dtrain_status status = dtrain__net_make_directory();
+        status = dtrain__net_make_directory();
         return status == DTRAIN_OK ? dtrain__socket_listen(hub, -1) : status;
     }
-    if (error == EADDRNOTAVAIL) { /* the name means this host, but no interface has its address */
-        hub->listening = chosen;
-        dtrain__net_set_any(&hub->listening);
-        error = dtrain__hub_listen(hub);
-    }
+    if (error == EADDRNOTAVAIL && dtrain__socket_doors(hub, 1, doors, &count) == DTRAIN_OK)
+        error = dtrain__socket_listen_at(hub, doors, count, &failed); /* the name means this host, by another address */
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
-                            hub->root, dtrain__net_text(&chosen).text, dtrain__os_error_text(error),
+                            hub->root, dtrain__net_text(&failed).text, dtrain__os_error_text(error),
                             error == EADDRINUSE
                                 ? "; another group, an earlier one, or a process that a rank of it started, uses it: "
                                   "choose another address, or end that"
@@ -411,7 +458,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->patience_ns = hub->heartbeat_ns > hub->patience_ns ? hub->heartbeat_ns : hub->patience_ns;
     hub->patience_ns = hub->reconnect_ns > hub->patience_ns ? hub->reconnect_ns : hub->patience_ns;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
-    hub->listener = hub->kick[0] = hub->kick[1] = -1;
+    hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
     snprintf(hub->root, sizeof hub->root, "%s", desc->root);
     snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);

@@ -130,7 +130,7 @@ TEST(without_a_token_the_ranks_of_a_port_on_loopback_meet_where_only_their_user_
     CHECK_EQ(mkdir(own_directory, 0700), errno == EEXIST ? -1 : 0);
     int fd = socket(AF_UNIX, SOCK_STREAM, 0);
     CHECK(bind(fd, &address.at.any, address.bytes) == 0 && listen(fd, 1) == 0);
-    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or an earlier one, uses it"), 10), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, an earlier one, or a process"), 10), 0);
     close(fd);
     pid_t one = start_rank(&s, 1, meets_in_private), two = start_rank(&s, 2, meets_in_private);
     usleep(100000); /* early ones find their way as well */
@@ -179,7 +179,7 @@ TEST(names_of_unix_sockets_leave_no_file)
     CHECK_EQ(dtrain__net_unix_address(&address, taken), DTRAIN_OK);
     int fd = socket(AF_UNIX, SOCK_STREAM, 0);
     CHECK(bind(fd, &address.at.any, address.bytes) == 0 && listen(fd, 1) == 0);
-    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or an earlier one, uses it"), 10), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, an earlier one, or a process"), 10), 0);
     close(fd);
     snprintf(s.root, sizeof s.root, "127.0.0.1:0");
     CHECK_CONTAINS(listens_at(s.root, NULL).text, own_directory);

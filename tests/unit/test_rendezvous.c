@@ -299,7 +299,7 @@ static int behind_a_firewall(dtrain_comm *world, scene *s)
         usleep(2000000);
         return 0;
     }
-    shutdown(CHANNEL(world)->hub->listener, SHUT_RDWR);
+    shutdown(CHANNEL(world)->hub->listeners[0], SHUT_RDWR);
     usleep(200000);
     CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 3 - dtrain_comm_rank(world)), DTRAIN_ERR_TIMEOUT);
     CHECK_CONTAINS(world->error.text, "no connection to it: connect: the connection to 127.0.0.1:");
@@ -415,7 +415,7 @@ static int some_never_listen(dtrain_comm *world, scene *s)
     int rank = dtrain_comm_rank(world), deaf = *(const int *)s->user;
     float x = (float)rank;
     if (rank >= 3 - deaf)
-        CHECK_EQ(CHANNEL(world)->hub->listener, -1);
+        CHECK_EQ(CHANNEL(world)->hub->listener_count, 0);
     if (deaf == 1) {
         CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
         CHECK(x == 3);
@@ -627,8 +627,8 @@ TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
     char long_text[200];
     scene_begin(&s, 2, 1);
     dtrain__net_look_up(s.root, 0, &address, &count);
-    CHECK_EQ(dtrain__net_listen(&address, &fd), 0);
-    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "a process that a rank of it started, uses it"), 10), 0);
+    CHECK_EQ(dtrain__net_listen(&address, 0, &fd), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, an earlier one, or a process"), 10), 0);
     close(fd);
     s.desc.connections = 9;
     CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "connections is 9; expected 1 to 8"), 10), 0);

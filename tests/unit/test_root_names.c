@@ -1,0 +1,120 @@
+/* Roots that are names, with addresses of several families. The ranks are processes in a network of their own, with
+ * interfaces, addresses and a file of host names that the test makes. */
+#ifdef __linux__
+#define _GNU_SOURCE
+#include <sched.h>
+#include <sys/mount.h>
+#endif
+#define DTRAIN_API static
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include "processes.h"
+#include "meetings.h"
+
+#ifdef __linux__
+
+enum { NO_NETWORK = 77 };
+
+static char hosts_file[64]; /* stands for /etc/hosts */
+
+static void hosts(const char *text)
+{
+    FILE *file = fopen(hosts_file, "w");
+    CHECK(file != NULL && fputs(text, file) >= 0 && fclose(file) == 0);
+}
+
+static int put_in_place_of(const char *path, const char *text)
+{
+    char own[] = "/tmp/test-root-names-XXXXXX";
+    int fd = mkstemp(own), good;
+    good = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text) && fchmod(fd, 0644) == 0 &&
+           mount(own, path, NULL, MS_BIND, NULL) == 0;
+    close(fd);
+    unlink(own); /* it stays while it is mounted */
+    return good;
+}
+
+/* Gives this process a network with a loopback device of these addresses, and names that only the file of host names
+ * has. Returns 0 where that is not permitted. */
+static int own_network(void)
+{
+    snprintf(hosts_file, sizeof hosts_file, "/etc/hosts");
+    return unshare(CLONE_NEWNS | CLONE_NEWNET) == 0 && mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0 &&
+           put_in_place_of("/etc/hosts", "") && put_in_place_of("/etc/nsswitch.conf", "hosts: files dns\n") &&
+           put_in_place_of("/etc/resolv.conf", "nameserver 127.0.0.1\noptions timeout:30 attempts:1\n") &&
+           system("ip link set lo up && ip addr add 10.77.9.1/32 dev lo && ip addr add fd79::1/128 dev lo") == 0;
+}
+
+/* Runs a body in a process with a network of its own. */
+static void in_own_network(void (*body)(void))
+{
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0) {
+        int before = test_failures;
+        if (!own_network())
+            _exit(NO_NETWORK);
+        body();
+        fflush(stdout);
+        _exit(test_failures != before);
+    }
+    int end = end_of(pid, 60);
+    if (end == NO_NETWORK)
+        printf("skipped: networks of their own need root and iproute2\n");
+    else
+        CHECK_EQ(end, 0);
+}
+
+static void scene_at(scene *s, int ranks, const char *root)
+{
+    scene_begin(s, ranks, 1);
+    snprintf(s->root, sizeof s->root, "%s", root);
+}
+
+static pid_t start_at(scene *s, int rank, const char *root)
+{
+    snprintf(s->root, sizeof s->root, "%s", root);
+    return start_rank(s, rank, nothing);
+}
+
+static void meets_over_both_families(void)
+{
+    scene s;
+    hosts("fd79::1 master\n10.77.9.1 master\n");
+    scene_at(&s, 3, "");
+    pid_t root = start_at(&s, 0, "master:29500"), v4 = start_at(&s, 1, "10.77.9.1:29500"),
+          v6 = start_at(&s, 2, "[fd79::1]:29500");
+    CHECK_EQ(end_of(root, 30), 0);
+    CHECK_EQ(end_of(v4, 30), 0);
+    CHECK_EQ(end_of(v6, 30), 0);
+}
+
+TEST(rank_0_listens_at_all_addresses_of_its_name)
+{
+    in_own_network(meets_over_both_families);
+}
+
+static void leaves_out_what_is_elsewhere(void)
+{
+    scene s;
+    hosts("fd79::2 master\n10.77.9.1 master\n10.77.9.2 master\n");
+    scene_at(&s, 2, "");
+    pid_t root = start_at(&s, 0, "master:29500"), one = start_at(&s, 1, "10.77.9.1:29500");
+    CHECK_EQ(end_of(root, 30), 0);
+    CHECK_EQ(end_of(one, 30), 0);
+}
+
+TEST(rank_0_leaves_out_addresses_that_its_host_does_not_have)
+{
+    in_own_network(leaves_out_what_is_elsewhere);
+}
+
+#else
+
+TEST(networks_of_their_own_need_linux)
+{
+    printf("skipped: networks of their own need Linux\n");
+}
+
+#endif
