@@ -2010,6 +2010,9 @@ typedef enum dtrain_progress {
  *                              15000 + (SLURM_JOB_ID + 101 * SLURM_STEP_ID) % 10000
  *   Open MPI, PMI              with all ranks on one host: a unix socket that is named after the job
  *
+ * If all ranks have a token and the root is a name that means loopback on rank 0, such as localhost, rank 0 listens on
+ * all interfaces. For this host alone, give 127.0.0.1 or [::1].
+ *
  * OTHER FIELDS that are 0 or NULL come from these variables. The last three are always read, the others only if
  * world_size is 0:
  *
@@ -22144,12 +22147,13 @@ static void dtrain__hub_accept(dtrain__hub *hub, int listener, int64_t now)
 #define DTRAIN__RENDEZVOUS
 
 /* Whether rank 0 listens on loopback although ranks of other hosts are expected: a host's own name often means
- * loopback. It does not matter if only this host may come. */
+ * loopback, and launchers give rank 0 "localhost" for it. A token says that others are expected. Loopback in numbers is
+ * meant as such. */
 static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
 {
-    return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
-           (hub->keys.token_bytes > 0 || hub->insecure) && strncmp(hub->root, "127.", 4) != 0 &&
-           strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
+    int open = hub->keys.token_bytes > 0 || (hub->insecure && strncmp(hub->root, "localhost:", 10) != 0);
+    return open && dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           strncmp(hub->root, "127.", 4) != 0 && strncmp(hub->root, "[::1]", 5) != 0;
 }
 
 static int dtrain__hub_never_listens(const dtrain__hub *hub)

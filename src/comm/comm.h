@@ -120,6 +120,9 @@ typedef enum dtrain_progress {
  *                              15000 + (SLURM_JOB_ID + 101 * SLURM_STEP_ID) % 10000
  *   Open MPI, PMI              with all ranks on one host: a unix socket that is named after the job
  *
+ * If all ranks have a token and the root is a name that means loopback on rank 0, such as localhost, rank 0 listens on
+ * all interfaces. For this host alone, give 127.0.0.1 or [::1].
+ *
  * OTHER FIELDS that are 0 or NULL come from these variables. The last three are always read, the others only if
  * world_size is 0:
  *

@@ -8,12 +8,13 @@
 #include "admit.c"
 
 /* Whether rank 0 listens on loopback although ranks of other hosts are expected: a host's own name often means
- * loopback. It does not matter if only this host may come. */
+ * loopback, and launchers give rank 0 "localhost" for it. A token says that others are expected. Loopback in numbers is
+ * meant as such. */
 static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
 {
-    return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
-           (hub->keys.token_bytes > 0 || hub->insecure) && strncmp(hub->root, "127.", 4) != 0 &&
-           strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
+    int open = hub->keys.token_bytes > 0 || (hub->insecure && strncmp(hub->root, "localhost:", 10) != 0);
+    return open && dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           strncmp(hub->root, "127.", 4) != 0 && strncmp(hub->root, "[::1]", 5) != 0;
 }
 
 static int dtrain__hub_never_listens(const dtrain__hub *hub)

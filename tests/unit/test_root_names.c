@@ -105,6 +105,24 @@ static void leaves_out_what_is_elsewhere(void)
     CHECK_EQ(end_of(one, 30), 0);
 }
 
+static void localhost_is_for_other_hosts(void)
+{
+    scene s;
+    hosts("::1 localhost\n127.0.0.1 localhost\n");
+    scene_at(&s, 3, "");
+    pid_t root = start_at(&s, 0, "localhost:29500"), v4 = start_at(&s, 1, "10.77.9.1:29500"),
+          v6 = start_at(&s, 2, "[fd79::1]:29500");
+    CHECK_EQ(end_of(root, 30), 0);
+    CHECK_EQ(end_of(v4, 30), 0);
+    CHECK_EQ(end_of(v6, 30), 0);
+    CHECK_CONTAINS(listens_at("127.0.0.1:0", token).text, "127.0.0.1:");
+}
+
+TEST(with_a_token_localhost_on_rank_0_is_for_other_hosts_as_well)
+{
+    in_own_network(localhost_is_for_other_hosts);
+}
+
 TEST(rank_0_leaves_out_addresses_that_its_host_does_not_have)
 {
     in_own_network(leaves_out_what_is_elsewhere);
