@@ -19222,6 +19222,12 @@ static uint64_t dtrain__net_host(const dtrain__address *address)
     return IN6_IS_ADDR_V4MAPPED(&address->at.v6.sin6_addr) ? dtrain__get_le(v6 + 12, 4) : dtrain__get_le(v6, 8);
 }
 
+/* Whether an address is valid on one link alone. Its zone says which, and each host counts its links itself. */
+static int dtrain__net_is_zoned(const dtrain__address *address)
+{
+    return address->at.any.sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&address->at.v6.sin6_addr);
+}
+
 static int dtrain__net_is_unix(const dtrain__address *address)
 {
     return address->at.any.sa_family == AF_UNIX;
@@ -21778,6 +21784,20 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     return handshake;
 }
 
+/* Puts this rank's own zone into the address of a peer: that of the link on which it listens, reached rank 0, or was
+ * reached by the peer. */
+static void dtrain__hub_set_zone(const dtrain__hub *hub, const dtrain__member *peer, dtrain__address *address)
+{
+    dtrain__address links[3];
+    links[0] = hub->listening;
+    links[1] = hub->reached;
+    if (peer->control.fd < 0 || dtrain__net_end(peer->control.fd, 0, &links[2]) != 0)
+        memset(&links[2], 0, sizeof links[2]);
+    for (int i = 2; dtrain__net_is_zoned(address) && i >= 0; i--)
+        if (dtrain__net_is_zoned(&links[i]))
+            address->at.v6.sin6_scope_id = links[i].at.v6.sin6_scope_id;
+}
+
 /* Finds the address at which `peer` listens for data. Returns 0 if it never listens. */
 static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
 {
@@ -21787,8 +21807,11 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
         return 1;
     if (member->address[0] == 0)
         return 0;
-    if (member->address[0] != ':')
-        return dtrain__net_parse(member->address, out) == DTRAIN_OK;
+    if (member->address[0] != ':') {
+        int good = dtrain__net_parse(member->address, out) == DTRAIN_OK;
+        dtrain__hub_set_zone(hub, member, out);
+        return good;
+    }
     if (hub->rank == 0 && dtrain__net_end(member->control.fd, 1, out) != 0)
         return 0;
     dtrain__net_set_port(out, atoi(member->address + 1));
@@ -22198,6 +22221,7 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
     char why[DTRAIN__FILES_TEXT];
+    dtrain__address told;
     int local, error;
     dtrain_status status = dtrain__hub_own_address(hub, &local);
     if (status != DTRAIN_OK)
@@ -22206,10 +22230,13 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
                             dtrain__net_text(&hub->listening).text, dtrain__net_refused(error, why));
+    told = hub->listening;
+    if (dtrain__net_is_zoned(&told))
+        told.at.v6.sin6_scope_id = 0; /* a peer puts in its own */
     if (local)
         snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
-        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&hub->listening).text);
+        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&told).text);
     return DTRAIN_OK;
 }
 

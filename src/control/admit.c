@@ -182,6 +182,20 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     return handshake;
 }
 
+/* Puts this rank's own zone into the address of a peer: that of the link on which it listens, reached rank 0, or was
+ * reached by the peer. */
+static void dtrain__hub_set_zone(const dtrain__hub *hub, const dtrain__member *peer, dtrain__address *address)
+{
+    dtrain__address links[3];
+    links[0] = hub->listening;
+    links[1] = hub->reached;
+    if (peer->control.fd < 0 || dtrain__net_end(peer->control.fd, 0, &links[2]) != 0)
+        memset(&links[2], 0, sizeof links[2]);
+    for (int i = 2; dtrain__net_is_zoned(address) && i >= 0; i--)
+        if (dtrain__net_is_zoned(&links[i]))
+            address->at.v6.sin6_scope_id = links[i].at.v6.sin6_scope_id;
+}
+
 /* Finds the address at which `peer` listens for data. Returns 0 if it never listens. */
 static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
 {
@@ -191,8 +205,11 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
         return 1;
     if (member->address[0] == 0)
         return 0;
-    if (member->address[0] != ':')
-        return dtrain__net_parse(member->address, out) == DTRAIN_OK;
+    if (member->address[0] != ':') {
+        int good = dtrain__net_parse(member->address, out) == DTRAIN_OK;
+        dtrain__hub_set_zone(hub, member, out);
+        return good;
+    }
     if (hub->rank == 0 && dtrain__net_end(member->control.fd, 1, out) != 0)
         return 0;
     dtrain__net_set_port(out, atoi(member->address + 1));

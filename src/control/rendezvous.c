@@ -59,6 +59,7 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
     char why[DTRAIN__FILES_TEXT];
+    dtrain__address told;
     int local, error;
     dtrain_status status = dtrain__hub_own_address(hub, &local);
     if (status != DTRAIN_OK)
@@ -67,10 +68,13 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
     if (error != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
                             dtrain__net_text(&hub->listening).text, dtrain__net_refused(error, why));
+    told = hub->listening;
+    if (dtrain__net_is_zoned(&told))
+        told.at.v6.sin6_scope_id = 0; /* a peer puts in its own */
     if (local)
         snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
     else
-        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&hub->listening).text);
+        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&told).text);
     return DTRAIN_OK;
 }
 

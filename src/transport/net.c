@@ -103,6 +103,12 @@ static uint64_t dtrain__net_host(const dtrain__address *address)
     return IN6_IS_ADDR_V4MAPPED(&address->at.v6.sin6_addr) ? dtrain__get_le(v6 + 12, 4) : dtrain__get_le(v6, 8);
 }
 
+/* Whether an address is valid on one link alone. Its zone says which, and each host counts its links itself. */
+static int dtrain__net_is_zoned(const dtrain__address *address)
+{
+    return address->at.any.sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&address->at.v6.sin6_addr);
+}
+
 static int dtrain__net_is_unix(const dtrain__address *address)
 {
     return address->at.any.sa_family == AF_UNIX;

@@ -128,6 +128,46 @@ TEST(rank_0_leaves_out_addresses_that_its_host_does_not_have)
     in_own_network(leaves_out_what_is_elsewhere);
 }
 
+/* Two hosts on one link. Their names of it differ, and so do its numbers. */
+static void meets_on_a_link(void)
+{
+    scene s;
+    char byte, command[160];
+    int ready[2];
+    CHECK_EQ(pipe(ready), 0);
+    scene_at(&s, 3, "");
+    fflush(stdout);
+    pid_t other = fork();
+    if (other == 0) { /* host B, of ranks 1 and 2 */
+        int before = test_failures;
+        CHECK(unshare(CLONE_NEWNET) == 0 && write(ready[1], "", 1) == 1);
+        for (int i = 0; i < 500 && system("ip link show vb >/dev/null 2>&1") != 0; i++)
+            usleep(10000);
+        CHECK_EQ(system("ip link set lo up && ip link set vb up && "
+                        "ip addr add fe80::b/64 dev vb nodad"),
+                 0);
+        pid_t one = start_at(&s, 1, "[fe80::a%vb]:29500"), two = start_at(&s, 2, "[fe80::a%vb]:29500");
+        CHECK_EQ(end_of(one, 30), 0);
+        CHECK_EQ(end_of(two, 30), 0);
+        fflush(stdout);
+        _exit(test_failures != before);
+    }
+    CHECK_EQ(read(ready[0], &byte, 1), 1);
+    snprintf(command, sizeof command,
+             "ip link add va type veth peer name vb && ip link set vb netns %ld && ip link set va up && "
+             "ip addr add fe80::a/64 dev va nodad",
+             (long)other);
+    CHECK_EQ(system(command), 0);
+    pid_t root = start_at(&s, 0, "[fe80::a%va]:29500");
+    CHECK_EQ(end_of(root, 30), 0);
+    CHECK_EQ(end_of(other, 30), 0);
+}
+
+TEST(each_host_uses_its_own_zone_of_a_link)
+{
+    in_own_network(meets_on_a_link);
+}
+
 #else
 
 TEST(networks_of_their_own_need_linux)
