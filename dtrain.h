@@ -2127,7 +2127,8 @@ typedef struct dtrain_comm_desc {
  * Rank 0 listens at the root. If that is a name, it listens at all addresses of the name that its host has. The others
  * reach it there within timeout_ms, in any order. Two ranks connect to each other when they first need it. One service
  * thread looks after the connections of this group and of all groups made from it. With DTRAIN_PROGRESS_POLL there is
- * no such thread. A forked child cannot use its parent's group.
+ * no such thread. If the root is a name, each rank but rank 0 looks it up on a thread of its own. It does so again
+ * until it reaches rank 0 or timeout_ms has passed. A forked child cannot use its parent's group.
  *
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults
@@ -6607,6 +6608,12 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
     return error;
 }
 
+/* Lets a thread end by itself, instead of the join. */
+static void dtrain__os_thread_leave(dtrain__os_thread *thread)
+{
+    pthread_detach(thread->id);
+}
+
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
 {
     pthread_join(thread->id, NULL);
@@ -8612,6 +8619,12 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
     thread->handle = (HANDLE)_beginthreadex(NULL, (unsigned)stack_bytes, dtrain__os_thread_main, thread,
                                             STACK_SIZE_PARAM_IS_A_RESERVATION, NULL);
     return thread->handle != NULL ? 0 : errno;
+}
+
+/* Lets a thread end by itself, instead of the join. */
+static void dtrain__os_thread_leave(dtrain__os_thread *thread)
+{
+    CloseHandle(thread->handle);
 }
 
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
@@ -19436,6 +19449,49 @@ static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
     return status;
 }
 
+/* A look-up on a thread of its own, as the system's resolver may block for minutes. Whoever holds it last frees it: the
+ * thread, or its starter, who need not wait for it. */
+typedef struct dtrain__look_up {
+    char text[DTRAIN__ADDRESS_BYTES];
+    dtrain__address found[DTRAIN__MAX_ADDRESSES];
+    int count; /* 0: error says why */
+    dtrain__error error;
+    uint32_t done, holders;
+    dtrain__os_thread thread;
+} dtrain__look_up;
+
+static void dtrain__look_up_release(dtrain__look_up *look_up)
+{
+    if (__atomic_sub_fetch(&look_up->holders, 1u, __ATOMIC_SEQ_CST) == 0)
+        dtrain__os_free(look_up);
+}
+
+static void dtrain__look_up_body(void *argument)
+{
+    dtrain__look_up *look_up = (dtrain__look_up *)argument;
+    if (dtrain__net_look_up(look_up->text, 0, look_up->found, &look_up->count) != DTRAIN_OK)
+        look_up->error = dtrain__thread_error;
+    __atomic_store_n(&look_up->done, 1u, __ATOMIC_SEQ_CST);
+    dtrain__look_up_release(look_up);
+}
+
+/* Returns NULL if the system has no memory or thread for it. The program's allocator may end before the thread. */
+static dtrain__look_up *dtrain__look_up_start(const char *text)
+{
+    dtrain__look_up *look_up = (dtrain__look_up *)dtrain__os_alloc(sizeof *look_up, 64);
+    if (look_up == NULL)
+        return NULL;
+    memset(look_up, 0, sizeof *look_up);
+    snprintf(look_up->text, sizeof look_up->text, "%s", text);
+    look_up->holders = 2;
+    if (dtrain__os_thread_start(&look_up->thread, dtrain__look_up_body, look_up, (size_t)8 << 20) != 0) {
+        dtrain__os_free(look_up);
+        return NULL;
+    }
+    dtrain__os_thread_leave(&look_up->thread);
+    return look_up;
+}
+
 /* Gives the address of the interface `name`, or the address that `name` spells. If it can, it gives one of `family`. */
 static dtrain_status dtrain__net_interface(const char *name, int family, dtrain__address *out)
 {
@@ -20729,7 +20785,10 @@ struct dtrain__hub {
     int64_t heartbeat_ns, reconnect_ns, period_ns;
     int64_t patience_ns; /* the largest of the group's limits, for the answer of a member that may not poll */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
-    int root_count, root_turn;
+    int root_count, root_turn,
+        root_named;           /* root_turn: tries since the look-up; root_named: it may be looked up again */
+    dtrain__look_up *look_up; /* under way; NULL: none */
+    int64_t look_ns;          /* when the next may begin */
     int listeners[DTRAIN__MAX_ADDRESSES], listener_count; /* the first is at `listening` */
     dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
     int64_t complete_ns;      /* since when every answer of rank 0 is that its group is complete; 0: it is not */
@@ -22161,6 +22220,149 @@ static void dtrain__hub_accept(dtrain__hub *hub, int listener, int64_t now)
 
 #endif
 
+/* ---- >>root ----
+ * Where rank 0 is: its address, which may have to be looked up, and how ranks without a token meet instead. Ranks other
+ * than 0 look up a name on a thread of its own, until they reach rank 0. The name may not be known yet, or its address
+ * may have changed. */
+#ifndef DTRAIN__ROOT
+#define DTRAIN__ROOT
+
+/* Reports that TCP needs a token. what: the text that says why TCP would be used. */
+static dtrain_status dtrain__root_closed(dtrain__hub *hub, const char *what)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                        "comm_create: rank %d: %.300s and there is no token: set DTRAIN_TOKEN to one secret of 16 "
+                        "bytes or more on every rank, or start the ranks with dtrun, which makes one (or set "
+                        "DTRAIN_INSECURE=1, where nobody else can come)",
+                        hub->rank, what);
+}
+
+/* Returns the port of a root; 0 for a unix socket. */
+static int dtrain__root_port(const dtrain__hub *hub)
+{
+    return strncmp(hub->root, "unix:", 5) == 0 ? 0 : atoi(strrchr(hub->root, ':') + 1);
+}
+
+/* Replaces port 0 of the root by the actual port. */
+static void dtrain__root_set_port(dtrain__hub *hub, int port)
+{
+    size_t host = (size_t)(strrchr(hub->root, ':') - hub->root);
+    snprintf(hub->root + host, sizeof hub->root - host, ":%d", port);
+}
+
+/* Without a token: ranks with a root on loopback use a unix socket instead. It ends in the root's port: see
+ * dtrain__net_private. */
+static dtrain_status dtrain__root_privately(dtrain__hub *hub)
+{
+    char address[110], last[16], text[DTRAIN__ADDRESS_BYTES + 64];
+    dtrain_status status = DTRAIN_OK;
+    int port = dtrain__root_port(hub), drawn = port, taken = 1;
+    if (!dtrain__net_has(AF_UNIX)) {
+        snprintf(text, sizeof text, "%.200s is TCP, as this system has no unix sockets,", hub->root);
+        return dtrain__root_closed(hub, text);
+    }
+    for (int tries = 0; status == DTRAIN_OK && taken && tries < 100; tries++) {
+        uint16_t dice = 0;
+        if (port == 0 && dtrain__os_random(&dice, sizeof dice) == 0) /* any port that is not in use */
+            drawn = 49152 + dice % 16384;
+        snprintf(last, sizeof last, "%d", drawn);
+        status = dtrain__net_private(address, sizeof address, last);
+        if (status == DTRAIN_OK)
+            status = dtrain__net_unix_address(&hub->root_addresses[0], address + 5);
+        taken = status == DTRAIN_OK && port == 0 && dtrain__net_is_held(&hub->root_addresses[0]);
+    }
+    if (port == 0)
+        dtrain__root_set_port(hub, drawn);
+    hub->root_count = 1 + dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
+    return status;
+}
+
+/* Chooses how this rank may reach the root at the addresses that were found. */
+static dtrain_status dtrain__root_choose(dtrain__hub *hub)
+{
+    char text[DTRAIN__ADDRESS_BYTES + 64];
+    int tcp = hub->transport == DTRAIN__TRANSPORT_TCP, local = dtrain__net_is_unix(&hub->root_addresses[0]);
+    if (tcp && local)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: rank %d: the transport is tcp and the root is %.200s; give a host and port",
+                            hub->rank, hub->root);
+    if (local)
+        hub->root_count += dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
+    if (dtrain__hub_allows(hub, &hub->root_addresses[0]) && (local || hub->transport != DTRAIN__TRANSPORT_UNIX))
+        return DTRAIN_OK;
+    for (int i = 0; i < hub->root_count && !tcp; i++)
+        if (dtrain__net_is_local(&hub->root_addresses[i]))
+            return dtrain__root_privately(hub);
+    snprintf(text, sizeof text, tcp ? "the transport is tcp" : "%.200s is beyond this host", hub->root);
+    return dtrain__root_closed(hub, text);
+}
+
+/* Finds the root's addresses. A name stays to be looked up on ranks other than 0. Rank 0 waits for it: it cannot listen
+ * before. */
+static dtrain_status dtrain__root_find(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain_status status = dtrain__net_look_up(hub->root, AI_NUMERICHOST, hub->root_addresses, &hub->root_count);
+    hub->root_named = status == DTRAIN_ERR_IO && hub->rank != 0;
+    if (hub->root_named)
+        return DTRAIN_OK;
+    status = dtrain__net_look_up(hub->root, 0, hub->root_addresses, &hub->root_count);
+    if (status == DTRAIN_OK)
+        return dtrain__root_choose(hub);
+    cause = dtrain__thread_error;
+    return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
+}
+
+/* Takes the answer of the look-up. If it has none, the addresses before it stay. */
+static void dtrain__root_take(dtrain__hub *hub)
+{
+    const dtrain__look_up *look_up = hub->look_up;
+    dtrain__error cause = look_up->error;
+    if (look_up->count > 0) {
+        memcpy(hub->root_addresses, look_up->found, sizeof hub->root_addresses);
+        hub->root_count = look_up->count;
+        hub->root_turn = 0;
+        if (dtrain__root_choose(hub) != DTRAIN_OK) {
+            cause = dtrain__thread_error;
+            dtrain__seat_break(dtrain__council_seat(&hub->council, 0), &cause);
+            dtrain__hub_tell(hub);
+        }
+        hub->root_named = !dtrain__net_is_unix(&hub->root_addresses[0]);
+    } else if (hub->root_count == 0) {
+        if (strcmp(hub->root_error.text, cause.text) != 0)
+            dtrain__hub_note(hub, "rank %d tries again until its deadline: %.600s", hub->rank, cause.text);
+        hub->root_error = cause;
+    }
+    dtrain__look_up_release(hub->look_up);
+    hub->look_up = NULL;
+}
+
+/* Looks up the name, at most once a second: at first, and when no address of it has led to rank 0. */
+static void dtrain__root_step(dtrain__hub *hub, int64_t now)
+{
+    if (hub->look_up != NULL && __atomic_load_n(&hub->look_up->done, __ATOMIC_SEQ_CST))
+        dtrain__root_take(hub);
+    if (!hub->root_named || hub->formed || hub->look_up != NULL || now < hub->look_ns ||
+        hub->root_turn < hub->root_count)
+        return;
+    hub->look_ns = now + 1000000000;
+    hub->look_up = dtrain__look_up_start(hub->root);
+    if (hub->root_count == 0 && (hub->look_up == NULL || hub->root_error.text[0] == 0))
+        dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "the name cannot be looked up: %s",
+                     hub->look_up == NULL ? "the system has no memory or thread for it"
+                                          : "the system's resolver has not answered; is its name server reachable");
+}
+
+/* Returns when the look-up is due; an answer calls nobody. */
+static int64_t dtrain__root_due(const dtrain__hub *hub, int64_t now)
+{
+    if (hub->look_up != NULL)
+        return now + 10000000;
+    return hub->root_named && !hub->formed && hub->root_turn >= hub->root_count ? hub->look_ns : INT64_MAX;
+}
+
+#endif
+
 /* ---- >>rendezvous ----
  * How a group forms, and what there is to do afterwards. Rank 0 listens at the root address. Every other rank reaches
  * it, proves itself, listens on the interface that led there, and tells its own address. When all have come, rank 0
@@ -22337,7 +22539,9 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
     if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
         (!hub->formed && (world == NULL || dtrain__membership_broken(world->members))))
         return;
-    if (handshake == NULL && now >= root->call_ns) {
+    if (!hub->formed)
+        dtrain__root_step(hub, now);
+    if (handshake == NULL && hub->root_count > 0 && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
         if (handshake != NULL) {
@@ -22667,6 +22871,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 {
     int64_t due = hub->beat_ns, now = dtrain__os_now_ns(), look = hub->council.look_ns;
     due = look != 0 && look < due ? look : due;
+    look = dtrain__root_due(hub, now);
+    due = look < due ? look : due;
     *count = 0;
     dtrain__hub_watch(hub, count, hub->kick[0], POLLIN);
     for (int i = 0; i < hub->listener_count && now >= hub->accept_ns; i++)
@@ -22682,7 +22888,7 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         if (member->handshake != NULL)
             dtrain__hub_watch(hub, count, member->handshake->fd, dtrain__handshake_events(member->handshake));
         else if (hub->rank != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
-                 member->control.fd < 0 && member->call_ns < due)
+                 member->control.fd < 0 && member->call_ns < due && hub->root_count > 0)
             due = member->call_ns;
         int writes = member->out.bytes > 0 || dtrain__stream_owes(&member->control);
         if (rank == hub->rank || member->control.fd < 0 || (member->held && !writes))
@@ -22910,6 +23116,8 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
         !forked) /* no other process can listen there yet */
         dtrain__os_unlink(DTRAIN__OS_HERE, hub->listening.at.local.sun_path, 0);
     dtrain__hub_stop_listening(hub);
+    if (hub->look_up != NULL)
+        dtrain__look_up_release(hub->look_up);
     while (hub->handshakes != NULL) {
         dtrain__handshake *handshake = hub->handshakes;
         hub->handshakes = handshake->next;
@@ -23259,29 +23467,6 @@ static void dtrain__socket_leave(void *self, const char *why)
     dtrain__os_unlock(&hub->mutex);
 }
 
-/* Reports that TCP needs a token. what: the text that says why TCP would be used. */
-static dtrain_status dtrain__socket_closed(dtrain__hub *hub, const char *what)
-{
-    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                        "comm_create: rank %d: %.300s and there is no token: set DTRAIN_TOKEN to one secret of 16 "
-                        "bytes or more on every rank, or start the ranks with dtrun, which makes one (or set "
-                        "DTRAIN_INSECURE=1, where nobody else can come)",
-                        hub->rank, what);
-}
-
-/* Returns the port of a root; 0 for a unix socket. */
-static int dtrain__socket_port(const dtrain__hub *hub)
-{
-    return strncmp(hub->root, "unix:", 5) == 0 ? 0 : atoi(strrchr(hub->root, ':') + 1);
-}
-
-/* Replaces port 0 of the root by the actual port. */
-static void dtrain__socket_set_port(dtrain__hub *hub, int port)
-{
-    size_t host = (size_t)(strrchr(hub->root, ':') - hub->root);
-    snprintf(hub->root + host, sizeof hub->root - host, ":%d", port);
-}
-
 /* Uses a copy of the listening socket that the launcher left open, so that the next group can use it too. Returns 0 if
  * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
@@ -23291,7 +23476,7 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
     if (fd < 0)
         return 0;
     if (dtrain__net_end(fd, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
-        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__os_manners(fd) != 0) {
+        dtrain__net_port(&hub->listening) != dtrain__root_port(hub) || dtrain__os_manners(fd) != 0) {
         dtrain__os_hang_up(fd);
         return 0;
     }
@@ -23368,7 +23553,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
             "connect to it: make a rank that can listen rank 0, or give rank 0 an interface or address");
     if (inherited >= 0 && dtrain__socket_inherit(hub, inherited)) {
         snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
-        return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__socket_closed(hub, text);
+        return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__root_closed(hub, text);
     }
     dtrain_status status = dtrain__socket_doors(hub, 0, doors, &count);
     if (status != DTRAIN_OK)
@@ -23396,61 +23581,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
                                   "choose another address, or end that"
                                 : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
-        dtrain__socket_set_port(hub, dtrain__net_port(&hub->listening));
+        dtrain__root_set_port(hub, dtrain__net_port(&hub->listening));
     return DTRAIN_OK;
-}
-
-/* Without a token: ranks with a root on loopback use a unix socket instead. It ends in the root's port: see
- * dtrain__net_private. */
-static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
-{
-    char address[110], last[16], text[DTRAIN__ADDRESS_BYTES + 64];
-    dtrain_status status = DTRAIN_OK;
-    int port = dtrain__socket_port(hub), drawn = port, taken = 1;
-    if (!dtrain__net_has(AF_UNIX)) {
-        snprintf(text, sizeof text, "%.200s is TCP, as this system has no unix sockets,", hub->root);
-        return dtrain__socket_closed(hub, text);
-    }
-    for (int tries = 0; status == DTRAIN_OK && taken && tries < 100; tries++) {
-        uint16_t dice = 0;
-        if (port == 0 && dtrain__os_random(&dice, sizeof dice) == 0) /* any port that is not in use */
-            drawn = 49152 + dice % 16384;
-        snprintf(last, sizeof last, "%d", drawn);
-        status = dtrain__net_private(address, sizeof address, last);
-        if (status == DTRAIN_OK)
-            status = dtrain__net_unix_address(&hub->root_addresses[0], address + 5);
-        taken = status == DTRAIN_OK && port == 0 && dtrain__net_is_held(&hub->root_addresses[0]);
-    }
-    if (port == 0)
-        dtrain__socket_set_port(hub, drawn);
-    hub->root_count = 1 + dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
-    return status;
-}
-
-/* Looks up the root, and chooses how this rank may reach it. */
-static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
-{
-    dtrain__error cause;
-    char text[DTRAIN__ADDRESS_BYTES + 64];
-    dtrain_status status = dtrain__net_look_up(hub->root, 0, hub->root_addresses, &hub->root_count);
-    if (status != DTRAIN_OK) {
-        cause = dtrain__thread_error;
-        return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
-    }
-    int tcp = hub->transport == DTRAIN__TRANSPORT_TCP, local = dtrain__net_is_unix(&hub->root_addresses[0]);
-    if (tcp && local)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_create: rank %d: the transport is tcp and the root is %.200s; give a host and port",
-                            hub->rank, hub->root);
-    if (local)
-        hub->root_count += dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
-    if (dtrain__hub_allows(hub, &hub->root_addresses[0]) && (local || hub->transport != DTRAIN__TRANSPORT_UNIX))
-        return DTRAIN_OK;
-    for (int i = 0; i < hub->root_count && !tcp; i++)
-        if (dtrain__net_is_local(&hub->root_addresses[i]))
-            return dtrain__socket_privately(hub);
-    snprintf(text, sizeof text, tcp ? "the transport is tcp" : "%.200s is beyond this host", hub->root);
-    return dtrain__socket_closed(hub, text);
 }
 
 static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
@@ -23502,7 +23634,7 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
                             hub->rank, dtrain__os_error_text(error));
-    status = dtrain__socket_find_root(hub);
+    status = dtrain__root_find(hub);
     if (status == DTRAIN_OK && hub->rank == 0)
         status = dtrain__socket_listen(hub, desc->listen_fd);
     if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
@@ -23579,7 +23711,7 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
         "0 started%s?",
         hub->rank, hub->size, seconds, hub->root, hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer",
         hub->believed,
-        dtrain__socket_port(hub) > 0 && dtrain__net_is_unix(&hub->root_addresses[0])
+        dtrain__root_port(hub) > 0 && dtrain__net_is_unix(&hub->root_addresses[0])
             ? ", by this user and with the same TMPDIR (or set DTRAIN_TOKEN on every rank)"
             : ", and can it be reached from here");
 }

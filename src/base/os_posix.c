@@ -167,6 +167,12 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
     return error;
 }
 
+/* Lets a thread end by itself, instead of the join. */
+static void dtrain__os_thread_leave(dtrain__os_thread *thread)
+{
+    pthread_detach(thread->id);
+}
+
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
 {
     pthread_join(thread->id, NULL);

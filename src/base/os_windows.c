@@ -268,6 +268,12 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
     return thread->handle != NULL ? 0 : errno;
 }
 
+/* Lets a thread end by itself, instead of the join. */
+static void dtrain__os_thread_leave(dtrain__os_thread *thread)
+{
+    CloseHandle(thread->handle);
+}
+
 static void dtrain__os_thread_join(dtrain__os_thread *thread)
 {
     WaitForSingleObject(thread->handle, INFINITE);

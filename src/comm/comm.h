@@ -237,7 +237,8 @@ typedef struct dtrain_comm_desc {
  * Rank 0 listens at the root. If that is a name, it listens at all addresses of the name that its host has. The others
  * reach it there within timeout_ms, in any order. Two ranks connect to each other when they first need it. One service
  * thread looks after the connections of this group and of all groups made from it. With DTRAIN_PROGRESS_POLL there is
- * no such thread. A forked child cannot use its parent's group.
+ * no such thread. If the root is a name, each rank but rank 0 looks it up on a thread of its own. It does so again
+ * until it reaches rank 0 or timeout_ms has passed. A forked child cannot use its parent's group.
  *
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults

@@ -114,6 +114,8 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
         !forked) /* no other process can listen there yet */
         dtrain__os_unlink(DTRAIN__OS_HERE, hub->listening.at.local.sun_path, 0);
     dtrain__hub_stop_listening(hub);
+    if (hub->look_up != NULL)
+        dtrain__look_up_release(hub->look_up);
     while (hub->handshakes != NULL) {
         dtrain__handshake *handshake = hub->handshakes;
         hub->handshakes = handshake->next;

@@ -120,7 +120,10 @@ struct dtrain__hub {
     int64_t heartbeat_ns, reconnect_ns, period_ns;
     int64_t patience_ns; /* the largest of the group's limits, for the answer of a member that may not poll */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
-    int root_count, root_turn;
+    int root_count, root_turn,
+        root_named;           /* root_turn: tries since the look-up; root_named: it may be looked up again */
+    dtrain__look_up *look_up; /* under way; NULL: none */
+    int64_t look_ns;          /* when the next may begin */
     int listeners[DTRAIN__MAX_ADDRESSES], listener_count; /* the first is at `listening` */
     dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
     int64_t complete_ns;      /* since when every answer of rank 0 is that its group is complete; 0: it is not */

@@ -5,7 +5,7 @@
  * poll(), then whatever can be done at once. */
 #ifndef DTRAIN__RENDEZVOUS
 #define DTRAIN__RENDEZVOUS
-#include "admit.c"
+#include "root.c"
 
 /* Whether rank 0 listens on loopback although ranks of other hosts are expected: a host's own name often means
  * loopback, and launchers give rank 0 "localhost" for it. A token says that others are expected. Loopback in numbers is
@@ -175,7 +175,9 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
     if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
         (!hub->formed && (world == NULL || dtrain__membership_broken(world->members))))
         return;
-    if (handshake == NULL && now >= root->call_ns) {
+    if (!hub->formed)
+        dtrain__root_step(hub, now);
+    if (handshake == NULL && hub->root_count > 0 && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
         if (handshake != NULL) {
@@ -505,6 +507,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
 {
     int64_t due = hub->beat_ns, now = dtrain__os_now_ns(), look = hub->council.look_ns;
     due = look != 0 && look < due ? look : due;
+    look = dtrain__root_due(hub, now);
+    due = look < due ? look : due;
     *count = 0;
     dtrain__hub_watch(hub, count, hub->kick[0], POLLIN);
     for (int i = 0; i < hub->listener_count && now >= hub->accept_ns; i++)
@@ -520,7 +524,7 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         if (member->handshake != NULL)
             dtrain__hub_watch(hub, count, member->handshake->fd, dtrain__handshake_events(member->handshake));
         else if (hub->rank != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
-                 member->control.fd < 0 && member->call_ns < due)
+                 member->control.fd < 0 && member->call_ns < due && hub->root_count > 0)
             due = member->call_ns;
         int writes = member->out.bytes > 0 || dtrain__stream_owes(&member->control);
         if (rank == hub->rank || member->control.fd < 0 || (member->held && !writes))

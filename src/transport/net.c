@@ -317,6 +317,49 @@ static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
     return status;
 }
 
+/* A look-up on a thread of its own, as the system's resolver may block for minutes. Whoever holds it last frees it: the
+ * thread, or its starter, who need not wait for it. */
+typedef struct dtrain__look_up {
+    char text[DTRAIN__ADDRESS_BYTES];
+    dtrain__address found[DTRAIN__MAX_ADDRESSES];
+    int count; /* 0: error says why */
+    dtrain__error error;
+    uint32_t done, holders;
+    dtrain__os_thread thread;
+} dtrain__look_up;
+
+static void dtrain__look_up_release(dtrain__look_up *look_up)
+{
+    if (__atomic_sub_fetch(&look_up->holders, 1u, __ATOMIC_SEQ_CST) == 0)
+        dtrain__os_free(look_up);
+}
+
+static void dtrain__look_up_body(void *argument)
+{
+    dtrain__look_up *look_up = (dtrain__look_up *)argument;
+    if (dtrain__net_look_up(look_up->text, 0, look_up->found, &look_up->count) != DTRAIN_OK)
+        look_up->error = dtrain__thread_error;
+    __atomic_store_n(&look_up->done, 1u, __ATOMIC_SEQ_CST);
+    dtrain__look_up_release(look_up);
+}
+
+/* Returns NULL if the system has no memory or thread for it. The program's allocator may end before the thread. */
+static dtrain__look_up *dtrain__look_up_start(const char *text)
+{
+    dtrain__look_up *look_up = (dtrain__look_up *)dtrain__os_alloc(sizeof *look_up, 64);
+    if (look_up == NULL)
+        return NULL;
+    memset(look_up, 0, sizeof *look_up);
+    snprintf(look_up->text, sizeof look_up->text, "%s", text);
+    look_up->holders = 2;
+    if (dtrain__os_thread_start(&look_up->thread, dtrain__look_up_body, look_up, (size_t)8 << 20) != 0) {
+        dtrain__os_free(look_up);
+        return NULL;
+    }
+    dtrain__os_thread_leave(&look_up->thread);
+    return look_up;
+}
+
 /* Gives the address of the interface `name`, or the address that `name` spells. If it can, it gives one of `family`. */
 static dtrain_status dtrain__net_interface(const char *name, int family, dtrain__address *out)
 {

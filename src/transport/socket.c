@@ -248,29 +248,6 @@ static void dtrain__socket_leave(void *self, const char *why)
     dtrain__os_unlock(&hub->mutex);
 }
 
-/* Reports that TCP needs a token. what: the text that says why TCP would be used. */
-static dtrain_status dtrain__socket_closed(dtrain__hub *hub, const char *what)
-{
-    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                        "comm_create: rank %d: %.300s and there is no token: set DTRAIN_TOKEN to one secret of 16 "
-                        "bytes or more on every rank, or start the ranks with dtrun, which makes one (or set "
-                        "DTRAIN_INSECURE=1, where nobody else can come)",
-                        hub->rank, what);
-}
-
-/* Returns the port of a root; 0 for a unix socket. */
-static int dtrain__socket_port(const dtrain__hub *hub)
-{
-    return strncmp(hub->root, "unix:", 5) == 0 ? 0 : atoi(strrchr(hub->root, ':') + 1);
-}
-
-/* Replaces port 0 of the root by the actual port. */
-static void dtrain__socket_set_port(dtrain__hub *hub, int port)
-{
-    size_t host = (size_t)(strrchr(hub->root, ':') - hub->root);
-    snprintf(hub->root + host, sizeof hub->root - host, ":%d", port);
-}
-
 /* Uses a copy of the listening socket that the launcher left open, so that the next group can use it too. Returns 0 if
  * the descriptor is not such a socket, or no longer. */
 static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
@@ -280,7 +257,7 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
     if (fd < 0)
         return 0;
     if (dtrain__net_end(fd, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
-        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__os_manners(fd) != 0) {
+        dtrain__net_port(&hub->listening) != dtrain__root_port(hub) || dtrain__os_manners(fd) != 0) {
         dtrain__os_hang_up(fd);
         return 0;
     }
@@ -357,7 +334,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
             "connect to it: make a rank that can listen rank 0, or give rank 0 an interface or address");
     if (inherited >= 0 && dtrain__socket_inherit(hub, inherited)) {
         snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
-        return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__socket_closed(hub, text);
+        return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__root_closed(hub, text);
     }
     dtrain_status status = dtrain__socket_doors(hub, 0, doors, &count);
     if (status != DTRAIN_OK)
@@ -385,61 +362,8 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
                                   "choose another address, or end that"
                                 : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
-        dtrain__socket_set_port(hub, dtrain__net_port(&hub->listening));
+        dtrain__root_set_port(hub, dtrain__net_port(&hub->listening));
     return DTRAIN_OK;
-}
-
-/* Without a token: ranks with a root on loopback use a unix socket instead. It ends in the root's port: see
- * dtrain__net_private. */
-static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
-{
-    char address[110], last[16], text[DTRAIN__ADDRESS_BYTES + 64];
-    dtrain_status status = DTRAIN_OK;
-    int port = dtrain__socket_port(hub), drawn = port, taken = 1;
-    if (!dtrain__net_has(AF_UNIX)) {
-        snprintf(text, sizeof text, "%.200s is TCP, as this system has no unix sockets,", hub->root);
-        return dtrain__socket_closed(hub, text);
-    }
-    for (int tries = 0; status == DTRAIN_OK && taken && tries < 100; tries++) {
-        uint16_t dice = 0;
-        if (port == 0 && dtrain__os_random(&dice, sizeof dice) == 0) /* any port that is not in use */
-            drawn = 49152 + dice % 16384;
-        snprintf(last, sizeof last, "%d", drawn);
-        status = dtrain__net_private(address, sizeof address, last);
-        if (status == DTRAIN_OK)
-            status = dtrain__net_unix_address(&hub->root_addresses[0], address + 5);
-        taken = status == DTRAIN_OK && port == 0 && dtrain__net_is_held(&hub->root_addresses[0]);
-    }
-    if (port == 0)
-        dtrain__socket_set_port(hub, drawn);
-    hub->root_count = 1 + dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
-    return status;
-}
-
-/* Looks up the root, and chooses how this rank may reach it. */
-static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
-{
-    dtrain__error cause;
-    char text[DTRAIN__ADDRESS_BYTES + 64];
-    dtrain_status status = dtrain__net_look_up(hub->root, 0, hub->root_addresses, &hub->root_count);
-    if (status != DTRAIN_OK) {
-        cause = dtrain__thread_error;
-        return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
-    }
-    int tcp = hub->transport == DTRAIN__TRANSPORT_TCP, local = dtrain__net_is_unix(&hub->root_addresses[0]);
-    if (tcp && local)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_create: rank %d: the transport is tcp and the root is %.200s; give a host and port",
-                            hub->rank, hub->root);
-    if (local)
-        hub->root_count += dtrain__net_private_path(&hub->root_addresses[0], &hub->root_addresses[1]);
-    if (dtrain__hub_allows(hub, &hub->root_addresses[0]) && (local || hub->transport != DTRAIN__TRANSPORT_UNIX))
-        return DTRAIN_OK;
-    for (int i = 0; i < hub->root_count && !tcp; i++)
-        if (dtrain__net_is_local(&hub->root_addresses[i]))
-            return dtrain__socket_privately(hub);
-    snprintf(text, sizeof text, tcp ? "the transport is tcp" : "%.200s is beyond this host", hub->root);
-    return dtrain__socket_closed(hub, text);
 }
 
 static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
@@ -491,7 +415,7 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
                             hub->rank, dtrain__os_error_text(error));
-    status = dtrain__socket_find_root(hub);
+    status = dtrain__root_find(hub);
     if (status == DTRAIN_OK && hub->rank == 0)
         status = dtrain__socket_listen(hub, desc->listen_fd);
     if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
@@ -568,7 +492,7 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
         "0 started%s?",
         hub->rank, hub->size, seconds, hub->root, hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer",
         hub->believed,
-        dtrain__socket_port(hub) > 0 && dtrain__net_is_unix(&hub->root_addresses[0])
+        dtrain__root_port(hub) > 0 && dtrain__net_is_unix(&hub->root_addresses[0])
             ? ", by this user and with the same TMPDIR (or set DTRAIN_TOKEN on every rank)"
             : ", and can it be reached from here");
 }

@@ -168,6 +168,62 @@ TEST(each_host_uses_its_own_zone_of_a_link)
     in_own_network(meets_on_a_link);
 }
 
+/* A name that is not known yet, then leads elsewhere, then to rank 0. */
+static void meets_once_the_name_is_known(void)
+{
+    scene s;
+    dtrain_set_log(quiet, NULL);
+    scene_at(&s, 2, "");
+    pid_t one = start_at(&s, 1, "master:29500");
+    usleep(300000);
+    hosts("10.77.9.3 master\n");
+    usleep(1500000);
+    pid_t root = start_at(&s, 0, "10.77.9.1:29500");
+    hosts("10.77.9.1 master\n");
+    CHECK_EQ(end_of(one, 30), 0);
+    CHECK_EQ(end_of(root, 30), 0);
+}
+
+TEST(a_name_is_looked_up_again_until_it_leads_to_rank_0)
+{
+    in_own_network(meets_once_the_name_is_known);
+}
+
+/* The name server takes questions and answers none: the system waits 30 s for it. */
+static void waits_for_no_name_server(void)
+{
+    scene s;
+    dtrain_comm *world = NULL;
+    struct sockaddr_in server;
+    int fd = socket(AF_INET, SOCK_DGRAM, 0), ready;
+    double began = now_s();
+    memset(&server, 0, sizeof server);
+    server.sin_family = AF_INET;
+    server.sin_port = htons(53);
+    server.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK_EQ(bind(fd, (struct sockaddr *)&server, sizeof server), 0);
+    scene_at(&s, 2, "master.example:29500");
+    s.desc.timeout_ms = 500;
+    dtrain_comm_desc desc = scene_desc(&s, 1);
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_TIMEOUT);
+    CHECK_CONTAINS(dtrain_last_error(), "the system's resolver has not answered");
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    desc.timeout_ms = 60000;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    for (int frame = 0; frame < 10; frame++) {
+        CHECK_EQ(dtrain_comm_poll(world, 1000), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_ready(world, &ready), DTRAIN_OK);
+    }
+    dtrain_comm_destroy(world);
+    CHECK(now_s() - began < 15);
+    close(fd);
+}
+
+TEST(a_look_up_that_hangs_delays_neither_the_deadline_nor_a_frame)
+{
+    in_own_network(waits_for_no_name_server);
+}
+
 #else
 
 TEST(networks_of_their_own_need_linux)
