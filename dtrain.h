@@ -248,6 +248,8 @@
  *     DTRAIN_MPI              the part for MPI as well, see >>from_mpi; DTRAIN_MPI_HEADER="<mpi.h>" compiles it against
  *                             that file
  *     DTRAIN_NO_SOCKETS, ...  leave parts out, see PARTS
+ *     DTRAIN_DECLARATIONS_ONLY   for a file that links with no implementation, such as one that loads the library at
+ *                             run time: the linker does not compare versions
  *
  * PACKAGES: install the library, or make it part of your build, instead of copying this file. Then no file of yours
  * defines DTRAIN_IMPLEMENTATION.
@@ -518,6 +520,7 @@
  * OTHER LANGUAGES: load the shared library of `make install`. This header declares only functions, enums and structs
  * without bit fields, which most languages can call. You need none of its macros:
  *
+ *     DTRAIN_DECLARATIONS_ONLY   Define it where a tool reads this header: it leaves out one pointer for the linker.
  *     DTRAIN_CHECK       Compare the status with 0. The text of the error is dtrain_last_error().
  *     constants          Use their values: DTRAIN_MAX_DIMS is 8. Enums are ints. Count on from the last value given.
  *     versions           Compare dtrain_version() / 100 with the version that your structs were written for.
@@ -734,6 +737,9 @@
  *   minor   sources compile as they are, but compile them again: structs may have new fields
  *   major   sources may need changes; while major is 0, a new minor may too
  *
+ * The linker refuses a file whose header has another major or minor than the implementation has. It names
+ * dtrain__all_files_need_dtrain_h_ and the version that the file needs: compile all files with one dtrain.h.
+ *
  * What ranks send to each other and what files hold have versions of their own, which their readers check. */
 #define DTRAIN_VERSION_MAJOR 0
 #define DTRAIN_VERSION_MINOR 1
@@ -764,6 +770,21 @@ extern "C" {
  *
  * any thread */
 DTRAIN_API int dtrain_version(void);
+
+/* Ties every file that includes this header to an implementation of the same major and minor version, whose structs are
+ * the same. The implementation defines a function that has the version in its name. Other files keep its address, one
+ * pointer each, which nothing reads. Microsoft's linker compares the text of the pragma. */
+#define DTRAIN__TIE_NAME(major, minor) dtrain__all_files_need_dtrain_h_##major##_##minor
+#define DTRAIN__TIE_EXPANDED(major, minor) DTRAIN__TIE_NAME(major, minor)
+#define DTRAIN__TIE DTRAIN__TIE_EXPANDED(DTRAIN_VERSION_MAJOR, DTRAIN_VERSION_MINOR)
+DTRAIN_API void DTRAIN__TIE(void);
+#if defined(_MSC_VER)
+#define DTRAIN__TIE_TEXT_OF(name) #name
+#define DTRAIN__TIE_TEXT(name) DTRAIN__TIE_TEXT_OF(name)
+#pragma detect_mismatch("dtrain.h", DTRAIN__TIE_TEXT(DTRAIN__TIE))
+#elif defined(__GNUC__) && !defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN_DECLARATIONS_ONLY)
+__attribute__((__used__)) static void (*const dtrain__tie)(void) = DTRAIN__TIE;
+#endif
 
 /* The result of every call that can fail. There are few codes, one for each thing that a caller can do about an error.
  * No two enums share a constant except 0, so the library detects swapped arguments. */
@@ -6286,6 +6307,10 @@ DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *form
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     return dtrain__fail(NULL, status, "%s", text);
+}
+
+DTRAIN_API void DTRAIN__TIE(void)
+{
 }
 
 DTRAIN_API int dtrain_version(void)

@@ -231,6 +231,7 @@
  * OTHER LANGUAGES: load the shared library of `make install`. This header declares only functions, enums and structs
  * without bit fields, which most languages can call. You need none of its macros:
  *
+ *     DTRAIN_DECLARATIONS_ONLY   Define it where a tool reads this header: it leaves out one pointer for the linker.
  *     DTRAIN_CHECK       Compare the status with 0. The text of the error is dtrain_last_error().
  *     constants          Use their values: DTRAIN_MAX_DIMS is 8. Enums are ints. Count on from the last value given.
  *     versions           Compare dtrain_version() / 100 with the version that your structs were written for.

@@ -248,6 +248,8 @@
  *     DTRAIN_MPI              the part for MPI as well, see >>from_mpi; DTRAIN_MPI_HEADER="<mpi.h>" compiles it against
  *                             that file
  *     DTRAIN_NO_SOCKETS, ...  leave parts out, see PARTS
+ *     DTRAIN_DECLARATIONS_ONLY   for a file that links with no implementation, such as one that loads the library at
+ *                             run time: the linker does not compare versions
  *
  * PACKAGES: install the library, or make it part of your build, instead of copying this file. Then no file of yours
  * defines DTRAIN_IMPLEMENTATION.

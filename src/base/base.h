@@ -162,6 +162,9 @@
  *   minor   sources compile as they are, but compile them again: structs may have new fields
  *   major   sources may need changes; while major is 0, a new minor may too
  *
+ * The linker refuses a file whose header has another major or minor than the implementation has. It names
+ * dtrain__all_files_need_dtrain_h_ and the version that the file needs: compile all files with one dtrain.h.
+ *
  * What ranks send to each other and what files hold have versions of their own, which their readers check. */
 #define DTRAIN_VERSION_MAJOR 0
 #define DTRAIN_VERSION_MINOR 1
@@ -192,6 +195,21 @@ extern "C" {
  *
  * any thread */
 DTRAIN_API int dtrain_version(void);
+
+/* Ties every file that includes this header to an implementation of the same major and minor version, whose structs are
+ * the same. The implementation defines a function that has the version in its name. Other files keep its address, one
+ * pointer each, which nothing reads. Microsoft's linker compares the text of the pragma. */
+#define DTRAIN__TIE_NAME(major, minor) dtrain__all_files_need_dtrain_h_##major##_##minor
+#define DTRAIN__TIE_EXPANDED(major, minor) DTRAIN__TIE_NAME(major, minor)
+#define DTRAIN__TIE DTRAIN__TIE_EXPANDED(DTRAIN_VERSION_MAJOR, DTRAIN_VERSION_MINOR)
+DTRAIN_API void DTRAIN__TIE(void);
+#if defined(_MSC_VER)
+#define DTRAIN__TIE_TEXT_OF(name) #name
+#define DTRAIN__TIE_TEXT(name) DTRAIN__TIE_TEXT_OF(name)
+#pragma detect_mismatch("dtrain.h", DTRAIN__TIE_TEXT(DTRAIN__TIE))
+#elif defined(__GNUC__) && !defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN_DECLARATIONS_ONLY)
+__attribute__((__used__)) static void (*const dtrain__tie)(void) = DTRAIN__TIE;
+#endif
 
 /* The result of every call that can fail. There are few codes, one for each thing that a caller can do about an error.
  * No two enums share a constant except 0, so the library detects swapped arguments. */

@@ -226,6 +226,10 @@ DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *form
     return dtrain__fail(NULL, status, "%s", text);
 }
 
+DTRAIN_API void DTRAIN__TIE(void)
+{
+}
+
 DTRAIN_API int dtrain_version(void)
 {
     return DTRAIN_VERSION;
