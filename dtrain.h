@@ -102,7 +102,8 @@
  *     DTRAIN_CHECK(dtrain_recv_async(world, &before, 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
  *     DTRAIN_CHECK(dtrain_send_async(world, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
  *
- * A FRAME LOOP: no call blocks and dtrain starts no thread. Set desc.progress = DTRAIN_PROGRESS_POLL.
+ * A FRAME LOOP: no call blocks, and only log lines and traces start a thread. Set desc.progress =
+ * DTRAIN_PROGRESS_POLL.
  *
  *     DTRAIN_CHECK(dtrain_comm_create_async(&world, &desc));
  *     ...                                              each frame, until ready is 1
@@ -2004,7 +2005,7 @@ typedef enum dtrain_algorithm {
 /* Who drives async work, and the connections between processes. */
 typedef enum dtrain_progress {
     DTRAIN_PROGRESS_THREAD = 0, /* a service thread; threads of one process start it with their first async call */
-    DTRAIN_PROGRESS_POLL = 301  /* dtrain_comm_poll, and every call that waits; no thread is started */
+    DTRAIN_PROGRESS_POLL = 301  /* dtrain_comm_poll, and every call that waits; threads: for logs and traces alone */
 } dtrain_progress;
 
 /* How to make a group. Zero the whole struct, then set what differs: zero means the default.
@@ -7389,7 +7390,9 @@ static int dtrain__os_allocate(int fd, size_t bytes)
     sigfillset(&all);
     for (size_t at = 0; at < bytes && error == 0; at += piece) {
         pthread_sigmask(SIG_SETMASK, &all, &old);
-        error = posix_fallocate(fd, (off_t)at, (off_t)(bytes - at < piece ? bytes - at : piece));
+        do /* a stopped process cannot block the signal that did it */
+            error = posix_fallocate(fd, (off_t)at, (off_t)(bytes - at < piece ? bytes - at : piece));
+        while (error == EINTR);
         pthread_sigmask(SIG_SETMASK, &old, NULL);
     }
     return error;
@@ -7920,6 +7923,7 @@ static int dtrain__os_socket_error(void)
 #define DTRAIN__OS_OWNED ((int)1 << 16) /* descriptors from here on are not in the table */
 
 static uint32_t dtrain__os_owned[DTRAIN__OS_OWNED / 32], dtrain__os_owns; /* owns: a fork looks at the table */
+static __thread int dtrain__os_orphaned; /* this thread of a forked child frees what its parent had */
 
 /* In a forked child. */
 static void dtrain__os_disown(void)
@@ -7944,12 +7948,20 @@ static int dtrain__os_own(int fd)
     return fd;
 }
 
-/* Closes a socket or pipe. In a forked child that has been done, and the number may now be another file's. */
+/* Closes a socket or pipe. In a forked child those of its parent are closed, and their numbers may be others' now. */
 static void dtrain__os_hang_up(int fd)
 {
     uint32_t bit = (uint32_t)1 << fd % 32;
+    if (fd < DTRAIN__OS_OWNED && dtrain__os_orphaned)
+        return;
     if (fd >= DTRAIN__OS_OWNED || (__atomic_fetch_and(&dtrain__os_owned[fd / 32], ~bit, __ATOMIC_SEQ_CST) & bit) != 0)
         close(fd);
+}
+
+/* Between on 1 and on 0 this thread frees objects of the process that has forked this one. */
+static void dtrain__os_orphan(int on)
+{
+    dtrain__os_orphaned = on;
 }
 
 static void dtrain__os_end_sending(int fd)
@@ -8211,6 +8223,7 @@ static int dtrain__os_inherit(int fd)
     socklen_t bytes = sizeof listens;
     if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens)
         return -1;
+    dtrain__os_own(fd); /* a forked child closes the launcher's, too */
     return dtrain__os_own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
 }
 
@@ -9396,6 +9409,11 @@ static void dtrain__os_end_sending(int fd)
     shutdown((SOCKET)fd, SD_SEND);
 }
 
+static void dtrain__os_orphan(int on)
+{
+    (void)on; /* no process is forked */
+}
+
 static int dtrain__os_unconfirmed(int fd)
 {
     (void)fd;
@@ -9820,6 +9838,7 @@ typedef struct dtrain__log_line {
 
 typedef struct dtrain__log_state {
     dtrain_log_fn calling; /* what the thread has called now; NULL: nothing */
+    uint64_t calls;        /* the number of that call */
     long process;          /* the process of the thread; a forked child starts with nothing */
     dtrain__os_thread thread;
     int started;                 /* the thread must be joined */
@@ -9864,6 +9883,7 @@ static void dtrain__log_lock(void)
         log->calling = NULL;
         log->started = 0;
         log->running = log->late = 0;
+        dtrain__log_inside = 0;
         log->put = log->written = log->lost = 0;
         __atomic_store_n(&log->process, self, __ATOMIC_RELEASE);
     }
@@ -9878,6 +9898,7 @@ static void dtrain__log_give(const dtrain__log_line *line)
     dtrain__log_state *log = &dtrain__log_now;
     dtrain_log_fn call = log->calling = dtrain__log_call;
     void *user = dtrain__log_user;
+    log->calls++;
     dtrain__os_unlock(&dtrain__log_mutex);
     if (call != NULL)
         call(user, line->level, line->text);
@@ -10003,7 +10024,8 @@ DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
     dtrain__log_lock();
     dtrain__log_call = log;
     dtrain__log_user = user;
-    while (now->calling != NULL && now->calling != dtrain__log_stderr && !dtrain__log_inside) {
+    uint64_t last = now->calls;
+    while (now->calls == last && now->calling != NULL && now->calling != dtrain__log_stderr && !dtrain__log_inside) {
         dtrain__os_unlock(&dtrain__log_mutex); /* the callback may use `user` of before */
         dtrain__os_sleep(1000000);
         dtrain__os_lock(&dtrain__log_mutex);
@@ -16395,7 +16417,8 @@ static const char *const dtrain__store_names[] = {"store_set", "store_get", "sto
 
 /* A call to the world's store, which keeps byte strings by name. */
 typedef struct dtrain__store_call {
-    int what; /* DTRAIN__STORE_SET ... */
+    struct dtrain__store_call *next; /* of its seat */
+    int what;                        /* DTRAIN__STORE_SET ... */
     const char *key;
     void *value; /* capacity bytes; for a SET the value itself, which is only read */
     size_t capacity, *bytes;
@@ -16625,7 +16648,7 @@ typedef struct dtrain__seat {
     uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
     uint64_t calls;       /* collectives that this end has ended when it leaves */
     int forked;           /* the seat of a forked child: touches nothing that the parent still uses */
-    dtrain__store_call *asks[2]; /* its calls that wait for the store: the program's, the library's own */
+    dtrain__store_call *asks; /* its calls that wait for the store: one of the program's, and the library's own */
 } dtrain__seat;
 
 struct dtrain__council {
@@ -17054,14 +17077,12 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {
-    const dtrain__seat *seat = council->seats;
-    int own = (group & DTRAIN__STORE_OWN) != 0;
-    group &= ~DTRAIN__STORE_OWN;
-    while (seat != NULL && (seat->id != group || seat->asks[own] == NULL || seat->asks[own]->id != id))
-        seat = seat->next;
-    if (seat == NULL)
-        return; /* the call has given up */
-    dtrain__store_call *call = seat->asks[own];
+    dtrain__store_call *call = NULL;
+    for (const dtrain__seat *seat = council->seats; seat != NULL && call == NULL; seat = seat->next)
+        for (call = seat->id == (group & ~DTRAIN__STORE_OWN) ? seat->asks : NULL; call != NULL && call->id != id;)
+            call = call->next;
+    if (call == NULL)
+        return; /* it has given up */
     call->status = status;
     if (status != DTRAIN_OK)
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
@@ -17183,6 +17204,15 @@ static int dtrain__council_take_answer(dtrain__council *council, int from, dtrai
     return 1;
 }
 
+/* Takes a call off its seat. */
+static void dtrain__council_unask(dtrain__seat *seat, const dtrain__store_call *call)
+{
+    dtrain__store_call **at = &seat->asks;
+    while (*at != call)
+        at = &(*at)->next;
+    *at = call->next;
+}
+
 /* Begins a store call: sends the request, or serves it on rank 0. */
 static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call *call)
 {
@@ -17197,7 +17227,8 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     asker.key_bytes = strlen(call->key);
     snprintf(asker.key, sizeof asker.key, "%s", call->key);
     call->answered = 0;
-    seat->asks[call->own] = call;
+    call->next = seat->asks;
+    seat->asks = call;
     if (council->rank == 0) {
         dtrain__council_serve(council, &asker, call->what, call->value, bytes);
         return DTRAIN_OK;
@@ -17210,7 +17241,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
         council->gone(council->self, 0) != DTRAIN__PRESENT) /* then the wait for the answer returns the error */
         return DTRAIN_OK;
-    seat->asks[call->own] = NULL;
+    dtrain__council_unask(seat, call);
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
                         "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read requests",
                         dtrain__store_names[call->what], seat->rank, call->key);
@@ -17243,7 +17274,7 @@ static int dtrain__council_ended(dtrain__seat *seat, const dtrain__store_call *c
                                name, rank, call->key);
     else
         return 0;
-    seat->asks[call->own] = NULL;
+    dtrain__council_unask(seat, call);
     return 1;
 }
 
@@ -17899,7 +17930,10 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
         dtrain__seat_lock(seat, 0);
         if (ended || late)
             return ended;
-        council->wait(seat, turn, deadline_ns, seen);
+        if (call != NULL && call->own)
+            dtrain__os_sleep(1000000); /* the wake-ups of the group are its program's */
+        else
+            council->wait(seat, turn, deadline_ns, seen);
         late = dtrain__os_now_ns() >= deadline_ns;
     }
 }
@@ -22515,8 +22549,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
-/* How long a complete group at the root may take to end: it may be of the run before. */
-#define DTRAIN__COMPLETE_NS 5000000000
+#define DTRAIN__COMPLETE_NS 5000000000 /* that a complete group at the root may take to end: perhaps the run before's \
+                                        */
+#define DTRAIN__GIVEN_UP_NS \
+    60000000000 /* that a group which has lost this rank may take: it is in the middle of a step */
 
 /* A try to reach rank 0 has failed. Only a no that rank 0 has proved ends anything: anybody may answer at its address,
  * and bytes may be changed on the way. A group that is not this one may be about to end. */
@@ -22525,15 +22561,16 @@ static void dtrain__hub_root_refuses(dtrain__hub *hub, const dtrain__handshake *
     dtrain__error cause = handshake->error;
     int passing = cause.status == DTRAIN_ERR_PEER_LOST || cause.status == DTRAIN_ERR_ABORTED;
     int proved = handshake->verdict != DTRAIN_OK, complete = proved && passing && !hub->formed;
+    int64_t limit_ns = handshake->verdict == DTRAIN_ERR_PEER_LOST ? DTRAIN__GIVEN_UP_NS : DTRAIN__COMPLETE_NS;
     hub->complete_ns = !complete ? 0 : hub->complete_ns != 0 ? hub->complete_ns : now;
     if (hub->formed && handshake->verdict == DTRAIN_ERR_PEER_LOST)
         dtrain__hub_given_up(hub, cause.text);
     else if (hub->formed && proved)
         dtrain__hub_lost(hub, 0, cause.text);
-    else if (complete && now - hub->complete_ns >= DTRAIN__COMPLETE_NS)
+    else if (complete && now - hub->complete_ns >= limit_ns)
         dtrain__membership_because(&cause, DTRAIN_ERR_MISMATCH,
                                    "%.300s; it has said so for %d s; or this process says a rank that another one has",
-                                   handshake->error.text, (int)(DTRAIN__COMPLETE_NS / 1000000000));
+                                   handshake->error.text, (int)(limit_ns / 1000000000));
     else if (!proved && !passing && strcmp(hub->root_error.text, cause.text) != 0)
         dtrain__hub_note(hub, "rank %d tries again until its deadline: %.600s", hub->rank, cause.text);
     if (!hub->formed && proved && (!passing || cause.status == DTRAIN_ERR_MISMATCH))
@@ -22755,7 +22792,7 @@ static void dtrain__hub_step_unanswered(dtrain__channel *channel)
     for (int i = 0; channel->lanes != NULL && hub->heartbeat_ns > 0 && i < channel->seat.size * hub->connections; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         if (dtrain__lane_open(lane, 1) && lane->stream.shm.page == NULL &&
-            dtrain__os_unanswered_ms(lane->stream.fd) > hub->heartbeat_ns / 1000000)
+            dtrain__os_unanswered_ms(lane->stream.fd) > hub->heartbeat_ns / 1000000 + 1000) /* idle, one a second */
             dtrain__hub_unanswered(channel, i / hub->connections, lane);
     }
 }
@@ -31634,7 +31671,8 @@ DTRAIN__FAST_END
 
 /* ---- >>create ----
  * Makes and destroys groups: a world of one, the ranks of one process, and those of several processes. Destroying
- * cancels pending work and tells whoever needs this rank. It waits for a peer only where dtrain_comm_destroy says so. */
+ * cancels pending work and tells whoever needs this rank. It waits for a peer only where dtrain_comm_destroy says so.
+ */
 #ifndef DTRAIN__CREATE
 #define DTRAIN__CREATE
 
@@ -31932,7 +31970,9 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__create_free(comm); /* the transport owns its allocator */
+    dtrain__os_orphan(forked);
     transport.destroy(transport.self);
+    dtrain__os_orphan(0);
     dtrain__thread_error = kept;
 }
 
@@ -33731,8 +33771,8 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
                                       size_t *bytes)
 {
     size_t length = key != NULL ? strlen(key) : 0;
-    dtrain__store_call call = {what, key, value, capacity,  bytes, comm != NULL ? &comm->error : NULL,
-                               0,    0,   0,     DTRAIN_OK, ""};
+    dtrain__store_call call = {NULL, what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
+                               0,    0,    0,   DTRAIN_OK, ""};
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
@@ -33760,7 +33800,7 @@ static int dtrain__store_own(dtrain_comm *comm, int what, const char *key, void 
                              int64_t span_ns)
 {
     dtrain__error ignored, before = dtrain__thread_error;
-    dtrain__store_call call = {what, key, value, capacity, bytes, &ignored, 1, 0, 0, DTRAIN_OK, ""};
+    dtrain__store_call call = {NULL, what, key, value, capacity, bytes, &ignored, 1, 0, 0, DTRAIN_OK, ""};
     if (!comm->plane->in_process && comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return 0;
     dtrain_status status = dtrain__seat_store(comm->seat, &call, dtrain__os_now_ns() + span_ns);
@@ -59150,8 +59190,7 @@ static int dtrain__save_see_mark(void *user, const char *name)
     return 0;
 }
 
-#define DTRAIN__SAVE_TOLD 50000000    /* ns between looks at the store */
-#define DTRAIN__SAVE_TELL 10000000000 /* ns that telling it may take */
+#define DTRAIN__SAVE_ANSWER 200000000 /* ns that the store may take to answer */
 
 static void dtrain__save_key(char key[64], const dtrain__index_save_id *id)
 {
@@ -59165,7 +59204,7 @@ static int dtrain__save_told(dtrain_checkpoint *ckpt, char *why)
     size_t bytes = DTRAIN_STORE_ABSENT;
     dtrain__save_key(key, dtrain__save_current(ckpt));
     if (ckpt->ranks == 1 ||
-        !dtrain__store_own(ckpt->comm, DTRAIN__STORE_GET, key, value, sizeof value, &bytes, DTRAIN__SAVE_TELL) ||
+        !dtrain__store_own(ckpt->comm, DTRAIN__STORE_GET, key, value, sizeof value, &bytes, DTRAIN__SAVE_ANSWER) ||
         bytes == DTRAIN_STORE_ABSENT || bytes < 4 || bytes >= sizeof value)
         return -1;
     memcpy(why, value + 4, bytes - 4);
@@ -59238,21 +59277,23 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
     dtrain__save_marks marks = {ckpt, 0, -1, 0};
     int64_t span = dtrain__os_ms_to_ns(for_index ? 2 * ckpt->timeout_ms : ckpt->timeout_ms);
     int64_t until = dtrain__os_now_ns() + span, pause = 500000, longest = 20000000 + (int64_t)ckpt->ranks * 1000000;
-    int64_t left_until = INT64_MAX, ask_ns = 0;
+    int64_t left_until = INT64_MAX, ask_ns = dtrain__os_now_ns() + longest;
     char why[DTRAIN__SAVE_WHY] = "";
     memset(ckpt->seen, 0, (size_t)ckpt->ranks);
     for (;;) {
-        int before = marks.count, left = dtrain__save_left(ckpt, for_index);
+        int before = marks.count, left = dtrain__save_left(ckpt, for_index), told = -1;
+        if (dtrain__os_now_ns() >= ask_ns) { /* before the list, which may then be the last */
+            told = dtrain__save_told(ckpt, why);
+            ask_ns = dtrain__os_now_ns() + 2 * longest;
+        }
         int error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
         if (error != 0 && error != EINTR)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
                                 (unsigned long long)ckpt->part.index.facts.step, dtrain__os_error_text(error));
-        if (marks.failed >= 0)
+        if (told >= 0)
+            marks.failed = told;
+        else if (marks.failed >= 0)
             dtrain__save_read_why(ckpt, directory, marks.failed, why);
-        else if (dtrain__os_now_ns() >= ask_ns) {
-            marks.failed = dtrain__save_told(ckpt, why);
-            ask_ns = dtrain__os_now_ns() + DTRAIN__SAVE_TOLD;
-        }
         if (marks.failed >= 0)
             return dtrain__save_failed(ckpt, marks.failed, why);
         if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
@@ -59286,7 +59327,7 @@ static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, con
     dtrain__save_key(key, id);
     dtrain__put_le(value, (uint64_t)ckpt->rank, 4);
     memcpy(value + 4, kept.text, bytes);
-    dtrain__store_own(ckpt->comm, DTRAIN__STORE_SET, key, value, 4 + bytes, NULL, DTRAIN__SAVE_TELL);
+    dtrain__store_own(ckpt->comm, DTRAIN__STORE_SET, key, value, 4 + bytes, NULL, 0); /* needs no answer */
     dtrain__part_name(name, ckpt->rank, id, "failed");
     dtrain__part_step_name(directory, step);
     if (ckpt->refused == 0 && dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {

@@ -102,7 +102,8 @@
  *     DTRAIN_CHECK(dtrain_recv_async(world, &before, 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
  *     DTRAIN_CHECK(dtrain_send_async(world, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
  *
- * A FRAME LOOP: no call blocks and dtrain starts no thread. Set desc.progress = DTRAIN_PROGRESS_POLL.
+ * A FRAME LOOP: no call blocks, and only log lines and traces start a thread. Set desc.progress =
+ * DTRAIN_PROGRESS_POLL.
  *
  *     DTRAIN_CHECK(dtrain_comm_create_async(&world, &desc));
  *     ...                                              each frame, until ready is 1

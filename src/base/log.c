@@ -21,6 +21,7 @@ typedef struct dtrain__log_line {
 
 typedef struct dtrain__log_state {
     dtrain_log_fn calling; /* what the thread has called now; NULL: nothing */
+    uint64_t calls;        /* the number of that call */
     long process;          /* the process of the thread; a forked child starts with nothing */
     dtrain__os_thread thread;
     int started;                 /* the thread must be joined */
@@ -65,6 +66,7 @@ static void dtrain__log_lock(void)
         log->calling = NULL;
         log->started = 0;
         log->running = log->late = 0;
+        dtrain__log_inside = 0;
         log->put = log->written = log->lost = 0;
         __atomic_store_n(&log->process, self, __ATOMIC_RELEASE);
     }
@@ -79,6 +81,7 @@ static void dtrain__log_give(const dtrain__log_line *line)
     dtrain__log_state *log = &dtrain__log_now;
     dtrain_log_fn call = log->calling = dtrain__log_call;
     void *user = dtrain__log_user;
+    log->calls++;
     dtrain__os_unlock(&dtrain__log_mutex);
     if (call != NULL)
         call(user, line->level, line->text);
@@ -204,7 +207,8 @@ DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
     dtrain__log_lock();
     dtrain__log_call = log;
     dtrain__log_user = user;
-    while (now->calling != NULL && now->calling != dtrain__log_stderr && !dtrain__log_inside) {
+    uint64_t last = now->calls;
+    while (now->calls == last && now->calling != NULL && now->calling != dtrain__log_stderr && !dtrain__log_inside) {
         dtrain__os_unlock(&dtrain__log_mutex); /* the callback may use `user` of before */
         dtrain__os_sleep(1000000);
         dtrain__os_lock(&dtrain__log_mutex);

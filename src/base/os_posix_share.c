@@ -50,7 +50,9 @@ static int dtrain__os_allocate(int fd, size_t bytes)
     sigfillset(&all);
     for (size_t at = 0; at < bytes && error == 0; at += piece) {
         pthread_sigmask(SIG_SETMASK, &all, &old);
-        error = posix_fallocate(fd, (off_t)at, (off_t)(bytes - at < piece ? bytes - at : piece));
+        do /* a stopped process cannot block the signal that did it */
+            error = posix_fallocate(fd, (off_t)at, (off_t)(bytes - at < piece ? bytes - at : piece));
+        while (error == EINTR);
         pthread_sigmask(SIG_SETMASK, &old, NULL);
     }
     return error;

@@ -31,6 +31,7 @@ static int dtrain__os_socket_error(void)
 #define DTRAIN__OS_OWNED ((int)1 << 16) /* descriptors from here on are not in the table */
 
 static uint32_t dtrain__os_owned[DTRAIN__OS_OWNED / 32], dtrain__os_owns; /* owns: a fork looks at the table */
+static __thread int dtrain__os_orphaned; /* this thread of a forked child frees what its parent had */
 
 /* In a forked child. */
 static void dtrain__os_disown(void)
@@ -55,12 +56,20 @@ static int dtrain__os_own(int fd)
     return fd;
 }
 
-/* Closes a socket or pipe. In a forked child that has been done, and the number may now be another file's. */
+/* Closes a socket or pipe. In a forked child those of its parent are closed, and their numbers may be others' now. */
 static void dtrain__os_hang_up(int fd)
 {
     uint32_t bit = (uint32_t)1 << fd % 32;
+    if (fd < DTRAIN__OS_OWNED && dtrain__os_orphaned)
+        return;
     if (fd >= DTRAIN__OS_OWNED || (__atomic_fetch_and(&dtrain__os_owned[fd / 32], ~bit, __ATOMIC_SEQ_CST) & bit) != 0)
         close(fd);
+}
+
+/* Between on 1 and on 0 this thread frees objects of the process that has forked this one. */
+static void dtrain__os_orphan(int on)
+{
+    dtrain__os_orphaned = on;
 }
 
 static void dtrain__os_end_sending(int fd)
@@ -322,6 +331,7 @@ static int dtrain__os_inherit(int fd)
     socklen_t bytes = sizeof listens;
     if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens)
         return -1;
+    dtrain__os_own(fd); /* a forked child closes the launcher's, too */
     return dtrain__os_own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
 }
 

@@ -35,6 +35,11 @@ static void dtrain__os_end_sending(int fd)
     shutdown((SOCKET)fd, SD_SEND);
 }
 
+static void dtrain__os_orphan(int on)
+{
+    (void)on; /* no process is forked */
+}
+
 static int dtrain__os_unconfirmed(int fd)
 {
     (void)fd;

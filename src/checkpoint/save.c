@@ -295,8 +295,7 @@ static int dtrain__save_see_mark(void *user, const char *name)
     return 0;
 }
 
-#define DTRAIN__SAVE_TOLD 50000000    /* ns between looks at the store */
-#define DTRAIN__SAVE_TELL 10000000000 /* ns that telling it may take */
+#define DTRAIN__SAVE_ANSWER 200000000 /* ns that the store may take to answer */
 
 static void dtrain__save_key(char key[64], const dtrain__index_save_id *id)
 {
@@ -310,7 +309,7 @@ static int dtrain__save_told(dtrain_checkpoint *ckpt, char *why)
     size_t bytes = DTRAIN_STORE_ABSENT;
     dtrain__save_key(key, dtrain__save_current(ckpt));
     if (ckpt->ranks == 1 ||
-        !dtrain__store_own(ckpt->comm, DTRAIN__STORE_GET, key, value, sizeof value, &bytes, DTRAIN__SAVE_TELL) ||
+        !dtrain__store_own(ckpt->comm, DTRAIN__STORE_GET, key, value, sizeof value, &bytes, DTRAIN__SAVE_ANSWER) ||
         bytes == DTRAIN_STORE_ABSENT || bytes < 4 || bytes >= sizeof value)
         return -1;
     memcpy(why, value + 4, bytes - 4);
@@ -383,21 +382,23 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
     dtrain__save_marks marks = {ckpt, 0, -1, 0};
     int64_t span = dtrain__os_ms_to_ns(for_index ? 2 * ckpt->timeout_ms : ckpt->timeout_ms);
     int64_t until = dtrain__os_now_ns() + span, pause = 500000, longest = 20000000 + (int64_t)ckpt->ranks * 1000000;
-    int64_t left_until = INT64_MAX, ask_ns = 0;
+    int64_t left_until = INT64_MAX, ask_ns = dtrain__os_now_ns() + longest;
     char why[DTRAIN__SAVE_WHY] = "";
     memset(ckpt->seen, 0, (size_t)ckpt->ranks);
     for (;;) {
-        int before = marks.count, left = dtrain__save_left(ckpt, for_index);
+        int before = marks.count, left = dtrain__save_left(ckpt, for_index), told = -1;
+        if (dtrain__os_now_ns() >= ask_ns) { /* before the list, which may then be the last */
+            told = dtrain__save_told(ckpt, why);
+            ask_ns = dtrain__os_now_ns() + 2 * longest;
+        }
         int error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
         if (error != 0 && error != EINTR)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
                                 (unsigned long long)ckpt->part.index.facts.step, dtrain__os_error_text(error));
-        if (marks.failed >= 0)
+        if (told >= 0)
+            marks.failed = told;
+        else if (marks.failed >= 0)
             dtrain__save_read_why(ckpt, directory, marks.failed, why);
-        else if (dtrain__os_now_ns() >= ask_ns) {
-            marks.failed = dtrain__save_told(ckpt, why);
-            ask_ns = dtrain__os_now_ns() + DTRAIN__SAVE_TOLD;
-        }
         if (marks.failed >= 0)
             return dtrain__save_failed(ckpt, marks.failed, why);
         if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
@@ -431,7 +432,7 @@ static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, con
     dtrain__save_key(key, id);
     dtrain__put_le(value, (uint64_t)ckpt->rank, 4);
     memcpy(value + 4, kept.text, bytes);
-    dtrain__store_own(ckpt->comm, DTRAIN__STORE_SET, key, value, 4 + bytes, NULL, DTRAIN__SAVE_TELL);
+    dtrain__store_own(ckpt->comm, DTRAIN__STORE_SET, key, value, 4 + bytes, NULL, 0); /* needs no answer */
     dtrain__part_name(name, ckpt->rank, id, "failed");
     dtrain__part_step_name(directory, step);
     if (ckpt->refused == 0 && dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {

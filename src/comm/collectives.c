@@ -354,8 +354,8 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
                                       size_t *bytes)
 {
     size_t length = key != NULL ? strlen(key) : 0;
-    dtrain__store_call call = {what, key, value, capacity,  bytes, comm != NULL ? &comm->error : NULL,
-                               0,    0,   0,     DTRAIN_OK, ""};
+    dtrain__store_call call = {NULL, what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
+                               0,    0,    0,   DTRAIN_OK, ""};
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
@@ -383,7 +383,7 @@ static int dtrain__store_own(dtrain_comm *comm, int what, const char *key, void 
                              int64_t span_ns)
 {
     dtrain__error ignored, before = dtrain__thread_error;
-    dtrain__store_call call = {what, key, value, capacity, bytes, &ignored, 1, 0, 0, DTRAIN_OK, ""};
+    dtrain__store_call call = {NULL, what, key, value, capacity, bytes, &ignored, 1, 0, 0, DTRAIN_OK, ""};
     if (!comm->plane->in_process && comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return 0;
     dtrain_status status = dtrain__seat_store(comm->seat, &call, dtrain__os_now_ns() + span_ns);

@@ -93,7 +93,7 @@ typedef enum dtrain_algorithm {
 /* Who drives async work, and the connections between processes. */
 typedef enum dtrain_progress {
     DTRAIN_PROGRESS_THREAD = 0, /* a service thread; threads of one process start it with their first async call */
-    DTRAIN_PROGRESS_POLL = 301  /* dtrain_comm_poll, and every call that waits; no thread is started */
+    DTRAIN_PROGRESS_POLL = 301  /* dtrain_comm_poll, and every call that waits; threads: for logs and traces alone */
 } dtrain_progress;
 
 /* How to make a group. Zero the whole struct, then set what differs: zero means the default.

@@ -1,6 +1,7 @@
 /* ---- >>create ----
  * Makes and destroys groups: a world of one, the ranks of one process, and those of several processes. Destroying
- * cancels pending work and tells whoever needs this rank. It waits for a peer only where dtrain_comm_destroy says so. */
+ * cancels pending work and tells whoever needs this rank. It waits for a peer only where dtrain_comm_destroy says so.
+ */
 #ifndef DTRAIN__CREATE
 #define DTRAIN__CREATE
 #include "../base/log.c"
@@ -304,7 +305,9 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__create_free(comm); /* the transport owns its allocator */
+    dtrain__os_orphan(forked);
     transport.destroy(transport.self);
+    dtrain__os_orphan(0);
     dtrain__thread_error = kept;
 }
 

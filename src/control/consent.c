@@ -649,7 +649,10 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
         dtrain__seat_lock(seat, 0);
         if (ended || late)
             return ended;
-        council->wait(seat, turn, deadline_ns, seen);
+        if (call != NULL && call->own)
+            dtrain__os_sleep(1000000); /* the wake-ups of the group are its program's */
+        else
+            council->wait(seat, turn, deadline_ns, seen);
         late = dtrain__os_now_ns() >= deadline_ns;
     }
 }

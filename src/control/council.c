@@ -78,7 +78,7 @@ typedef struct dtrain__seat {
     uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
     uint64_t calls;       /* collectives that this end has ended when it leaves */
     int forked;           /* the seat of a forked child: touches nothing that the parent still uses */
-    dtrain__store_call *asks[2]; /* its calls that wait for the store: the program's, the library's own */
+    dtrain__store_call *asks; /* its calls that wait for the store: one of the program's, and the library's own */
 } dtrain__seat;
 
 struct dtrain__council {
@@ -507,14 +507,12 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {
-    const dtrain__seat *seat = council->seats;
-    int own = (group & DTRAIN__STORE_OWN) != 0;
-    group &= ~DTRAIN__STORE_OWN;
-    while (seat != NULL && (seat->id != group || seat->asks[own] == NULL || seat->asks[own]->id != id))
-        seat = seat->next;
-    if (seat == NULL)
-        return; /* the call has given up */
-    dtrain__store_call *call = seat->asks[own];
+    dtrain__store_call *call = NULL;
+    for (const dtrain__seat *seat = council->seats; seat != NULL && call == NULL; seat = seat->next)
+        for (call = seat->id == (group & ~DTRAIN__STORE_OWN) ? seat->asks : NULL; call != NULL && call->id != id;)
+            call = call->next;
+    if (call == NULL)
+        return; /* it has given up */
     call->status = status;
     if (status != DTRAIN_OK)
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
@@ -636,6 +634,15 @@ static int dtrain__council_take_answer(dtrain__council *council, int from, dtrai
     return 1;
 }
 
+/* Takes a call off its seat. */
+static void dtrain__council_unask(dtrain__seat *seat, const dtrain__store_call *call)
+{
+    dtrain__store_call **at = &seat->asks;
+    while (*at != call)
+        at = &(*at)->next;
+    *at = call->next;
+}
+
 /* Begins a store call: sends the request, or serves it on rank 0. */
 static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call *call)
 {
@@ -650,7 +657,8 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     asker.key_bytes = strlen(call->key);
     snprintf(asker.key, sizeof asker.key, "%s", call->key);
     call->answered = 0;
-    seat->asks[call->own] = call;
+    call->next = seat->asks;
+    seat->asks = call;
     if (council->rank == 0) {
         dtrain__council_serve(council, &asker, call->what, call->value, bytes);
         return DTRAIN_OK;
@@ -663,7 +671,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
         council->gone(council->self, 0) != DTRAIN__PRESENT) /* then the wait for the answer returns the error */
         return DTRAIN_OK;
-    seat->asks[call->own] = NULL;
+    dtrain__council_unask(seat, call);
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
                         "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read requests",
                         dtrain__store_names[call->what], seat->rank, call->key);
@@ -696,7 +704,7 @@ static int dtrain__council_ended(dtrain__seat *seat, const dtrain__store_call *c
                                name, rank, call->key);
     else
         return 0;
-    seat->asks[call->own] = NULL;
+    dtrain__council_unask(seat, call);
     return 1;
 }
 

@@ -160,7 +160,8 @@ static const char *const dtrain__store_names[] = {"store_set", "store_get", "sto
 
 /* A call to the world's store, which keeps byte strings by name. */
 typedef struct dtrain__store_call {
-    int what; /* DTRAIN__STORE_SET ... */
+    struct dtrain__store_call *next; /* of its seat */
+    int what;                        /* DTRAIN__STORE_SET ... */
     const char *key;
     void *value; /* capacity bytes; for a SET the value itself, which is only read */
     size_t capacity, *bytes;

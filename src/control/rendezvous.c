@@ -126,8 +126,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
-/* How long a complete group at the root may take to end: it may be of the run before. */
-#define DTRAIN__COMPLETE_NS 5000000000
+#define DTRAIN__COMPLETE_NS 5000000000 /* that a complete group at the root may take to end: perhaps the run before's \
+                                        */
+#define DTRAIN__GIVEN_UP_NS \
+    60000000000 /* that a group which has lost this rank may take: it is in the middle of a step */
 
 /* A try to reach rank 0 has failed. Only a no that rank 0 has proved ends anything: anybody may answer at its address,
  * and bytes may be changed on the way. A group that is not this one may be about to end. */
@@ -136,15 +138,16 @@ static void dtrain__hub_root_refuses(dtrain__hub *hub, const dtrain__handshake *
     dtrain__error cause = handshake->error;
     int passing = cause.status == DTRAIN_ERR_PEER_LOST || cause.status == DTRAIN_ERR_ABORTED;
     int proved = handshake->verdict != DTRAIN_OK, complete = proved && passing && !hub->formed;
+    int64_t limit_ns = handshake->verdict == DTRAIN_ERR_PEER_LOST ? DTRAIN__GIVEN_UP_NS : DTRAIN__COMPLETE_NS;
     hub->complete_ns = !complete ? 0 : hub->complete_ns != 0 ? hub->complete_ns : now;
     if (hub->formed && handshake->verdict == DTRAIN_ERR_PEER_LOST)
         dtrain__hub_given_up(hub, cause.text);
     else if (hub->formed && proved)
         dtrain__hub_lost(hub, 0, cause.text);
-    else if (complete && now - hub->complete_ns >= DTRAIN__COMPLETE_NS)
+    else if (complete && now - hub->complete_ns >= limit_ns)
         dtrain__membership_because(&cause, DTRAIN_ERR_MISMATCH,
                                    "%.300s; it has said so for %d s; or this process says a rank that another one has",
-                                   handshake->error.text, (int)(DTRAIN__COMPLETE_NS / 1000000000));
+                                   handshake->error.text, (int)(limit_ns / 1000000000));
     else if (!proved && !passing && strcmp(hub->root_error.text, cause.text) != 0)
         dtrain__hub_note(hub, "rank %d tries again until its deadline: %.600s", hub->rank, cause.text);
     if (!hub->formed && proved && (!passing || cause.status == DTRAIN_ERR_MISMATCH))
@@ -366,7 +369,7 @@ static void dtrain__hub_step_unanswered(dtrain__channel *channel)
     for (int i = 0; channel->lanes != NULL && hub->heartbeat_ns > 0 && i < channel->seat.size * hub->connections; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         if (dtrain__lane_open(lane, 1) && lane->stream.shm.page == NULL &&
-            dtrain__os_unanswered_ms(lane->stream.fd) > hub->heartbeat_ns / 1000000)
+            dtrain__os_unanswered_ms(lane->stream.fd) > hub->heartbeat_ns / 1000000 + 1000) /* idle, one a second */
             dtrain__hub_unanswered(channel, i / hub->connections, lane);
     }
 }
