@@ -256,11 +256,10 @@ static void dtrain__os_keep_alive(int fd, int seconds)
 static int64_t dtrain__os_unanswered_ms(int fd)
 {
 #if defined(__linux__) && defined(TCP_INFO)
-    struct tcp_info info;
+    uint32_t info[15] = {0}; /* the first of struct tcp_info in linux/tcp.h, which not every C library shows */
     socklen_t bytes = sizeof info;
-    memset(&info, 0, sizeof info);
-    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0 && info.tcpi_retransmits > 0)
-        return (int64_t)info.tcpi_last_ack_recv;
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &bytes) == 0 && ((const unsigned char *)info)[2] > 0)
+        return (int64_t)info[14]; /* tcpi_retransmits, tcpi_last_ack_recv */
 #else
     (void)fd;
 #endif

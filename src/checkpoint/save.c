@@ -303,11 +303,11 @@ static void dtrain__save_key(char key[64], const dtrain__index_save_id *id)
 }
 
 /* Looks in the store for a rank that has failed; -1: none. why has DTRAIN__SAVE_WHY bytes. */
-static int dtrain__save_told(dtrain_checkpoint *ckpt, char *why)
+static int dtrain__save_told(dtrain_checkpoint *ckpt, const dtrain__index_save_id *id, char *why)
 {
     char key[64], value[4 + DTRAIN__SAVE_WHY];
     size_t bytes = DTRAIN_STORE_ABSENT;
-    dtrain__save_key(key, dtrain__save_current(ckpt));
+    dtrain__save_key(key, id);
     if (ckpt->ranks == 1 ||
         !dtrain__store_own(ckpt->comm, DTRAIN__STORE_GET, key, value, sizeof value, &bytes, DTRAIN__SAVE_ANSWER) ||
         bytes == DTRAIN_STORE_ABSENT || bytes < 4 || bytes >= sizeof value)
@@ -388,7 +388,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
     for (;;) {
         int before = marks.count, left = dtrain__save_left(ckpt, for_index), told = -1;
         if (dtrain__os_now_ns() >= ask_ns) { /* before the list, which may then be the last */
-            told = dtrain__save_told(ckpt, why);
+            told = dtrain__save_told(ckpt, dtrain__save_current(ckpt), why);
             ask_ns = dtrain__os_now_ns() + 2 * longest;
         }
         int error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
@@ -422,7 +422,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
 static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, const dtrain__index_save_id *id)
 {
     dtrain__error kept = dtrain__thread_error;
-    char name[DTRAIN__PART_NAME], directory[32], key[64];
+    char name[DTRAIN__PART_NAME], directory[32], key[64], why[DTRAIN__SAVE_WHY];
     unsigned char value[4 + DTRAIN__SAVE_WHY];
     size_t bytes = strlen(kept.text);
     int fd = -1;
@@ -432,7 +432,8 @@ static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, con
     dtrain__save_key(key, id);
     dtrain__put_le(value, (uint64_t)ckpt->rank, 4);
     memcpy(value + 4, kept.text, bytes);
-    dtrain__store_own(ckpt->comm, DTRAIN__STORE_SET, key, value, 4 + bytes, NULL, 0); /* needs no answer */
+    if (ckpt->rank != 0 || dtrain__save_told(ckpt, id, why) < 0) /* else rank 0 has failed because that rank has */
+        dtrain__store_own(ckpt->comm, DTRAIN__STORE_SET, key, value, 4 + bytes, NULL, 0); /* needs no answer */
     dtrain__part_name(name, ckpt->rank, id, "failed");
     dtrain__part_step_name(directory, step);
     if (ckpt->refused == 0 && dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {

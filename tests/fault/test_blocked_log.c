@@ -219,3 +219,41 @@ TEST(the_trace_of_a_failure_on_a_file_system_that_hangs_holds_nobody)
     rmdir(prefix);
 }
 #endif
+
+static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+static int through;
+
+static void takes_long(void *user, dtrain_log_level level, const char *text)
+{
+    (void)user;
+    (void)level;
+    (void)text;
+    usleep(200000);
+}
+
+static void takes_the_gate(void *user, dtrain_log_level level, const char *text)
+{
+    (void)user;
+    (void)level;
+    (void)text;
+    pthread_mutex_lock(&gate);
+    through++;
+    pthread_mutex_unlock(&gate);
+}
+
+TEST(setting_the_log_waits_for_the_old_callback_alone)
+{
+    fflush(NULL);
+    pid_t pid = fork();
+    if (pid == 0) {
+        dtrain_set_log(takes_long, NULL);
+        for (int i = 0; i < 10; i++) /* they take longer than this call waits for late lines */
+            dtrain__log(DTRAIN_LOG_WARN, "line %d", i);
+        pthread_mutex_lock(&gate);
+        dtrain_set_log(takes_the_gate, NULL);
+        pthread_mutex_unlock(&gate);
+        dtrain_set_log(NULL, NULL);
+        _exit(through > 0 ? 0 : 1);
+    }
+    CHECK_EQ(end_of(pid, 20), 0);
+}

@@ -362,6 +362,46 @@ TEST(a_rank_whose_disk_takes_no_mark_tells_the_others_by_a_message)
     }
 }
 
+/* Rank 1 has saved twice before rank 0 begins, so it asks the store for both. */
+static int saves_two_at_once(dtrain_comm *world, scene *s)
+{
+    dtrain_checkpoint *ckpts[2] = {NULL, NULL};
+    dtrain_checkpoint_state state;
+    memset(&state, 0, sizeof state);
+    state.step = 1;
+    for (int i = 0; i < 2; i++) {
+        dtrain_checkpoint_desc desc;
+        char directory[300];
+        memset(&desc, 0, sizeof desc);
+        snprintf(directory, sizeof directory, "%s/%d", (const char *)s->user, i);
+        desc.directory = directory;
+        CHECK_EQ(dtrain_checkpoint_create(&ckpts[i], world, &desc), DTRAIN_OK);
+    }
+    if (dtrain_comm_rank(world) == 0)
+        usleep(500000);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(dtrain_checkpoint_save_async(ckpts[i], &state), DTRAIN_OK);
+    double begin = now_s();
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(dtrain_checkpoint_wait(ckpts[i]), DTRAIN_OK);
+    CHECK_WITHIN(now_s() - begin, 4);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    for (int i = 0; i < 2; i++)
+        dtrain_checkpoint_destroy(ckpts[i]);
+    return 0;
+}
+
+TEST(two_that_save_at_once_on_one_group_do_not_hold_each_other_up)
+{
+    scene s;
+    char directory[200];
+    scene_begin(&s, 2, 0);
+    snprintf(directory, sizeof directory, "%s", fresh("two"));
+    CHECK_EQ(mkdir(directory, 0700), 0);
+    s.user = directory;
+    run_ranks(&s, saves_two_at_once);
+}
+
 static int failures_before; /* of the process that forks */
 
 /* Saves until it fails, in a process of its own; its exit says what was wrong. */

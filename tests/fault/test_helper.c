@@ -134,6 +134,36 @@ TEST(a_child_that_destroys_its_copy_closes_no_file_of_its_own)
         run_ranks(&s, opens_files);
     }
 }
+
+/* In the child those numbers are also free for the sockets of a group of its own. */
+static int makes_a_group_in_a_child(dtrain_comm *world, scene *s)
+{
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    pid_t child = fork();
+    if (child == 0) {
+        dtrain_comm *own = NULL;
+        dtrain_comm_desc desc = scene_desc(s, dtrain_comm_rank(world));
+        char root[100];
+        snprintf(root, sizeof root, "unix:%s/children", scene_directory);
+        desc.root = root;
+        CHECK_EQ(dtrain_comm_create(&own, &desc), DTRAIN_OK);
+        CHECK_EQ(dtrain_barrier(own), DTRAIN_OK);
+        dtrain_comm_destroy(world);
+        dtrain_status status = dtrain_barrier(own);
+        dtrain_comm_destroy(own);
+        _exit(status != DTRAIN_OK);
+    }
+    CHECK_EQ(end_of(child, 10), 0);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+TEST(a_child_that_destroys_its_copy_keeps_a_group_of_its_own)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    run_ranks(&s, makes_a_group_in_a_child);
+}
 #else
 TEST(without_fork_there_are_no_helpers)
 {
