@@ -540,7 +540,7 @@
  *                     ("no_decay", I), ("frozen", I), ("tied", I), ("data", P), ("grad", P), ("part", P),
  *                     ("device", P), ("dense", I)]
  *     class Pieces(C.Structure):
- *         _fields_ = [("pieces", P), ("count", S), ("name", TEXT), ("copies", I), ("copy", I), ("private", P * 4)]
+ *         _fields_ = [("pieces", P), ("count", S), ("name", TEXT), ("copies", I), ("copy", I), ("private", P * 5)]
  *     class State(C.Structure):
  *         _fields_ = [("step", U64), ("lists", C.POINTER(Pieces)), ("list_count", S), ("seed", U64),
  *                     ("random_index", U64), ("values", P), ("value_count", S)]
