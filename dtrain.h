@@ -3303,15 +3303,15 @@ typedef struct dtrain_compressed_stats {
  *
  *     4 ranks, 40 steps, 20 Mbit/s and 2 ms a link
  *     compressor            KiB a step  seconds  faster      loss  val_loss
- *     dense                      802.5    28.92     1.0    3.2737    3.4557
- *     bf16                       401.2    15.29     1.9    3.2718    3.4519
- *     int8                       203.8     8.79     3.3    3.2722    3.4527
- *     fp8                        203.8     8.82     3.3    3.2665    3.4445
- *     sign                        25.9     2.65    10.9    3.6707    3.9370
- *     topk:0.1                   200.8     8.46     3.4    3.2089    3.3929
- *     topk:0.01                   20.8     2.32    12.5    3.0543    3.2211
- *     topk:0.01:nofeedback        20.4     2.29    12.6    3.3425    3.5362
- *     powersgd:4                  76.5    12.54     2.3    3.2358    3.4254
+ *     dense                      802.5    15.31     1.0    3.1890    3.3510
+ *     bf16                       401.2     9.70     1.6    3.1890    3.3510
+ *     int8                       203.8     6.29     2.4    3.1890    3.3510
+ *     fp8                        203.8     6.50     2.4    3.1895    3.3514
+ *     sign                        25.9     3.53     4.3    3.6322    3.6706
+ *     topk:0.1                   200.8     6.22     2.5    3.2518    3.3846
+ *     topk:0.01                   20.7     3.08     5.0    3.3824    3.5073
+ *     topk:0.01:nofeedback        20.4     2.95     5.2    3.2969    3.4364
+ *     powersgd:4                  76.5     8.43     1.8    3.1901    3.3508
  *
  * WHAT IT COSTS IN A LONGER RUN: how far the loss of train_gpt is from that with float32, after 300 steps on 4 ranks.
  * For AdamW it is the held-out loss, measured with tools/loss_table. For SGD it is the loss of the last step of

@@ -4,7 +4,8 @@
  * build/slow_link --mbit 20 --latency-ms 2 --ranks 4 --steps 40
  *
  * Ranks are threads over a transport of this program. All that a rank sends leaves it at --mbit, and arrives
- * --latency-ms later. So you can try robots on Wi-Fi, or hosts behind a tunnel, on one machine.
+ * --latency-ms later. So you can try robots on Wi-Fi, or hosts behind a tunnel, on one machine. dtrain.h shows what it
+ * prints, at >>compress.
  */
 #define main train_gpt_main
 #include "train_gpt.c"
@@ -239,18 +240,3 @@ int main(int argc, char **argv)
     free(job.text);
     return bad;
 }
-
-/* What it prints on two busy cores:
- *
- * 4 ranks, 40 steps, 20 Mbit/s and 2 ms a link
- * compressor            KiB a step  seconds  faster      loss  val_loss
- * dense                      802.5    34.52     1.0    3.3868    3.3254
- * bf16                       401.2    17.61     2.0    3.3867    3.3253
- * int8                       203.8    12.68     2.7    3.3839    3.3220
- * fp8                        203.8    12.84     2.7    3.3823    3.3202
- * sign                        25.9     7.25     4.8    3.5888    3.5730
- * topk:0.1                   200.8    14.34     2.4    3.3282    3.2609
- * topk:0.01                   20.8     6.61     5.2    3.1942    3.1129
- * topk:0.01:nofeedback        20.4     4.75     7.3    3.4510    3.4129
- * powersgd:4                  76.5    14.66     2.4    3.3912    3.3366
- */
