@@ -81,7 +81,7 @@ static void begin(world *w, int role)
     dtrain__hub_convene(hub);
     hub->members = w->members;
     hub->heartbeat_ns = 1000000000;
-    hub->listener = hub->kick[0] = hub->kick[1] = -1;
+    hub->kick[0] = hub->kick[1] = -1;
     hub->listening.at.any.sa_family = AF_UNIX;
     hub->suspect = -1;
     for (int rank = 0; rank < SIZE; rank++) {
@@ -169,10 +169,10 @@ static void hear(world *w, int from, int kind, const uint8_t *data, size_t bytes
         dtrain__put_le(member->in.data + at - sizeof head, fits, 4);
     }
     if (!dtrain__hub_frames(&w->hub, from))
-        dtrain__hub_lost(&w->hub, from, 0, "it sent a malformed control message");
+        dtrain__hub_lost(&w->hub, from, "it sent a malformed control message");
     for (int rank = 0; rank < SIZE; rank++) /* what waited for another leader */
         if (w->members[rank].in.bytes > 0 && !w->members[rank].held && !dtrain__hub_frames(&w->hub, rank))
-            dtrain__hub_lost(&w->hub, rank, 0, "it sent a malformed control message");
+            dtrain__hub_lost(&w->hub, rank, "it sent a malformed control message");
     must(member->out.bytes <= DTRAIN__QUEUE_MOST + DTRAIN__FRAME_BYTES);
 }
 
