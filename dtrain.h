@@ -2159,7 +2159,7 @@ typedef struct dtrain_comm_desc {
  *            DTRAIN_ERR_MISMATCH  another world size, wire version, byte order or fingerprint; a rank taken twice; a
  *                                 complete group at the root that does not end within 5 s
  *            DTRAIN_ERR_TIMEOUT   the text says who came, who did not, and which variables were used
- *            DTRAIN_ERR_IO        the system refused a socket or a thread, or does not know a host name
+ *            DTRAIN_ERR_IO        the system refused a socket or a thread; on rank 0, it does not know a host name
  *
  * any thread; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc);
