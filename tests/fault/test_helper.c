@@ -146,9 +146,11 @@ static int makes_a_group_in_a_child(dtrain_comm *world, scene *s)
         char root[100];
         snprintf(root, sizeof root, "unix:%s/children", scene_directory);
         desc.root = root;
+        desc.transport = "unix"; /* memory that is shared would carry the barrier */
         CHECK_EQ(dtrain_comm_create(&own, &desc), DTRAIN_OK);
         CHECK_EQ(dtrain_barrier(own), DTRAIN_OK);
         dtrain_comm_destroy(world);
+        scene_meet(2);
         dtrain_status status = dtrain_barrier(own);
         dtrain_comm_destroy(own);
         _exit(status != DTRAIN_OK);
