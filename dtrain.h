@@ -6438,6 +6438,7 @@ typedef enum dtrain__os_kind {
 
 typedef struct dtrain__os_facts {
     dtrain__os_kind kind;
+    int removed;        /* it is open, and has no name any more */
     int open_to_others; /* than its owner, for reading or writing; 0 where the system does not say */
     uint64_t bytes;
     int64_t changed_s; /* when it changed last, since 1970 */
@@ -7710,6 +7711,7 @@ static void dtrain__os_tell(const struct stat *status, dtrain__os_facts *facts)
                   : S_ISDIR(status->st_mode) ? DTRAIN__OS_IS_DIRECTORY
                   : S_ISLNK(status->st_mode) ? DTRAIN__OS_IS_LINK
                                              : DTRAIN__OS_IS_OTHER;
+    facts->removed = status->st_nlink == 0;
     facts->open_to_others = (status->st_mode & 077) != 0;
     facts->bytes = (uint64_t)status->st_size;
     facts->changed_s = (int64_t)status->st_mtime;
@@ -13568,6 +13570,21 @@ static DTRAIN__NOINLINE void dtrain__file_close(int fd)
         dtrain__file_sys_close(fd);
 }
 
+/* Returns whether a name is there, a link to nothing too. */
+static int dtrain__file_is_there(int directory, const char *name)
+{
+    dtrain__os_facts there;
+    return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
+}
+
+/* Says why a name could not be opened. */
+static const char *dtrain__file_why(int directory, const char *name, int error)
+{
+    return error == ENOENT && dtrain__file_is_there(directory, name)
+               ? "it is a link, and the file that it leads to is missing: fetch that file again, or remove the link"
+               : dtrain__os_error_text(error);
+}
+
 /* Opens a directory; the name "." opens that of the descriptor again. */
 static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
 {
@@ -13575,7 +13592,7 @@ static dtrain_status dtrain__file_open_directory(int *fd, int directory, const c
     if (*fd >= 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name,
-                        dtrain__os_error_text(errno));
+                        dtrain__file_why(directory, name, errno));
 }
 
 /* Gives the size of an open file. The file must be a regular one. */
@@ -13599,7 +13616,7 @@ static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, 
     *fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ);
     if (*fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name,
-                            dtrain__os_error_text(errno));
+                            dtrain__file_why(directory, name, errno));
     dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
     if (status != DTRAIN_OK) {
         dtrain__file_close(*fd);
@@ -15724,14 +15741,6 @@ static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *mode
     return status;
 }
 
-/* Returns whether a directory has a file, or a link to one. */
-static int dtrain__huggingface_has(int directory, const char *name)
-{
-    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ), there = fd >= 0 || errno != ENOENT;
-    dtrain__file_close(fd);
-    return there;
-}
-
 static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *model, const char *path,
                                                    const dtrain_safetensors_desc *desc)
 {
@@ -15739,9 +15748,9 @@ static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *mod
     size_t length = strlen(path);
     dtrain_status status;
     int directory = dtrain__file_sys_open(DTRAIN__FILE_HERE, path, DTRAIN__OS_DIRECTORY);
-    if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_FILE))
+    if (directory >= 0 && dtrain__file_is_there(directory, DTRAIN__HUGGINGFACE_FILE))
         status = dtrain__huggingface_open_one(model, directory, DTRAIN__HUGGINGFACE_FILE, desc);
-    else if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX))
+    else if (directory >= 0 && dtrain__file_is_there(directory, DTRAIN__HUGGINGFACE_INDEX))
         status = dtrain__huggingface_open_index(model, directory, DTRAIN__HUGGINGFACE_INDEX, desc);
     else if (directory >= 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\" has neither %s nor %s, expected one of them",
@@ -26454,7 +26463,7 @@ DTRAIN__FAST_END
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__RECORDS 256
-#define DTRAIN__TRACE_PATH_BYTES 1024
+#define DTRAIN__TRACE_PATH_BYTES DTRAIN__OS_PATH_BYTES
 #define DTRAIN__TRACE_TEXT_BYTES 4096
 
 typedef struct dtrain__record {
@@ -27500,7 +27509,7 @@ static dtrain_status dtrain__place_check_token(const char *what, const char *tok
 static dtrain_status dtrain__place_read_token(const char *what, const char *path, char token[256], size_t *bytes)
 {
     char text[512], from[300];
-    dtrain__os_facts file = {DTRAIN__OS_IS_OTHER, 0, 0, 0};
+    dtrain__os_facts file = {DTRAIN__OS_IS_OTHER, 0, 0, 0, 0};
     ssize_t n = 0;
     int fd = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_READ), error = 0, regular = 0;
     snprintf(from, sizeof from, "%.60s \"%.200s\"", what, path);
@@ -59050,6 +59059,19 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
 
+/* Checks that an open directory still has a name. */
+static dtrain_status dtrain__save_keeps_name(const dtrain_checkpoint *ckpt, int directory)
+{
+    dtrain__os_facts facts;
+    if (directory < 0 || dtrain__file_sys_stat(directory, &facts) != 0 || !facts.removed)
+        return DTRAIN_OK;
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_IO,
+        "checkpoint: the directory \"%s\" was removed after the checkpointer had opened it; one that was "
+        "made there since is another: create the checkpointer again",
+        ckpt->path);
+}
+
 /* Returns whether a file exists and can be read. */
 static int dtrain__save_opens(int directory, const char *name)
 {
@@ -59098,19 +59120,13 @@ static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
     }
 }
 
-static int dtrain__save_is_there(int directory, const char *name)
-{
-    dtrain__os_facts there;
-    return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
-}
-
 /* Returns whether the index may list the files of this save: it is in place before its directory is synced. */
 static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
 {
     dtrain__index_save_id id;
     return dtrain__save_read_id(ckpt, directory, DTRAIN__SAVE_INDEX, &id)
                ? dtrain__index_same_save(&id, dtrain__save_current(ckpt))
-               : dtrain__save_is_there(directory, DTRAIN__SAVE_INDEX);
+               : dtrain__file_is_there(directory, DTRAIN__SAVE_INDEX);
 }
 
 /* With local: keeps the index that this save will replace, if it may be the newest that all ranks have. */
@@ -59141,7 +59157,9 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
                             "allow it, and create another",
                             dtrain__os_error_text(ckpt->refused));
     dtrain__part_step_name(step, part->index.facts.step);
-    dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
+    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->directory);
+    if (status == DTRAIN_OK)
+        status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
     if (status != DTRAIN_OK)
         return status;
     int directory = *opened;
@@ -59155,7 +59173,7 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
         status = dtrain__file_put(directory, ckpt->local ? DTRAIN__SAVE_INDEX : mark, part->text, bytes, ckpt->no_sync,
                                   "checkpoint");
     if (status != DTRAIN_OK &&
-        !(ckpt->local ? dtrain__save_listed(ckpt, directory) : dtrain__save_is_there(directory, mark)))
+        !(ckpt->local ? dtrain__save_listed(ckpt, directory) : dtrain__file_is_there(directory, mark)))
         dtrain__save_discard(ckpt, directory);
     return status;
 }
@@ -60198,10 +60216,10 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
 static dtrain_status dtrain__load_choose(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = DTRAIN_OK;
+    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->directory);
     if (ckpt->rank == 0 && load->desc.exact)
         dtrain__part_step_name(load->step_name, load->desc.step);
-    else if (ckpt->rank == 0)
+    else if (ckpt->rank == 0 && status == DTRAIN_OK)
         status = dtrain__load_newest(ckpt, ckpt->directory, ckpt->path, load->step_name);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status == DTRAIN_OK && ckpt->ranks > 1) {
@@ -60966,8 +60984,9 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     memset(&list, 0, sizeof list);
     memset(&told, 0, sizeof told);
     list.ckpt = ckpt;
-    int error = dtrain__file_list(ckpt->base, dtrain__local_look, &list);
-    dtrain_status status = list.status;
+    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->base);
+    int error = status == DTRAIN_OK ? dtrain__file_list(ckpt->base, dtrain__local_look, &list) : 0;
+    status = status == DTRAIN_OK ? list.status : status;
     if (status == DTRAIN_OK && error != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.200s\": %s", ckpt->path,
                               dtrain__os_error_text(error));
@@ -61232,12 +61251,14 @@ static dtrain_status dtrain__local_fetch(dtrain__load *load, dtrain_status own)
 /* Makes a directory and its missing parents, and opens it. */
 static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char *path)
 {
-    char part[1024];
     size_t length = strlen(path);
     int error = 0;
-    if (length == 0 || length >= sizeof part)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_checkpoint_create: directory has %zu bytes, expected 1 to 1,023", length);
+    if (length == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_checkpoint_create: directory is empty, expected a path");
+    char *part = (char *)dtrain__alloc(ckpt->allocator, length + 1);
+    if (part == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory for a path of %zu bytes",
+                            length);
     for (size_t at = 1; at <= length; at++) { /* the last may exist even if one of these cannot be made */
         if (path[at] != '/' && path[at] != '\0')
             continue;
@@ -61245,6 +61266,7 @@ static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char
         part[at] = '\0';
         error = dtrain__file_sys_mkdir(DTRAIN__FILE_HERE, part) == 0 || errno == EEXIST ? 0 : errno;
     }
+    dtrain__free(ckpt->allocator, part);
     dtrain_status status =
         dtrain__file_open_directory(&ckpt->base, DTRAIN__FILE_HERE, path, "dtrain_checkpoint_create");
     if (status != DTRAIN_OK && error != 0)

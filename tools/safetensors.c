@@ -381,8 +381,8 @@ static int diff(const dtrain_safetensors_model *a, const char *path)
 static int is_checkpoint(const char *path)
 {
     int directory = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_DIRECTORY);
-    int is = directory >= 0 && !dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_FILE) &&
-             !dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX);
+    int is = directory >= 0 && !dtrain__file_is_there(directory, DTRAIN__HUGGINGFACE_FILE) &&
+             !dtrain__file_is_there(directory, DTRAIN__HUGGINGFACE_INDEX);
     if (directory >= 0)
         dtrain__os_close(directory);
     return is;
@@ -392,7 +392,7 @@ static int is_checkpoint(const char *path)
 static int is_torch_checkpoint(const char *path)
 {
     int directory = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_DIRECTORY);
-    int is = directory >= 0 && dtrain__huggingface_has(directory, ".metadata") && is_checkpoint(path);
+    int is = directory >= 0 && dtrain__file_is_there(directory, ".metadata") && is_checkpoint(path);
     if (directory >= 0)
         dtrain__os_close(directory);
     return is;

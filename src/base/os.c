@@ -108,6 +108,7 @@ typedef enum dtrain__os_kind {
 
 typedef struct dtrain__os_facts {
     dtrain__os_kind kind;
+    int removed;        /* it is open, and has no name any more */
     int open_to_others; /* than its owner, for reading or writing; 0 where the system does not say */
     uint64_t bytes;
     int64_t changed_s; /* when it changed last, since 1970 */

@@ -41,6 +41,7 @@ static void dtrain__os_tell(const struct stat *status, dtrain__os_facts *facts)
                   : S_ISDIR(status->st_mode) ? DTRAIN__OS_IS_DIRECTORY
                   : S_ISLNK(status->st_mode) ? DTRAIN__OS_IS_LINK
                                              : DTRAIN__OS_IS_OTHER;
+    facts->removed = status->st_nlink == 0;
     facts->open_to_others = (status->st_mode & 077) != 0;
     facts->bytes = (uint64_t)status->st_size;
     facts->changed_s = (int64_t)status->st_mtime;

@@ -12,12 +12,14 @@
 /* Makes a directory and its missing parents, and opens it. */
 static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char *path)
 {
-    char part[1024];
     size_t length = strlen(path);
     int error = 0;
-    if (length == 0 || length >= sizeof part)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_checkpoint_create: directory has %zu bytes, expected 1 to 1,023", length);
+    if (length == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_checkpoint_create: directory is empty, expected a path");
+    char *part = (char *)dtrain__alloc(ckpt->allocator, length + 1);
+    if (part == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory for a path of %zu bytes",
+                            length);
     for (size_t at = 1; at <= length; at++) { /* the last may exist even if one of these cannot be made */
         if (path[at] != '/' && path[at] != '\0')
             continue;
@@ -25,6 +27,7 @@ static dtrain_status dtrain__checkpoint_open(dtrain_checkpoint *ckpt, const char
         part[at] = '\0';
         error = dtrain__file_sys_mkdir(DTRAIN__FILE_HERE, part) == 0 || errno == EEXIST ? 0 : errno;
     }
+    dtrain__free(ckpt->allocator, part);
     dtrain_status status =
         dtrain__file_open_directory(&ckpt->base, DTRAIN__FILE_HERE, path, "dtrain_checkpoint_create");
     if (status != DTRAIN_OK && error != 0)

@@ -119,10 +119,10 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
 static dtrain_status dtrain__load_choose(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = DTRAIN_OK;
+    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->directory);
     if (ckpt->rank == 0 && load->desc.exact)
         dtrain__part_step_name(load->step_name, load->desc.step);
-    else if (ckpt->rank == 0)
+    else if (ckpt->rank == 0 && status == DTRAIN_OK)
         status = dtrain__load_newest(ckpt, ckpt->directory, ckpt->path, load->step_name);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status == DTRAIN_OK && ckpt->ranks > 1) {

@@ -316,8 +316,9 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     memset(&list, 0, sizeof list);
     memset(&told, 0, sizeof told);
     list.ckpt = ckpt;
-    int error = dtrain__file_list(ckpt->base, dtrain__local_look, &list);
-    dtrain_status status = list.status;
+    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->base);
+    int error = status == DTRAIN_OK ? dtrain__file_list(ckpt->base, dtrain__local_look, &list) : 0;
+    status = status == DTRAIN_OK ? list.status : status;
     if (status == DTRAIN_OK && error != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.200s\": %s", ckpt->path,
                               dtrain__os_error_text(error));

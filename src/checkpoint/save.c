@@ -156,6 +156,19 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
 
+/* Checks that an open directory still has a name. */
+static dtrain_status dtrain__save_keeps_name(const dtrain_checkpoint *ckpt, int directory)
+{
+    dtrain__os_facts facts;
+    if (directory < 0 || dtrain__file_sys_stat(directory, &facts) != 0 || !facts.removed)
+        return DTRAIN_OK;
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_IO,
+        "checkpoint: the directory \"%s\" was removed after the checkpointer had opened it; one that was "
+        "made there since is another: create the checkpointer again",
+        ckpt->path);
+}
+
 /* Returns whether a file exists and can be read. */
 static int dtrain__save_opens(int directory, const char *name)
 {
@@ -204,19 +217,13 @@ static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
     }
 }
 
-static int dtrain__save_is_there(int directory, const char *name)
-{
-    dtrain__os_facts there;
-    return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
-}
-
 /* Returns whether the index may list the files of this save: it is in place before its directory is synced. */
 static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
 {
     dtrain__index_save_id id;
     return dtrain__save_read_id(ckpt, directory, DTRAIN__SAVE_INDEX, &id)
                ? dtrain__index_same_save(&id, dtrain__save_current(ckpt))
-               : dtrain__save_is_there(directory, DTRAIN__SAVE_INDEX);
+               : dtrain__file_is_there(directory, DTRAIN__SAVE_INDEX);
 }
 
 /* With local: keeps the index that this save will replace, if it may be the newest that all ranks have. */
@@ -247,7 +254,9 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
                             "allow it, and create another",
                             dtrain__os_error_text(ckpt->refused));
     dtrain__part_step_name(step, part->index.facts.step);
-    dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
+    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->directory);
+    if (status == DTRAIN_OK)
+        status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
     if (status != DTRAIN_OK)
         return status;
     int directory = *opened;
@@ -261,7 +270,7 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
         status = dtrain__file_put(directory, ckpt->local ? DTRAIN__SAVE_INDEX : mark, part->text, bytes, ckpt->no_sync,
                                   "checkpoint");
     if (status != DTRAIN_OK &&
-        !(ckpt->local ? dtrain__save_listed(ckpt, directory) : dtrain__save_is_there(directory, mark)))
+        !(ckpt->local ? dtrain__save_listed(ckpt, directory) : dtrain__file_is_there(directory, mark)))
         dtrain__save_discard(ckpt, directory);
     return status;
 }

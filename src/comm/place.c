@@ -326,7 +326,7 @@ static dtrain_status dtrain__place_check_token(const char *what, const char *tok
 static dtrain_status dtrain__place_read_token(const char *what, const char *path, char token[256], size_t *bytes)
 {
     char text[512], from[300];
-    dtrain__os_facts file = {DTRAIN__OS_IS_OTHER, 0, 0, 0};
+    dtrain__os_facts file = {DTRAIN__OS_IS_OTHER, 0, 0, 0, 0};
     ssize_t n = 0;
     int fd = dtrain__os_open(DTRAIN__OS_HERE, path, DTRAIN__OS_READ), error = 0, regular = 0;
     snprintf(from, sizeof from, "%.60s \"%.200s\"", what, path);

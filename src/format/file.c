@@ -146,6 +146,21 @@ static DTRAIN__NOINLINE void dtrain__file_close(int fd)
         dtrain__file_sys_close(fd);
 }
 
+/* Returns whether a name is there, a link to nothing too. */
+static int dtrain__file_is_there(int directory, const char *name)
+{
+    dtrain__os_facts there;
+    return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
+}
+
+/* Says why a name could not be opened. */
+static const char *dtrain__file_why(int directory, const char *name, int error)
+{
+    return error == ENOENT && dtrain__file_is_there(directory, name)
+               ? "it is a link, and the file that it leads to is missing: fetch that file again, or remove the link"
+               : dtrain__os_error_text(error);
+}
+
 /* Opens a directory; the name "." opens that of the descriptor again. */
 static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
 {
@@ -153,7 +168,7 @@ static dtrain_status dtrain__file_open_directory(int *fd, int directory, const c
     if (*fd >= 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name,
-                        dtrain__os_error_text(errno));
+                        dtrain__file_why(directory, name, errno));
 }
 
 /* Gives the size of an open file. The file must be a regular one. */
@@ -177,7 +192,7 @@ static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, 
     *fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ);
     if (*fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name,
-                            dtrain__os_error_text(errno));
+                            dtrain__file_why(directory, name, errno));
     dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
     if (status != DTRAIN_OK) {
         dtrain__file_close(*fd);

@@ -308,14 +308,6 @@ static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *mode
     return status;
 }
 
-/* Returns whether a directory has a file, or a link to one. */
-static int dtrain__huggingface_has(int directory, const char *name)
-{
-    int fd = dtrain__file_sys_open(directory, name, DTRAIN__OS_READ), there = fd >= 0 || errno != ENOENT;
-    dtrain__file_close(fd);
-    return there;
-}
-
 static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *model, const char *path,
                                                    const dtrain_safetensors_desc *desc)
 {
@@ -323,9 +315,9 @@ static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *mod
     size_t length = strlen(path);
     dtrain_status status;
     int directory = dtrain__file_sys_open(DTRAIN__FILE_HERE, path, DTRAIN__OS_DIRECTORY);
-    if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_FILE))
+    if (directory >= 0 && dtrain__file_is_there(directory, DTRAIN__HUGGINGFACE_FILE))
         status = dtrain__huggingface_open_one(model, directory, DTRAIN__HUGGINGFACE_FILE, desc);
-    else if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX))
+    else if (directory >= 0 && dtrain__file_is_there(directory, DTRAIN__HUGGINGFACE_INDEX))
         status = dtrain__huggingface_open_index(model, directory, DTRAIN__HUGGINGFACE_INDEX, desc);
     else if (directory >= 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\" has neither %s nor %s, expected one of them",

@@ -151,6 +151,23 @@ TEST(links_are_followed)
     dtrain_safetensors_model_close(model);
     CHECK_EQ(unlink(to), 0);
     CHECK_EQ(dtrain_safetensors_model_open(&model, directory, NULL), DTRAIN_ERR_IO);
+    CHECK_CONTAINS(dtrain_last_error(), "\"x.safetensors\": it is a link, and the file that it leads to is missing");
+}
+
+TEST(a_link_to_nothing_is_no_missing_model)
+{
+    static const char *const names[] = {"model.safetensors", "model.safetensors.index.json"};
+    for (int i = 0; i < 2; i++) {
+        dtrain_safetensors_model *model = NULL;
+        char from[600], text[100];
+        snprintf(directory, sizeof directory, "%s", files_path(i ? "cached index" : "cached"));
+        snprintf(from, sizeof from, "%s/%s", directory, names[i]);
+        CHECK_EQ(mkdir(directory, 0700), 0);
+        CHECK_EQ(symlink("../blob that is not there", from), 0);
+        CHECK_EQ(dtrain_safetensors_model_open(&model, directory, NULL), DTRAIN_ERR_IO);
+        snprintf(text, sizeof text, "\"%s\": it is a link, and the file", names[i]);
+        CHECK_CONTAINS(dtrain_last_error(), text);
+    }
 }
 
 TEST(a_wrong_total_is_told_and_no_error)

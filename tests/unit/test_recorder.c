@@ -321,16 +321,16 @@ TEST(another_thread_may_write_the_file_while_work_is_under_way)
 TEST(a_path_that_cannot_be_written_leaves_what_was_there)
 {
     dtrain_comm *world;
-    char path[1500];
+    char path[4200];
     size_t bytes;
     CHECK_EQ(dtrain_threads_create(&world, 1, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_comm_trace(NULL, "x"), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_comm_trace(world, NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_comm_trace(world, ""), DTRAIN_ERR_INVALID);
     memset(path, 'a', sizeof path);
-    path[1024] = 0;
+    path[4096] = 0;
     CHECK_EQ(dtrain_comm_trace(world, path), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "1 to 1023 bytes (got 1024)");
+    CHECK_CONTAINS(dtrain_last_error(), "1 to 4095 bytes (got 4096)");
     CHECK_EQ(dtrain_comm_trace(world, in_directory("nowhere/x")), DTRAIN_ERR_IO);
     CHECK_CONTAINS(dtrain_last_error(), "nowhere/x: No such file or directory");
     mkdir(in_directory("taken"), 0700);
@@ -443,7 +443,7 @@ TEST(a_failure_file_that_cannot_be_written_is_a_line_in_the_log)
 {
     dtrain_comm_desc desc;
     dtrain_comm *world;
-    char prefix[1100];
+    char prefix[4200];
     in_directory("");
     memset(&desc, 0, sizeof desc);
     snprintf(prefix, sizeof prefix, "%s", in_directory("nowhere/x"));
@@ -457,7 +457,7 @@ TEST(a_failure_file_that_cannot_be_written_is_a_line_in_the_log)
     memset(prefix, 'a', sizeof prefix - 1);
     prefix[sizeof prefix - 1] = 0;
     CHECK_EQ(dtrain_threads_create(&world, 1, &desc), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "desc.trace_on_failure has 1099 bytes; expected at most 1023");
+    CHECK_CONTAINS(dtrain_last_error(), "desc.trace_on_failure has 4199 bytes; expected at most 4095");
 }
 
 /* Rank 2 stays away after a barrier; 1 waits for 2 in a message, 0 for 1, and 0's deadline comes first. */
