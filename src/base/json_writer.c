@@ -158,13 +158,25 @@ static void dtrain__json_write_u64(dtrain__json_writer *writer, uint64_t value)
     dtrain__json_write_word(writer, text);
 }
 
-/* Writes the fewest digits that read back as the same bits. The locale's decimal point, which may be several bytes,
- * becomes a full stop. Fast-math assumes that values are finite, so the bits are checked. */
+/* Puts a full stop in place of the locale's decimal point, which may be several bytes. */
+static void dtrain__json_full_stop(char *number)
+{
+    size_t to = 0;
+    for (size_t from = 0; number[from] != '\0'; from++) {
+        char byte = number[from];
+        int plain = dtrain__json_in(byte, '0', '9') || dtrain__json_in(byte, 'a', 'z') || byte == '+' || byte == '-';
+        if (plain || to == 0 || number[to - 1] != '.')
+            number[to++] = plain ? byte : '.';
+    }
+    number[to] = '\0';
+}
+
+/* Writes the fewest digits that read back as the same bits. Fast-math assumes that values are finite, so the bits are
+ * checked. */
 static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
 {
     char text[48];
     uint64_t bits, again_bits;
-    size_t from, to = 0;
     memcpy(&bits, &value, sizeof bits);
     if ((bits >> 52 & 0x7ff) == 0x7ff) {
         writer->broken = 1;
@@ -177,14 +189,7 @@ static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
         if (again_bits == bits)
             break;
     }
-    for (from = 0; text[from] != '\0'; from++) {
-        int plain = dtrain__json_in(text[from], '0', '9') || (text[from] != '\0' && strchr("+-e", text[from]) != NULL);
-        if (plain)
-            text[to++] = text[from];
-        else if (to == 0 || text[to - 1] != '.')
-            text[to++] = '.';
-    }
-    text[to] = '\0';
+    dtrain__json_full_stop(text);
     dtrain__json_write_word(writer, text);
 }
 

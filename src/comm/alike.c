@@ -6,6 +6,7 @@
 #ifndef DTRAIN__ALIKE
 #define DTRAIN__ALIKE
 #include "collectives.c"
+#include "../base/json_writer.c"
 #include "../base/sha256.c"
 #include "../base/xxh64.c"
 
@@ -49,8 +50,7 @@ static int dtrain__alike_number(dtrain__alike_line *line, const char *what, doub
         double read = strtod(line->value, NULL);
         same = narrow ? (float)read == (float)value : read == value;
     }
-    for (char *at = line->value; *at != 0; at++)
-        *at = *at == ',' ? '.' : *at; /* some locales write a comma */
+    dtrain__json_full_stop(line->value);
     return 1;
 }
 

@@ -2,6 +2,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
+#include "locales.h"
 
 typedef struct compared {
     const dtrain__alike_field *fields;
@@ -97,4 +98,14 @@ TEST(fields_say_their_value_as_the_caller_writes_it)
         if (strcmp(dtrain__fsdp_fields[i].name, "bucket_bytes") == 0)
             CHECK(dtrain__alike_field_line(&line, "", &dtrain__fsdp_fields[i], &desc));
     CHECK(strcmp(line.value, sizeof(size_t) == 8 ? "9223372036854775807" : "2147483647") == 0);
+}
+
+TEST(a_number_is_the_same_text_in_every_locale)
+{
+    dtrain__alike_line line;
+    int other = locale_of_two_bytes();
+    CHECK(dtrain__alike_number(&line, "lr is", -0.25, 0));
+    CHECK(strcmp(line.value, "-0.25") == 0);
+    if (other)
+        setlocale(LC_ALL, "C");
 }
