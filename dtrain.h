@@ -371,19 +371,16 @@
  *
  * FULLY SHARDED, ON ARRAYS THAT A TRAINER HAS: the trainer has pointers into one block. The library copies the values,
  * and you point at its memory. Arrays 1 and 2 hold the weights of all L layers, which are units 1 to L. The others are
- * used at both ends of the model: they are unit 0, tied.
+ * used at both ends of the model: they are unit 0, tied. A trainer that points its arrays into its block later on, such
+ * as when it first needs gradients, must no longer do so.
  *
  *     dtrain_fsdp *fsdp;
  *     dtrain_fsdp_desc desc;
  *     dtrain_param table[ARRAYS];
- *     memset(&desc, 0, sizeof desc), memset(table, 0, sizeof table);
- *     for (int i = 0; i < ARRAYS; i++) {
- *         int layers = i == 1 || i == 2;
- *         table[i].name = names[i], table[i].dtype = DTRAIN_F32, table[i].data = params[i];
- *         table[i].shape[0] = layers ? (size_t)L : sizes[i], table[i].shape[1] = layers ? sizes[i] / L : 0;
- *         table[i].stacked = table[i].unit = layers, table[i].tied = !layers;
- *     }
+ *     int layers[ARRAYS] = {0, L, L, 0};
+ *     memset(&desc, 0, sizeof desc);
  *     desc.optimizer.kind = DTRAIN_ADAMW;
+ *     DTRAIN_CHECK(dtrain_params_of_arrays(table, ARRAYS, names, sizes, layers, block, NULL));
  *     DTRAIN_CHECK(dtrain_fsdp_adopt(&fsdp, world, table, ARRAYS, &desc));
  *     for (int i = 0; i < ARRAYS; i++)
  *         params[i] = (float *)table[i].data, grads[i] = (float *)table[i].grad;
@@ -455,6 +452,19 @@
  *     fork()                   Make the group in the process that uses it. A forked child cannot use its parent's, and
  *                              closes its copies of the sockets. So a data loader hides no death of its parent.
  *     print and save           Do it on rank 0: `if (rank == 0)`. Every rank takes part in dtrain_checkpoint_save.
+ *
+ *   A program for MPI
+ *
+ *     MPI_COMM_WORLD           dtrain_comm_create finds its place under mpirun and srun. A program that stays with MPI
+ *                              gives its communicator to dtrain_comm_from_mpi.
+ *     MPI_IN_PLACE             Give the same buffer as in and out.
+ *     tags, MPI_ANY_SOURCE     There are none. Messages from one rank to another keep their order. Independent streams
+ *                              need a group each. If a rank does not know who sends, exchange the counts first.
+ *     MPI_Isend, MPI_Barrier,  A collective starts after all earlier calls of the rank. Receive a message before the
+ *       MPI_Recv               next collective that both ranks call. If not, the collective is a DTRAIN_ERR_MISMATCH, or
+ *                              ends at its deadline. Only a small message may get through.
+ *     MPI_Request_free         There is none. Call dtrain_work_wait once for each handle.
+ *     MPI_Abort                Calls return a status and no process is killed. dtrain_comm_abort ends a group everywhere.
  *
  *   The data loader
  *
@@ -3609,6 +3619,22 @@ typedef struct dtrain_param {
  *
  * any thread */
 DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count);
+
+/* Makes a table of F32 parameters out of the arrays of a trainer, which lie in one block one after another.
+ *
+ *   table    out: count of them. Biases and norms have weight decay as well: set no_decay of those that shall have none
+ *   names    of the arrays; they must outlive the table
+ *   sizes    elements of each array
+ *   layers   of each array: how many layers it holds, one after another. The layers are units 1, 2 and so on. 0: the
+ *            array is used outside them, such as an embedding; it is in unit 0, tied. NULL: all are 0
+ *   data     the block of weights; NULL: the table has none
+ *   grad     the block of gradients, laid out likewise; NULL: the table has none
+ *   errors   DTRAIN_ERR_INVALID  table, names or sizes is NULL; an array does not divide by its layers; the sizes
+ *                                overflow. The table is undefined
+ *
+ * any thread */
+DTRAIN_API_MUST dtrain_status dtrain_params_of_arrays(dtrain_param *table, size_t count, const char *const *names,
+                                                      const size_t *sizes, const int *layers, float *data, float *grad);
 
 /* Returns the number of elements of one parameter; 0 if the number overflows.
  *
@@ -42507,6 +42533,41 @@ static dtrain_status dtrain__params_device(const dtrain_param *table, size_t cou
                                 dtrain_device_name(table[i].device));
     }
     *device = first != NULL ? first->device : NULL;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_params_of_arrays(dtrain_param *table, size_t count, const char *const *names,
+                                                 const size_t *sizes, const int *layers, float *data, float *grad)
+{
+    size_t at = 0, bytes;
+    if (count > 0 && (table == NULL || names == NULL || sizes == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "params_of_arrays: %s is NULL, expected %zu of them",
+                            table == NULL   ? "table"
+                            : names == NULL ? "names"
+                                            : "sizes",
+                            count);
+    for (size_t i = 0; i < count; i++) {
+        int stacked = layers != NULL && layers[i] != 0;
+        size_t deep = stacked && layers[i] > 0 ? (size_t)layers[i] : 1;
+        if (stacked && (layers[i] < 0 || sizes[i] % deep != 0))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "params_of_arrays: array %zu (\"%.100s\") has %zu elements in %d layers, expected a "
+                                "multiple of a positive number",
+                                i, names[i] != NULL ? names[i] : "", sizes[i], layers[i]);
+        memset(&table[i], 0, sizeof table[i]);
+        table[i].name = names[i];
+        table[i].dtype = DTRAIN_F32;
+        table[i].ndim = 1 + stacked;
+        table[i].shape[0] = stacked ? deep : sizes[i];
+        table[i].shape[1] = stacked ? sizes[i] / deep : 0;
+        table[i].stacked = table[i].unit = stacked;
+        table[i].tied = !stacked;
+        table[i].data = data != NULL ? data + at : NULL;
+        table[i].grad = grad != NULL ? grad + at : NULL;
+        if (sizes[i] > SIZE_MAX - at || !dtrain__mul_size(at += sizes[i], sizeof(float), &bytes))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "params_of_arrays: %zu arrays of more bytes than size_t has",
+                                count);
+    }
     return DTRAIN_OK;
 }
 

@@ -81,19 +81,16 @@
  *
  * FULLY SHARDED, ON ARRAYS THAT A TRAINER HAS: the trainer has pointers into one block. The library copies the values,
  * and you point at its memory. Arrays 1 and 2 hold the weights of all L layers, which are units 1 to L. The others are
- * used at both ends of the model: they are unit 0, tied.
+ * used at both ends of the model: they are unit 0, tied. A trainer that points its arrays into its block later on, such
+ * as when it first needs gradients, must no longer do so.
  *
  *     dtrain_fsdp *fsdp;
  *     dtrain_fsdp_desc desc;
  *     dtrain_param table[ARRAYS];
- *     memset(&desc, 0, sizeof desc), memset(table, 0, sizeof table);
- *     for (int i = 0; i < ARRAYS; i++) {
- *         int layers = i == 1 || i == 2;
- *         table[i].name = names[i], table[i].dtype = DTRAIN_F32, table[i].data = params[i];
- *         table[i].shape[0] = layers ? (size_t)L : sizes[i], table[i].shape[1] = layers ? sizes[i] / L : 0;
- *         table[i].stacked = table[i].unit = layers, table[i].tied = !layers;
- *     }
+ *     int layers[ARRAYS] = {0, L, L, 0};
+ *     memset(&desc, 0, sizeof desc);
  *     desc.optimizer.kind = DTRAIN_ADAMW;
+ *     DTRAIN_CHECK(dtrain_params_of_arrays(table, ARRAYS, names, sizes, layers, block, NULL));
  *     DTRAIN_CHECK(dtrain_fsdp_adopt(&fsdp, world, table, ARRAYS, &desc));
  *     for (int i = 0; i < ARRAYS; i++)
  *         params[i] = (float *)table[i].data, grads[i] = (float *)table[i].grad;
@@ -165,6 +162,19 @@
  *     fork()                   Make the group in the process that uses it. A forked child cannot use its parent's, and
  *                              closes its copies of the sockets. So a data loader hides no death of its parent.
  *     print and save           Do it on rank 0: `if (rank == 0)`. Every rank takes part in dtrain_checkpoint_save.
+ *
+ *   A program for MPI
+ *
+ *     MPI_COMM_WORLD           dtrain_comm_create finds its place under mpirun and srun. A program that stays with MPI
+ *                              gives its communicator to dtrain_comm_from_mpi.
+ *     MPI_IN_PLACE             Give the same buffer as in and out.
+ *     tags, MPI_ANY_SOURCE     There are none. Messages from one rank to another keep their order. Independent streams
+ *                              need a group each. If a rank does not know who sends, exchange the counts first.
+ *     MPI_Isend, MPI_Barrier,  A collective starts after all earlier calls of the rank. Receive a message before the
+ *       MPI_Recv               next collective that both ranks call. If not, the collective is a DTRAIN_ERR_MISMATCH, or
+ *                              ends at its deadline. Only a small message may get through.
+ *     MPI_Request_free         There is none. Call dtrain_work_wait once for each handle.
+ *     MPI_Abort                Calls return a status and no process is killed. dtrain_comm_abort ends a group everywhere.
  *
  *   The data loader
  *

@@ -467,6 +467,41 @@ static dtrain_status dtrain__params_device(const dtrain_param *table, size_t cou
     return DTRAIN_OK;
 }
 
+DTRAIN_API dtrain_status dtrain_params_of_arrays(dtrain_param *table, size_t count, const char *const *names,
+                                                 const size_t *sizes, const int *layers, float *data, float *grad)
+{
+    size_t at = 0, bytes;
+    if (count > 0 && (table == NULL || names == NULL || sizes == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "params_of_arrays: %s is NULL, expected %zu of them",
+                            table == NULL   ? "table"
+                            : names == NULL ? "names"
+                                            : "sizes",
+                            count);
+    for (size_t i = 0; i < count; i++) {
+        int stacked = layers != NULL && layers[i] != 0;
+        size_t deep = stacked && layers[i] > 0 ? (size_t)layers[i] : 1;
+        if (stacked && (layers[i] < 0 || sizes[i] % deep != 0))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "params_of_arrays: array %zu (\"%.100s\") has %zu elements in %d layers, expected a "
+                                "multiple of a positive number",
+                                i, names[i] != NULL ? names[i] : "", sizes[i], layers[i]);
+        memset(&table[i], 0, sizeof table[i]);
+        table[i].name = names[i];
+        table[i].dtype = DTRAIN_F32;
+        table[i].ndim = 1 + stacked;
+        table[i].shape[0] = stacked ? deep : sizes[i];
+        table[i].shape[1] = stacked ? sizes[i] / deep : 0;
+        table[i].stacked = table[i].unit = stacked;
+        table[i].tied = !stacked;
+        table[i].data = data != NULL ? data + at : NULL;
+        table[i].grad = grad != NULL ? grad + at : NULL;
+        if (sizes[i] > SIZE_MAX - at || !dtrain__mul_size(at += sizes[i], sizeof(float), &bytes))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "params_of_arrays: %zu arrays of more bytes than size_t has",
+                                count);
+    }
+    return DTRAIN_OK;
+}
+
 /* Checks a table and cuts it into ranges. The caller frees params->ranges, also after an error. */
 static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
                                            dtrain_allocator *allocator, const char *call)

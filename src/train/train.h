@@ -73,6 +73,22 @@ typedef struct dtrain_param {
  * any thread */
 DTRAIN_API int dtrain_params_units(const dtrain_param *table, size_t count);
 
+/* Makes a table of F32 parameters out of the arrays of a trainer, which lie in one block one after another.
+ *
+ *   table    out: count of them. Biases and norms have weight decay as well: set no_decay of those that shall have none
+ *   names    of the arrays; they must outlive the table
+ *   sizes    elements of each array
+ *   layers   of each array: how many layers it holds, one after another. The layers are units 1, 2 and so on. 0: the
+ *            array is used outside them, such as an embedding; it is in unit 0, tied. NULL: all are 0
+ *   data     the block of weights; NULL: the table has none
+ *   grad     the block of gradients, laid out likewise; NULL: the table has none
+ *   errors   DTRAIN_ERR_INVALID  table, names or sizes is NULL; an array does not divide by its layers; the sizes
+ *                                overflow. The table is undefined
+ *
+ * any thread */
+DTRAIN_API_MUST dtrain_status dtrain_params_of_arrays(dtrain_param *table, size_t count, const char *const *names,
+                                                      const size_t *sizes, const int *layers, float *data, float *grad);
+
 /* Returns the number of elements of one parameter; 0 if the number overflows.
  *
  * any thread */

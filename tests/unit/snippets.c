@@ -258,14 +258,10 @@ static dtrain_status sharded_on_arrays(dtrain_comm *world, void *user)
     dtrain_fsdp *fsdp;
     dtrain_fsdp_desc desc;
     dtrain_param table[ARRAYS];
-    memset(&desc, 0, sizeof desc), memset(table, 0, sizeof table);
-    for (int i = 0; i < ARRAYS; i++) {
-        int layers = i == 1 || i == 2;
-        table[i].name = names[i], table[i].dtype = DTRAIN_F32, table[i].data = params[i];
-        table[i].shape[0] = layers ? (size_t)L : sizes[i], table[i].shape[1] = layers ? sizes[i] / L : 0;
-        table[i].stacked = table[i].unit = layers, table[i].tied = !layers;
-    }
+    int layers[ARRAYS] = {0, L, L, 0};
+    memset(&desc, 0, sizeof desc);
     desc.optimizer.kind = DTRAIN_ADAMW;
+    DTRAIN_CHECK(dtrain_params_of_arrays(table, ARRAYS, names, sizes, layers, block, NULL));
     desc.strategy = *(dtrain_strategy *)user;
     desc.shard_size = 2;
     DTRAIN_CHECK(dtrain_fsdp_adopt(&fsdp, world, table, ARRAYS, &desc));

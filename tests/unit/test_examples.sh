@@ -234,8 +234,8 @@ stands() { # heading, next heading, the most lines
 }
 stands 'OPTIMIZER STATE SHARDED' 'REDUCED DURING' 11 # and 7: 2 to include it, 3 of the world, rank and ranks, the rank's examples
 check $? "the manual shards optimizer state in 18 lines, which the snippets have"
-stands 'FULLY SHARDED, ON' 'ON GPUS' 22 # and 8: these, and the names
-check $? "the manual shards arrays of a trainer's in 30 lines, which the snippets have"
+stands 'FULLY SHARDED, ON' 'ON GPUS' 18 # and 4: the names of arrays
+check $? "the manual shards arrays of a trainer's in 22 lines, which the snippets have"
 timeout 60 build/dtrun -n 3 "$dir/snippets" >"$dir/out" 2>"$dir/log"
 check $? "the manual's snippets run on three processes"
 

@@ -80,6 +80,39 @@ TEST(a_bad_table_is_refused_by_name)
     CHECK_EQ(dtrain__params_check(bad, 2), DTRAIN_OK);
 }
 
+/* Three arrays: an embedding of 6, two layers of 4, a norm of 3; by hand. */
+TEST(a_table_is_made_of_arrays)
+{
+    static const char *const names[] = {"wte", "qkvw", "lnfw"};
+    size_t sizes[] = {6, 8, 3};
+    int layers[] = {0, 2, 0};
+    float weights[17], grads[17];
+    dtrain_param table[3];
+    CHECK_EQ(dtrain_params_of_arrays(table, 3, names, sizes, layers, weights, grads), DTRAIN_OK);
+    CHECK_EQ(dtrain_params_units(table, 3), 3);
+    CHECK(table[0].data == weights && table[0].grad == grads && dtrain_param_elements(&table[0]) == 6);
+    CHECK(table[0].unit == 0 && table[0].tied && !table[0].stacked);
+    CHECK(table[1].data == weights + 6 && table[1].grad == grads + 6);
+    CHECK(table[1].shape[0] == 2 && table[1].shape[1] == 4 && table[1].unit == 1 && table[1].stacked && !table[1].tied);
+    CHECK(table[2].data == weights + 14 && table[2].grad == grads + 14 && dtrain_param_elements(&table[2]) == 3);
+    CHECK_EQ(dtrain_params_of_arrays(table, 3, names, sizes, NULL, NULL, NULL), DTRAIN_OK);
+    CHECK(table[1].data == NULL && table[1].grad == NULL && table[1].unit == 0 && table[1].shape[0] == 8);
+    sizes[2] = 0; /* an array may be empty, a table too */
+    CHECK_EQ(dtrain_params_of_arrays(table, 3, names, sizes, layers, weights, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_params_of_arrays(NULL, 0, NULL, NULL, NULL, NULL, NULL), DTRAIN_OK);
+    layers[1] = 3;
+    CHECK_EQ(dtrain_params_of_arrays(table, 3, names, sizes, layers, weights, NULL), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "array 1 (\"qkvw\") has 8 elements in 3 layers");
+    layers[1] = -2;
+    CHECK_EQ(dtrain_params_of_arrays(table, 3, names, sizes, layers, weights, NULL), DTRAIN_ERR_INVALID);
+    layers[1] = 2;
+    sizes[1] = SIZE_MAX / 4 + 2;
+    sizes[1] += sizes[1] % 2;
+    CHECK_EQ(dtrain_params_of_arrays(table, 3, names, sizes, layers, weights, NULL), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_params_of_arrays(table, 3, names, NULL, layers, weights, NULL), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "sizes is NULL");
+}
+
 TEST(only_a_library_that_reserves_takes_a_table_without_memory)
 {
     dtrain_param table[2];
