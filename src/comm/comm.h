@@ -167,7 +167,8 @@ typedef enum dtrain_progress {
  * within one user and one container. It carries what their connection would; the connection stays and shows when a
  * process dies. If all ranks of a group share memory, up to 64 of them, their collectives need no messages, except an
  * all-to-all with counts. They are done in place on memory of dtrain_comm_alloc. Other buffers are copied through 2 MiB
- * that the group shares. Sealed connections share none. desc.transport, or DTRAIN_TRANSPORT, says what to take:
+ * that the group shares. Messages on a sealed connection go by no shared memory, and with secure = 1 nothing does.
+ * desc.transport, or DTRAIN_TRANSPORT, says what to take:
  *
  *   NULL    shared memory where it can be had, else the connection
  *   shm     the same, and a warning in the log where it cannot be had
@@ -183,7 +184,11 @@ typedef enum dtrain_progress {
  *
  * SEALING. With a token, every connection that leaves the host is encrypted and authenticated with ChaCha20-Poly1305.
  * Each connection and direction has a key of its own, made from the token and both sides' nonces. A connection's two
- * addresses say whether it leaves the host, and both sides prove what they found.
+ * addresses say whether it leaves the host, and both sides prove what they found. Between two network namespaces of
+ * one host it does. Collectives may still use memory that these share, as it never leaves the host.
+ *
+ * Before a connection has its keys, both sides say who they are, in the clear. That is: rank, number of ranks and
+ * version; the job's name; process number, program and host. Why a rank is refused is in the clear, too.
  *
  *   secure = 1 or DTRAIN_SECURE=1    seals the connections inside the host, too
  *   secure = -1 or DTRAIN_SECURE=0   seals none: for a network that is yours alone; set it on every rank
@@ -358,7 +363,7 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
  * writes it. The failing call and dtrain_comm_destroy each wait up to 1 s for it, so a file system that hangs holds
  * neither.
  *
- *   path     at most 1,023 bytes; the file is replaced once the new one is whole on disk, else untouched
+ *   path     at most 4,095 bytes; the file is replaced once the new one is whole on disk, else untouched
  *   errors   DTRAIN_ERR_INVALID  no group, no path, or a forked child
  *            DTRAIN_ERR_IO       the system refused; only dtrain_last_error has the text
  *   source   Trace Event Format of the catapult project
