@@ -9,26 +9,19 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#ifdef _WIN32
-#include <windows.h>
-#endif
 
 #include "terminal.h"
+#include "utf8.h"
 
-#ifdef _WIN32 /* files belong to who may use their directory, and rename replaces none */
+#ifdef _WIN32 /* files belong to who may use their directory */
 static inline char *report_real_path(const char *path)
 {
-    return _fullpath(NULL, path, 0);
+    return utf8_real_path(path);
 }
 
 static inline void report_share(int fd)
 {
     (void)fd;
-}
-
-static inline int report_rename(const char *from, const char *to)
-{
-    return MoveFileExA(from, to, MOVEFILE_REPLACE_EXISTING) ? 0 : -1;
 }
 #else
 static inline char *report_real_path(const char *path)
@@ -41,11 +34,6 @@ static inline void report_share(int fd)
     mode_t mask = umask(0); /* mkstemp leaves the file to its owner alone */
     umask(mask);
     fchmod(fd, 0666 & ~mask);
-}
-
-static inline int report_rename(const char *from, const char *to)
-{
-    return rename(from, to);
 }
 #endif
 
@@ -66,16 +54,15 @@ static inline int report_complain(const char *what, const char *detail, const ch
  * is written itself. */
 static inline int report_open(report_file *out, const char *path)
 {
-    struct stat info;
-    int there = stat(path, &info) == 0;
+    int mode = utf8_mode(path), there = mode != 0;
     out->path = path;
-    if (there && S_ISDIR(info.st_mode))
+    if (there && S_ISDIR(mode))
         return report_complain("output", path, "is a directory");
     if (there && access(path, W_OK) != 0)
         return report_complain("output", path, strerror(errno));
     if (*path == 0 || strlen(path) + 8 > sizeof out->aside)
         return report_complain("output", path, *path == 0 ? "the name is empty" : "the name is too long");
-    if (!there || S_ISREG(info.st_mode))
+    if (!there || S_ISREG(mode))
         snprintf(out->aside, sizeof out->aside, "%s.XXXXXX", path);
     int fd = out->aside[0] != 0 ? mkstemp(out->aside) : -1;
     if (fd >= 0)
@@ -100,7 +87,7 @@ static inline int report_close(report_file *out)
     int bad = ferror(out->file);
     bad |= fclose(out->file) != 0;
     out->file = NULL;
-    if (bad || (out->aside[0] != 0 && report_rename(out->aside, out->path) != 0))
+    if (bad || (out->aside[0] != 0 && rename(out->aside, out->path) != 0))
         return report_complain("output", out->path, "could not be written; is the disk full?");
     return 0;
 }
@@ -166,7 +153,8 @@ static inline void report_draw_curve(FILE *svg, const double *losses, long steps
     high = high > 0 ? high * 1.05 : 1;
     fprintf(svg, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 640 360\" width=\"640\" height=\"360\" "
                  "font-family=\"sans-serif\" font-size=\"12\">\n<title>Training loss</title>\n"
-                 "<rect width=\"640\" height=\"360\" fill=\"white\"/>\n");
+                 "<rect width=\"640\" height=\"360\" fill=\"white\"/>\n"
+                 "<text x=\"340\" y=\"14\" text-anchor=\"middle\" font-weight=\"bold\">Training loss</text>\n");
     tick = report_tick(high, 6);
     for (int i = 0; tick * i <= high; i++)
         fprintf(svg,

@@ -461,7 +461,7 @@ static void gpt_result(const gpt_job *job, const gpt *m, dtrain_comm *world, con
     size_t peak = gpt_stats(m).peak_bytes;
     printf(" tokens_per_s=%.0f comm_share=%.4f peak_bytes=%zu fsdp_bytes=%zu hidden=%.4f\n", tokens / seconds,
            (double)blocked_ns * 1e-9 / seconds, dtrain_comm_allocator(world)->peak_bytes + peak, peak,
-           communicated > 0 ? 1 - waited / communicated : 1.0);
+           communicated > 0 ? fmax(0, 1 - waited / communicated) : 1.0);
 }
 
 /* After training: compares copies, validates, samples and prints the result. */
@@ -669,6 +669,7 @@ static int gpt_main(int argc, char **argv)
 #ifndef TRAIN_GPT_NO_MAIN
 int main(int argc, char **argv)
 {
+    utf8_arguments(argc, argv);
     return gpt_main(argc, argv);
 }
 #endif

@@ -742,6 +742,7 @@ int main(int argc, char **argv)
 {
     const char *output = NULL;
     int good = 1, first = 1;
+    utf8_arguments(argc, argv);
     for (; first < argc && argv[first][0] == '-' && strcmp(argv[first], "--") != 0; first++) {
         if (strcmp(argv[first], "--help") == 0 || strcmp(argv[first], "-h") == 0)
             return tool_help(help_text);

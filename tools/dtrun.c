@@ -163,5 +163,6 @@ static void make_token(char token[TOKEN_BYTES + 1])
 
 int main(int argc, char **argv)
 {
+    utf8_arguments(argc, argv);
     return run(argv + (argc > 0));
 }

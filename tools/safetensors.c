@@ -699,6 +699,7 @@ int main(int argc, char **argv)
 {
     options given = {5000000000u, (dtrain_dtype)0, 0, 0, NULL, NULL};
     int result;
+    utf8_arguments(argc, argv);
     if (argc == 2 && strcmp(argv[1], "-h") == 0)
         return tool_help(help_text);
     argc--;

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "examples/terminal.h"
+#include "examples/utf8.h"
 
 enum { TOOL_WRONG = 2 };
 

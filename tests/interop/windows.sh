@@ -135,6 +135,12 @@ for layout in $chosen; do
     run 300 "$here/train_gpt.exe" --ranks 4 $train $flags >"$here/wine" 2>"$logs"
     same "train_gpt $flags on 4 threads" "--ranks 4 $train $flags"
 done
+rm -rf "$here/schön я" "$here/zahlen я.csv"
+LC_ALL=C.UTF-8 run 300 "$here/train_gpt.exe" --ranks 2 --steps 1 --quiet --csv "$here/zahlen я.csv" --svg "$here/svg" \
+    --save "$here/schön я" >"$logs" 2>&1
+check $? "train_gpt takes names that the system's code page lacks"
+[ -f "$here/schön я/latest" ] && [ -s "$here/zahlen я.csv" ]
+check $? "and its checkpoint and curve have those names"
 sample 1 tcp shm
 for transport in $chosen; do
     # shellcheck disable=SC2086
