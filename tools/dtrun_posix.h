@@ -639,8 +639,10 @@ static int run(char **arguments)
     int fd;
     if (l == MAP_FAILED)
         refuse(1, "no memory: %s", strerror(errno));
-    while ((fd = open("/dev/null", O_RDWR)) >= 0 && fd < 3)
-        continue; /* so that no descriptor of dtrun takes the number of a closed standard one */
+    /* No descriptor of dtrun takes the number of a closed standard one. Output to a closed one is an error. */
+    do
+        fd = open("/dev/null", fcntl(1, F_GETFD) < 0 && fcntl(0, F_GETFD) >= 0 ? O_RDONLY : O_RDWR);
+    while (fd >= 0 && fd < 3);
     close(fd);
     parse(&l->o, arguments);
     if (l->o.token_file)

@@ -33,7 +33,8 @@ typedef struct launch {
 
 static launch all;
 static dtrain__os_mutex printing = DTRAIN__OS_MUTEX;
-static uint32_t asked; /* how often somebody asked dtrun to end */
+static int lost_output; /* a line of standard output could not be printed; guarded by printing */
+static uint32_t asked;  /* how often somebody asked dtrun to end */
 
 static void say(const char *format, ...)
 {
@@ -110,10 +111,9 @@ static void put(const reader *r, const char *line, size_t bytes)
     DWORD written;
     int length = snprintf(prefix, sizeof prefix, "[%d] ", r->rank);
     dtrain__os_lock(&printing);
-    if (r->prefixed)
-        WriteFile(r->to, prefix, (DWORD)length, &written, NULL);
-    WriteFile(r->to, line, (DWORD)bytes, &written, NULL);
-    WriteFile(r->to, "\n", 1, &written, NULL);
+    int good = !r->prefixed || WriteFile(r->to, prefix, (DWORD)length, &written, NULL);
+    good = good && WriteFile(r->to, line, (DWORD)bytes, &written, NULL) && WriteFile(r->to, "\n", 1, &written, NULL);
+    lost_output |= !good && r->to == GetStdHandle(STD_OUTPUT_HANDLE);
     dtrain__os_unlock(&printing);
 }
 
@@ -340,7 +340,11 @@ static int finish(launch *l)
         dtrain__os_thread_join(&l->readers[i].thread);
     for (int i = 0; l->first_failed >= 0 && l->o.local_size > 1 && i < l->started; i++)
         say("%s%s", end_of(l, i, text), i == l->first_failed ? ", the first to fail" : "");
-    return l->first_failed >= 0 ? (int)l->ranks[l->first_failed].status : asked > 0 ? 130 : 0;
+    if (l->first_failed >= 0)
+        return (int)l->ranks[l->first_failed].status;
+    if (lost_output)
+        say("standard output could not be written, and lines of the ranks are lost");
+    return lost_output ? 1 : asked > 0 ? 130 : 0;
 }
 
 static int run(char **arguments)

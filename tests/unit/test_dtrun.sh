@@ -264,8 +264,11 @@ run -n 3 cat <"$dir/in"
 try "the standard input is rank 0's alone" out_is '[0] one\n[0] two\n'
 timeout 9 "$dtrun" -n 2 sh -c 'echo out; echo err >&2; cat' >"$dir/out" 2>"$dir/err" <&-
 try "a closed standard input is an empty one" out_is '[0] out\n[1] out\n'
-timeout 9 "$dtrun" -n 2 "$child" listens >&- 2>"$dir/err"
+timeout 9 "$dtrun" -n 2 sh -c 'echo quiet >&2' >&- 2>"$dir/err"
 try "a closed standard output is no trouble" [ $? -eq 0 ]
+timeout 9 "$dtrun" -n 2 sh -c 'echo result' >&- 2>"$dir/err"
+try "but what the ranks print to it is not lost in silence" [ $? -eq 1 ]
+try "and dtrun says so" says '^dtrun: standard output: Bad file descriptor; ending the ranks$'
 
 # ---- output
 
