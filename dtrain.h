@@ -4621,7 +4621,8 @@ typedef struct dtrain_fsdp_stats {
     size_t peak_bytes;       /* the most at once */
 } dtrain_fsdp_stats;
 
-/* Returns the counters. The share of communication that computing hides is 1 - waited_ns / communicated_ns.
+/* Returns the counters. The share of communication that computing hides is 1 - waited_ns / communicated_ns, or 0 where
+ * the waits took longer, as when a wait is for a rank that computes longer.
  *
  * one thread per object */
 DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp);

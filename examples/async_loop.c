@@ -59,6 +59,8 @@ static dtrain_status train(dtrain_comm *world, void *user)
     (void)user;
     for (uint64_t i = 0; i < COUNT; i++)
         w[i] = 0.2f * dtrain_random_normal(2, i);
+    if (dtrain_comm_rank(world) == 0)
+        printf("%d ranks train %d layers to find the larger of two neighbours\n", dtrain_comm_size(world), LAYERS);
     load(h, 1, first, mine);
     for (uint64_t step = 1; step <= STEPS; step++) {
         float g[COUNT] = {0};
@@ -96,5 +98,6 @@ int main(int argc, char **argv)
     return 0;
 }
 
-/* step 150 loss 0.1141
+/* 4 ranks train 3 layers to find the larger of two neighbours
+ * step 150 loss 0.1141
  * step 300 loss 0.0277 */

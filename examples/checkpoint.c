@@ -69,7 +69,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
     DTRAIN_CHECK(dtrain_fsdp_get(fsdp, "w", w, 0));
     dtrain_sha256(w, sizeof w, hash);
     if (rank == 0)
-        printf("%d ranks from step %d: loss %.6f, weights %02x%02x%02x%02x\n", ranks, (int)report.step, loss,
+        printf("%d ranks train from step %d: loss %.6f, weights %02x%02x%02x%02x\n", ranks, (int)report.step, loss,
                hash[0], hash[1], hash[2], hash[3]);
     dtrain_checkpoint_destroy(ckpt);
     dtrain_fsdp_destroy(fsdp);
@@ -96,6 +96,6 @@ int main(int argc, char **argv)
     return status != 0;
 }
 
-/* 4 ranks from step 0: loss 1.810982, weights 1f8fc35f
+/* 4 ranks train from step 0: loss 1.810982, weights 1f8fc35f
  * 4 ranks ended by signal 9
- * 2 ranks from step 20: loss 1.810982, weights 1f8fc35f */
+ * 2 ranks train from step 20: loss 1.810982, weights 1f8fc35f */

@@ -55,6 +55,8 @@ static dtrain_status train(dtrain_comm *world, void *user)
     dtrain_ddp *ddp;
     (void)user;
     table.stacked = 1;
+    if (rank == 0)
+        printf("%d ranks train %d layers to find the larger of two neighbours\n", dtrain_comm_size(world), LAYERS);
     for (int way = 0; way < 5; way++) {
         dtrain_ddp_desc desc = {.compress = way == 0 ? NULL : &ways[way - 1]};
         uint64_t sent = 0;
@@ -93,7 +95,8 @@ int main(int argc, char **argv)
     return 0;
 }
 
-/* float32   12288 bytes a step, loss 0.0167
+/* 4 ranks train 2 layers to find the larger of two neighbours
+ * float32   12288 bytes a step, loss 0.0167
  * int8       3120 bytes a step, loss 0.0169
  * signs       408 bytes a step, loss 0.0176
  * top 5%     1671 bytes a step, loss 0.0139

@@ -56,6 +56,8 @@ static dtrain_status train(dtrain_comm *world, void *user)
     for (uint64_t i = 0; i < COUNT; i++)
         w[i] = 0.2f * dtrain_random_normal(2, i);
     DTRAIN_CHECK(dtrain_ddp_create(&ddp, world, &table, 1, &desc));
+    if (dtrain_comm_rank(world) == 0)
+        printf("%d ranks train %d layers to find the larger of two neighbours\n", dtrain_comm_size(world), LAYERS);
     for (uint64_t step = 1; step <= STEPS; step++) {
         double loss = 0;
         DTRAIN_CHECK(dtrain_ddp_begin(ddp, (int)mine, (double)mine)); /* a micro-batch is one example here */
@@ -91,6 +93,7 @@ int main(int argc, char **argv)
     return 0;
 }
 
-/* step 100 loss 0.135108
+/* 4 ranks train 3 layers to find the larger of two neighbours
+ * step 100 loss 0.135108
  * step 200 loss 0.064356
  * step 300 loss 0.027729 */

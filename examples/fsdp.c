@@ -56,7 +56,8 @@ static dtrain_status train(dtrain_comm *world, void *user)
     DTRAIN_CHECK(dtrain_fsdp_plan(&table, 1, &desc, ranks, rank, &plan));
     DTRAIN_CHECK(dtrain_fsdp_plan(&table, 1, &desc, 1, 0, &alone));
     if (rank == 0)
-        printf("%d ranks: at most %zu KiB a rank, one alone %zu\n", ranks, plan.peak >> 10, alone.peak >> 10);
+        printf("%d ranks train %d layers to double positive numbers: at most %zu KiB a rank, one alone %zu\n", ranks,
+               LAYERS, plan.peak >> 10, alone.peak >> 10);
     DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, &table, 1, &desc));
     float *w = dtrain_fsdp_param(fsdp, "w"), *g = dtrain_fsdp_grad(fsdp, "w"); /* addresses: gather brings memory */
     for (uint64_t i = 0; i < COUNT; i++)
@@ -99,5 +100,5 @@ int main(int argc, char **argv)
     return 0;
 }
 
-/* 4 ranks: at most 138 KiB a rank, one alone 298
+/* 4 ranks train 4 layers to double positive numbers: at most 138 KiB a rank, one alone 298
  * step 100 loss 2.449474 */

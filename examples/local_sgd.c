@@ -54,6 +54,8 @@ static dtrain_status train(dtrain_comm *world, void *user)
     for (uint64_t i = 0; i < COUNT; i++)
         w[i] = 0.2f * dtrain_random_normal(2, i);
     DTRAIN_CHECK(dtrain_local_sgd_create(&local, world, &table, 1, &desc));
+    if (rank == 0)
+        printf("%d ranks train %d layers to find the larger of two neighbours\n", ranks, LAYERS);
     for (int step = 0; step < STEPS; step++) {
         for (int i = 0; i < COUNT; i++)
             g[i] = 0;
@@ -85,4 +87,5 @@ int main(int argc, char **argv)
     return 0;
 }
 
-/* 4 ranks, 21 rounds: loss 0.0467; 92 KiB sent, by DDP 1800 KiB */
+/* 4 ranks train 3 layers to find the larger of two neighbours
+ * 4 ranks, 21 rounds: loss 0.0467; 92 KiB sent, by DDP 1800 KiB */

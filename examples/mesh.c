@@ -54,7 +54,8 @@ static dtrain_status train(dtrain_comm *world, void *user)
         for (size_t i = 0; i < part; i++)
             w2[i] -= 0.1f / EXAMPLES * g2[i];
         if (dtrain_comm_rank(world) == 0 && step == STEPS)
-            printf("%d x %d ranks: loss %.4f\n", dtrain_comm_size(data), dtrain_comm_size(tensor), loss);
+            printf("%d x %d ranks have learnt the larger of two numbers: loss %.4f\n", dtrain_comm_size(data),
+                   dtrain_comm_size(tensor), loss);
     }
     dtrain_mesh_destroy(mesh);
     return DTRAIN_OK;
@@ -70,4 +71,4 @@ int main(int argc, char **argv)
     return 0;
 }
 
-/* 2 x 2 ranks: loss 0.0167 */
+/* 2 x 2 ranks have learnt the larger of two numbers: loss 0.0167 */

@@ -148,7 +148,7 @@ static void run_form(dtrain_comm *world, const form *f, net *n)
     desc.async = f->async;
     desc.compress = f->compression != DTRAIN_COMPRESS_DEFAULT ? &compress : NULL;
     net_open(n, (uint64_t)rank); /* dtrain_server_create gives all ranks the server's parameters */
-    if (rank >= f->async) { /* this worker's share of the points */
+    if (rank >= f->async) {      /* this worker's share of the points */
         int workers = ranks - f->async, worker = rank - f->async;
         n->first = (size_t)(SAMPLES * worker / workers);
         n->count = (size_t)(SAMPLES * (worker + 1) / workers) - n->first;
@@ -174,7 +174,9 @@ static dtrain_status train(dtrain_comm *world, void *user)
     if (n == NULL)
         return DTRAIN_ERR_MEMORY;
     if (dtrain_comm_rank(world) == 0)
-        printf("form                  steps     loss  staleness     MiB\n");
+        printf("a server and %d workers train a network to tell two spirals apart\n"
+               "form                  steps     loss  staleness     MiB\n",
+               dtrain_comm_size(world) - 1);
     for (size_t i = 0; i < sizeof forms / sizeof forms[0]; i++)
         if (!forms[i].async || dtrain_comm_size(world) > 1) /* a server and a worker */
             run_form(world, &forms[i], n);
@@ -196,6 +198,7 @@ int main(void)
 
 /* What it prints; asynchronous losses differ a little from run to run:
  *
+ * a server and 3 workers train a network to tell two spirals apart
  * form                  steps     loss  staleness     MiB
  * synchronous             600   0.0508          0    4.45
  * synchronous, int8       600   0.0496          0    1.28

@@ -166,6 +166,8 @@ static int robot_main(int robot, const char *root)
     desc.compress = &bits;
     DTRAIN_CHECK(dtrain_local_sgd_create(&local, world, n.table, PARAMS, &desc));
     DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, n.table, PARAMS, NULL, NULL));
+    if (robot == 0)
+        printf("%d robots learn to tell two spirals apart; 01-3: in the round, -: late or lost\n", ROBOTS);
     for (uint64_t step = 0; step < (robot == SLOW ? STEPS / 5 : STEPS); step++) {
         if (robot == DIES && step == LAST_STEP)
             raise(SIGKILL);

@@ -60,6 +60,8 @@ static dtrain_status train(dtrain_comm *world, void *user)
         return DTRAIN_ERR_MEMORY;
     for (uint64_t i = 0; i < COUNT; i++)
         w[i] = 0.2f * dtrain_random_normal(2, i);
+    if (rank == 0)
+        printf("%d ranks train %d layers to find the larger of two neighbours\n", ranks, LAYERS);
     for (int step = 1; step <= STEPS; step++) {
         double loss = 0;
         memset(g, 0, sizeof g);
@@ -90,7 +92,8 @@ int main(int argc, char **argv)
     return 0;
 }
 
-/* step 100 loss 0.2703
+/* 4 ranks train 3 layers to find the larger of two neighbours
+ * step 100 loss 0.2703
  * step 200 loss 0.0862
  * step 300 loss 0.0064
  * 4 ranks: rank 0 has Adam's state of 192 of 768 weights */

@@ -232,8 +232,8 @@ static dtrain_status fsdp_rank(dtrain_comm *world, bench *b)
     if (rank == 0) {
         b->bytes = elements * sizeof(float);
         b->comm_us = comm_us;
-        b->hidden = 1.0 - (double)(after.waited_ns - before.waited_ns) /
-                              (double)(after.communicated_ns - before.communicated_ns);
+        b->hidden = fmax(0, 1.0 - (double)(after.waited_ns - before.waited_ns) /
+                                      (double)(after.communicated_ns - before.communicated_ns));
     }
     for (int kind = 0; kind < FSDP_OBJECTS; kind++)
         fsdp_close(&models[kind]);

@@ -28,30 +28,30 @@ static int plan_complain(const char *what)
 
 static void plan_print_input(const plan_input *in, int measured)
 {
-    printf("%ld layers, %ld heads, width %ld, context %ld, vocab %ld; %ld sequences a step in %ld micro-batches of "
-           "%ld; %ld ranks\n",
-           in->layers, in->heads, in->width, in->context, in->vocab, in->sequences, in->micro,
+    printf("%ld layers, %ld heads, width %ld, context %ld, vocab %ld\n", in->layers, in->heads, in->width, in->context,
+           in->vocab);
+    printf("%ld sequences a step in %ld micro-batches of %ld; %ld ranks\n", in->sequences, in->micro,
            in->sequences / in->micro, in->ranks);
     printf("%s: %.4g GFLOP/s, %.4g GB/s copied, %.4g GB/s and %.4g us a link", measured ? "measured" : "given",
            in->rate * 1e-9, in->copy_rate * 1e-9, in->bandwidth * 1e-9, in->latency * 1e6);
     if (in->processors > 0)
-        printf(", %ld processors for all", in->processors);
+        printf(",\n%ld processors for all", in->processors);
     if (in->memory > 0)
-        printf("; %.4g GB of memory a rank", in->memory * 1e-9);
-    printf("\n\n%25s %-11s %-8s %41s %8s   %s\n", "", "", "", "MB a rank needs at most", "MB", "ms of a step");
-    printf("%4s %4s %4s  %-10s %-11s %9s %9s %9s %9s %10s %8s %9s %9s %8s %8s %8s %8s %8s\n", "dp", "pp", "tp",
-           "strategy", "schedule", "weights", "gradients", "optimizer", "activ.", "all", "sent", "step", "compute",
-           "bubble", "tp", "pp", "dp", "dp hid.");
+        printf(";\n%.4g GB of memory a rank", in->memory * 1e-9);
+    printf("\n\n%37s%9s%9s   %s\n", "MB of", "MB", "ms", "% of the step");
+    printf("%4s%4s%4s  %-6s%-11s%7s%8s%9s  %5s%5s%4s%4s%4s\n", "dp", "pp", "tp", "", "schedule", "memory", "sent",
+           "a step", "comp", "idle", "tp", "pp", "dp");
 }
 
 static void plan_print_result(const plan_result *r)
 {
-    const plan_memory *m = &r->memory;
-    printf("%4d %4d %4d  %-10s %-11s %9.1f %9.1f %9.1f %9.1f %9.1f%c %8.1f %9.2f %9.2f %8.2f %8.2f %8.2f %8.2f %8.2f\n",
-           r->layout.dp, r->layout.pp, r->layout.tp, plan_strategy_name(&r->layout),
-           r->layout.pp > 1 ? plan_schedule_name(&r->layout) : "-", m->weights * 1e-6, m->gradients * 1e-6,
-           m->optimizer * 1e-6, m->activations * 1e-6, m->all * 1e-6, r->fits ? ' ' : '!', r->sent * 1e-6,
-           r->step * 1e3, r->compute * 1e3, r->bubble * 1e3, r->tp * 1e3, r->pp * 1e3, r->dp * 1e3, r->dp_hidden * 1e3);
+    const double parts[5] = {r->compute, r->bubble, r->tp, r->pp, r->dp};
+    printf("%4d%4d%4d  %-6s%-11s%7.0f%c%8.1f%9.2f ", r->layout.dp, r->layout.pp, r->layout.tp,
+           plan_strategy_name(&r->layout), r->layout.pp > 1 ? plan_schedule_name(&r->layout) : "-",
+           r->memory.all * 1e-6, r->fits ? ' ' : '!', r->sent * 1e-6, r->step * 1e3);
+    for (int i = 0; i < 5; i++)
+        printf(i < 2 ? "%5.0f" : "%4.0f", r->step > 0 ? 100 * parts[i] / r->step : 0);
+    puts("");
 }
 
 /* Prints a line for each layout that the model does not allow. Layouts that differ only in schedule or strategy and
@@ -105,7 +105,9 @@ static void plan_print_table(const plan_options *options, const plan_result *res
         plan_print_result(&results[i]);
         unfit += !results[i].fits;
     }
-    printf("%s\n", unfit > 0 ? "!: needs more than the memory of a rank" : "");
+    puts("\ncomp: computing; idle: the pipeline's bubble; tp, pp, dp: communicating");
+    if (unfit > 0)
+        puts("!: needs more than the memory of a rank");
     plan_print_left_out(results, count);
     plan_print_verdict(&options->in, results, count);
 }
@@ -164,6 +166,7 @@ int main(int argc, char **argv)
     size_t count;
     char why[400];
     int code = 2;
+    utf8_arguments(argc, argv);
     memset(&csv, 0, sizeof csv);
     if (plan_parse(&options, argc, argv, why, sizeof why) != 0) {
         fprintf(stderr, "plan: %s; see plan --help\n", why);
