@@ -6196,7 +6196,6 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <dlfcn.h>
 #endif
 #if defined(__linux__)
-#include <linux/futex.h>
 #include <sys/auxv.h>
 #include <sys/syscall.h>
 #elif defined(__APPLE__)
@@ -6943,20 +6942,40 @@ static void dtrain__os_unwatch_faults(void)
 
 #if defined(__linux__)
 
+/* Operations of linux/futex.h, which not every C library's headers bring; both are for one process's threads. */
+enum { DTRAIN__OS_FUTEX_WAIT = 128, DTRAIN__OS_FUTEX_WAKE = 129 };
+
+/* The seconds and nanoseconds of the call, whatever time_t is. x32 has those of x86-64. Of systems with 32 bits, the
+ * newer ones have only the call whose time has 64. */
+#if defined(__NR_futex) && !(defined(__x86_64__) && defined(__ILP32__))
+#define DTRAIN__OS_FUTEX __NR_futex
+typedef long dtrain__os_futex_time;
+#else
+#ifdef __NR_futex
+#define DTRAIN__OS_FUTEX __NR_futex
+#else
+#define DTRAIN__OS_FUTEX __NR_futex_time64
+#endif
+typedef int64_t dtrain__os_futex_time;
+#endif
+
+/* A kernel for 32 bits can lack the older call, and a sandbox can refuse any. */
 static int dtrain__os_futex_has(void)
 {
-    return 1;
+    uint32_t word = 0;
+    return syscall(DTRAIN__OS_FUTEX, &word, DTRAIN__OS_FUTEX_WAKE, 1, NULL, NULL, 0) == 0;
 }
 
 static void dtrain__os_futex_wait(uint32_t *word, uint32_t value, int64_t ns)
 {
-    long span[2] = {(long)(ns / 1000000000), (long)(ns % 1000000000)}; /* as the call has it; time_t may be wider */
-    syscall(__NR_futex, word, FUTEX_WAIT_PRIVATE, value, span, NULL, 0);
+    dtrain__os_futex_time span[2] = {(dtrain__os_futex_time)(ns / 1000000000),
+                                     (dtrain__os_futex_time)(ns % 1000000000)};
+    syscall(DTRAIN__OS_FUTEX, word, DTRAIN__OS_FUTEX_WAIT, value, span, NULL, 0);
 }
 
 static void dtrain__os_futex_wake(uint32_t *word)
 {
-    syscall(__NR_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    syscall(DTRAIN__OS_FUTEX, word, DTRAIN__OS_FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 #elif defined(__FreeBSD__)

@@ -80,7 +80,6 @@
 #include <dlfcn.h>
 #endif
 #if defined(__linux__)
-#include <linux/futex.h>
 #include <sys/auxv.h>
 #include <sys/syscall.h>
 #elif defined(__APPLE__)

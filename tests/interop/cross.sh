@@ -27,7 +27,7 @@ system() {
     riscv64) prefix=riscv64-linux-gnu- emulate="qemu-riscv64 -L /usr/riscv64-linux-gnu" ;;
     s390x) prefix=s390x-linux-gnu- emulate="qemu-s390x -L /usr/s390x-linux-gnu" ;;
     windows) prefix=x86_64-w64-mingw32- emulate=$(PATH=$PATH:/usr/lib/wine command -v wine64 || echo wine64) ;;
-    musl) cc="musl-gcc -static -idirafter /usr/include -idirafter /usr/include/$(uname -m)-linux-gnu" && return ;;
+    musl) cc="musl-gcc -static" && return ;; # it sees no headers of Linux
     esac
     cc=${prefix}gcc
 }

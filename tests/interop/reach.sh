@@ -1,8 +1,8 @@
 #!/bin/sh
 # Builds dtrain for systems that are not here. zig's C compiler, which brings their headers and libraries, compiles and
-# links for macOS, FreeBSD, NetBSD, OpenBSD and Windows on ARM64; nothing of that runs. Emscripten compiles for WASM with
-# threads, which runs under node, with the weights of Linux. Packages are installed where they are missing. Says what it
-# skips.
+# links for macOS, FreeBSD, NetBSD, OpenBSD and Windows on ARM64; nothing of that runs. It compiles for 32-bit RISC-V,
+# whose Linux has no time of 32 bits; that runs under qemu. Emscripten compiles for WASM with threads, which runs under
+# node, with the weights of Linux. Packages are installed where they are missing. Says what it skips.
 #   [SAMPLE=number] sh tests/interop/reach.sh
 cd "$(dirname "$0")/../.." || exit 1
 unset MAKEFLAGS MFLAGS MAKELEVEL # a make of its own, also below make
@@ -18,7 +18,7 @@ printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >$here/all.c
 # The library that programs link with, its private functions open to them.
 awk -v bodies=0 -f tests/support/open.awk dtrain.h >$here/open/dtrain.h
 { echo '#define DTRAIN_IMPLEMENTATION'; awk -v bodies=1 -f tests/support/open.awk dtrain.h; } >$here/dtrain.c
-sample 1 aarch64-macos x86_64-macos x86_64-freebsd x86_64-netbsd x86_64-openbsd aarch64-windows-gnu wasm
+sample 1 aarch64-macos x86_64-macos x86_64-freebsd x86_64-netbsd x86_64-openbsd aarch64-windows-gnu riscv32-linux-musl wasm
 
 # ---- systems of which zig has the libraries ----
 targets=${chosen%wasm} # the last, or not chosen
@@ -34,7 +34,10 @@ reach() { # target
     flags="-target $target -fno-sanitize=all"
     libs="-lpthread -lm"
     forks="examples/checkpoint examples/custom_transport examples/robot_swarm"
-    case $target in *windows*) libs="-lws2_32" forks= ;; esac
+    case $target in
+    *windows*) libs="-lws2_32" forks= ;;
+    riscv32*) flags="$flags -static -Wno-atomic-alignment" ;; # it has no 64-bit atomics
+    esac
     # shellcheck disable=SC2086
     "$zig" -m ziglang cc $flags $warn $quiet -O0 -I. -c $here/dtrain.c -o "$lane/dtrain.o" >$logs 2>&1
     check $? "$target: zig cc compiles the library without a warning"
@@ -53,6 +56,17 @@ reach() { # target
     # shellcheck disable=SC2086
     "$zig" -m ziglang cc $flags $warn $quiet -O0 -DDTRAIN_MPI -DDTRAIN_NO_SOCKETS -I. -c $here/all.c -o "$lane/all.o" >$logs 2>&1
     check $? "$target: without sockets, with MPI"
+    case $target in riscv32*) under_qemu ;; esac
+}
+under_qemu() { # a rank's wait ends when a peer wakes it, and at its deadline
+    sh tests/support/install.sh qemu || { echo "skipped: $target: what runs (there is no qemu-riscv32)" && return; }
+    # shellcheck disable=SC2086
+    for test in a_call_that_expires_can_be_made_again messages_go_around_the_ranks; do
+        [ -e "$lane/test" ] || "$zig" -m ziglang cc $flags -w -O0 $exact -I$here/open -I. -Itests/support tests/unit/test_comm.c \
+            "$lane/dtrain.o" -o "$lane/test" $libs >$logs 2>&1
+        timeout 60 qemu-riscv32 "$lane/test" $test >$logs 2>&1
+        check $? "$target: $test, under qemu"
+    done
 }
 printf '%s\n' $targets >$here/targets
 lanes reach <$here/targets

@@ -64,6 +64,7 @@ group() {
     fuzzer) fuzzer ;;
     network) system ip iproute2 ;;
     arm) system "aarch64-linux-gnu-gcc qemu-aarch64" gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user ;;
+    qemu) system qemu-riscv32 qemu-user ;;
     cross)
         system "aarch64-linux-gnu-gcc arm-linux-gnueabihf-gcc i686-linux-gnu-gcc riscv64-linux-gnu-gcc s390x-linux-gnu-gcc
             musl-gcc qemu-aarch64" gcc-aarch64-linux-gnu gcc-arm-linux-gnueabihf gcc-i686-linux-gnu gcc-riscv64-linux-gnu \
