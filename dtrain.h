@@ -929,11 +929,6 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index);
  * any thread */
 DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char digest[32]);
 
-/* Returns whether DTRAIN_WITHOUT names `what`, a thing that not every machine has: see >>os. dtrain_cuda.h calls it.
- *
- * any thread */
-DTRAIN_API int dtrain__without(const char *what);
-
 #ifdef __cplusplus
 }
 #endif
@@ -6415,7 +6410,8 @@ static uint32_t dtrain__os_without_read(void)
     return mask;
 }
 
-DTRAIN_API int dtrain__without(const char *what)
+/* Returns whether DTRAIN_WITHOUT names `what`, a thing that not every machine has. */
+static int dtrain__without(const char *what)
 {
     uint32_t mask = __atomic_load_n(&dtrain__os_without_mask, __ATOMIC_RELAXED);
     if (mask == 0) {

@@ -343,11 +343,6 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index);
  * any thread */
 DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char digest[32]);
 
-/* Returns whether DTRAIN_WITHOUT names `what`, a thing that not every machine has: see >>os. dtrain_cuda.h calls it.
- *
- * any thread */
-DTRAIN_API int dtrain__without(const char *what);
-
 #ifdef __cplusplus
 }
 #endif

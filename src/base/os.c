@@ -54,7 +54,8 @@ static uint32_t dtrain__os_without_read(void)
     return mask;
 }
 
-DTRAIN_API int dtrain__without(const char *what)
+/* Returns whether DTRAIN_WITHOUT names `what`, a thing that not every machine has. */
+static int dtrain__without(const char *what)
 {
     uint32_t mask = __atomic_load_n(&dtrain__os_without_mask, __ATOMIC_RELAXED);
     if (mask == 0) {

@@ -150,6 +150,19 @@ static int dtrain__cuda_emulated_guarded(int kind)
     return kind == cudaMemoryTypeDevice || kind == DTRAIN__CUDA_EMULATED_POOL || kind == DTRAIN__CUDA_EMULATED_OPENED;
 }
 
+/* Returns whether DTRAIN_WITHOUT names `what`, a thing that not every machine has. */
+static int dtrain__cuda_emulated_without(const char *what)
+{
+    const char *text = getenv("DTRAIN_WITHOUT");
+    size_t bytes = strlen(what), part;
+    for (; text != NULL && *text != '\0'; text += part + (text[part] != '\0')) {
+        part = strcspn(text, ",");
+        if ((part == bytes && memcmp(text, what, bytes) == 0) || (part == 3 && memcmp(text, "all", 3) == 0))
+            return 1;
+    }
+    return 0;
+}
+
 /* Opening and closing all memory around each operation takes many system calls. With protection keys, a thread does it
  * in a register of its own. */
 #if defined(__linux__) && defined(__x86_64__) && defined(SYS_pkey_alloc) && defined(SYS_pkey_mprotect)
@@ -170,7 +183,7 @@ static int dtrain__cuda_emulated_get_key(void)
 {
     int key = __atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE), none = 0;
     if (key == 0) {
-        if (!dtrain__without("pkeys"))
+        if (!dtrain__cuda_emulated_without("pkeys"))
             key = (int)syscall(SYS_pkey_alloc, 0ul, (unsigned long)DTRAIN__CUDA_EMULATED_NO_ACCESS);
         if (key > 0 && syscall(SYS_pkey_mprotect, NULL, (size_t)0, PROT_NONE, key) != 0) {
             syscall(SYS_pkey_free, key);
@@ -457,7 +470,7 @@ static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
 {
     int made = -1;
 #ifdef __NR_memfd_create
-    if (!dtrain__cuda_emulated.no_ipc && !dtrain__without("memfd"))
+    if (!dtrain__cuda_emulated.no_ipc && !dtrain__cuda_emulated_without("memfd"))
         made = (int)syscall(__NR_memfd_create, "dtrain-cuda", 1u); /* close-on-exec */
 #endif
     FILE *file = made < 0 && !dtrain__cuda_emulated.no_ipc ? tmpfile() : NULL;

@@ -52,6 +52,8 @@ ${CC:-cc} -DDTRAIN_API=dtrain_public -I"$here/prefix/include" -E -P all.c 2>"$lo
 nm -D --defined-only "$lib/libdtrain.so" | awk '{ print $3 }' | sort >exported
 [ "$(wc -l <public)" -gt 200 ] && diff public exported >"$logs"
 check $? "the shared library exports the $(wc -l <public) public functions and nothing else"
+[ "$(grep '__' exported)" = "dtrain__all_files_need_dtrain_h_$(echo "$series" | tr . _)" ]
+check $? "of private names it exports the one that ties files to their version"
 nm -g --defined-only "$lib/libdtrain.a" | awk 'NF == 3 { print $3 }' | sort | diff public - >"$logs"
 check $? "so does the static one"
 readelf -d "$lib/libdtrain.so" | grep -q "SONAME.*\[libdtrain.so.$series\]" && [ -e "$lib/libdtrain.so.$series" ]
