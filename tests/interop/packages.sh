@@ -1,7 +1,8 @@
 #!/bin/sh
-# Uses each package of dtrain from an empty project: make install with pkg-config, CMake and Meson, C and C++, and ctypes
-# of Python (tests/interop/ctypes_ddp.py). Installs what is missing where it can, and says what it skips. What counts is
-# that programs link and run: the library is compiled without optimisation, and where it only has to link, in part.
+# Uses each package of dtrain from an empty project: make install with pkg-config, CMake and Meson, C and C++, for this
+# system and for Windows, and ctypes of Python (tests/interop/ctypes_ddp.py). Installs what is missing where it can, and
+# says what it skips. What counts is that programs link and run: the library is compiled without optimisation, and where
+# it only has to link, in part.
 # The number SAMPLE chooses one of pkg-config, CMake and Meson.
 #   [SAMPLE=N] sh tests/interop/packages.sh
 cd "$(dirname "$0")/../.." || exit 1
@@ -45,6 +46,13 @@ rm -rf "$root/build/package"
 make -C "$root" install CFLAGS=-O0 PREFIX="$here/prefix" >"$logs" 2>&1 &&
     make -C "$root" install CFLAGS=-O0 DESTDIR="$here/a stage" PREFIX=/usr >>"$logs" 2>&1
 check $? "make install, and again with DESTDIR"
+odd="$here/in & out|s"
+make -C "$root" install CFLAGS=-O0 PREFIX="$odd" LIBDIR="$odd/lib & 64" >"$logs" 2>&1 &&
+    { ! command -v pkg-config >/dev/null ||
+        [ "$(PKG_CONFIG_PATH="$odd/lib & 64/pkgconfig" pkg-config --modversion dtrain)" = "$version" ] &&
+        eval "${CC:-cc} main.c $(PKG_CONFIG_PATH="$odd/lib & 64/pkgconfig" pkg-config --cflags --libs dtrain) -o main" >>"$logs" 2>&1 &&
+        LD_LIBRARY_PATH="$odd/lib & 64" runs ./main shared; }
+check $? "make install into a path with a space, an & and a |"
 lib=$here/prefix/lib
 printf '#define DTRAIN_MPI\n#include <dtrain.h>\n' >all.c
 ${CC:-cc} -DDTRAIN_API=dtrain_public -I"$here/prefix/include" -E -P all.c 2>"$logs" | tr '\n' ' ' |
@@ -92,10 +100,12 @@ if try pkg-config pkgconf; then
     else
         echo "skipped: C++ (there is no g++)"
     fi
-    export PKG_CONFIG_PATH="$here/a stage/usr/lib/pkgconfig" PKG_CONFIG_SYSROOT_DIR="$here/a stage"
+    with_pkg_config "staged below a path with a space" "$here/a stage/usr/lib/pkgconfig"
+    ln -s "a stage" "$here/stage"
+    export PKG_CONFIG_PATH="$here/stage/usr/lib/pkgconfig" PKG_CONFIG_SYSROOT_DIR="$here/stage"
     eval "${CC:-cc} main.c $(pkg-config --cflags --libs dtrain) -o main" >"$logs" 2>&1 &&
-        LD_LIBRARY_PATH="$here/a stage/usr/lib" runs ./main shared
-    check $? "pkg-config, staged below a path with a space"
+        LD_LIBRARY_PATH="$here/stage/usr/lib" runs ./main shared
+    check $? "pkg-config, with the stage as its sysroot"
     ! grep -rq "a stage" "$here/a stage/usr/lib/pkgconfig" "$here/a stage/usr/lib/cmake"
     check $? "the files of the stage do not name it"
     unset PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR
@@ -118,6 +128,22 @@ step 2: 4.875 1.75" ]
 else
     echo "skipped: ctypes (there is no python3)"
 fi
+
+# ---- Windows ----
+
+# A program for Windows is there, and says the version where Wine can run it.
+wine=$(PATH=$PATH:/usr/lib/wine command -v wine64)
+cross=x86_64-w64-mingw32
+runs_on_windows() { # program directory-of-the-DLL
+    [ -e "$1" ] || return
+    [ -n "$wine" ] || { echo "skipped: $1 is not run (there is no wine64)" && return; }
+    cp "$2"/*.dll "$($cross-gcc -print-file-name=libgcc_s_seh-1.dll)" "$(dirname "$1")" 2>/dev/null # and the compiler's
+    said=$(WINEDEBUG=-all WINEPREFIX="$here/wine" timeout 120 setsid "$wine" "$1" 2>>"$logs" </dev/null | tr -d '\r')
+    [ "$said" = "$version" ]
+}
+for_windows() {
+    have windows || command -v $cross-gcc >/dev/null 2>&1
+}
 
 # ---- CMake ----
 
@@ -147,9 +173,12 @@ refused() { # version
     ! cmake -S "version $1" -B "version $1/build" "-DCMAKE_PREFIX_PATH=$moved" >"$logs" 2>&1 && grep -q "$version" "$logs"
     check $? "CMake: find_package refuses version $1"
 }
-moved="$here/moved there"
+moved="$here/moved & there"
 mv "$here/prefix" "$moved"
 lib=$moved/lib
+if [ "$tools" != "${tools#* pkg-config }" ] && command -v pkg-config >/dev/null; then
+    with_pkg_config "make install, moved below a path with a space and an &" "$lib/pkgconfig"
+fi
 if try CMake cmake; then
     found_by_cmake "make install, moved" "-DCMAKE_PREFIX_PATH=$moved"
     project static "set(dtrain_STATIC ON)
@@ -176,6 +205,38 @@ FetchContent_MakeAvailable(dtrain)"
     cmake -S "$root" -B cmake -DCMAKE_BUILD_TYPE=Debug -DBUILD_SHARED_LIBS=ON -DCMAKE_INSTALL_LIBDIR=lib/some "-DCMAKE_INSTALL_PREFIX=$here/by_cmake" >"$logs" 2>&1 &&
         cmake --build cmake >>"$logs" 2>&1 && cmake --install cmake >>"$logs" 2>&1
     check $? "CMake installs"
+    cmake -S "$root" -B static -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS=$parts" "-DCMAKE_INSTALL_PREFIX=$here/alone" >"$logs" 2>&1 &&
+        cmake --build static >>"$logs" 2>&1 && cmake --install static >>"$logs" 2>&1
+    check $? "CMake installs the static library alone"
+    ! command -v pkg-config >/dev/null 2>&1 || {
+        eval "${CC:-cc} main.c $(PKG_CONFIG_PATH=$here/alone/lib/pkgconfig pkg-config --cflags --libs dtrain) -o main" >"$logs" 2>&1 &&
+            runs ./main static
+        check $? "pkg-config, what the static library alone needs"
+    }
+    if for_windows; then
+        printf '%s\n' 'set(CMAKE_SYSTEM_NAME Windows)' "set(CMAKE_C_COMPILER $cross-gcc)" >windows.cmake
+        toolchain=-DCMAKE_TOOLCHAIN_FILE=$PWD/windows.cmake
+        project "windows fetched" "$fetch" dtrain::dtrain C
+        cmake -S "windows fetched" -B "windows fetched/build" "$toolchain" -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS=$parts" >"$logs" 2>&1 &&
+            cmake --build "windows fetched/build" >>"$logs" 2>&1 && runs_on_windows "windows fetched/build/main.exe" none
+        check $? "CMake for Windows: FetchContent, dtrain::dtrain"
+        for kind in ON OFF; do
+            at="$here/windows $kind"
+            cmake -S "$root" -B "windows $kind" "$toolchain" -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS=$parts" \
+                -DBUILD_SHARED_LIBS=$kind "-DCMAKE_INSTALL_PREFIX=$at" >"$logs" 2>&1 &&
+                cmake --build "windows $kind" >>"$logs" 2>&1 && cmake --install "windows $kind" >>"$logs" 2>&1
+            check $? "CMake installs for Windows, with BUILD_SHARED_LIBS=$kind"
+            project "windows found $kind" "find_package(dtrain $series REQUIRED)" dtrain::dtrain C
+            cmake -S "windows found $kind" -B "windows found $kind/build" "$toolchain" "-Ddtrain_DIR=$at/lib/cmake/dtrain" >"$logs" 2>&1 &&
+                cmake --build "windows found $kind/build" >>"$logs" 2>&1 && runs_on_windows "windows found $kind/build/main.exe" "$at/bin"
+            check $? "CMake for Windows: find_package with BUILD_SHARED_LIBS=$kind"
+            ! command -v pkg-config >/dev/null 2>&1 || {
+                eval "$cross-gcc main.c $(PKG_CONFIG_PATH=$at/lib/pkgconfig pkg-config --cflags --libs dtrain) -o main.exe" >"$logs" 2>&1 &&
+                    runs_on_windows ./main.exe "$at/bin"
+                check $? "pkg-config for Windows with BUILD_SHARED_LIBS=$kind"
+            }
+        done
+    fi
     nm -D --defined-only "$here/by_cmake/lib/some/libdtrain.so" | awk '{ print $3 }' | sort | diff public - >"$logs"
     check $? "CMake: its shared library exports the public functions"
     found_by_cmake CMake "-Ddtrain_DIR=$here/by_cmake/lib/some/cmake/dtrain"
@@ -211,6 +272,20 @@ if try Meson cmake meson; then
     meson_project "sub header" "'dtrain-header', fallback: 'dtrain'" "objects: '$here/dtrain.o'"
     inside "sub header"
     by_meson "a subproject, the header" "sub header" static
+    if for_windows; then
+        printf '%s\n' '[binaries]' "c = '$cross-gcc'" "ar = '$cross-ar'" '[host_machine]' "system = 'windows'" \
+            "cpu_family = 'x86_64'" "cpu = 'x86_64'" "endian = 'little'" >windows.ini
+        for kind in shared static; do
+            meson_project "windows $kind" "'dtrain'"
+            inside "windows $kind"
+            cp main.c "windows $kind"
+            "$meson" setup "windows $kind/build" "windows $kind" --cross-file windows.ini -Doptimization=0 \
+                -Ddefault_library=$kind --force-fallback-for=dtrain "-Dc_args=$parts" >"$logs" 2>&1 &&
+                "$meson" compile -C "windows $kind/build" >>"$logs" 2>&1 &&
+                runs_on_windows "windows $kind/build/main.exe" "windows $kind/build/subprojects/dtrain"
+            check $? "Meson for Windows: a subproject, $kind"
+        done
+    fi
     "$meson" setup meson "$root" -Doptimization=0 "--prefix=$here/by_meson" --libdir=lib/some >"$logs" 2>&1 &&
         "$meson" install -C meson >>"$logs" 2>&1
     check $? "Meson installs"
