@@ -11,8 +11,9 @@
 # make cuda      dtrain_cuda.h for every GPU from sm_80 on, and examples/*.cu, by nvcc (NVCC=...); needs no GPU
 # make test-cuda the tests of dtrain_cuda.h on a GPU; make test runs them emulated. CUDA_LARGE=1: vectors to 2^28 too;
 #                SANITIZER="compute-sanitizer --tool memcheck" (or racecheck, ...): under it
-# make install   both headers, the library, dtrain.pc and a CMake config below $(DESTDIR)$(PREFIX), /usr/local unless set;
-#                LIBDIR=$(PREFIX)/lib64 changes the place of libraries; make uninstall removes them
+# make install   both headers, the library, dtrain.pc, a CMake config, dtrun, dtrace and safetensors with their man pages
+#                below $(DESTDIR)$(PREFIX), /usr/local unless set; LIBDIR=$(PREFIX)/lib64 changes the place of
+#                libraries; make uninstall removes them
 # make bench-cuda  its kernels as shares of the rate of a copy, collectives and training of ranks that share it, on a GPU
 CC ?= cc
 CFLAGS ?= -O2
@@ -216,7 +217,11 @@ build/package/libdtrain.a: build/package/dtrain.o
 build/package/libdtrain.so: build/package/dtrain.o
 	$(CC) $(CFLAGS) $(LDFLAGS) -shared -Wl,-soname,$(soname) -Wl,-z,defs $< -o $@ $(LIBS) -ldl
 
-install: build/package/libdtrain.a build/package/libdtrain.so dtrain_cuda.h
+build/package/%: tools/%.c $(wildcard tools/*.h) examples/terminal.h dtrain.h
+	@mkdir -p $(@D)
+	$(CC) $(CPPFLAGS) $(CFLAGS) $(EXACT) -I. $< -o $@ $(LDFLAGS) $(LIBS)
+
+install: build/package/libdtrain.a build/package/libdtrain.so dtrain_cuda.h $(addprefix build/package/,dtrun dtrace safetensors)
 	@PREFIX="$(PREFIX)" LIBDIR="$(LIBDIR)" DESTDIR="$(DESTDIR)" tools/package/install
 
 uninstall:

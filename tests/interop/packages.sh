@@ -53,6 +53,21 @@ make -C "$root" install CFLAGS=-O0 PREFIX="$odd" LIBDIR="$odd/lib & 64" >"$logs"
         eval "${CC:-cc} main.c $(PKG_CONFIG_PATH="$odd/lib & 64/pkgconfig" pkg-config --cflags --libs dtrain) -o main" >>"$logs" 2>&1 &&
         LD_LIBRARY_PATH="$odd/lib & 64" runs ./main shared; }
 check $? "make install into a path with a space, an & and a |"
+make -C "$root" uninstall PREFIX="$odd" LIBDIR="$odd/lib & 64" >"$logs" 2>&1 && [ ! -e "$odd" ]
+check $? "make uninstall leaves no folder that it made"
+mkdir -p "$odd/share/man" "$odd/bin"
+make -C "$root" install CFLAGS=-O0 PREFIX="$odd" >"$logs" 2>&1 && make -C "$root" install CFLAGS=-O0 PREFIX="$odd" >>"$logs" 2>&1 &&
+    touch "$odd/include/other" && make -C "$root" uninstall PREFIX="$odd" >>"$logs" 2>&1
+[ "$(cd "$odd" && find . | sort | tr '\n' ' ')" = ". ./bin ./include ./include/other ./share ./share/man " ]
+check $? "it leaves folders that were there, and those that hold something else"
+installed() { # directory: the programs run there, and have man pages
+    for program in dtrun dtrace safetensors; do
+        [ "$("$1/bin/$program" --help | head -c 12)" = "$(echo "usage: $program" | head -c 12)" ] &&
+            [ -s "$1/share/man/man1/$program.1" ] || return 1
+    done
+}
+installed "$here/prefix"
+check $? "make install brings dtrun, dtrace and safetensors, with man pages"
 lib=$here/prefix/lib
 printf '#define DTRAIN_MPI\n#include <dtrain.h>\n' >all.c
 ${CC:-cc} -DDTRAIN_API=dtrain_public -I"$here/prefix/include" -E -P all.c 2>"$logs" | tr '\n' ' ' |
@@ -205,7 +220,9 @@ FetchContent_MakeAvailable(dtrain)"
     cmake -S "$root" -B cmake -DCMAKE_BUILD_TYPE=Debug -DBUILD_SHARED_LIBS=ON -DCMAKE_INSTALL_LIBDIR=lib/some "-DCMAKE_INSTALL_PREFIX=$here/by_cmake" >"$logs" 2>&1 &&
         cmake --build cmake >>"$logs" 2>&1 && cmake --install cmake >>"$logs" 2>&1
     check $? "CMake installs"
-    cmake -S "$root" -B static -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS=$parts" "-DCMAKE_INSTALL_PREFIX=$here/alone" >"$logs" 2>&1 &&
+    installed "$here/by_cmake"
+    check $? "it brings the programs, with man pages"
+    cmake -S "$root" -B static -DCMAKE_BUILD_TYPE=Debug -DDTRAIN_TOOLS=OFF "-DCMAKE_C_FLAGS=$parts" "-DCMAKE_INSTALL_PREFIX=$here/alone" >"$logs" 2>&1 &&
         cmake --build static >>"$logs" 2>&1 && cmake --install static >>"$logs" 2>&1
     check $? "CMake installs the static library alone"
     ! command -v pkg-config >/dev/null 2>&1 || {
@@ -223,7 +240,7 @@ FetchContent_MakeAvailable(dtrain)"
         for kind in ON OFF; do
             at="$here/windows $kind"
             cmake -S "$root" -B "windows $kind" "$toolchain" -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS=$parts" \
-                -DBUILD_SHARED_LIBS=$kind "-DCMAKE_INSTALL_PREFIX=$at" >"$logs" 2>&1 &&
+                -DDTRAIN_TOOLS=OFF -DBUILD_SHARED_LIBS=$kind "-DCMAKE_INSTALL_PREFIX=$at" >"$logs" 2>&1 &&
                 cmake --build "windows $kind" >>"$logs" 2>&1 && cmake --install "windows $kind" >>"$logs" 2>&1
             check $? "CMake installs for Windows, with BUILD_SHARED_LIBS=$kind"
             project "windows found $kind" "find_package(dtrain $series REQUIRED)" dtrain::dtrain C
@@ -289,6 +306,8 @@ if try Meson cmake meson; then
     "$meson" setup meson "$root" -Doptimization=0 "--prefix=$here/by_meson" --libdir=lib/some >"$logs" 2>&1 &&
         "$meson" install -C meson >>"$logs" 2>&1
     check $? "Meson installs"
+    installed "$here/by_meson"
+    check $? "it brings the programs, with man pages"
     nm -D --defined-only "$here/by_meson/lib/some/libdtrain.so" | awk '{ print $3 }' | sort | diff public - >"$logs"
     check $? "Meson: its shared library exports the public functions"
     found_by_cmake Meson "-Ddtrain_DIR=$here/by_meson/lib/some/cmake/dtrain"
@@ -304,6 +323,6 @@ fi
 # ---- the end ----
 
 make -C "$root" uninstall PREFIX="$moved" >"$logs" 2>&1
-[ -z "$(find "$moved" ! -type d)" ]
-check $? "make uninstall leaves no file"
+[ ! -e "$moved" ]
+check $? "make uninstall leaves nothing"
 checked

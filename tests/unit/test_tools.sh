@@ -53,6 +53,32 @@ for command in ls cat diff verify merge split convert export --size --dtype --sa
     ./safetensors --help | grep -q "^  $command "
     check $? "safetensors --help lists $command"
 done
+# The options of a text, without those of the example that starts a program, and the commands that it lists.
+words_of() { grep -v train_gpt | grep -oE '(^|[ ([])-(n|o|-([a-z][a-z-]*)?)($|[] ,.;:])' | tr -d '][(,.;: ' | sort -u; }
+commands_of() { sed -n '/^Exit status/q; s/^  \([a-z][a-z]*\) [A-Z].*/\1/p' | sort; }
+for tool in dtrun dtrace safetensors; do
+    page=$OLDPWD/tools/$tool.1
+    ./$tool --help | words_of >out
+    sed -n '/^\.SH OPTIONS/,/^\.SH EXIT/s/\\-/-/gp' "$page" | sed -n 's/^\.BI* \(-[^ ]*\).*/\1/p' | sort -u >err
+    sed '/^\.SH OPTIONS/,/^\.SH EXIT/d; s/\\-/-/g' "$page" | words_of | comm -13 err - >more
+    [ "$(wc -l <out)" -ge 3 ] && diff out err && [ ! -s more ]
+    check $? "$tool's man page has the options of its help and no other"
+    ./$tool --help | grep -q 'Exit status' && grep -q '^\.SH EXIT STATUS' "$page" && grep -q "^$tool .-" "$page"
+    check $? "it has a name, and the exit status"
+done
+./safetensors --help | commands_of >out
+sed -n '/^\.SH COMMANDS/,/^\.SH OPTIONS/s/^\.BI \([a-z]*\) .*/\1/p' "$OLDPWD/tools/safetensors.1" | sort >err
+[ "$(wc -l <out)" -ge 8 ] && diff out err
+check $? "the man page of safetensors has the commands of its help"
+for tool in dtrun dtrace safetensors; do
+    if command -v groff >/dev/null 2>&1; then
+        groff -man -Tascii -ww "$OLDPWD/tools/$tool.1" >out 2>err
+        [ "$? $(wc -c <err)" = "0 0" ]
+        check $? "groff finds no fault in the man page of $tool"
+    else
+        echo "skipped: whether groff takes the man page of $tool (there is no groff)"
+    fi
+done
 flags=$(grep -o '"--[a-z]*"' "$OLDPWD/tools/plan_flags.h" | tr -d '"' | sort -u)
 ./plan --help >out
 bad=
