@@ -255,15 +255,22 @@
  * PACKAGES: install the library, or make it part of your build, instead of copying this file. Then no file of yours
  * defines DTRAIN_IMPLEMENTATION.
  *
- *     make install PREFIX=/usr/local   both headers, the shared and the static library, dtrain.pc, and a config for
- *                                      CMake. It knows DESTDIR and LIBDIR. make uninstall removes them
+ *     make install PREFIX=/usr/local   both headers, the shared and the static library, dtrain.pc, a config for CMake,
+ *                                      and dtrun, dtrace and safetensors with man pages. It knows DESTDIR and LIBDIR.
+ *                                      make uninstall removes them
  *     pkg-config                       cc main.c $(pkg-config --cflags --libs dtrain); for the static library add
  *                                      --static to it, and -static to cc
- *     CMake                            find_package(dtrain 0.1), FetchContent or add_subdirectory, and
+ *     CMake                            find_package(dtrain 0.2), FetchContent or add_subdirectory, and
  *                                      target_link_libraries(main dtrain::dtrain). dtrain_STATIC=ON finds the static
  *                                      library. dtrain::header is this header alone
  *     Meson                            dependency('dtrain'), installed or in subprojects/. There
  *                                      dependency('dtrain-header', fallback: 'dtrain') is this header alone
+ *     Windows                          CMake and Meson build for it by MinGW-w64. By hand, link -lws2_32
+ *     without programs                 CMake takes DTRAIN_TOOLS=OFF, and Meson tools=false
+ *     vcpkg                            vcpkg install dtrain --overlay-ports=packaging/vcpkg, in a clone
+ *     Conan 2                          conan create packaging/conan, in a clone
+ *     Python                           pip install ., in a clone; a C compiler makes the library. The module dtrain has
+ *                                      the header's constants, structs and functions, for ctypes
  *
  * The library has all parts. Define DTRAIN_MPI to declare those of >>from_mpi. DTRAIN_VERSION in >>base says which
  * versions go together.
@@ -543,7 +550,7 @@
  *
  *     import ctypes as C, os, sys
  *     lib = C.CDLL(sys.argv[1])  # python3 ddp.py libdtrain.so DIRECTORY
- *     assert lib.dtrain_version() // 100 == 1  # the structs and numbers below are those of 0.1
+ *     assert lib.dtrain_version() // 100 == 2  # the structs and numbers below are those of 0.2
  *     P, I, S, U64, TEXT, F32 = C.c_void_p, C.c_int, C.c_size_t, C.c_uint64, C.c_char_p, 18
  *     class Param(C.Structure):
  *         _fields_ = [("name", TEXT), ("dtype", I), ("shape", S * 8), ("ndim", I), ("stacked", I), ("unit", I),
@@ -753,7 +760,7 @@
  *
  * What ranks send to each other and what files hold have versions of their own, which their readers check. */
 #define DTRAIN_VERSION_MAJOR 0
-#define DTRAIN_VERSION_MINOR 1
+#define DTRAIN_VERSION_MINOR 2
 #define DTRAIN_VERSION_PATCH 0
 #define DTRAIN_VERSION (10000 * DTRAIN_VERSION_MAJOR + 100 * DTRAIN_VERSION_MINOR + DTRAIN_VERSION_PATCH)
 

@@ -253,7 +253,7 @@
  *
  *     import ctypes as C, os, sys
  *     lib = C.CDLL(sys.argv[1])  # python3 ddp.py libdtrain.so DIRECTORY
- *     assert lib.dtrain_version() // 100 == 1  # the structs and numbers below are those of 0.1
+ *     assert lib.dtrain_version() // 100 == 2  # the structs and numbers below are those of 0.2
  *     P, I, S, U64, TEXT, F32 = C.c_void_p, C.c_int, C.c_size_t, C.c_uint64, C.c_char_p, 18
  *     class Param(C.Structure):
  *         _fields_ = [("name", TEXT), ("dtype", I), ("shape", S * 8), ("ndim", I), ("stacked", I), ("unit", I),

@@ -255,15 +255,22 @@
  * PACKAGES: install the library, or make it part of your build, instead of copying this file. Then no file of yours
  * defines DTRAIN_IMPLEMENTATION.
  *
- *     make install PREFIX=/usr/local   both headers, the shared and the static library, dtrain.pc, and a config for
- *                                      CMake. It knows DESTDIR and LIBDIR. make uninstall removes them
+ *     make install PREFIX=/usr/local   both headers, the shared and the static library, dtrain.pc, a config for CMake,
+ *                                      and dtrun, dtrace and safetensors with man pages. It knows DESTDIR and LIBDIR.
+ *                                      make uninstall removes them
  *     pkg-config                       cc main.c $(pkg-config --cflags --libs dtrain); for the static library add
  *                                      --static to it, and -static to cc
- *     CMake                            find_package(dtrain 0.1), FetchContent or add_subdirectory, and
+ *     CMake                            find_package(dtrain 0.2), FetchContent or add_subdirectory, and
  *                                      target_link_libraries(main dtrain::dtrain). dtrain_STATIC=ON finds the static
  *                                      library. dtrain::header is this header alone
  *     Meson                            dependency('dtrain'), installed or in subprojects/. There
  *                                      dependency('dtrain-header', fallback: 'dtrain') is this header alone
+ *     Windows                          CMake and Meson build for it by MinGW-w64. By hand, link -lws2_32
+ *     without programs                 CMake takes DTRAIN_TOOLS=OFF, and Meson tools=false
+ *     vcpkg                            vcpkg install dtrain --overlay-ports=packaging/vcpkg, in a clone
+ *     Conan 2                          conan create packaging/conan, in a clone
+ *     Python                           pip install ., in a clone; a C compiler makes the library. The module dtrain has
+ *                                      the header's constants, structs and functions, for ctypes
  *
  * The library has all parts. Define DTRAIN_MPI to declare those of >>from_mpi. DTRAIN_VERSION in >>base says which
  * versions go together.

@@ -167,7 +167,7 @@
  *
  * What ranks send to each other and what files hold have versions of their own, which their readers check. */
 #define DTRAIN_VERSION_MAJOR 0
-#define DTRAIN_VERSION_MINOR 1
+#define DTRAIN_VERSION_MINOR 2
 #define DTRAIN_VERSION_PATCH 0
 #define DTRAIN_VERSION (10000 * DTRAIN_VERSION_MAJOR + 100 * DTRAIN_VERSION_MINOR + DTRAIN_VERSION_PATCH)
 
