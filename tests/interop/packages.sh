@@ -1,9 +1,9 @@
 #!/bin/sh
 # Uses each package of dtrain from an empty project: make install with pkg-config, CMake and Meson, C and C++, for this
-# system and for Windows, and ctypes of Python (tests/interop/ctypes_ddp.py). Installs what is missing where it can, and
-# says what it skips. What counts is that programs link and run: the library is compiled without optimisation, and where
-# it only has to link, in part.
-# The number SAMPLE chooses one of pkg-config, CMake and Meson.
+# system and for Windows, Conan, the port for vcpkg, and Python by ctypes (tests/interop/ctypes_ddp.py) and by the wheel.
+# Installs what is missing where it can, and says what it skips. What counts is that programs link and run: the library is
+# compiled without optimisation, and where it only has to link, in part.
+# The number SAMPLE chooses one of pkg-config, CMake, Meson, Conan, vcpkg and the wheel.
 #   [SAMPLE=N] sh tests/interop/packages.sh
 cd "$(dirname "$0")/../.." || exit 1
 . tests/support/check.sh
@@ -25,7 +25,7 @@ have() { # groups of tests/support/install.sh
     echo "skipped: what needs $* (it is missing and cannot be installed)"
     return 1
 }
-sample 1 pkg-config CMake Meson
+sample 1 pkg-config CMake Meson Conan vcpkg wheel
 tools=" $chosen "
 try() { # tool groups...
     case $tools in *" $1 "*) shift && have "$@" ;; *) false ;; esac
@@ -318,6 +318,131 @@ if try Meson cmake meson; then
         by_meson "dependency('dtrain') of an installation" depends shared
         unset PKG_CONFIG_PATH
     fi
+fi
+
+# ---- Conan ----
+
+if try Conan cmake conan; then
+    conan=$(command -v conan || echo "$(sh "$install" in conan)/bin/conan")
+    export CONAN_HOME="$here/conan"
+    mkdir -p by_conan
+    cp main.c by_conan
+    printf '%s\n' 'cmake_minimum_required(VERSION 3.15)' 'project(empty C)' 'find_package(dtrain REQUIRED)' 'add_executable(main main.c)' \
+        'target_link_libraries(main PRIVATE dtrain::dtrain)' >by_conan/CMakeLists.txt
+    printf '%s\n' '[requires]' "dtrain/$version" '[generators]' CMakeDeps CMakeToolchain >by_conan/conanfile.txt
+    "$conan" profile detect >"$logs" 2>&1 &&
+        "$conan" create "$root/packaging/conan" -s build_type=Debug >>"$logs" 2>&1
+    check $? "Conan creates the package"
+    "$conan" install by_conan -s build_type=Debug --output-folder=by_conan/build >"$logs" 2>&1 &&
+        cmake -S by_conan -B by_conan/build -DCMAKE_BUILD_TYPE=Debug -DCMAKE_TOOLCHAIN_FILE=conan_toolchain.cmake >>"$logs" 2>&1 &&
+        cmake --build by_conan/build >>"$logs" 2>&1 && runs by_conan/build/main static
+    check $? "a program requires it, and finds it by CMake"
+fi
+
+# ---- vcpkg ----
+
+# Without vcpkg its functions are those of plain CMake, and the port's steps are the same.
+if try vcpkg cmake; then
+    port=$root/packaging/vcpkg/dtrain
+    [ "$(sed -n 's/^  "version": "\(.*\)",$/\1/p' "$port/vcpkg.json")" = "$version" ]
+    check $? "vcpkg.json has the version"
+    if command -v python3 >"$logs"; then
+        python3 -m json.tool "$port/vcpkg.json" >"$logs" 2>&1
+        check $? "vcpkg.json is JSON"
+    fi
+    if command -v vcpkg >"$logs" 2>&1; then
+        vcpkg install dtrain "--overlay-ports=$root/packaging/vcpkg" "--x-install-root=$here/vcpkg" >"$logs" 2>&1
+        check $? "vcpkg installs the port"
+        at=$(dirname "$(dirname "$(find "$here/vcpkg" -path '*/share/dtrain')")")
+    else
+        echo "skipped: vcpkg itself (it is not here)"
+        at=$here/vcpkg
+        cat >vcpkg.cmake <<'END'
+function(run)
+  execute_process(COMMAND ${CMAKE_COMMAND} ${ARGV} RESULT_VARIABLE bad)
+  if(bad)
+    message(FATAL_ERROR "${ARGV}")
+  endif()
+endfunction()
+function(vcpkg_cmake_configure)
+  cmake_parse_arguments(PARSE_ARGV 0 "" "" SOURCE_PATH OPTIONS)
+  run(-S "${_SOURCE_PATH}" -B "${BUILD}" -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS=${PARTS}"
+      "-DCMAKE_INSTALL_PREFIX=${CURRENT_PACKAGES_DIR}" ${_OPTIONS})
+endfunction()
+function(vcpkg_cmake_install)
+  run(--build "${BUILD}" --target install)
+endfunction()
+function(vcpkg_fixup_pkgconfig)
+endfunction()
+function(vcpkg_install_copyright)
+  cmake_parse_arguments(PARSE_ARGV 0 "" "" "" FILE_LIST)
+  file(INSTALL "${_FILE_LIST}" DESTINATION "${CURRENT_PACKAGES_DIR}/share/dtrain" RENAME copyright)
+endfunction()
+include("${PORT}/portfile.cmake")
+END
+        cmake "-DPORT=$port" "-DBUILD=$PWD/vcpkg" "-DPARTS=$parts" "-DCURRENT_PACKAGES_DIR=$at" -P vcpkg.cmake >"$logs" 2>&1
+        check $? "the steps of the port run"
+    fi
+    [ -s "$at/share/dtrain/copyright" ] && [ -s "$at/share/dtrain/usage" ] && [ ! -e "$at/lib/cmake" ] && [ ! -e "$at/bin" ]
+    check $? "files lie where vcpkg wants them"
+    project "by vcpkg" "find_package(dtrain CONFIG REQUIRED)" dtrain::dtrain C
+    by_cmake "find_package of vcpkg's package" "by vcpkg" static "-DCMAKE_PREFIX_PATH=$at"
+fi
+
+# ---- the wheel ----
+
+if try wheel python wheel; then
+    python=$(sh "$install" in wheel)/bin/python
+    CC="${CC:-cc}" CFLAGS=-O0 "$python" -m pip wheel -q --no-build-isolation --no-deps -w "$here/wheel" "$root" >"$logs" 2>&1 &&
+        "$python" -m pip install -q --no-deps --target "$here/site" "$here"/wheel/dtrain-"$version"-py3-none-*.whl >>"$logs" 2>&1
+    check $? "pip builds the wheel of this version and installs it"
+    export PYTHONPATH="$here/site"
+    # The compiler says what the module's offsets and sizes have to be.
+    "$python" - >layout.c 2>"$logs" <<'END'
+import ctypes, dtrain
+print('#define DTRAIN_MPI\n#include "dtrain.h"\n#include <stddef.h>\n#include <stdio.h>\nint main(void)\n{')
+for name, kind in vars(dtrain).items():
+    if isinstance(kind, type) and issubclass(kind, ctypes.Structure):
+        print(f'    printf("{name} %zu", sizeof({name}));')
+        for field in kind._fields_:
+            print(f'    printf(" %zu+%zu", offsetof({name}, {field[0]}), sizeof((({name} *)0)->{field[0]}));')
+        print('    puts("");')
+for name, value in vars(dtrain).items():
+    if name.startswith("DTRAIN_"):
+        print(f'    printf("{name} %d\\n", (int){name});')
+print("    return 0;\n}")
+END
+    "$python" - >python_says 2>>"$logs" <<'END'
+import ctypes, dtrain
+for name, kind in vars(dtrain).items():
+    if isinstance(kind, type) and issubclass(kind, ctypes.Structure):
+        at = [getattr(kind, field[0]) for field in kind._fields_]
+        print(name, ctypes.sizeof(kind), *[f"{field.offset}+{field.size}" for field in at])
+for name, value in vars(dtrain).items():
+    if name.startswith("DTRAIN_"):
+        print(name, value)
+END
+    ${CC:-cc} -DDTRAIN_DECLARATIONS_ONLY -I"$root" layout.c -o layout >>"$logs" 2>&1 && ./layout >c_says &&
+        [ "$(grep -c '+' c_says)" -gt 40 ] && [ "$(grep -c '^DTRAIN_' c_says)" -gt 80 ] && diff c_says python_says >>"$logs"
+    check $? "the structs of its module have the compiler's sizes and offsets, its constants their values"
+    "$python" -c 'import dtrain
+for line in open("public"):
+    assert hasattr(dtrain, line.strip()) or "__" in line, line' >"$logs" 2>&1
+    check $? "it has every public function"
+    "$python" - >trained 2>"$logs" <<'END'
+import ctypes, dtrain
+def train(world, user):
+    x = ctypes.c_float(dtrain.dtrain_comm_rank(world) + 1)
+    status = dtrain.dtrain_all_reduce(world, ctypes.byref(x), ctypes.byref(x), 1, dtrain.DTRAIN_F32, dtrain.DTRAIN_SUM)
+    print(x.value, flush=True)
+    return status
+desc = dtrain.dtrain_comm_desc(timeout_ms=60000)
+run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(train)
+assert dtrain.dtrain_run_threads(3, run, None, ctypes.byref(desc)) == dtrain.DTRAIN_OK, dtrain.dtrain_last_error()
+END
+    [ $? -eq 0 ] && [ "$(tr '\n' ' ' <trained)" = "6.0 6.0 6.0 " ] # 1 + 2 + 3
+    check $? "three ranks reduce by it"
+    unset PYTHONPATH
 fi
 
 # ---- the end ----

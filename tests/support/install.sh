@@ -84,6 +84,8 @@ group() {
     wasm) system "emcc node" emscripten nodejs ;;
     pkgconf) system pkg-config pkgconf ;;
     cmake) system "cmake ninja" cmake ninja-build ;;
+    conan) present conan || environment conan 'conan>=2,<3' ;;
+    wheel) environment wheel hatchling ;;
     meson) present meson || environment meson meson ;;
     files) environment files 'safetensors>=0.8' 'numpy>=2' ml_dtypes cryptography ;;
     models) environment models torch transformers safetensors numpy ;;
