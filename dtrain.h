@@ -25705,9 +25705,10 @@ typedef struct dtrain__message_header {
 
 /* What has moved in one direction between this rank and a peer. */
 typedef struct dtrain__direction {
-    uint64_t number; /* of the last message */
-    uint64_t sweep;  /* the last sweep of the queue that found a message under way */
-    size_t owed;     /* bytes of a message that was cut off, still to move */
+    uint64_t number;                /* of the last message */
+    size_t owed;                    /* bytes of a message that was cut off, still to move */
+    dtrain_work *first, *last;      /* the queued messages, in order: the first one moves */
+    struct dtrain__direction *next; /* that has messages, too */
 } dtrain__direction;
 
 /* The buffers of one of several fused calls. */
@@ -25826,10 +25827,10 @@ struct dtrain_comm {
     uint64_t turn;        /* of the last fused one */
     uint64_t rounds;      /* of all operations that went through bounce buffers */
     dtrain__recorder *recorder;
-    int published;                 /* the transport owns it */
-    dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */
-    uint64_t sweep;                /* the number of the last one */
-    const void **ins;              /* size pointers each, for folds */
+    int published;                       /* the transport owns it */
+    dtrain__direction *directions;       /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */
+    dtrain__direction *busy, **busy_end; /* those that have queued messages; drive_mutex guards them */
+    const void **ins;                    /* size pointers each, for folds */
     void **outs;
     unsigned copies;               /* to bounce buffers; some are timed */
     int streams;                   /* these copies bypass the caches */
@@ -25840,14 +25841,14 @@ struct dtrain_comm {
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     dtrain__blocked *blocked;
-    int apart;                    /* a thread of the library waits in it, not the caller */
-    int64_t waited_ns[2];         /* when the operation that was waited for last had its turn, and ended */
-    dtrain__os_mutex queue_mutex; /* head, tail, spare; held for a few instructions */
-    dtrain__os_mutex drive_mutex; /* held by the thread that advances queued work */
-    dtrain_work *head, *tail, *spare, *newest;
-    uint32_t pending;             /* queued and not done */
-    unsigned char waste[2][4096]; /* where owed bytes go */
-    uint64_t missed;              /* the last collective that a leaver missed << 16, and that rank; 0: none */
+    int apart;                                 /* a thread of the library waits in it, not the caller */
+    int64_t waited_ns[2];                      /* when the operation that was waited for last had its turn, and ended */
+    dtrain__os_mutex queue_mutex;              /* head, tail, spare; held for a few instructions */
+    dtrain__os_mutex drive_mutex;              /* held by the thread that advances queued work */
+    dtrain_work *head, *tail, *spare, *newest; /* head: of the queue, less the messages that are in their directions */
+    uint32_t pending;                          /* queued and not done */
+    unsigned char waste[2][4096];              /* where owed bytes go */
+    uint64_t missed; /* the last collective that a leaver missed << 16, and that rank; 0: none */
     unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
                                                 * takes it */
     int held_from;
@@ -31018,27 +31019,79 @@ static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns
     return ended;
 }
 
+/* Returns what is driven next: the first message under way, else the head of the queue. The caller holds drive_mutex.
+ */
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 {
+    if (comm->busy != NULL)
+        return comm->busy->first;
     dtrain__os_lock(&comm->queue_mutex);
     dtrain_work *work = comm->head;
     dtrain__os_unlock(&comm->queue_mutex);
     return work;
 }
 
-/* Takes the work after `before` (NULL: the head) off the queue and makes its result visible. The handle may be gone
- * right afterwards. */
-static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *before, dtrain_work *work)
+/* Takes the head off the queue. The caller holds queue_mutex. */
+static void dtrain__queue_pop(dtrain_comm *comm)
+{
+    comm->head = comm->head->next;
+    if (comm->head == NULL)
+        comm->tail = NULL;
+}
+
+/* Makes the result of a work visible: of the head if it is a collective, or of a message that is in no list. The handle
+ * may be gone right afterwards. */
+static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 {
     dtrain__queue_ended(comm, &work->op, dtrain__os_now_ns());
-    dtrain__os_lock(&comm->queue_mutex);
-    *(before != NULL ? &before->next : &comm->head) = work->next;
-    if (work->next == NULL)
-        comm->tail = before;
-    dtrain__os_unlock(&comm->queue_mutex);
+    if (!dtrain__op_is_one_way(&work->op)) {
+        dtrain__os_lock(&comm->queue_mutex);
+        dtrain__queue_pop(comm);
+        dtrain__os_unlock(&comm->queue_mutex);
+    }
     __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
     __atomic_store_n(&work->done, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
+}
+
+/* Puts a direction that has messages behind the others. */
+static void dtrain__queue_busy(dtrain_comm *comm, dtrain__direction *direction)
+{
+    direction->next = NULL;
+    *comm->busy_end = direction;
+    comm->busy_end = &direction->next;
+}
+
+/* Moves the messages before the next collective to their directions, so that no step depends on how many there are. */
+static void dtrain__queue_deal(dtrain_comm *comm)
+{
+    dtrain_work *work;
+    dtrain__os_lock(&comm->queue_mutex);
+    while ((work = comm->head) != NULL && dtrain__op_is_one_way(&work->op)) {
+        dtrain__direction *direction = dtrain__message_direction(comm, work->op.root, work->op.kind == DTRAIN__SEND);
+        dtrain__queue_pop(comm);
+        work->next = NULL;
+        if (direction->first != NULL) {
+            direction->last->next = work;
+        } else {
+            direction->first = work;
+            dtrain__queue_busy(comm, direction);
+        }
+        direction->last = work;
+    }
+    dtrain__os_unlock(&comm->queue_mutex);
+}
+
+/* Takes the first message of the busy direction *at off its list. The other directions come before its next one. */
+static void dtrain__queue_next(dtrain_comm *comm, dtrain__direction **at)
+{
+    dtrain__direction *direction = *at;
+    direction->first = direction->first->next;
+    *at = direction->next;
+    if (*at == NULL)
+        comm->busy_end = at;
+    if (direction->first != NULL)
+        dtrain__queue_busy(comm, direction);
 }
 
 /* The messages of a queue that are under way together. */
@@ -31052,30 +31105,23 @@ typedef struct dtrain__queue_look {
 /* Advances the messages from head to the next collective without waiting, and takes those off that have ended. For each
  * peer and direction only the first one moves. So messages that cross get past each other, whatever was queued first.
  * Stops at until_ns once one has moved. */
-static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head, int64_t until_ns)
+static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, int64_t until_ns)
 {
     dtrain__queue_look sweep = {NULL, NULL, 0, 0, 0};
-    dtrain_work *before = NULL, *next;
-    int taken = 0, most = 2 * (comm->size - 1);
-    comm->sweep++;
-    for (dtrain_work *work = head; work != NULL && dtrain__op_is_one_way(&work->op) && taken < most; work = next) {
+    dtrain__direction **at = &comm->busy;
+    dtrain__queue_deal(comm);
+    while (*at != NULL) {
+        dtrain_work *work = (*at)->first;
         int sends = work->op.kind == DTRAIN__SEND;
-        dtrain__direction *direction = dtrain__message_direction(comm, work->op.root, sends);
-        next = __atomic_load_n(&work->next, __ATOMIC_ACQUIRE);
-        if (direction->sweep == comm->sweep) {
-            before = work;
-            continue;
-        }
         if (sweep.moved && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
             break;
         if (work->ended || dtrain__queue_turn(comm, &work->op, 0, &sweep.moved)) {
-            dtrain__queue_finish(comm, before, work);
+            dtrain__queue_next(comm, at);
+            dtrain__queue_finish(comm, work);
             sweep.finished = 1;
             continue;
         }
-        before = work;
-        direction->sweep = comm->sweep;
-        taken++;
+        at = &(*at)->next;
         if (sends && sweep.out == NULL)
             sweep.out = &work->op;
         else if (!sends && sweep.in == NULL)
@@ -31092,7 +31138,7 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
 static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
 {
     for (;;) {
-        dtrain__queue_look sweep = dtrain__queue_sweep(comm, head, until_ns != 0 ? until_ns : comm->poll_until_ns);
+        dtrain__queue_look sweep = dtrain__queue_sweep(comm, until_ns != 0 ? until_ns : comm->poll_until_ns);
         int64_t now, slice;
         int crowded, alone = comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL;
         *moved |= sweep.moved;
@@ -31146,7 +31192,7 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
         } else { /* between ranks of one address space this thread drives other ranks' queues as well */
             ended = dtrain__queue_turn(comm, &work->op, others ? 0 : slice_ns, &moved);
             if (ended)
-                dtrain__queue_finish(comm, NULL, work);
+                dtrain__queue_finish(comm, work);
         }
         any |= ended || moved;
         if ((!ended && !moved) || dtrain__os_now_ns() >= until_ns)
@@ -31474,7 +31520,7 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         work->op.packet = dtrain__op_is_one_way(op) ? work->packet : NULL;
         work->op.queued = 1;
         if (comm->tail != NULL)
-            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may be at that work */
+            comm->tail->next = work;
         else
             comm->head = work;
         comm->tail = work;
@@ -31528,7 +31574,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                 if (!dtrain__queue_run(comm, &head->op, message, until_ns))
                     break;
                 if (message == NULL) /* messages take themselves off the queue */
-                    dtrain__queue_finish(comm, NULL, head);
+                    dtrain__queue_finish(comm, head);
             }
             dtrain__os_unlock(&comm->drive_mutex);
             if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
@@ -31819,6 +31865,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
     dtrain__os_mutex_init(&comm->queue_mutex);
     dtrain__os_mutex_init(&comm->drive_mutex);
+    comm->busy_end = &comm->busy;
     comm->directions = (dtrain__direction *)dtrain__alloc(
         allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + 2 * sizeof(void *)));
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);

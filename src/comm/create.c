@@ -87,6 +87,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
     dtrain__os_mutex_init(&comm->queue_mutex);
     dtrain__os_mutex_init(&comm->drive_mutex);
+    comm->busy_end = &comm->busy;
     comm->directions = (dtrain__direction *)dtrain__alloc(
         allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + 2 * sizeof(void *)));
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);

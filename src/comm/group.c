@@ -67,9 +67,10 @@ typedef struct dtrain__message_header {
 
 /* What has moved in one direction between this rank and a peer. */
 typedef struct dtrain__direction {
-    uint64_t number; /* of the last message */
-    uint64_t sweep;  /* the last sweep of the queue that found a message under way */
-    size_t owed;     /* bytes of a message that was cut off, still to move */
+    uint64_t number;                /* of the last message */
+    size_t owed;                    /* bytes of a message that was cut off, still to move */
+    dtrain_work *first, *last;      /* the queued messages, in order: the first one moves */
+    struct dtrain__direction *next; /* that has messages, too */
 } dtrain__direction;
 
 /* The buffers of one of several fused calls. */
@@ -188,10 +189,10 @@ struct dtrain_comm {
     uint64_t turn;        /* of the last fused one */
     uint64_t rounds;      /* of all operations that went through bounce buffers */
     dtrain__recorder *recorder;
-    int published;                 /* the transport owns it */
-    dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */
-    uint64_t sweep;                /* the number of the last one */
-    const void **ins;              /* size pointers each, for folds */
+    int published;                       /* the transport owns it */
+    dtrain__direction *directions;       /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */
+    dtrain__direction *busy, **busy_end; /* those that have queued messages; drive_mutex guards them */
+    const void **ins;                    /* size pointers each, for folds */
     void **outs;
     unsigned copies;               /* to bounce buffers; some are timed */
     int streams;                   /* these copies bypass the caches */
@@ -202,14 +203,14 @@ struct dtrain_comm {
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     dtrain__blocked *blocked;
-    int apart;                    /* a thread of the library waits in it, not the caller */
-    int64_t waited_ns[2];         /* when the operation that was waited for last had its turn, and ended */
-    dtrain__os_mutex queue_mutex; /* head, tail, spare; held for a few instructions */
-    dtrain__os_mutex drive_mutex; /* held by the thread that advances queued work */
-    dtrain_work *head, *tail, *spare, *newest;
-    uint32_t pending;             /* queued and not done */
-    unsigned char waste[2][4096]; /* where owed bytes go */
-    uint64_t missed;              /* the last collective that a leaver missed << 16, and that rank; 0: none */
+    int apart;                                 /* a thread of the library waits in it, not the caller */
+    int64_t waited_ns[2];                      /* when the operation that was waited for last had its turn, and ended */
+    dtrain__os_mutex queue_mutex;              /* head, tail, spare; held for a few instructions */
+    dtrain__os_mutex drive_mutex;              /* held by the thread that advances queued work */
+    dtrain_work *head, *tail, *spare, *newest; /* head: of the queue, less the messages that are in their directions */
+    uint32_t pending;                          /* queued and not done */
+    unsigned char waste[2][4096];              /* where owed bytes go */
+    uint64_t missed; /* the last collective that a leaver missed << 16, and that rank; 0: none */
     unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
                                                 * takes it */
     int held_from;

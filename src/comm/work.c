@@ -70,7 +70,7 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         work->op.packet = dtrain__op_is_one_way(op) ? work->packet : NULL;
         work->op.queued = 1;
         if (comm->tail != NULL)
-            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may be at that work */
+            comm->tail->next = work;
         else
             comm->head = work;
         comm->tail = work;
@@ -124,7 +124,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                 if (!dtrain__queue_run(comm, &head->op, message, until_ns))
                     break;
                 if (message == NULL) /* messages take themselves off the queue */
-                    dtrain__queue_finish(comm, NULL, head);
+                    dtrain__queue_finish(comm, head);
             }
             dtrain__os_unlock(&comm->drive_mutex);
             if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)

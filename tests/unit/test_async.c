@@ -331,3 +331,65 @@ TEST(messages_between_two_ranks_keep_their_order)
 {
     everywhere(2, one_after_another);
 }
+
+/* ---- many messages ---- */
+
+enum { OUTSTANDING = 30000, LOOKS = 200 };
+
+static int64_t cpu_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* What a poll of this thread costs: the least of many, as others share the processor. */
+static int64_t poll_ns(dtrain_comm *world)
+{
+    int64_t least = INT64_MAX;
+    for (int i = 0; i < LOOKS; i++) {
+        int64_t from = cpu_ns();
+        CHECK_EQ(dtrain_comm_poll(world, 0), DTRAIN_OK);
+        int64_t ns = cpu_ns() - from;
+        least = ns < least ? ns : least;
+    }
+    return least;
+}
+
+/* 30,000 messages would cost 1,000 times as much as 30, if a poll looked at all of them. */
+TEST(a_poll_costs_the_same_with_thirty_thousand_messages_outstanding)
+{
+    static dtrain_work *work[OUTSTANDING], *sent[OUTSTANDING];
+    static int out[OUTSTANDING], in[OUTSTANDING];
+    dtrain_comm *ranks[3];
+    dtrain_comm_desc desc;
+    int64_t few = 0;
+    memset(&desc, 0, sizeof desc);
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    CHECK_EQ(dtrain_threads_create(ranks, 3, &desc), DTRAIN_OK);
+    for (int i = 0; i < OUTSTANDING; i++) {
+        in[i] = -1;
+        CHECK_EQ(dtrain_recv_async(ranks[0], &in[i], 1, DTRAIN_I32, 1 + i % 2, &work[i]), DTRAIN_OK);
+        if (i == 29)
+            few = poll_ns(ranks[0]);
+    }
+    int64_t many = poll_ns(ranks[0]);
+    if (many > 20 * few)
+        TEST_FAIL("a poll takes %lld ns with 30 messages outstanding and %lld ns with %d", (long long)few,
+                  (long long)many, OUTSTANDING);
+    for (int i = 0; i < OUTSTANDING; i++) {
+        out[i] = i;
+        CHECK_EQ(dtrain_send_async(ranks[1 + i % 2], &out[i], 1, DTRAIN_I32, 0, &sent[i]), DTRAIN_OK);
+    }
+    for (int i = 0; i < OUTSTANDING; i++)
+        while (!dtrain_work_done(work[i]) || !dtrain_work_done(sent[i]))
+            for (int rank = 0; rank < 3; rank++)
+                CHECK_EQ(dtrain_comm_poll(ranks[rank], 100), DTRAIN_OK);
+    for (int i = 0; i < OUTSTANDING; i++) {
+        CHECK_EQ(dtrain_work_wait(work[i]), DTRAIN_OK);
+        CHECK_EQ(dtrain_work_wait(sent[i]), DTRAIN_OK);
+        CHECK_EQ(in[i], i);
+    }
+    for (int rank = 0; rank < 3; rank++)
+        dtrain_comm_destroy(ranks[rank]);
+}
