@@ -42646,6 +42646,35 @@ DTRAIN_API dtrain_status dtrain_params_of_arrays(dtrain_param *table, size_t cou
     return DTRAIN_OK;
 }
 
+/* Cuts a table into ranges, unit by unit, in the order of the table inside a unit. Returns 0 if there is no memory. */
+static int dtrain__params_cut(dtrain__params *params, const dtrain_param *table, size_t count,
+                              dtrain_allocator *allocator)
+{
+    /* next[u]: where unit u's next range goes; at first, how many ranges unit u - 1 has */
+    size_t *next = (size_t *)dtrain__alloc(allocator, ((size_t)params->units + 1) * sizeof *next);
+    if (next == NULL)
+        return 0;
+    for (size_t i = 0; i < count; i++)
+        for (size_t layer = 0; dtrain__params_trained(&table[i]) && layer < dtrain__params_layers(&table[i]); layer++)
+            next[(size_t)table[i].unit + layer + 1]++;
+    for (int unit = 0; unit < params->units; unit++)
+        next[unit + 1] += next[unit];
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *param = &table[i];
+        size_t layers = dtrain__params_trained(param) ? dtrain__params_layers(param) : 0;
+        for (size_t layer = 0; layer < layers; layer++) {
+            dtrain__params_range *range = &params->ranges[next[(size_t)param->unit + layer]++];
+            range->count = dtrain_param_elements(param) / layers;
+            range->data = (float *)param->data + layer * range->count;
+            range->grad = (float *)param->grad + layer * range->count;
+            range->unit = param->unit + (int)layer;
+            range->no_decay = param->no_decay;
+        }
+    }
+    dtrain__free(allocator, next);
+    return 1;
+}
+
 /* Checks a table and cuts it into ranges. The caller frees params->ranges, also after an error. */
 static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
                                            dtrain_allocator *allocator, const char *call)
@@ -42663,19 +42692,8 @@ static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_
         (dtrain__params_range *)dtrain__alloc(allocator, params->range_count * sizeof(dtrain__params_range));
     if (params->ranges == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a table of %zu parameters", count);
-    dtrain__params_range *range = params->ranges;
-    for (int unit = 0; unit < params->units; unit++)
-        for (size_t i = 0; i < count; i++) {
-            const dtrain_param *param = &table[i];
-            size_t layer = (size_t)unit - (size_t)param->unit, layers = dtrain__params_layers(param);
-            if (!dtrain__params_trained(param) || unit < param->unit || layer >= layers)
-                continue;
-            range->count = dtrain_param_elements(param) / layers;
-            range->data = (float *)param->data + layer * range->count;
-            range->grad = (float *)param->grad + layer * range->count;
-            range->unit = unit;
-            range++->no_decay = param->no_decay;
-        }
+    if (!dtrain__params_cut(params, table, count, allocator))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a list of %d units", params->units);
     return DTRAIN_OK;
 }
 
@@ -42944,6 +42962,12 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
 #ifndef DTRAIN__OPTIMIZER
 #define DTRAIN__OPTIMIZER
 
+/* Where the state of what begins at data begins. */
+typedef struct dtrain__optimizer_spot {
+    const void *data;
+    size_t begin;
+} dtrain__optimizer_spot;
+
 struct dtrain_optimizer {
     dtrain_allocator own; /* used when the caller gives none */
     dtrain_allocator *allocator;
@@ -42952,6 +42976,8 @@ struct dtrain_optimizer {
     dtrain_device *device; /* that has the ranges and the state; NULL: the CPU */
     float *state;          /* m of all ranges, then v of all; or the velocity */
     size_t state_count, count;
+    dtrain__optimizer_spot *spots; /* of the ranges that are not empty, by address */
+    size_t spot_count;
     uint64_t step;
 };
 
@@ -43103,6 +43129,32 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
     return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &s)) : dtrain__train_sgd(&s);
 }
 
+static int dtrain__optimizer_compare_spots(const void *left, const void *right)
+{
+    uintptr_t a = (uintptr_t)((const dtrain__optimizer_spot *)left)->data;
+    uintptr_t b = (uintptr_t)((const dtrain__optimizer_spot *)right)->data;
+    return a < b ? -1 : a > b;
+}
+
+/* Counts the elements, and sorts the ranges that have some by address. Returns 0 if there is no memory. */
+static int dtrain__optimizer_sort(dtrain_optimizer *optimizer)
+{
+    const dtrain__params *params = &optimizer->params;
+    optimizer->spots =
+        (dtrain__optimizer_spot *)dtrain__alloc(optimizer->allocator, params->range_count * sizeof *optimizer->spots);
+    if (optimizer->spots == NULL)
+        return 0;
+    for (size_t i = 0; i < params->range_count; i++) {
+        dtrain__optimizer_spot spot = {params->ranges[i].data, optimizer->count};
+        optimizer->count += params->ranges[i].count;
+        if (params->ranges[i].count > 0)
+            optimizer->spots[optimizer->spot_count++] = spot;
+    }
+    if (optimizer->spot_count > 0)
+        qsort(optimizer->spots, optimizer->spot_count, sizeof *optimizer->spots, dtrain__optimizer_compare_spots);
+    return 1;
+}
+
 static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const dtrain_param *table, size_t count)
 {
     const float zero = 0.0f;
@@ -43112,8 +43164,8 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
         status = dtrain__params_device(table, count, "optimizer", &optimizer->device);
     if (status != DTRAIN_OK)
         return status;
-    for (size_t i = 0; i < optimizer->params.range_count; i++)
-        optimizer->count += optimizer->params.ranges[i].count;
+    if (!dtrain__optimizer_sort(optimizer))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for a list of %zu parameters", count);
     size_t copies = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f, bytes;
     dtrain_device *device = optimizer->device;
     void *state = NULL;
@@ -43189,15 +43241,19 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 /* Returns the state of the parameter, or layer of a stacked one, that begins at data; NULL: none. */
 static float *dtrain__optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
 {
-    size_t done = 0;
+    size_t low = 0, high;
     if (optimizer == NULL || data == NULL || which < 0 || (size_t)which * optimizer->count >= optimizer->state_count)
         return NULL;
-    for (size_t i = 0; i < optimizer->params.range_count; i++) {
-        if (optimizer->params.ranges[i].data == data && optimizer->params.ranges[i].count > 0)
-            return optimizer->state + (size_t)which * optimizer->count + done;
-        done += optimizer->params.ranges[i].count;
+    for (high = optimizer->spot_count; low < high;) {
+        size_t middle = low + (high - low) / 2;
+        if ((uintptr_t)optimizer->spots[middle].data < (uintptr_t)data)
+            low = middle + 1;
+        else
+            high = middle;
     }
-    return NULL;
+    if (low == optimizer->spot_count || optimizer->spots[low].data != data)
+        return NULL;
+    return optimizer->state + (size_t)which * optimizer->count + optimizer->spots[low].begin;
 }
 
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
@@ -43206,6 +43262,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         return;
     dtrain_allocator *allocator = optimizer->allocator;
     dtrain__free(allocator, optimizer->params.ranges);
+    dtrain__free(allocator, optimizer->spots);
     if (optimizer->device != NULL)
         dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);
     else
@@ -61895,14 +61952,28 @@ DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, co
 #ifndef DTRAIN__EXPORT
 #define DTRAIN__EXPORT
 
+/* Bytes of the new file that are read at a time. To open a file costs time with its number of tensors, so each file is
+ * opened once for all that the stage takes of it. */
+#define DTRAIN__EXPORT_STAGE ((size_t)16 << 20)
+
+/* A piece to read or to check. */
+typedef struct dtrain__export_job {
+    size_t file, piece;
+    struct dtrain__export_tensor *to;
+} dtrain__export_job;
+
 typedef struct dtrain__export {
     dtrain_allocator memory;
     dtrain__index index;
     dtrain__verify_reader reader;
     int directory;
     dtrain_safetensors_source *sources;
-    struct dtrain__export_tensor *tensors; /* one for each source */
+    struct dtrain__export_tensor *tensors; /* one for each source, in the order of the new file */
     size_t count;
+    dtrain__export_job *jobs;
+    size_t job_count;
+    unsigned char *stage;
+    size_t staged, staged_end;    /* the tensors in the stage */
     void (*tell)(uint64_t bytes); /* is told how many bytes were read; may be NULL */
 } dtrain__export;
 
@@ -61910,6 +61981,7 @@ typedef struct dtrain__export {
 typedef struct dtrain__export_tensor {
     dtrain__export *whole;
     const dtrain__index_tensor *tensor;
+    size_t begin, end, place; /* elements that are in the stage, and where there */
 } dtrain__export_tensor;
 
 static void dtrain__export_end(dtrain__export *all)
@@ -61918,6 +61990,8 @@ static void dtrain__export_end(dtrain__export *all)
     dtrain__file_close(all->directory);
     dtrain__free(&all->memory, all->sources);
     dtrain__free(&all->memory, all->tensors);
+    dtrain__free(&all->memory, all->jobs);
+    dtrain__free(&all->memory, all->stage);
     dtrain__index_free(&all->index);
 }
 
@@ -61969,10 +62043,40 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
                                : status;
 }
 
-/* Checks every block of one file, and that the file holds its pieces. */
-static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
+static int dtrain__export_by_file(const void *left, const void *right)
 {
-    const dtrain__index *index = &all->index;
+    const dtrain__export_job *a = (const dtrain__export_job *)left, *b = (const dtrain__export_job *)right;
+    if (a->file != b->file)
+        return a->file < b->file ? -1 : 1;
+    return a->piece < b->piece ? -1 : a->piece > b->piece;
+}
+
+/* Notes the pieces of a tensor that share elements with a region of it, or all of them if that is NULL. */
+static dtrain_status dtrain__export_note(dtrain__export *all, const dtrain__index_tensor *tensor,
+                                         const dtrain__region *region, dtrain__export_tensor *to)
+{
+    dtrain__region have;
+    dtrain__region_overlap overlap;
+    for (size_t k = tensor->first; k < tensor->first + tensor->count; k++) {
+        dtrain__export_job job = {all->index.pieces[k].file, k, to};
+        dtrain__index_region(&all->index, tensor, &all->index.pieces[k], &have);
+        if (region != NULL && !dtrain__region_overlap_begin(&overlap, &have, region))
+            continue;
+        if (DTRAIN__INDEX_ADD(&all->memory, all->jobs, all->job_count, job) != DTRAIN_OK)
+            return DTRAIN_ERR_MEMORY;
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__export_sort(dtrain__export *all)
+{
+    if (all->job_count > 0)
+        qsort(all->jobs, all->job_count, sizeof *all->jobs, dtrain__export_by_file);
+}
+
+/* Checks every block of one file, and that the file holds its pieces, which are the jobs from *job on. */
+static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file, size_t *job)
+{
     dtrain_status status = dtrain__verify_open(&all->reader, all->directory, file);
     for (uint64_t at = 0; status == DTRAIN_OK && at < all->reader.data.data_bytes;) {
         const unsigned char *data;
@@ -61982,13 +62086,23 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
         if (all->tell != NULL)
             all->tell(have);
     }
-    for (size_t i = 0; status == DTRAIN_OK && i < index->tensor_count; i++)
-        for (size_t k = index->tensors[i].first;
-             status == DTRAIN_OK && k < index->tensors[i].first + index->tensors[i].count; k++) {
-            uint64_t begin;
-            if (index->pieces[k].file == file)
-                status = dtrain__verify_find(&all->reader, &index->pieces[k], &begin);
-        }
+    for (; status == DTRAIN_OK && *job < all->job_count && all->jobs[*job].file == file; (*job)++) {
+        uint64_t begin;
+        status = dtrain__verify_find(&all->reader, &all->index.pieces[all->jobs[*job].piece], &begin);
+    }
+    return status;
+}
+
+/* Checks every file of the index. */
+static dtrain_status dtrain__export_check(dtrain__export *all)
+{
+    dtrain_status status = DTRAIN_OK;
+    size_t job = 0;
+    for (size_t i = 0; status == DTRAIN_OK && i < all->index.tensor_count; i++)
+        status = dtrain__export_note(all, &all->index.tensors[i], NULL, NULL);
+    dtrain__export_sort(all);
+    for (size_t file = 0; status == DTRAIN_OK && file < all->index.file_count; file++)
+        status = dtrain__export_check_file(all, file, &job);
     return status;
 }
 
@@ -61996,39 +62110,92 @@ DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path)
 {
     dtrain__export all;
     dtrain_status status = dtrain__export_begin(&all, path);
-    for (size_t file = 0; status == DTRAIN_OK && file < all.index.file_count; file++)
-        status = dtrain__export_check_file(&all, file);
+    if (status == DTRAIN_OK)
+        status = dtrain__export_check(&all);
     dtrain__export_end(&all);
     return status;
 }
 
-/* Supplies a range of a tensor from the pieces that hold it. */
+/* Reads the pieces that the jobs name, file after file. */
+static dtrain_status dtrain__export_read(dtrain__export *all)
+{
+    dtrain_status status = DTRAIN_OK;
+    uint64_t ignored = 0;
+    dtrain__export_sort(all);
+    for (size_t i = 0; i < all->job_count && status == DTRAIN_OK; i++) {
+        const dtrain__export_tensor *tensor = all->jobs[i].to;
+        dtrain__verify_target to = {all->stage + tensor->place, tensor->tensor->dtype, NULL, NULL};
+        dtrain__region region;
+        dtrain__index_region(&all->index, tensor->tensor, NULL, &region);
+        region.at = tensor->begin;
+        region.count = tensor->end - tensor->begin;
+        status = dtrain__verify_open(&all->reader, all->directory, all->jobs[i].file);
+        if (status == DTRAIN_OK)
+            status = dtrain__verify_read(&all->reader, &all->index.pieces[all->jobs[i].piece], &region, &to, &ignored);
+    }
+    return status;
+}
+
+/* Fills the stage with what the new file has from element `at` of a tensor on. */
+static dtrain_status dtrain__export_stage(dtrain__export *all, size_t first, size_t at)
+{
+    size_t room = DTRAIN__EXPORT_STAGE;
+    dtrain_status status = DTRAIN_OK;
+    int whole = 1;
+    if (all->stage == NULL && (all->stage = (unsigned char *)dtrain__resize(&all->memory, NULL, room)) == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes", room);
+    for (; all->staged < all->staged_end; all->staged++)
+        all->tensors[all->staged].end = 0;
+    all->job_count = 0;
+    all->staged = all->staged_end = first;
+    for (; all->staged_end < all->count && whole && status == DTRAIN_OK; all->staged_end++, at = 0) {
+        dtrain__export_tensor *tensor = &all->tensors[all->staged_end];
+        size_t each = dtrain_dtype_bits(tensor->tensor->dtype) / 8;
+        dtrain__region region;
+        dtrain__index_region(&all->index, tensor->tensor, NULL, &region);
+        whole = region.count - at <= room / each;
+        region.at = at;
+        region.count = whole ? region.count - at : room / each;
+        tensor->begin = at;
+        tensor->end = at + region.count;
+        tensor->place = DTRAIN__EXPORT_STAGE - room;
+        room -= region.count * each;
+        status = dtrain__export_note(all, tensor->tensor, &region, tensor);
+    }
+    return status == DTRAIN_OK ? dtrain__export_read(all) : status;
+}
+
+/* Supplies a range of a tensor. */
 static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out, size_t bytes)
 {
     const dtrain__export_tensor *from = (const dtrain__export_tensor *)user;
     dtrain__export *all = from->whole;
-    const dtrain__index_tensor *tensor = from->tensor;
-    size_t each = dtrain_dtype_bits(tensor->dtype) / 8;
-    uint64_t ignored = 0;
-    dtrain__verify_target to = {out, tensor->dtype, NULL, NULL};
-    dtrain__region region, have;
-    dtrain__region_overlap overlap;
+    unsigned char *into = (unsigned char *)out;
+    size_t each = dtrain_dtype_bits(from->tensor->dtype) / 8, at = (size_t)(offset / each), left = bytes / each;
     dtrain_status status = DTRAIN_OK;
-    dtrain__index_region(&all->index, tensor, NULL, &region);
-    region.at = (size_t)(offset / each);
-    region.count = bytes / each;
-    for (size_t k = tensor->first; k < tensor->first + tensor->count && status == DTRAIN_OK; k++) {
-        const dtrain__index_piece *piece = &all->index.pieces[k];
-        dtrain__index_region(&all->index, tensor, piece, &have);
-        if (!dtrain__region_overlap_begin(&overlap, &have, &region))
-            continue;
-        status = dtrain__verify_open(&all->reader, all->directory, piece->file);
-        if (status == DTRAIN_OK)
-            status = dtrain__verify_read(&all->reader, piece, &region, &to, &ignored);
+    while (left > 0 && status == DTRAIN_OK) {
+        if (at < from->begin || at >= from->end)
+            status = dtrain__export_stage(all, (size_t)(from - all->tensors), at);
+        if (status != DTRAIN_OK)
+            return status;
+        size_t n = from->end - at < left ? from->end - at : left;
+        memcpy(into, all->stage + from->place + (at - from->begin) * each, n * each);
+        into += n * each;
+        at += n;
+        left -= n;
     }
     if (all->tell != NULL)
         all->tell(bytes);
     return status;
+}
+
+/* Compares by the order that a file of safetensors has; tensors of an index are sorted by name. */
+static int dtrain__export_by_place(const void *left, const void *right)
+{
+    const dtrain__export_tensor *a = (const dtrain__export_tensor *)left, *b = (const dtrain__export_tensor *)right;
+    if (a->tensor->dtype != b->tensor->dtype)
+        return (int)a->tensor->dtype > (int)b->tensor->dtype ? -1 : 1;
+    return a->tensor < b->tensor ? -1 : a->tensor > b->tensor;
 }
 
 static dtrain_status dtrain__export_list(dtrain__export *all, int with_optimizer)
@@ -62040,18 +62207,23 @@ static dtrain_status dtrain__export_list(dtrain__export *all, int with_optimizer
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu tensors", index->tensor_count);
     for (size_t i = 0; i < index->tensor_count; i++) {
         const dtrain__index_tensor *tensor = &index->tensors[i];
-        dtrain_safetensors_source *source = &all->sources[all->count];
         if (!with_optimizer && dtrain__piece_is_state(dtrain__index_name(index, tensor), tensor->name_length))
             continue;
         all->tensors[all->count].whole = all;
-        all->tensors[all->count].tensor = tensor;
+        all->tensors[all->count++].tensor = tensor;
+    }
+    if (all->count > 0)
+        qsort(all->tensors, all->count, sizeof *all->tensors, dtrain__export_by_place);
+    for (size_t i = 0; i < all->count; i++) {
+        const dtrain__index_tensor *tensor = all->tensors[i].tensor;
+        dtrain_safetensors_source *source = &all->sources[i];
         source->name = dtrain__index_name(index, tensor);
         source->name_length = tensor->name_length;
         source->dtype = tensor->dtype;
         source->ndim = tensor->ndim;
         source->shape = tensor->shape;
         source->fill = dtrain__export_fill;
-        source->user = &all->tensors[all->count++];
+        source->user = &all->tensors[i];
     }
     return DTRAIN_OK;
 }

@@ -422,8 +422,8 @@ static int verify_checkpoint(const char *path)
         bytes += all.index.files[i].data.data_bytes;
     count_bytes("verified", bytes);
     all.tell = add_bytes;
-    for (size_t file = 0; status == DTRAIN_OK && file < all.index.file_count; file++)
-        status = dtrain__export_check_file(&all, file);
+    if (status == DTRAIN_OK)
+        status = dtrain__export_check(&all);
     dtrain__export_end(&all);
     progress_end();
     if (status != DTRAIN_OK)

@@ -9,6 +9,12 @@
 #include "../tensor/device.c"
 #include "params.c"
 
+/* Where the state of what begins at data begins. */
+typedef struct dtrain__optimizer_spot {
+    const void *data;
+    size_t begin;
+} dtrain__optimizer_spot;
+
 struct dtrain_optimizer {
     dtrain_allocator own; /* used when the caller gives none */
     dtrain_allocator *allocator;
@@ -17,6 +23,8 @@ struct dtrain_optimizer {
     dtrain_device *device; /* that has the ranges and the state; NULL: the CPU */
     float *state;          /* m of all ranges, then v of all; or the velocity */
     size_t state_count, count;
+    dtrain__optimizer_spot *spots; /* of the ranges that are not empty, by address */
+    size_t spot_count;
     uint64_t step;
 };
 
@@ -168,6 +176,32 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
     return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &s)) : dtrain__train_sgd(&s);
 }
 
+static int dtrain__optimizer_compare_spots(const void *left, const void *right)
+{
+    uintptr_t a = (uintptr_t)((const dtrain__optimizer_spot *)left)->data;
+    uintptr_t b = (uintptr_t)((const dtrain__optimizer_spot *)right)->data;
+    return a < b ? -1 : a > b;
+}
+
+/* Counts the elements, and sorts the ranges that have some by address. Returns 0 if there is no memory. */
+static int dtrain__optimizer_sort(dtrain_optimizer *optimizer)
+{
+    const dtrain__params *params = &optimizer->params;
+    optimizer->spots =
+        (dtrain__optimizer_spot *)dtrain__alloc(optimizer->allocator, params->range_count * sizeof *optimizer->spots);
+    if (optimizer->spots == NULL)
+        return 0;
+    for (size_t i = 0; i < params->range_count; i++) {
+        dtrain__optimizer_spot spot = {params->ranges[i].data, optimizer->count};
+        optimizer->count += params->ranges[i].count;
+        if (params->ranges[i].count > 0)
+            optimizer->spots[optimizer->spot_count++] = spot;
+    }
+    if (optimizer->spot_count > 0)
+        qsort(optimizer->spots, optimizer->spot_count, sizeof *optimizer->spots, dtrain__optimizer_compare_spots);
+    return 1;
+}
+
 static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const dtrain_param *table, size_t count)
 {
     const float zero = 0.0f;
@@ -177,8 +211,8 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
         status = dtrain__params_device(table, count, "optimizer", &optimizer->device);
     if (status != DTRAIN_OK)
         return status;
-    for (size_t i = 0; i < optimizer->params.range_count; i++)
-        optimizer->count += optimizer->params.ranges[i].count;
+    if (!dtrain__optimizer_sort(optimizer))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for a list of %zu parameters", count);
     size_t copies = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f, bytes;
     dtrain_device *device = optimizer->device;
     void *state = NULL;
@@ -254,15 +288,19 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 /* Returns the state of the parameter, or layer of a stacked one, that begins at data; NULL: none. */
 static float *dtrain__optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
 {
-    size_t done = 0;
+    size_t low = 0, high;
     if (optimizer == NULL || data == NULL || which < 0 || (size_t)which * optimizer->count >= optimizer->state_count)
         return NULL;
-    for (size_t i = 0; i < optimizer->params.range_count; i++) {
-        if (optimizer->params.ranges[i].data == data && optimizer->params.ranges[i].count > 0)
-            return optimizer->state + (size_t)which * optimizer->count + done;
-        done += optimizer->params.ranges[i].count;
+    for (high = optimizer->spot_count; low < high;) {
+        size_t middle = low + (high - low) / 2;
+        if ((uintptr_t)optimizer->spots[middle].data < (uintptr_t)data)
+            low = middle + 1;
+        else
+            high = middle;
     }
-    return NULL;
+    if (low == optimizer->spot_count || optimizer->spots[low].data != data)
+        return NULL;
+    return optimizer->state + (size_t)which * optimizer->count + optimizer->spots[low].begin;
 }
 
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
@@ -271,6 +309,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         return;
     dtrain_allocator *allocator = optimizer->allocator;
     dtrain__free(allocator, optimizer->params.ranges);
+    dtrain__free(allocator, optimizer->spots);
     if (optimizer->device != NULL)
         dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);
     else

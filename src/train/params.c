@@ -502,6 +502,35 @@ DTRAIN_API dtrain_status dtrain_params_of_arrays(dtrain_param *table, size_t cou
     return DTRAIN_OK;
 }
 
+/* Cuts a table into ranges, unit by unit, in the order of the table inside a unit. Returns 0 if there is no memory. */
+static int dtrain__params_cut(dtrain__params *params, const dtrain_param *table, size_t count,
+                              dtrain_allocator *allocator)
+{
+    /* next[u]: where unit u's next range goes; at first, how many ranges unit u - 1 has */
+    size_t *next = (size_t *)dtrain__alloc(allocator, ((size_t)params->units + 1) * sizeof *next);
+    if (next == NULL)
+        return 0;
+    for (size_t i = 0; i < count; i++)
+        for (size_t layer = 0; dtrain__params_trained(&table[i]) && layer < dtrain__params_layers(&table[i]); layer++)
+            next[(size_t)table[i].unit + layer + 1]++;
+    for (int unit = 0; unit < params->units; unit++)
+        next[unit + 1] += next[unit];
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *param = &table[i];
+        size_t layers = dtrain__params_trained(param) ? dtrain__params_layers(param) : 0;
+        for (size_t layer = 0; layer < layers; layer++) {
+            dtrain__params_range *range = &params->ranges[next[(size_t)param->unit + layer]++];
+            range->count = dtrain_param_elements(param) / layers;
+            range->data = (float *)param->data + layer * range->count;
+            range->grad = (float *)param->grad + layer * range->count;
+            range->unit = param->unit + (int)layer;
+            range->no_decay = param->no_decay;
+        }
+    }
+    dtrain__free(allocator, next);
+    return 1;
+}
+
 /* Checks a table and cuts it into ranges. The caller frees params->ranges, also after an error. */
 static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
                                            dtrain_allocator *allocator, const char *call)
@@ -519,19 +548,8 @@ static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_
         (dtrain__params_range *)dtrain__alloc(allocator, params->range_count * sizeof(dtrain__params_range));
     if (params->ranges == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a table of %zu parameters", count);
-    dtrain__params_range *range = params->ranges;
-    for (int unit = 0; unit < params->units; unit++)
-        for (size_t i = 0; i < count; i++) {
-            const dtrain_param *param = &table[i];
-            size_t layer = (size_t)unit - (size_t)param->unit, layers = dtrain__params_layers(param);
-            if (!dtrain__params_trained(param) || unit < param->unit || layer >= layers)
-                continue;
-            range->count = dtrain_param_elements(param) / layers;
-            range->data = (float *)param->data + layer * range->count;
-            range->grad = (float *)param->grad + layer * range->count;
-            range->unit = unit;
-            range++->no_decay = param->no_decay;
-        }
+    if (!dtrain__params_cut(params, table, count, allocator))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a list of %d units", params->units);
     return DTRAIN_OK;
 }
 
