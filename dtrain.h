@@ -1952,7 +1952,8 @@ typedef struct dtrain_transport {
  *
  * ---- >>disagree ----
  * When ranks do not agree, the error says who did what. Say rank 2 of three processes calls broadcast while the others
- * call all_reduce. A rank that has waited for a quarter of its deadline writes one line to the log:
+ * call all_reduce. A rank that has waited for a quarter of its deadline writes one line to the log. In that time each
+ * group writes at most one. Time behind the rank's own earlier calls does not count:
  *
  *     all_reduce #11 (sum, f32 x 4): rank 0 has waited 1.3 s for rank 2;
  *     rank 2 is in broadcast #11 (f32 x 4, root 1) since 1.3 s, waiting for rank 1;
@@ -20924,6 +20925,7 @@ struct dtrain__hub {
     dtrain__handshake *handshakes; /* of connections that come in */
     dtrain__member *members;
     struct pollfd *fds;
+    int64_t late_ns, late_at_ns;                              /* by how much a heartbeat was late, and when */
     int64_t beat_ns, stepped_ns, accept_ns, told_ns, full_ns; /* full_ns: when the log last told of descriptors */
     int64_t polled_ns;                                        /* a clock that runs only while this rank polls */
     int suspect;                     /* the rank that rank 0 has not heard for longest; -1: none */
@@ -22616,8 +22618,9 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
-#define DTRAIN__COMPLETE_NS 5000000000 /* that a complete group at the root may take to end: perhaps the run before's \
-                                        */
+#define DTRAIN__COMPLETE_NS \
+    5000000000 /* that a complete group at the root may take to end: perhaps the run before's \
+                */
 #define DTRAIN__GIVEN_UP_NS \
     60000000000 /* that a group which has lost this rank may take: it is in the middle of a step */
 
@@ -22866,12 +22869,14 @@ static void dtrain__hub_step_unanswered(dtrain__channel *channel)
 
 #define DTRAIN__SILENT_NS 1200000000 /* until a member is suspected: it has missed two heartbeats */
 
+#define DTRAIN__LATE_NS 250000000 /* from here on this rank's own heartbeats show an overloaded host */
+
 /* Judges a member's silence. Returns whether it is lost. On one machine the system is asked whether its process runs: a
  * process that it started may still hold its connections. */
 static int dtrain__hub_judge(dtrain__hub *hub, int rank, int64_t silent, int64_t now)
 {
     dtrain__member *member = &hub->members[rank];
-    char how[96];
+    char how[256], own[128] = "";
     if (member->expected && now - member->down_ns > hub->reconnect_ns) {
         snprintf(how, sizeof how, "its connection was reset and has not come back within reconnect_ms");
     } else if (hub->formed && silent > DTRAIN__SILENT_NS && now >= hub->beat_ns && member->control.fd >= 0 &&
@@ -22879,8 +22884,13 @@ static int dtrain__hub_judge(dtrain__hub *hub, int rank, int64_t silent, int64_t
         member->closed = 1;
         snprintf(how, sizeof how, "its process has ended; one that it started may still hold its connections");
     } else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
-        snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
-                 (double)silent * 1e-9, member->held ? "; it does not read either" : "");
+        if (hub->late_ns > DTRAIN__LATE_NS)
+            snprintf(own, sizeof own,
+                     "; this rank's own heartbeats were up to %.1f s late: its host is overloaded, or it polls seldom",
+                     (double)hub->late_ns * 1e-9);
+        snprintf(how, sizeof how,
+                 "not heard for %.1f s (heartbeat_ms); stopped, or overloaded, or its host is gone%s%s",
+                 (double)silent * 1e-9, member->held ? "; it does not read either" : "", own);
     } else {
         return 0;
     }
@@ -22893,6 +22903,11 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
     int64_t longest = DTRAIN__SILENT_NS;
     int suspect = -1;
+    int64_t late = hub->beat_ns > 0 ? now - hub->beat_ns : 0;
+    if (late > hub->late_ns || now - hub->late_at_ns > hub->heartbeat_ns) { /* the most in the last heartbeat_ms */
+        hub->late_ns = late;
+        hub->late_at_ns = now;
+    }
     int slept = hub->stepped_ns > 0 && hub->heartbeat_ns > 0 && now - hub->stepped_ns > hub->heartbeat_ns / 2;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
@@ -26549,6 +26564,7 @@ struct dtrain__recorder {
     dtrain__error error;               /* the first of the latest failures in a row */
     uint64_t failed;                   /* that failure's record; 0: none */
     uint64_t good;                     /* the last record that ended well; only the recording thread uses it */
+    int64_t told_ns;                   /* when the log was last told who is awaited; 0: never */
     dtrain__os_mutex mutex;            /* held while a file's text is made; guards shown, shown_failed and text */
     dtrain__error shown;               /* error and failed, as the file has them */
     uint64_t shown_failed;
@@ -26827,22 +26843,32 @@ static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op,
     return culprit;
 }
 
+/* When an operation's turn came. Before that it waited in this rank's own queue, for no peer. */
+static int64_t dtrain__recorder_turn(const dtrain__op *op)
+{
+    return op->run_ns > op->started_ns ? op->run_ns : op->started_ns;
+}
+
 /* Ends an operation at its deadline: as a mismatch if ranks contradict each other, else with what the awaited rank
  * does. */
 static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
-    double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char reason[224] = "", does[400] = "";
+    int64_t turn = dtrain__recorder_turn(op);
+    double seconds = (double)(dtrain__os_now_ns() - turn) * 1e-9;
+    char reason[224] = "", does[400] = "", queued[64] = "";
     dtrain__last last;
     int meet, culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last, &meet);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
     if (comm->plane->suspect != NULL)
         comm->plane->suspect(comm->transport.self, op->awaited, reason, sizeof reason);
+    if (turn - op->started_ns >= 1000000)
+        snprintf(queued, sizeof queued, ", after %.3f s behind its own earlier calls",
+                 (double)(turn - op->started_ns) * 1e-9);
     return dtrain__fail(
-        &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s%s", mine.text, comm->rank,
-        seconds, op->awaited, does, reason,
+        &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s%s; %s%s", mine.text, comm->rank,
+        seconds, op->awaited, queued, does, reason,
         op->touched ? "data had moved, so the group is broken" : "nothing had moved, so the call can be made again",
         meet ? " (all these ranks are in it: the network may be slow or cut, or a firewall may have forgotten the "
                "connection; reconnect_ms makes one again)"
@@ -26850,7 +26876,8 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
                                     : " (every rank must call it, not one inside an if (rank == 0))");
 }
 
-/* Returns whether the deadline has passed. After a quarter of it the log says who is awaited. */
+/* Returns whether the deadline has passed. When a peer was awaited for a quarter of it, the log says so, once in such a
+ * time for all operations of the group. */
 static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
 {
     int64_t now;
@@ -26859,16 +26886,18 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
     if (op->deadline_ns == INT64_MAX)
         return 0;
     now = dtrain__os_now_ns();
-    if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
-        op->deadline_ns - op->started_ns >= 1000000000) {
+    int64_t span = op->deadline_ns - op->started_ns, turn = dtrain__recorder_turn(op);
+    if (!op->warned && op->awaited >= 0 && now - turn > span / 4 && span >= 1000000000 &&
+        (comm->recorder->told_ns == 0 || now - comm->recorder->told_ns > span / 4)) {
         dtrain__text mine = dtrain__op_text(comm, op);
         dtrain__last last;
         char does[400];
         int meet;
         op->warned = 1;
+        comm->recorder->told_ns = now;
         dtrain__recorder_chain(comm, op, does, sizeof does, &last, &meet);
         dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
-                    (double)(now - op->started_ns) * 1e-9, op->awaited, does);
+                    (double)(now - turn) * 1e-9, op->awaited, does);
     }
     return now >= op->deadline_ns;
 }
@@ -31393,7 +31422,8 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm)
     if (error != 0) {
         dtrain__service_free(service);
         return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
-                            "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL "
+                            "rank %d: the system refused a service thread (%s; see ulimit -u and pids.max); set "
+                            "progress to DTRAIN_PROGRESS_POLL "
                             "to do without",
                             comm->rank, dtrain__os_error_text(error));
     }
@@ -32163,13 +32193,16 @@ static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int rank
         dtrain__create_runner *runner = &runners[started];
         int error = dtrain__os_thread_start(&runner->thread, dtrain__create_runner_main, runner, stack);
         if (error != 0)
-            dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s); run fewer ranks",
-                         started, ranks, dtrain__os_error_text(error));
+            dtrain__fail(&first, DTRAIN_ERR_IO,
+                         "run_threads: rank %d of %d could not start, as the system refused its thread with a stack of "
+                         "%zu bytes (%s): the limit on threads (ulimit -u, pids.max) or on memory (ulimit -v) is "
+                         "reached; run fewer ranks, raise the limit, or set a smaller stack_bytes",
+                         started, ranks, stack, dtrain__os_error_text(error));
         else
             started++;
     }
-    for (int rank = started; rank < ranks; rank++)
-        dtrain_comm_destroy(runners[rank].comm);
+    for (int rank = started; rank < ranks; rank++) /* ranks that run learn why these never come */
+        dtrain__create_leave(runners[rank].comm, &first);
     for (int rank = 0; rank < started; rank++) {
         dtrain__os_thread_join(&runners[rank].thread);
         if (started == ranks && runners[rank].place == 1)
@@ -33328,7 +33361,8 @@ static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
     code = dtrain__os_thread_start(&maker->thread, dtrain__mpi_make, lane, (size_t)1 << 20);
     if (code != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "MPI: the system refused a thread that makes a communicator (%s); choose another "
+                            "MPI: the system refused a thread that makes a communicator (%s; see ulimit -u and "
+                            "pids.max); choose another "
                             "algorithm than MPI",
                             strerror(code));
     maker->state = DTRAIN__MPI_MAKING;
@@ -35527,10 +35561,10 @@ static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *w
     int error = dtrain__worker_start(worker);
     if (error == 0)
         return DTRAIN_OK;
-    return dtrain__fail(
-        NULL, DTRAIN_ERR_IO,
-        "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL, which needs none",
-        dtrain__os_error_text(error), without);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "the system refused a thread (%s; see ulimit -u and pids.max): %s, or set progress to "
+                        "DTRAIN_PROGRESS_POLL, which needs none",
+                        dtrain__os_error_text(error), without);
 }
 
 /* Checks a call as on the CPU, before a peer sees any of it. */
@@ -46816,9 +46850,10 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     comm->apart = 1;
     int error = dtrain__worker_start(&reducer->worker);
     if (error != 0)
-        status =
-            dtrain__fail(NULL, DTRAIN_ERR_IO, "the system refused a thread (%s): set no_overlap to send without one",
-                         dtrain__os_error_text(error));
+        status = dtrain__fail(
+            NULL, DTRAIN_ERR_IO,
+            "the system refused a thread (%s; see ulimit -u and pids.max): set no_overlap to send without one",
+            dtrain__os_error_text(error));
     return status;
 }
 
@@ -61799,10 +61834,10 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
         if (error == 0)
             dtrain__worker_post(&ckpt->worker, &ckpt->job);
         else
-            status = dtrain__fail(
-                &ckpt->error, DTRAIN_ERR_IO,
-                "checkpoint: the system refused rank %d a thread (%s): use dtrain_checkpoint_save, which needs none",
-                ckpt->rank, dtrain__os_error_text(error));
+            status = dtrain__fail(&ckpt->error, DTRAIN_ERR_IO,
+                                  "checkpoint: the system refused rank %d a thread (%s; see ulimit -u and pids.max): "
+                                  "use dtrain_checkpoint_save, which needs none",
+                                  ckpt->rank, dtrain__os_error_text(error));
     }
     if (status != DTRAIN_OK && state != NULL)
         dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);

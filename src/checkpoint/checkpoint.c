@@ -363,10 +363,10 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
         if (error == 0)
             dtrain__worker_post(&ckpt->worker, &ckpt->job);
         else
-            status = dtrain__fail(
-                &ckpt->error, DTRAIN_ERR_IO,
-                "checkpoint: the system refused rank %d a thread (%s): use dtrain_checkpoint_save, which needs none",
-                ckpt->rank, dtrain__os_error_text(error));
+            status = dtrain__fail(&ckpt->error, DTRAIN_ERR_IO,
+                                  "checkpoint: the system refused rank %d a thread (%s; see ulimit -u and pids.max): "
+                                  "use dtrain_checkpoint_save, which needs none",
+                                  ckpt->rank, dtrain__os_error_text(error));
     }
     if (status != DTRAIN_OK && state != NULL)
         dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);

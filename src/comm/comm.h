@@ -25,7 +25,8 @@
  *
  * ---- >>disagree ----
  * When ranks do not agree, the error says who did what. Say rank 2 of three processes calls broadcast while the others
- * call all_reduce. A rank that has waited for a quarter of its deadline writes one line to the log:
+ * call all_reduce. A rank that has waited for a quarter of its deadline writes one line to the log. In that time each
+ * group writes at most one. Time behind the rank's own earlier calls does not count:
  *
  *     all_reduce #11 (sum, f32 x 4): rank 0 has waited 1.3 s for rank 2;
  *     rank 2 is in broadcast #11 (f32 x 4, root 1) since 1.3 s, waiting for rank 1;

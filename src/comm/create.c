@@ -385,13 +385,16 @@ static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int rank
         dtrain__create_runner *runner = &runners[started];
         int error = dtrain__os_thread_start(&runner->thread, dtrain__create_runner_main, runner, stack);
         if (error != 0)
-            dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s); run fewer ranks",
-                         started, ranks, dtrain__os_error_text(error));
+            dtrain__fail(&first, DTRAIN_ERR_IO,
+                         "run_threads: rank %d of %d could not start, as the system refused its thread with a stack of "
+                         "%zu bytes (%s): the limit on threads (ulimit -u, pids.max) or on memory (ulimit -v) is "
+                         "reached; run fewer ranks, raise the limit, or set a smaller stack_bytes",
+                         started, ranks, stack, dtrain__os_error_text(error));
         else
             started++;
     }
-    for (int rank = started; rank < ranks; rank++)
-        dtrain_comm_destroy(runners[rank].comm);
+    for (int rank = started; rank < ranks; rank++) /* ranks that run learn why these never come */
+        dtrain__create_leave(runners[rank].comm, &first);
     for (int rank = 0; rank < started; rank++) {
         dtrain__os_thread_join(&runners[rank].thread);
         if (started == ranks && runners[rank].place == 1)

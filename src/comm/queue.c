@@ -474,7 +474,8 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm)
     if (error != 0) {
         dtrain__service_free(service);
         return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
-                            "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL "
+                            "rank %d: the system refused a service thread (%s; see ulimit -u and pids.max); set "
+                            "progress to DTRAIN_PROGRESS_POLL "
                             "to do without",
                             comm->rank, dtrain__os_error_text(error));
     }

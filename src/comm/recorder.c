@@ -37,6 +37,7 @@ struct dtrain__recorder {
     dtrain__error error;               /* the first of the latest failures in a row */
     uint64_t failed;                   /* that failure's record; 0: none */
     uint64_t good;                     /* the last record that ended well; only the recording thread uses it */
+    int64_t told_ns;                   /* when the log was last told who is awaited; 0: never */
     dtrain__os_mutex mutex;            /* held while a file's text is made; guards shown, shown_failed and text */
     dtrain__error shown;               /* error and failed, as the file has them */
     uint64_t shown_failed;
@@ -315,22 +316,32 @@ static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op,
     return culprit;
 }
 
+/* When an operation's turn came. Before that it waited in this rank's own queue, for no peer. */
+static int64_t dtrain__recorder_turn(const dtrain__op *op)
+{
+    return op->run_ns > op->started_ns ? op->run_ns : op->started_ns;
+}
+
 /* Ends an operation at its deadline: as a mismatch if ranks contradict each other, else with what the awaited rank
  * does. */
 static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
-    double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
-    char reason[224] = "", does[400] = "";
+    int64_t turn = dtrain__recorder_turn(op);
+    double seconds = (double)(dtrain__os_now_ns() - turn) * 1e-9;
+    char reason[224] = "", does[400] = "", queued[64] = "";
     dtrain__last last;
     int meet, culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last, &meet);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
     if (comm->plane->suspect != NULL)
         comm->plane->suspect(comm->transport.self, op->awaited, reason, sizeof reason);
+    if (turn - op->started_ns >= 1000000)
+        snprintf(queued, sizeof queued, ", after %.3f s behind its own earlier calls",
+                 (double)(turn - op->started_ns) * 1e-9);
     return dtrain__fail(
-        &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s%s", mine.text, comm->rank,
-        seconds, op->awaited, does, reason,
+        &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s%s; %s%s", mine.text, comm->rank,
+        seconds, op->awaited, queued, does, reason,
         op->touched ? "data had moved, so the group is broken" : "nothing had moved, so the call can be made again",
         meet ? " (all these ranks are in it: the network may be slow or cut, or a firewall may have forgotten the "
                "connection; reconnect_ms makes one again)"
@@ -338,7 +349,8 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
                                     : " (every rank must call it, not one inside an if (rank == 0))");
 }
 
-/* Returns whether the deadline has passed. After a quarter of it the log says who is awaited. */
+/* Returns whether the deadline has passed. When a peer was awaited for a quarter of it, the log says so, once in such a
+ * time for all operations of the group. */
 static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
 {
     int64_t now;
@@ -347,16 +359,18 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
     if (op->deadline_ns == INT64_MAX)
         return 0;
     now = dtrain__os_now_ns();
-    if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
-        op->deadline_ns - op->started_ns >= 1000000000) {
+    int64_t span = op->deadline_ns - op->started_ns, turn = dtrain__recorder_turn(op);
+    if (!op->warned && op->awaited >= 0 && now - turn > span / 4 && span >= 1000000000 &&
+        (comm->recorder->told_ns == 0 || now - comm->recorder->told_ns > span / 4)) {
         dtrain__text mine = dtrain__op_text(comm, op);
         dtrain__last last;
         char does[400];
         int meet;
         op->warned = 1;
+        comm->recorder->told_ns = now;
         dtrain__recorder_chain(comm, op, does, sizeof does, &last, &meet);
         dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
-                    (double)(now - op->started_ns) * 1e-9, op->awaited, does);
+                    (double)(now - turn) * 1e-9, op->awaited, does);
     }
     return now >= op->deadline_ns;
 }

@@ -133,6 +133,7 @@ struct dtrain__hub {
     dtrain__handshake *handshakes; /* of connections that come in */
     dtrain__member *members;
     struct pollfd *fds;
+    int64_t late_ns, late_at_ns;                              /* by how much a heartbeat was late, and when */
     int64_t beat_ns, stepped_ns, accept_ns, told_ns, full_ns; /* full_ns: when the log last told of descriptors */
     int64_t polled_ns;                                        /* a clock that runs only while this rank polls */
     int suspect;                     /* the rank that rank 0 has not heard for longest; -1: none */

@@ -126,8 +126,9 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
-#define DTRAIN__COMPLETE_NS 5000000000 /* that a complete group at the root may take to end: perhaps the run before's \
-                                        */
+#define DTRAIN__COMPLETE_NS \
+    5000000000 /* that a complete group at the root may take to end: perhaps the run before's \
+                */
 #define DTRAIN__GIVEN_UP_NS \
     60000000000 /* that a group which has lost this rank may take: it is in the middle of a step */
 
@@ -376,12 +377,14 @@ static void dtrain__hub_step_unanswered(dtrain__channel *channel)
 
 #define DTRAIN__SILENT_NS 1200000000 /* until a member is suspected: it has missed two heartbeats */
 
+#define DTRAIN__LATE_NS 250000000 /* from here on this rank's own heartbeats show an overloaded host */
+
 /* Judges a member's silence. Returns whether it is lost. On one machine the system is asked whether its process runs: a
  * process that it started may still hold its connections. */
 static int dtrain__hub_judge(dtrain__hub *hub, int rank, int64_t silent, int64_t now)
 {
     dtrain__member *member = &hub->members[rank];
-    char how[96];
+    char how[256], own[128] = "";
     if (member->expected && now - member->down_ns > hub->reconnect_ns) {
         snprintf(how, sizeof how, "its connection was reset and has not come back within reconnect_ms");
     } else if (hub->formed && silent > DTRAIN__SILENT_NS && now >= hub->beat_ns && member->control.fd >= 0 &&
@@ -389,8 +392,13 @@ static int dtrain__hub_judge(dtrain__hub *hub, int rank, int64_t silent, int64_t
         member->closed = 1;
         snprintf(how, sizeof how, "its process has ended; one that it started may still hold its connections");
     } else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
-        snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
-                 (double)silent * 1e-9, member->held ? "; it does not read either" : "");
+        if (hub->late_ns > DTRAIN__LATE_NS)
+            snprintf(own, sizeof own,
+                     "; this rank's own heartbeats were up to %.1f s late: its host is overloaded, or it polls seldom",
+                     (double)hub->late_ns * 1e-9);
+        snprintf(how, sizeof how,
+                 "not heard for %.1f s (heartbeat_ms); stopped, or overloaded, or its host is gone%s%s",
+                 (double)silent * 1e-9, member->held ? "; it does not read either" : "", own);
     } else {
         return 0;
     }
@@ -403,6 +411,11 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
     int64_t longest = DTRAIN__SILENT_NS;
     int suspect = -1;
+    int64_t late = hub->beat_ns > 0 ? now - hub->beat_ns : 0;
+    if (late > hub->late_ns || now - hub->late_at_ns > hub->heartbeat_ns) { /* the most in the last heartbeat_ms */
+        hub->late_ns = late;
+        hub->late_at_ns = now;
+    }
     int slept = hub->stepped_ns > 0 && hub->heartbeat_ns > 0 && now - hub->stepped_ns > hub->heartbeat_ns / 2;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];

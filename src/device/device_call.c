@@ -173,10 +173,10 @@ static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *w
     int error = dtrain__worker_start(worker);
     if (error == 0)
         return DTRAIN_OK;
-    return dtrain__fail(
-        NULL, DTRAIN_ERR_IO,
-        "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL, which needs none",
-        dtrain__os_error_text(error), without);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "the system refused a thread (%s; see ulimit -u and pids.max): %s, or set progress to "
+                        "DTRAIN_PROGRESS_POLL, which needs none",
+                        dtrain__os_error_text(error), without);
 }
 
 /* Checks a call as on the CPU, before a peer sees any of it. */

@@ -204,9 +204,10 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     comm->apart = 1;
     int error = dtrain__worker_start(&reducer->worker);
     if (error != 0)
-        status =
-            dtrain__fail(NULL, DTRAIN_ERR_IO, "the system refused a thread (%s): set no_overlap to send without one",
-                         dtrain__os_error_text(error));
+        status = dtrain__fail(
+            NULL, DTRAIN_ERR_IO,
+            "the system refused a thread (%s; see ulimit -u and pids.max): set no_overlap to send without one",
+            dtrain__os_error_text(error));
     return status;
 }
 

@@ -117,7 +117,8 @@ static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
     code = dtrain__os_thread_start(&maker->thread, dtrain__mpi_make, lane, (size_t)1 << 20);
     if (code != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "MPI: the system refused a thread that makes a communicator (%s); choose another "
+                            "MPI: the system refused a thread that makes a communicator (%s; see ulimit -u and "
+                            "pids.max); choose another "
                             "algorithm than MPI",
                             strerror(code));
     maker->state = DTRAIN__MPI_MAKING;

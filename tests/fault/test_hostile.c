@@ -529,7 +529,7 @@ static int asks_and_falls_silent(dtrain_comm *world, scene *s)
             say(world, DTRAIN__FRAME_ASK, b.data, b.bytes);
     } else {
         CHECK_EQ(dtrain_recv(world, value, 1, DTRAIN_U8, 1 - rank), DTRAIN_ERR_PEER_LOST);
-        CHECK_CONTAINS(world->error.text, "(heartbeat_ms); stopped, or its host is gone; it does not read either");
+        CHECK_CONTAINS(world->error.text, "(heartbeat_ms); stopped, or overloaded, or its host is gone; it does not read either");
     }
     scene_meet(s->ranks);
     if (rank == 2)
