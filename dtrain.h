@@ -88,6 +88,7 @@
  *     DTRAIN_CHECK(dtrain_store_set(world, "address", "10.0.0.1:80", 12));
  *     DTRAIN_CHECK(dtrain_store_wait(world, "address", address, sizeof address, &bytes));
  *     DTRAIN_CHECK(dtrain_store_get(world, "nobody's", address, 0, &absent));      does not wait
+ *     DTRAIN_CHECK(dtrain_store_delete(world, "address"));                         when nobody needs it any more
  *
  * BESIDE THE COMPUTATION: start a call, compute, and wait for it.
  *
@@ -2614,7 +2615,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const v
  *
  *   key      1 to 255 characters
  *   value    up to 65,536 bytes; the store holds up to 64 MiB
- *   errors   DTRAIN_ERR_MEMORY  the store is full
+ *   errors   DTRAIN_ERR_MEMORY  the store is full: see dtrain_store_delete
  *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_all_reduce
  *
  * one thread per object; blocks up to timeout_ms */
@@ -2631,6 +2632,17 @@ DTRAIN_API_MUST dtrain_status dtrain_store_get(dtrain_comm *comm, const char *ke
                                                size_t *bytes);
 DTRAIN_API_MUST dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
                                                 size_t *bytes);
+
+/* Deletes key and its value, and frees their memory on rank 0. Any rank may delete a key, whoever set it.
+ *
+ * A key that is not set is no error. When the call returns, dtrain_store_get gives DTRAIN_STORE_ABSENT on every rank. A
+ * call of dtrain_store_wait for the key waits until the key is set again.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no group, or a bad key
+ *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_store_set; the key may be deleted or not
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_store_delete(dtrain_comm *comm, const char *key);
 
 #ifdef __cplusplus
 }
@@ -16476,23 +16488,23 @@ typedef struct dtrain__end {
     dtrain_allocator *allocator;
 } dtrain__end;
 
-enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
+enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT, DTRAIN__STORE_DELETE };
 
 #define DTRAIN__STORE_KEY_BYTES 256
 #define DTRAIN__STORE_VALUE_BYTES ((size_t)64 << 10)
 
-static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait"};
+static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait", "store_delete"};
 
 /* A call to the world's store, which keeps byte strings by name. */
 typedef struct dtrain__store_call {
     struct dtrain__store_call *next; /* of its seat */
     int what;                        /* DTRAIN__STORE_SET ... */
     const char *key;
-    void *value; /* capacity bytes; for a SET the value itself, which is only read */
-    size_t capacity, *bytes;
-    dtrain__error *error; /* the group's */
-    int own;              /* 1: a call of the library's own, which another thread makes beside the program's */
-    uint32_t id;          /* from here on: the request to rank 0 and its answer */
+    void *value;             /* capacity bytes; for a SET the value itself, which is only read */
+    size_t capacity, *bytes; /* bytes: NULL if nothing comes back */
+    dtrain__error *error;    /* the group's */
+    int own;                 /* 1: a call of the library's own, which another thread makes beside the program's */
+    uint32_t id;             /* from here on: the request to rank 0 and its answer */
     int answered;
     dtrain_status status;
     char why[301];
@@ -16680,14 +16692,16 @@ typedef struct dtrain__asker {
 } dtrain__asker;
 
 typedef struct dtrain__entry {
-    struct dtrain__entry *next;
+    struct dtrain__entry *next; /* of its chain */
     size_t key_bytes, bytes;
     /* key_bytes of key and bytes of value follow */
 } dtrain__entry;
 
+/* A hash table with chains. */
 typedef struct dtrain__store {
-    dtrain__entry *first;
-    size_t total;
+    dtrain__entry **chains;
+    size_t chain_count; /* a power of two; 0: the store is empty */
+    size_t count, total;
 } dtrain__store;
 
 /* Told the serial of a council that has ended; NULL: nobody asks. */
@@ -17089,7 +17103,7 @@ static int dtrain__council_leader(const dtrain__council *council)
     return leader;
 }
 
-/* ---- the store, a list: it is small, and asked seldom ---- */
+/* ---- the store ---- */
 
 /* In the number of a group, of a call of the library's own. Such calls only set and get, so they are not in the way of
  * the group's call that waits. */
@@ -17100,21 +17114,74 @@ static unsigned char *dtrain__entry_value(dtrain__entry *entry)
     return (unsigned char *)(entry + 1) + entry->key_bytes;
 }
 
-static dtrain__entry **dtrain__store_place(dtrain__store *store, const void *key, size_t key_bytes)
+/* Returns where the entry of a key is linked, or would be. The store must have chains. */
+static dtrain__entry **dtrain__store_place(const dtrain__store *store, const void *key, size_t key_bytes)
 {
-    dtrain__entry **at = &store->first;
+    dtrain__entry **at = &store->chains[dtrain__xxh64_of(key, key_bytes, 0) & (store->chain_count - 1)];
     while (*at != NULL && ((*at)->key_bytes != key_bytes || memcmp(*at + 1, key, key_bytes) != 0))
         at = &(*at)->next;
     return at;
 }
 
-static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocator, dtrain__entry **at)
+/* Returns the entry of a key; NULL: it is not set. */
+static dtrain__entry *dtrain__store_find(const dtrain__store *store, const void *key, size_t key_bytes)
+{
+    return store->chain_count > 0 ? *dtrain__store_place(store, key, key_bytes) : NULL;
+}
+
+/* Makes room for one more entry. Returns 0 if there is no memory. */
+static int dtrain__store_grow(dtrain__store *store, dtrain_allocator *allocator)
+{
+    dtrain__store larger = *store;
+    if (store->count < store->chain_count)
+        return 1;
+    larger.chain_count = store->chain_count > 0 ? 2 * store->chain_count : 16;
+    larger.chains = (dtrain__entry **)dtrain__alloc(allocator, larger.chain_count * sizeof *larger.chains);
+    if (larger.chains == NULL)
+        return store->chain_count > 0; /* then chains get longer */
+    for (size_t i = 0; i < store->chain_count; i++)
+        for (dtrain__entry *entry = store->chains[i], *next; entry != NULL; entry = next) {
+            dtrain__entry **at = dtrain__store_place(&larger, entry + 1, entry->key_bytes);
+            next = entry->next;
+            entry->next = NULL;
+            *at = entry;
+        }
+    dtrain__free(allocator, store->chains);
+    *store = larger;
+    return 1;
+}
+
+/* Frees the entry that is linked at a place. */
+static void dtrain__store_drop(dtrain__store *store, dtrain_allocator *allocator, dtrain__entry **at)
 {
     dtrain__entry *entry = *at;
-    size_t bytes = sizeof *entry + entry->key_bytes + entry->bytes;
     *at = entry->next;
-    store->total -= bytes;
+    store->total -= sizeof *entry + entry->key_bytes + entry->bytes;
+    store->count--;
     dtrain__free(allocator, entry);
+}
+
+/* Removes a key; one that is not set is no error. The last one takes the table with it. */
+static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocator, const void *key, size_t key_bytes)
+{
+    if (dtrain__store_find(store, key, key_bytes) == NULL)
+        return;
+    dtrain__store_drop(store, allocator, dtrain__store_place(store, key, key_bytes));
+    if (store->count > 0)
+        return;
+    dtrain__free(allocator, store->chains);
+    store->chains = NULL;
+    store->chain_count = 0;
+}
+
+static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator)
+{
+    for (size_t i = 0; i < store->chain_count; i++)
+        for (dtrain__entry *entry = store->chains[i], *next; entry != NULL; entry = next) {
+            next = entry->next;
+            dtrain__free(allocator, entry);
+        }
+    dtrain__free(allocator, store->chains);
 }
 
 /* Sets key to value. On an error the old value stays. The caller has checked the sizes. */
@@ -17122,22 +17189,27 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
                                        size_t key_bytes, const void *value, size_t bytes)
 {
     size_t all = sizeof(dtrain__entry) + key_bytes + bytes;
-    dtrain__entry **old = dtrain__store_place(store, key, key_bytes), *entry = NULL;
+    dtrain__entry *entry = NULL;
     if (store->total + all <= DTRAIN__STORE_TOTAL_BYTES)
         entry = (dtrain__entry *)dtrain__alloc(allocator, all);
-    if (entry == NULL)
+    if (entry == NULL || !dtrain__store_grow(store, allocator)) {
+        dtrain__free(allocator, entry);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "store_set: no room for %zu bytes; the store holds %zu of %zu bytes", all, store->total,
-                            DTRAIN__STORE_TOTAL_BYTES);
-    if (*old != NULL)
-        dtrain__store_remove(store, allocator, old);
+                            "store_set: no room for %zu bytes; the store holds %zu of %zu bytes; delete keys that are "
+                            "no longer needed (dtrain_store_delete)",
+                            all, store->total, DTRAIN__STORE_TOTAL_BYTES);
+    }
     entry->key_bytes = key_bytes;
     entry->bytes = bytes;
     memcpy(entry + 1, key, key_bytes);
     if (bytes > 0)
         memcpy(dtrain__entry_value(entry), value, bytes);
-    entry->next = store->first;
-    store->first = entry;
+    dtrain__entry **at = dtrain__store_place(store, key, key_bytes);
+    if (*at != NULL)
+        dtrain__store_drop(store, allocator, at);
+    entry->next = *at;
+    *at = entry;
+    store->count++;
     store->total += all;
     return DTRAIN_OK;
 }
@@ -17156,7 +17228,7 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
     else if (call->what == DTRAIN__STORE_GET && !found)
         *call->bytes = DTRAIN_STORE_ABSENT;
-    else if (call->what != DTRAIN__STORE_SET) {
+    else if (call->bytes != NULL) {
         if (bytes > 0 && call->capacity > 0)
             memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);
         *call->bytes = bytes;
@@ -17185,7 +17257,7 @@ static void dtrain__council_answer(dtrain__council *council, const dtrain__asker
 /* Answers every call that waited for a key, if the key is set. */
 static void dtrain__council_wake(dtrain__council *council, const char *key, size_t key_bytes)
 {
-    dtrain__entry *entry = *dtrain__store_place(&council->store, key, key_bytes);
+    dtrain__entry *entry = dtrain__store_find(&council->store, key, key_bytes);
     for (dtrain__asker **at = &council->askers, *asker; entry != NULL && (asker = *at) != NULL;) {
         if (asker->key_bytes != key_bytes || memcmp(asker->key, key, key_bytes) != 0) {
             at = &asker->next;
@@ -17225,7 +17297,12 @@ static void dtrain__council_serve(dtrain__council *council, const dtrain__asker 
         dtrain__council_wake(council, from->key, from->key_bytes);
         return;
     }
-    entry = *dtrain__store_place(&council->store, from->key, from->key_bytes);
+    if (what == DTRAIN__STORE_DELETE) { /* a call that waits for the key goes on waiting */
+        dtrain__store_remove(&council->store, council->allocator, from->key, from->key_bytes);
+        dtrain__council_answer(council, from, DTRAIN_OK, 0, NULL, 0);
+        return;
+    }
+    entry = dtrain__store_find(&council->store, from->key, from->key_bytes);
     if (entry != NULL || what == DTRAIN__STORE_GET) {
         dtrain__council_answer(council, from, DTRAIN_OK, entry != NULL,
                                entry != NULL ? dtrain__entry_value(entry) : NULL, entry != NULL ? entry->bytes : 0);
@@ -17250,7 +17327,7 @@ static int dtrain__council_take_ask(dtrain__council *council, int rank, dtrain__
     uint64_t id, what;
     dtrain__asker asker;
     if (council->rank != 0 || !dtrain__take(reader, &asker.group, 8) || !dtrain__take(reader, &id, 4) ||
-        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_WAIT ||
+        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_DELETE ||
         !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || asker.key[0] == 0 ||
         reader->left > (what == DTRAIN__STORE_SET ? DTRAIN__STORE_VALUE_BYTES : 0))
         return 0;
@@ -17827,8 +17904,7 @@ static void dtrain__council_free(dtrain__council *council)
 {
     for (int rank = 0; rank < council->size; rank++)
         dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
-    while (council->store.first != NULL)
-        dtrain__store_remove(&council->store, council->allocator, &council->store.first);
+    dtrain__store_free(&council->store, council->allocator);
     while (council->consents != NULL)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)
@@ -19979,7 +20055,7 @@ DTRAIN__FAST_END
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
 
-#define DTRAIN__WIRE_VERSION 9u
+#define DTRAIN__WIRE_VERSION 10u
 #define DTRAIN__HELLO_BYTES \
     128 /* this and the next are the same in every version, so that each side can name both \
          * versions */
@@ -33922,7 +33998,7 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
     dtrain__store_call call = {NULL, what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
                                0,    0,    0,   DTRAIN_OK, ""};
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
-        (bytes == NULL && what != DTRAIN__STORE_SET) ||
+        (bytes == NULL && (what == DTRAIN__STORE_GET || what == DTRAIN__STORE_WAIT)) ||
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
         return dtrain__fail(
             comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
@@ -33967,6 +34043,11 @@ DTRAIN_API dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, vo
                                           size_t *bytes)
 {
     return dtrain__store_do(comm, DTRAIN__STORE_GET, key, value, capacity, bytes);
+}
+
+DTRAIN_API dtrain_status dtrain_store_delete(dtrain_comm *comm, const char *key)
+{
+    return dtrain__store_do(comm, DTRAIN__STORE_DELETE, key, NULL, 0, NULL);
 }
 
 DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,

@@ -88,6 +88,7 @@
  *     DTRAIN_CHECK(dtrain_store_set(world, "address", "10.0.0.1:80", 12));
  *     DTRAIN_CHECK(dtrain_store_wait(world, "address", address, sizeof address, &bytes));
  *     DTRAIN_CHECK(dtrain_store_get(world, "nobody's", address, 0, &absent));      does not wait
+ *     DTRAIN_CHECK(dtrain_store_delete(world, "address"));                         when nobody needs it any more
  *
  * BESIDE THE COMPUTATION: start a call, compute, and wait for it.
  *

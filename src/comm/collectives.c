@@ -357,7 +357,7 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
     dtrain__store_call call = {NULL, what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
                                0,    0,    0,   DTRAIN_OK, ""};
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
-        (bytes == NULL && what != DTRAIN__STORE_SET) ||
+        (bytes == NULL && (what == DTRAIN__STORE_GET || what == DTRAIN__STORE_WAIT)) ||
         (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
         return dtrain__fail(
             comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
@@ -402,6 +402,11 @@ DTRAIN_API dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, vo
                                           size_t *bytes)
 {
     return dtrain__store_do(comm, DTRAIN__STORE_GET, key, value, capacity, bytes);
+}
+
+DTRAIN_API dtrain_status dtrain_store_delete(dtrain_comm *comm, const char *key)
+{
+    return dtrain__store_do(comm, DTRAIN__STORE_DELETE, key, NULL, 0, NULL);
 }
 
 DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,

@@ -690,7 +690,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const v
  *
  *   key      1 to 255 characters
  *   value    up to 65,536 bytes; the store holds up to 64 MiB
- *   errors   DTRAIN_ERR_MEMORY  the store is full
+ *   errors   DTRAIN_ERR_MEMORY  the store is full: see dtrain_store_delete
  *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_all_reduce
  *
  * one thread per object; blocks up to timeout_ms */
@@ -707,6 +707,17 @@ DTRAIN_API_MUST dtrain_status dtrain_store_get(dtrain_comm *comm, const char *ke
                                                size_t *bytes);
 DTRAIN_API_MUST dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
                                                 size_t *bytes);
+
+/* Deletes key and its value, and frees their memory on rank 0. Any rank may delete a key, whoever set it.
+ *
+ * A key that is not set is no error. When the call returns, dtrain_store_get gives DTRAIN_STORE_ABSENT on every rank. A
+ * call of dtrain_store_wait for the key waits until the key is set again.
+ *
+ *   errors   DTRAIN_ERR_INVALID  no group, or a bad key
+ *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_store_set; the key may be deleted or not
+ *
+ * one thread per object; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_store_delete(dtrain_comm *comm, const char *key);
 
 #ifdef __cplusplus
 }

@@ -478,8 +478,7 @@ static void dtrain__council_free(dtrain__council *council)
 {
     for (int rank = 0; rank < council->size; rank++)
         dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
-    while (council->store.first != NULL)
-        dtrain__store_remove(&council->store, council->allocator, &council->store.first);
+    dtrain__store_free(&council->store, council->allocator);
     while (council->consents != NULL)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)

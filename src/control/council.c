@@ -8,6 +8,7 @@
 #ifndef DTRAIN__COUNCIL
 #define DTRAIN__COUNCIL
 #include "plane.c"
+#include "../base/xxh64.c"
 
 #define DTRAIN__EVERY_GROUP UINT64_MAX
 #define DTRAIN__STORE_TOTAL_BYTES ((size_t)64 << 20)
@@ -42,14 +43,16 @@ typedef struct dtrain__asker {
 } dtrain__asker;
 
 typedef struct dtrain__entry {
-    struct dtrain__entry *next;
+    struct dtrain__entry *next; /* of its chain */
     size_t key_bytes, bytes;
     /* key_bytes of key and bytes of value follow */
 } dtrain__entry;
 
+/* A hash table with chains. */
 typedef struct dtrain__store {
-    dtrain__entry *first;
-    size_t total;
+    dtrain__entry **chains;
+    size_t chain_count; /* a power of two; 0: the store is empty */
+    size_t count, total;
 } dtrain__store;
 
 /* Told the serial of a council that has ended; NULL: nobody asks. */
@@ -451,7 +454,7 @@ static int dtrain__council_leader(const dtrain__council *council)
     return leader;
 }
 
-/* ---- the store, a list: it is small, and asked seldom ---- */
+/* ---- the store ---- */
 
 /* In the number of a group, of a call of the library's own. Such calls only set and get, so they are not in the way of
  * the group's call that waits. */
@@ -462,21 +465,74 @@ static unsigned char *dtrain__entry_value(dtrain__entry *entry)
     return (unsigned char *)(entry + 1) + entry->key_bytes;
 }
 
-static dtrain__entry **dtrain__store_place(dtrain__store *store, const void *key, size_t key_bytes)
+/* Returns where the entry of a key is linked, or would be. The store must have chains. */
+static dtrain__entry **dtrain__store_place(const dtrain__store *store, const void *key, size_t key_bytes)
 {
-    dtrain__entry **at = &store->first;
+    dtrain__entry **at = &store->chains[dtrain__xxh64_of(key, key_bytes, 0) & (store->chain_count - 1)];
     while (*at != NULL && ((*at)->key_bytes != key_bytes || memcmp(*at + 1, key, key_bytes) != 0))
         at = &(*at)->next;
     return at;
 }
 
-static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocator, dtrain__entry **at)
+/* Returns the entry of a key; NULL: it is not set. */
+static dtrain__entry *dtrain__store_find(const dtrain__store *store, const void *key, size_t key_bytes)
+{
+    return store->chain_count > 0 ? *dtrain__store_place(store, key, key_bytes) : NULL;
+}
+
+/* Makes room for one more entry. Returns 0 if there is no memory. */
+static int dtrain__store_grow(dtrain__store *store, dtrain_allocator *allocator)
+{
+    dtrain__store larger = *store;
+    if (store->count < store->chain_count)
+        return 1;
+    larger.chain_count = store->chain_count > 0 ? 2 * store->chain_count : 16;
+    larger.chains = (dtrain__entry **)dtrain__alloc(allocator, larger.chain_count * sizeof *larger.chains);
+    if (larger.chains == NULL)
+        return store->chain_count > 0; /* then chains get longer */
+    for (size_t i = 0; i < store->chain_count; i++)
+        for (dtrain__entry *entry = store->chains[i], *next; entry != NULL; entry = next) {
+            dtrain__entry **at = dtrain__store_place(&larger, entry + 1, entry->key_bytes);
+            next = entry->next;
+            entry->next = NULL;
+            *at = entry;
+        }
+    dtrain__free(allocator, store->chains);
+    *store = larger;
+    return 1;
+}
+
+/* Frees the entry that is linked at a place. */
+static void dtrain__store_drop(dtrain__store *store, dtrain_allocator *allocator, dtrain__entry **at)
 {
     dtrain__entry *entry = *at;
-    size_t bytes = sizeof *entry + entry->key_bytes + entry->bytes;
     *at = entry->next;
-    store->total -= bytes;
+    store->total -= sizeof *entry + entry->key_bytes + entry->bytes;
+    store->count--;
     dtrain__free(allocator, entry);
+}
+
+/* Removes a key; one that is not set is no error. The last one takes the table with it. */
+static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocator, const void *key, size_t key_bytes)
+{
+    if (dtrain__store_find(store, key, key_bytes) == NULL)
+        return;
+    dtrain__store_drop(store, allocator, dtrain__store_place(store, key, key_bytes));
+    if (store->count > 0)
+        return;
+    dtrain__free(allocator, store->chains);
+    store->chains = NULL;
+    store->chain_count = 0;
+}
+
+static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator)
+{
+    for (size_t i = 0; i < store->chain_count; i++)
+        for (dtrain__entry *entry = store->chains[i], *next; entry != NULL; entry = next) {
+            next = entry->next;
+            dtrain__free(allocator, entry);
+        }
+    dtrain__free(allocator, store->chains);
 }
 
 /* Sets key to value. On an error the old value stays. The caller has checked the sizes. */
@@ -484,22 +540,27 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
                                        size_t key_bytes, const void *value, size_t bytes)
 {
     size_t all = sizeof(dtrain__entry) + key_bytes + bytes;
-    dtrain__entry **old = dtrain__store_place(store, key, key_bytes), *entry = NULL;
+    dtrain__entry *entry = NULL;
     if (store->total + all <= DTRAIN__STORE_TOTAL_BYTES)
         entry = (dtrain__entry *)dtrain__alloc(allocator, all);
-    if (entry == NULL)
+    if (entry == NULL || !dtrain__store_grow(store, allocator)) {
+        dtrain__free(allocator, entry);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "store_set: no room for %zu bytes; the store holds %zu of %zu bytes", all, store->total,
-                            DTRAIN__STORE_TOTAL_BYTES);
-    if (*old != NULL)
-        dtrain__store_remove(store, allocator, old);
+                            "store_set: no room for %zu bytes; the store holds %zu of %zu bytes; delete keys that are "
+                            "no longer needed (dtrain_store_delete)",
+                            all, store->total, DTRAIN__STORE_TOTAL_BYTES);
+    }
     entry->key_bytes = key_bytes;
     entry->bytes = bytes;
     memcpy(entry + 1, key, key_bytes);
     if (bytes > 0)
         memcpy(dtrain__entry_value(entry), value, bytes);
-    entry->next = store->first;
-    store->first = entry;
+    dtrain__entry **at = dtrain__store_place(store, key, key_bytes);
+    if (*at != NULL)
+        dtrain__store_drop(store, allocator, at);
+    entry->next = *at;
+    *at = entry;
+    store->count++;
     store->total += all;
     return DTRAIN_OK;
 }
@@ -518,7 +579,7 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
     else if (call->what == DTRAIN__STORE_GET && !found)
         *call->bytes = DTRAIN_STORE_ABSENT;
-    else if (call->what != DTRAIN__STORE_SET) {
+    else if (call->bytes != NULL) {
         if (bytes > 0 && call->capacity > 0)
             memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);
         *call->bytes = bytes;
@@ -547,7 +608,7 @@ static void dtrain__council_answer(dtrain__council *council, const dtrain__asker
 /* Answers every call that waited for a key, if the key is set. */
 static void dtrain__council_wake(dtrain__council *council, const char *key, size_t key_bytes)
 {
-    dtrain__entry *entry = *dtrain__store_place(&council->store, key, key_bytes);
+    dtrain__entry *entry = dtrain__store_find(&council->store, key, key_bytes);
     for (dtrain__asker **at = &council->askers, *asker; entry != NULL && (asker = *at) != NULL;) {
         if (asker->key_bytes != key_bytes || memcmp(asker->key, key, key_bytes) != 0) {
             at = &asker->next;
@@ -587,7 +648,12 @@ static void dtrain__council_serve(dtrain__council *council, const dtrain__asker 
         dtrain__council_wake(council, from->key, from->key_bytes);
         return;
     }
-    entry = *dtrain__store_place(&council->store, from->key, from->key_bytes);
+    if (what == DTRAIN__STORE_DELETE) { /* a call that waits for the key goes on waiting */
+        dtrain__store_remove(&council->store, council->allocator, from->key, from->key_bytes);
+        dtrain__council_answer(council, from, DTRAIN_OK, 0, NULL, 0);
+        return;
+    }
+    entry = dtrain__store_find(&council->store, from->key, from->key_bytes);
     if (entry != NULL || what == DTRAIN__STORE_GET) {
         dtrain__council_answer(council, from, DTRAIN_OK, entry != NULL,
                                entry != NULL ? dtrain__entry_value(entry) : NULL, entry != NULL ? entry->bytes : 0);
@@ -612,7 +678,7 @@ static int dtrain__council_take_ask(dtrain__council *council, int rank, dtrain__
     uint64_t id, what;
     dtrain__asker asker;
     if (council->rank != 0 || !dtrain__take(reader, &asker.group, 8) || !dtrain__take(reader, &id, 4) ||
-        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_WAIT ||
+        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_DELETE ||
         !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || asker.key[0] == 0 ||
         reader->left > (what == DTRAIN__STORE_SET ? DTRAIN__STORE_VALUE_BYTES : 0))
         return 0;

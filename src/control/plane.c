@@ -151,23 +151,23 @@ typedef struct dtrain__end {
     dtrain_allocator *allocator;
 } dtrain__end;
 
-enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
+enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT, DTRAIN__STORE_DELETE };
 
 #define DTRAIN__STORE_KEY_BYTES 256
 #define DTRAIN__STORE_VALUE_BYTES ((size_t)64 << 10)
 
-static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait"};
+static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait", "store_delete"};
 
 /* A call to the world's store, which keeps byte strings by name. */
 typedef struct dtrain__store_call {
     struct dtrain__store_call *next; /* of its seat */
     int what;                        /* DTRAIN__STORE_SET ... */
     const char *key;
-    void *value; /* capacity bytes; for a SET the value itself, which is only read */
-    size_t capacity, *bytes;
-    dtrain__error *error; /* the group's */
-    int own;              /* 1: a call of the library's own, which another thread makes beside the program's */
-    uint32_t id;          /* from here on: the request to rank 0 and its answer */
+    void *value;             /* capacity bytes; for a SET the value itself, which is only read */
+    size_t capacity, *bytes; /* bytes: NULL if nothing comes back */
+    dtrain__error *error;    /* the group's */
+    int own;                 /* 1: a call of the library's own, which another thread makes beside the program's */
+    uint32_t id;             /* from here on: the request to rank 0 and its answer */
     int answered;
     dtrain_status status;
     char why[301];

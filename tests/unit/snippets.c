@@ -431,6 +431,8 @@ static dtrain_status collected(dtrain_comm *world, void *user)
         DTRAIN_CHECK(dtrain_store_set(world, "address", "10.0.0.1:80", 12));
     DTRAIN_CHECK(dtrain_store_wait(world, "address", address, sizeof address, &bytes));
     DTRAIN_CHECK(dtrain_store_get(world, "nobody's", address, 0, &absent)); /* does not wait */
+    DTRAIN_CHECK(dtrain_barrier(world));
+    DTRAIN_CHECK(dtrain_store_delete(world, "address")); /* when nobody needs it any more */
     int good = bytes == 12 && strcmp(address, "10.0.0.1:80") == 0 && back == rank && absent == DTRAIN_STORE_ABSENT;
     size_t count = offsets[ranks - 1] + counts[ranks - 1];
     good &= parts[count - 1] == (float)(ranks - 1) && sums[0] == (float)(ranks * rank);

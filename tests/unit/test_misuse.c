@@ -65,6 +65,7 @@ static void use_after_the_end(dtrain_comm *gone, dtrain_work *handle)
     is_gone(dtrain_store_set(gone, "key", "value", 5), "store_set");
     is_gone(dtrain_store_get(gone, "key", &x, sizeof x, &got), "store_get");
     is_gone(dtrain_store_wait(gone, "key", &x, sizeof x, &got), "store_wait");
+    is_gone(dtrain_store_delete(gone, "key"), "store_delete");
     CHECK_EQ(dtrain_comm_blocked_ns(gone), 0);
     is_gone(dtrain_comm_poll(gone, 0), "comm_poll");
     is_gone(dtrain_comm_ready(gone, &ready), "comm_ready");

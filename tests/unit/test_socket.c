@@ -221,6 +221,31 @@ TEST(async_work_is_not_slept_through)
     CHECK_EQ(end_of(pids[1], 120), 0);
 }
 
+/* Rank 1 deletes what rank 0 has set. A call that waits for the key is woken by the next value alone. */
+static void store_deletes(dtrain_comm *world)
+{
+    char text[8];
+    size_t bytes;
+    int rank = dtrain_comm_rank(world);
+    if (rank == 0)
+        CHECK_EQ(dtrain_store_set(world, "brief", "old", 4), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (rank == 1)
+        CHECK_EQ(dtrain_store_delete(world, "brief"), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    CHECK_EQ(dtrain_store_get(world, "brief", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == DTRAIN_STORE_ABSENT);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (rank == 2) {
+        CHECK_EQ(dtrain_store_delete(world, "brief"), DTRAIN_OK); /* it is absent, and others may wait for it */
+        CHECK_EQ(dtrain_store_set(world, "brief", "new", 4), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_store_wait(world, "brief", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == 4 && strcmp(text, "new") == 0);
+    CHECK_EQ(dtrain_store_delete(world, ""), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_store_delete(world, NULL), DTRAIN_ERR_INVALID);
+}
+
 static int store_calls(dtrain_comm *world, scene *s)
 {
     char text[64], key[16];
@@ -249,6 +274,7 @@ static int store_calls(dtrain_comm *world, scene *s)
     CHECK(bytes == 0);
     CHECK_EQ(dtrain_store_set(world, "", text, 1), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_store_set(world, "k", large, 65537), DTRAIN_ERR_INVALID);
+    store_deletes(world);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     return 0;
 }
@@ -268,6 +294,70 @@ TEST(the_store_keeps_byte_strings_on_processes_and_on_threads)
         run_ranks(&s, store_calls);
     }
     CHECK_EQ(dtrain_run_threads(3, store_on_threads, NULL, NULL), DTRAIN_OK);
+}
+
+TEST(a_deleted_key_gives_its_memory_back)
+{
+    static unsigned char large[65536];
+    char key[16];
+    dtrain_comm *world;
+    CHECK_EQ(dtrain_threads_create(&world, 1, NULL), DTRAIN_OK);
+    size_t before = dtrain_comm_allocator(world)->bytes;
+    for (int i = 0; i < 2000; i++) { /* 125 MiB in all: twice what the store holds */
+        snprintf(key, sizeof key, "%d", i);
+        CHECK_EQ(dtrain_store_set(world, key, large, sizeof large), DTRAIN_OK);
+        if (i >= 900) {
+            snprintf(key, sizeof key, "%d", i - 900);
+            CHECK_EQ(dtrain_store_delete(world, key), DTRAIN_OK);
+        }
+    }
+    for (int i = 1100; i < 2000; i++) {
+        snprintf(key, sizeof key, "%d", i);
+        CHECK_EQ(dtrain_store_delete(world, key), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_comm_allocator(world)->bytes, before);
+    dtrain_comm_destroy(world);
+}
+
+/* The least that a look for an absent key costs, as others share the processor. */
+static int64_t look_ns(dtrain_comm *world)
+{
+    struct timespec from, to;
+    int64_t least = INT64_MAX;
+    size_t bytes;
+    for (int i = 0; i < 200; i++) {
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &from);
+        CHECK_EQ(dtrain_store_get(world, "nobody's", NULL, 0, &bytes), DTRAIN_OK);
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &to);
+        int64_t ns = (int64_t)(to.tv_sec - from.tv_sec) * 1000000000 + to.tv_nsec - from.tv_nsec;
+        least = ns < least ? ns : least;
+    }
+    return least;
+}
+
+/* 300 times as many keys would cost 300 times as much, if a look went through all of them. */
+TEST(a_look_costs_the_same_with_thirty_thousand_keys)
+{
+    char key[16], value[16] = "";
+    size_t bytes;
+    int64_t few = 0;
+    dtrain_comm *world;
+    CHECK_EQ(dtrain_threads_create(&world, 1, NULL), DTRAIN_OK);
+    for (int i = 0; i < 30000; i++) {
+        snprintf(key, sizeof key, "%d", i);
+        CHECK_EQ(dtrain_store_set(world, key, key, strlen(key) + 1), DTRAIN_OK);
+        if (i == 99)
+            few = look_ns(world);
+    }
+    int64_t many = look_ns(world);
+    if (many > 20 * few)
+        TEST_FAIL("a look takes %lld ns with 100 keys and %lld ns with 30000", (long long)few, (long long)many);
+    for (int i = 1; i < 30000; i++) {
+        snprintf(key, sizeof key, "%d", i);
+        CHECK_EQ(dtrain_store_get(world, key, value, sizeof value, &bytes), DTRAIN_OK);
+        CHECK(bytes == strlen(key) + 1 && strcmp(value, key) == 0);
+    }
+    dtrain_comm_destroy(world);
 }
 
 /* Rank 0 computes, which keeps the store, and is killed then. */
