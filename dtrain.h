@@ -2584,6 +2584,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, or until nothing can move.
  *
+ * After something has moved it looks again for up to a quarter of the budget, as a peer may be polling, too.
+ *
  * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms. A call
  * that waits for an operation does the same, also for what this rank has started in other groups of the same world.
  * While this rank computes or waits for something else, the peers that need it wait, too.
@@ -7418,8 +7420,9 @@ static void *dtrain__os_symbol(void *library, const char *name)
 
 #define DTRAIN__OS_HUGE_BYTES ((size_t)2 << 20) /* of a huge page on x86-64, and on ARM with pages of 4 KiB */
 
-/* Maps a file whole, a large one so that huge pages fit. Returns MAP_FAILED if the system refuses. */
-static void *dtrain__os_map_file(int fd, size_t bytes)
+/* Maps a file whole, a large one so that huge pages fit. huge: makes them now, which may take milliseconds. Returns
+ * MAP_FAILED if the system refuses. */
+static void *dtrain__os_map_file(int fd, size_t bytes, int huge)
 {
     size_t slack = bytes >= DTRAIN__OS_HUGE_BYTES ? DTRAIN__OS_HUGE_BYTES : 0;
     size_t page = dtrain__os_page_bytes(), whole = (bytes + page - 1) / page * page;
@@ -7439,18 +7442,21 @@ static void *dtrain__os_map_file(int fd, size_t bytes)
     munmap(range + before + whole, slack - before);
 #ifdef __linux__
     if (!dtrain__without("huge")) {
-        madvise(memory, bytes, 14);                 /* MADV_HUGEPAGE */
-        madvise(memory, bytes / slack * slack, 25); /* MADV_COLLAPSE, since Linux 6.1 */
+        madvise(memory, bytes, 14); /* MADV_HUGEPAGE */
+        if (huge)
+            madvise(memory, bytes / slack * slack, 25); /* MADV_COLLAPSE, since Linux 6.1 */
     }
+#else
+    (void)huge;
 #endif
     return memory;
 }
 
 #if defined(__linux__) || defined(__NetBSD__)
-/* Gives a file all its room, so that no later write finds the disk full. Returns 0 or an errno. Before Linux 6.4 a
- * signal ends the call in memory, and what it had allocated is undone: a periodic timer would never let a long one end.
- * So a piece is allocated with signals blocked, which come between two. */
-static int dtrain__os_allocate(int fd, size_t bytes)
+/* Gives a part of a file its room, so that no later write finds the disk full. Returns 0 or an errno. Before Linux 6.4
+ * a signal ends the call in memory, and what it had allocated is undone: a periodic timer would never let a long one
+ * end. So a piece is allocated with signals blocked, which come between two. */
+static int dtrain__os_allocate(int fd, size_t begin, size_t bytes)
 {
     const size_t piece = (size_t)16 << 20;
     sigset_t all, old;
@@ -7459,7 +7465,7 @@ static int dtrain__os_allocate(int fd, size_t bytes)
     for (size_t at = 0; at < bytes && error == 0; at += piece) {
         pthread_sigmask(SIG_SETMASK, &all, &old);
         do /* a stopped process cannot block the signal that did it */
-            error = posix_fallocate(fd, (off_t)at, (off_t)(bytes - at < piece ? bytes - at : piece));
+            error = posix_fallocate(fd, (off_t)(begin + at), (off_t)(bytes - at < piece ? bytes - at : piece));
         while (error == EINTR);
         pthread_sigmask(SIG_SETMASK, &old, NULL);
     }
@@ -7517,9 +7523,9 @@ static int dtrain__os_is_safe(int fd, size_t bytes)
     return own < 0;
 }
 
-/* Makes a file without a name, which ends with its last mapping, however the processes end. Returns MAP_FAILED if that
- * is not possible. */
-static void *dtrain__os_nameless(size_t bytes, int *fd)
+/* Makes a file without a name, which ends with its last mapping, however the processes end. empty: it gets its memory
+ * later. Returns MAP_FAILED if that is not possible. */
+static void *dtrain__os_nameless(size_t bytes, int empty, int *fd)
 {
     void *memory = MAP_FAILED;
     *fd = dtrain__os_memfd();
@@ -7527,8 +7533,9 @@ static void *dtrain__os_nameless(size_t bytes, int *fd)
         *fd = open("/dev/shm", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (*fd < 0)
         *fd = open("/tmp", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    if (*fd >= 0 && bytes < dtrain__os_memory_left() && dtrain__os_allocate(*fd, bytes) == 0)
-        memory = dtrain__os_map_file(*fd, bytes);
+    if (*fd >= 0 && bytes < dtrain__os_memory_left() &&
+        (empty ? ftruncate(*fd, (off_t)bytes) : dtrain__os_allocate(*fd, 0, bytes)) == 0)
+        memory = dtrain__os_map_file(*fd, bytes, !empty);
     if (memory != MAP_FAILED) {
         fcntl(*fd, 1033, DTRAIN__OS_SEALS); /* F_ADD_SEALS; who opens it looks whether they are there */
     } else if (*fd >= 0) {
@@ -7551,15 +7558,16 @@ static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
     if (own < 0)
         return memory;
     if (dtrain__os_is_safe(own, bytes))
-        memory = dtrain__os_map_file(own, bytes);
+        memory = dtrain__os_map_file(own, bytes, 0); /* its maker has made the huge pages, if any */
     close(own);
     return memory;
 }
 #else
 
-static void *dtrain__os_nameless(size_t bytes, int *fd)
+static void *dtrain__os_nameless(size_t bytes, int empty, int *fd)
 {
     (void)bytes;
+    (void)empty;
     *fd = -1;
     return MAP_FAILED;
 }
@@ -7654,7 +7662,7 @@ static int dtrain__os_segment_grow(int fd, size_t bytes)
         return errno;
     int error = 0;
 #if defined(__linux__) || defined(__NetBSD__)
-    error = dtrain__os_allocate(fd, bytes);
+    error = dtrain__os_allocate(fd, 0, bytes);
 #endif
     return error != EINVAL && error != EOPNOTSUPP ? error : 0;
 }
@@ -7678,7 +7686,7 @@ static void *dtrain__os_segment_make(size_t bytes, int *number)
         return memory;
     if (bytes < dtrain__os_memory_left() && dtrain__os_segment_grow(fd, end + dtrain__os_page_bytes()) == 0 &&
         dtrain__os_segment_maker(fd, end, (uint64_t)getpid()) == (uint64_t)getpid())
-        memory = dtrain__os_map_file(fd, bytes);
+        memory = dtrain__os_map_file(fd, bytes, 1);
     close(fd);
     if (memory == MAP_FAILED) {
         dtrain__os_segment(*number, 0);
@@ -7695,16 +7703,16 @@ static void *dtrain__os_segment_open(long process, int number, size_t bytes)
     if (fd < 0)
         return memory;
     if (process > 0 && dtrain__os_segment_maker(fd, dtrain__os_segment_end(bytes), 0) == (uint64_t)process)
-        memory = dtrain__os_map_file(fd, bytes);
+        memory = dtrain__os_map_file(fd, bytes, 0);
     close(fd);
     return memory;
 }
 
 /* ---- either ---- */
 
-/* Makes memory that other processes of the host can map; NULL if that is not possible. Others find it by its number
- * until share_close. */
-static void *dtrain__os_share(size_t bytes, int *number)
+/* As dtrain__os_share. empty: dtrain__os_share_fill gives the memory its pages, and others cannot open it before that.
+ * It has no huge ones then. */
+static void *dtrain__os_share_as(size_t bytes, int empty, int *number)
 {
     struct rlimit most;
     size_t whole = dtrain__os_segment_end(bytes) + dtrain__os_page_bytes();
@@ -7712,8 +7720,28 @@ static void *dtrain__os_share(size_t bytes, int *number)
     if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur != RLIM_INFINITY && (uint64_t)most.rlim_cur < whole)
         return NULL; /* the system would raise SIGXFSZ */
     void *memory =
-        dtrain__os_shows_files() ? dtrain__os_nameless(bytes, number) : dtrain__os_segment_make(bytes, number);
+        dtrain__os_shows_files() ? dtrain__os_nameless(bytes, empty, number) : dtrain__os_segment_make(bytes, number);
     return memory != MAP_FAILED ? memory : NULL;
+}
+
+/* Makes memory that other processes of the host can map; NULL if that is not possible. Others find it by its number
+ * until share_close. */
+static void *dtrain__os_share(size_t bytes, int *number)
+{
+    return dtrain__os_share_as(bytes, 0, number);
+}
+
+/* Gives a part of empty memory its pages. Segments have theirs already. Returns 0 or an errno. */
+static int dtrain__os_share_fill(int number, size_t begin, size_t bytes)
+{
+#ifdef __linux__
+    if (dtrain__os_shows_files())
+        return dtrain__os_allocate(number, begin, bytes);
+#endif
+    (void)number;
+    (void)begin;
+    (void)bytes;
+    return 0;
 }
 
 /* Ends the number; the memory stays mapped. */
@@ -8901,6 +8929,21 @@ static void *dtrain__os_share(size_t bytes, int *fd)
     else if (section != NULL)
         CloseHandle(section);
     return memory;
+}
+
+/* Pages come at their first write. */
+static void *dtrain__os_share_as(size_t bytes, int empty, int *fd)
+{
+    (void)empty;
+    return dtrain__os_share(bytes, fd);
+}
+
+static int dtrain__os_share_fill(int fd, size_t begin, size_t bytes)
+{
+    (void)fd;
+    (void)begin;
+    (void)bytes;
+    return 0;
 }
 
 /* Maps the memory that a process shares. Returns NULL if its handle now belongs to something else, or to memory that is
@@ -16534,7 +16577,7 @@ enum {
 /* How a world of processes forms. */
 typedef struct dtrain__hub_desc {
     const char *root, *listen_on, *fingerprint, *believed;
-    int insecure, listen_fd, connections, transport;
+    int insecure, listen_fd, connections, transport, polls;
     int64_t heartbeat_ms, reconnect_ms, timeout_ms;
     void (*on_address)(void *user, const char *address);
     void *on_address_user;
@@ -16568,8 +16611,12 @@ typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity
 
 /* How processes come to share the memory in which they post collectives: see >>arena. */
 typedef struct dtrain__sharing {
-    /* Writes this rank's offer. Returns 0 if all ranks know that there is nothing to share. */
-    int (*offer)(void *self, unsigned char *offer);
+    /* Writes this rank's offer. polls: it has progress by poll. Returns 0 if all ranks know that there is nothing to
+     * share. */
+    int (*offer)(void *self, int polls, unsigned char *offer);
+    /* Before the others see the offer, and then before its verdict: makes a part of what was offered, or opened.
+     * Returns whether that is done; else it was stopped at until_ns. It may withdraw the offer. */
+    int (*prepare)(void *self, int opened, unsigned char *offer, int64_t until_ns);
     /* Opens the offers of all ranks, and writes this rank's verdict over its own. */
     void (*open)(void *self, unsigned char *offers);
     /* Takes the verdicts of all ranks. Returns NULL if one was bad. */
@@ -18243,17 +18290,27 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
 /* ---- groups ---- */
 
 #define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
+#define DTRAIN__THREADS_POLLED_BYTES ((size_t)1 << 20) /* of a ring of ranks that poll, as each looks once a frame */
+#define DTRAIN__THREADS_POLLED_ALL ((size_t)8 << 20)   /* of all rings of such a rank, but for the least size */
 
+/* Where the two sides of a ring are. Its bytes lie elsewhere. */
 typedef struct dtrain__threads_ring {
     uint64_t written;
     char pad[DTRAIN__CACHE_LINE - 8];
     uint64_t read;
     char pad2[DTRAIN__CACHE_LINE - 8];
-    unsigned char bytes[DTRAIN__THREADS_RING_BYTES];
 } dtrain__threads_ring;
 
 DTRAIN__PLACED(dtrain__threads_ring, read, 64);
-DTRAIN__PLACED(dtrain__threads_ring, bytes, 128);
+
+/* The size of a ring: a power of two. A message should fit, as what does not fit waits for the next poll. */
+static size_t dtrain__threads_ring_bytes(int ranks, int polls)
+{
+    size_t bytes = polls ? DTRAIN__THREADS_POLLED_BYTES : DTRAIN__THREADS_RING_BYTES;
+    while (bytes > DTRAIN__THREADS_RING_BYTES && bytes * (size_t)ranks > DTRAIN__THREADS_POLLED_ALL)
+        bytes /= 2;
+    return bytes;
+}
 
 typedef struct dtrain__threads_group dtrain__threads_group;
 
@@ -18271,6 +18328,7 @@ typedef struct dtrain__threads_world {
     dtrain__council council;
     dtrain__bell bell; /* the service thread's; the bell of every group rings it too */
     dtrain_allocator own, *allocator;
+    int polls; /* its ranks have progress by poll */
 } dtrain__threads_world;
 
 struct dtrain__threads_group {
@@ -18279,8 +18337,14 @@ struct dtrain__threads_group {
     int ends; /* how many ranks have joined and not left */
     dtrain__threads_world *world;
     dtrain__threads_rank *ranks;
-    dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender */
+    dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender. Its bytes follow each */
 };
+
+/* The bytes of each ring. */
+static size_t dtrain__threads_room(const dtrain__threads_group *group)
+{
+    return dtrain__threads_ring_bytes(group->members.size, group->world->polls);
+}
 
 /* ---- messages ---- */
 
@@ -18289,21 +18353,22 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
     return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
 }
 
-/* Moves bytes into the ring or out of it. Returns how many. None if the counters cannot be right: they may lie in
- * memory of another process (see >>shm). */
-static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
+/* Moves bytes into the ring, whose `size` bytes are at `held`, or out of it. Returns how many. None if the counters
+ * cannot be right: they may lie in memory of another process (see >>shm). */
+static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *held, size_t size, int put,
+                                   unsigned char *data, size_t bytes)
 {
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
     uint64_t moved = __atomic_load_n(mine, __ATOMIC_RELAXED);
     uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
-    uint64_t room = put ? DTRAIN__THREADS_RING_BYTES - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
+    uint64_t room = put ? size - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
     size_t n = bytes < room ? bytes : (size_t)room;
-    size_t at = (size_t)moved % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
-    if (n == 0 || room > DTRAIN__THREADS_RING_BYTES)
+    size_t at = (size_t)moved % size, first = size - at;
+    if (n == 0 || room > size)
         return 0;
     first = first < n ? first : n;
-    memcpy(put ? ring->bytes + at : data, put ? data : ring->bytes + at, first);
-    memcpy(put ? ring->bytes : data + first, put ? data + first : ring->bytes, n - first);
+    memcpy(put ? held + at : data, put ? data : held + at, first);
+    memcpy(put ? held : data + first, put ? data + first : held, n - first);
     __atomic_store_n(mine, moved + n, __ATOMIC_SEQ_CST);
     return n;
 }
@@ -18324,7 +18389,7 @@ static int dtrain__threads_ready(void *pointer)
     if (ring == NULL)
         return 0;
     uint64_t held = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    return way->sending ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
+    return way->sending ? held < dtrain__threads_room(way->mine->group) : held > 0;
 }
 
 /* Moves bytes through one ring until all have moved, the deadline has passed, or the peer has left. Bytes that the peer
@@ -18340,7 +18405,8 @@ static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned cha
         dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
         size_t n = 0;
         if (ring != NULL && !(way->sending && left))
-            n = dtrain__threads_copy(ring, way->sending, data + *moved, bytes - *moved);
+            n = dtrain__threads_copy(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
+                                     way->sending, data + *moved, bytes - *moved);
         *moved += n;
         if (n > 0) {
             dtrain__bell_ring(bell);
@@ -18365,10 +18431,11 @@ static dtrain_status dtrain__threads_send(void *self, int peer, const void *data
     *moved = 0;
     memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
     if (*way.ring == NULL) {
-        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, sizeof *ring);
+        size_t whole = sizeof(dtrain__threads_ring) + dtrain__threads_room(mine->group);
+        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, whole);
         if (ring == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
-                                sizeof *ring, mine->seat.rank, peer);
+                                whole, mine->seat.rank, peer);
         __atomic_store_n(way.ring, ring, __ATOMIC_RELEASE);
     }
     return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);
@@ -18668,6 +18735,7 @@ DTRAIN__FAST_END
 #define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
 #define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
 #define DTRAIN__ARENA_KEY_BYTES 16
+#define DTRAIN__ARENA_PIECE ((size_t)1 << 16) /* prepared at once: tens of microseconds */
 
 /* Where the fields of an offer are. */
 enum {
@@ -18683,7 +18751,10 @@ typedef struct dtrain__arena {
     dtrain__shared shared;
     unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
     size_t bytes;
-    int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
+    size_t filled; /* on rank 0: bytes that have their pages */
+    size_t mapped; /* of this rank's bounce buffers: bytes whose pages it has looked up */
+    int polls;     /* this rank makes it in small steps, as its caller has little time */
+    int fd;        /* of the memory, on rank 0 until all have opened it; -1: none */
     int size, *doorbells;
     dtrain_allocator *allocator;
 } dtrain__arena;
@@ -18736,9 +18807,9 @@ static dtrain__arena *dtrain__arena_new(const dtrain__seat *seat)
     return arena;
 }
 
-/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. Returns 0 if all ranks know that there
- * will be no arena: none is exchanged then. */
-static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell,
+/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. polls: this rank has progress by poll.
+ * Returns 0 if all ranks know that there will be no arena: none is exchanged then. */
+static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell, int polls,
                                unsigned char offer[DTRAIN__SHARING_BYTES])
 {
     uint64_t pipe;
@@ -18750,8 +18821,9 @@ static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, in
     if (dtrain__without("shm") || !dtrain__os_pipe_number(doorbell, &pipe) || (*out = dtrain__arena_new(seat)) == NULL)
         return 1;
     dtrain__arena *arena = *out;
+    arena->polls = polls;
     if (seat->rank == 0) {
-        arena->memory = (unsigned char *)dtrain__os_share(arena->bytes, &arena->fd);
+        arena->memory = (unsigned char *)dtrain__os_share_as(arena->bytes, polls, &arena->fd);
         if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
             return 1;
         dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
@@ -18762,6 +18834,48 @@ static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, in
     dtrain__put_le(offer + DTRAIN__OFFER_PIPE, pipe, 8);
     offer[DTRAIN__OFFER_MADE] = 1;
     return 1;
+}
+
+/* Gives the memory its pages, on rank 0. Without memory the offer is withdrawn. */
+static void dtrain__arena_fill(dtrain__arena *arena, unsigned char *offer)
+{
+    size_t left = arena->bytes - arena->filled, piece = left < DTRAIN__ARENA_PIECE ? left : DTRAIN__ARENA_PIECE;
+    if (dtrain__os_share_fill(arena->fd, arena->filled, piece) != 0) {
+        memset(offer, 0, DTRAIN__SHARING_BYTES);
+        piece = left;
+    }
+    arena->filled += piece;
+}
+
+/* Looks up the pages of this rank's bounce buffers, so that its first copy to them is as fast as the next. */
+static void dtrain__arena_map(dtrain__arena *arena, const dtrain__seat *seat)
+{
+    size_t whole = 2 * arena->shared.bounce_stride, left = whole - arena->mapped;
+    size_t piece = left < DTRAIN__ARENA_PIECE ? left : DTRAIN__ARENA_PIECE, page = dtrain__os_page_bytes();
+    size_t at = DTRAIN__CACHE_LINE + (size_t)seat->size * sizeof(dtrain__slot) + (size_t)seat->rank * whole;
+    size_t begin = (at + arena->mapped) / page * page;
+    dtrain__os_populate(arena->memory + begin, at + arena->mapped + piece - begin);
+    arena->mapped += piece;
+}
+
+/* Prepares memory for the others to open, or after that for this rank's use. With progress by poll it stops soon after
+ * until_ns. Returns whether that is done. */
+static int dtrain__arena_prepare(dtrain__arena *arena, const dtrain__seat *seat, int opened, unsigned char *offer,
+                                 int64_t until_ns)
+{
+    if (arena == NULL || !arena->polls || arena->memory == NULL)
+        return 1;
+    for (;;) {
+        if (opened ? arena->mapped == 2 * arena->shared.bounce_stride
+                   : seat->rank != 0 || arena->filled == arena->bytes)
+            return 1;
+        if (opened)
+            dtrain__arena_map(arena, seat);
+        else
+            dtrain__arena_fill(arena, offer);
+        if (dtrain__os_now_ns() >= until_ns)
+            return 0;
+    }
 }
 
 /* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
@@ -19913,51 +20027,78 @@ typedef struct dtrain__shm_page {
     unsigned char key[16];
     uint32_t asleep[2]; /* whether this side waits for a byte on the connection */
     char pad[DTRAIN__CACHE_LINE - 24];
-    dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected */
+    dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected. Their bytes follow the page */
 } dtrain__shm_page;
 
-DTRAIN__PLACED(dtrain__shm_page, ways[1], 64 + 128 + DTRAIN__THREADS_RING_BYTES);
+DTRAIN__PLACED(dtrain__shm_page, ways[1], 64 + 128);
 
 /* One side's end. */
 typedef struct dtrain__shm {
     dtrain__shm_page *page; /* NULL: the connection itself carries the bytes */
+    size_t ring_bytes;      /* of each way */
     int side;
     int look; /* there may be something on the connection */
 } dtrain__shm;
 
-static void dtrain__shm_close(dtrain__shm_page **page)
+static size_t dtrain__shm_bytes(size_t ring_bytes)
+{
+    return sizeof(dtrain__shm_page) + 2 * ring_bytes;
+}
+
+static void dtrain__shm_close(dtrain__shm_page **page, size_t ring_bytes)
 {
     if (*page != NULL)
-        dtrain__os_unreserve(*page, sizeof **page);
+        dtrain__os_unreserve(*page, dtrain__shm_bytes(ring_bytes));
     *page = NULL;
 }
 
-/* Makes memory and an offer of it. *fd stays open until the peer has answered. All zero: there is no memory. */
-static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], dtrain__shm_page **page, int *fd)
+/* Makes memory and an offer of it. Large rings are empty: see shm_fill. *fd stays open until the peer has answered. All
+ * zero: there is no memory. */
+static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t ring_bytes, dtrain__shm_page **page,
+                              int *fd)
 {
     memset(offer, 0, DTRAIN__SHM_OFFER_BYTES);
     *fd = -1;
-    *page = dtrain__without("shm") ? NULL : (dtrain__shm_page *)dtrain__os_share(sizeof **page, fd);
+    *page = dtrain__without("shm") ? NULL
+                                   : (dtrain__shm_page *)dtrain__os_share_as(
+                                         dtrain__shm_bytes(ring_bytes), ring_bytes > DTRAIN__THREADS_RING_BYTES, fd);
     if (*page == NULL)
         return;
     if (dtrain__os_random((*page)->key, sizeof(*page)->key) != 0) {
-        dtrain__shm_close(page);
+        dtrain__shm_close(page, ring_bytes);
         return;
     }
     dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
-    dtrain__put_le(offer + 8, (uint64_t)*fd, 8);
+    dtrain__put_le(offer + 8, (uint64_t)*fd, 4);
+    dtrain__put_le(offer + 12, ring_bytes, 4);
     memcpy(offer + 16, (*page)->key, sizeof(*page)->key);
 }
 
-/* Opens the memory of an offer. Returns NULL if that is not possible, or it is not the memory that was offered. */
-static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_OFFER_BYTES])
+/* Gives offered memory the next part of its pages, before the peer may open it: all at once could take milliseconds.
+ * *filled: the bytes that have theirs. Returns whether all have; 0 with an errno other than 0 if there are none left.
+ */
+static int dtrain__shm_fill(int fd, size_t ring_bytes, size_t *filled)
 {
-    uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 8);
-    if (process == 0 || process > INT_MAX || fd > INT_MAX || dtrain__without("shm"))
+    const size_t step = (size_t)1 << 19;
+    size_t left = dtrain__shm_bytes(ring_bytes) - *filled, piece = left < step ? left : step;
+    errno = ring_bytes > DTRAIN__THREADS_RING_BYTES ? dtrain__os_share_fill(fd, *filled, piece) : 0;
+    *filled += errno == 0 ? piece : 0;
+    return ring_bytes <= DTRAIN__THREADS_RING_BYTES || *filled == dtrain__shm_bytes(ring_bytes);
+}
+
+/* Opens the memory of an offer. Returns NULL if that is not possible, or it is not the memory that was offered. */
+static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t *ring_bytes)
+{
+    uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 4),
+             bytes = dtrain__get_le(offer + 12, 4);
+    if (process == 0 || process > INT_MAX || fd > INT_MAX || bytes < DTRAIN__THREADS_RING_BYTES ||
+        bytes > DTRAIN__THREADS_POLLED_BYTES || (bytes & (bytes - 1)) != 0 || dtrain__without("shm"))
         return NULL;
-    dtrain__shm_page *page = (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, sizeof *page);
+    *ring_bytes = (size_t)bytes;
+    dtrain__shm_page *page =
+        (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, dtrain__shm_bytes(*ring_bytes));
     if (page != NULL && memcmp(page->key, offer + 16, sizeof page->key) != 0)
-        dtrain__shm_close(&page);
+        dtrain__shm_close(&page, *ring_bytes);
     return page;
 }
 
@@ -19967,6 +20108,12 @@ static void dtrain__shm_wake(dtrain__shm *shm, int fd)
     uint32_t *asleep = &shm->page->asleep[1 - shm->side];
     if (__atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 && __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
         dtrain__os_send(fd, "", 1, 0);
+}
+
+/* Where the bytes of the ring that a side fills are. */
+static unsigned char *dtrain__shm_ring(const dtrain__shm *shm, int side)
+{
+    return (unsigned char *)(shm->page + 1) + (size_t)side * shm->ring_bytes;
 }
 
 /* Returns the bytes in the ring that a side fills. */
@@ -19983,7 +20130,7 @@ static ssize_t dtrain__shm_look(dtrain__shm *shm, int fd, int side)
 {
     unsigned char waste[64];
     ssize_t n = sizeof waste;
-    if (dtrain__shm_held(shm, side) > DTRAIN__THREADS_RING_BYTES) {
+    if (dtrain__shm_held(shm, side) > shm->ring_bytes) {
         errno = ERANGE;
         return -1;
     }
@@ -19998,7 +20145,8 @@ static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size
 {
     unsigned char *from;
     memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
-    size_t n = dtrain__threads_copy(&shm->page->ways[shm->side], 1, from, bytes);
+    size_t n = dtrain__threads_copy(&shm->page->ways[shm->side], dtrain__shm_ring(shm, shm->side), shm->ring_bytes, 1,
+                                    from, bytes);
     if (n == 0)
         return dtrain__shm_look(shm, fd, shm->side);
     dtrain__shm_wake(shm, fd);
@@ -20009,10 +20157,11 @@ static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size
 static ssize_t dtrain__shm_recv(dtrain__shm *shm, int fd, void *data, size_t bytes)
 {
     dtrain__threads_ring *ring = &shm->page->ways[1 - shm->side];
-    size_t n = dtrain__threads_copy(ring, 0, (unsigned char *)data, bytes);
+    unsigned char *held = dtrain__shm_ring(shm, 1 - shm->side);
+    size_t n = dtrain__threads_copy(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
     if (n == 0 && dtrain__shm_look(shm, fd, 1 - shm->side) < 0) {
         int error = errno;
-        n = dtrain__threads_copy(ring, 0, (unsigned char *)data, bytes);
+        n = dtrain__threads_copy(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
         errno = error;
         if (n == 0)
             return -1;
@@ -20029,7 +20178,7 @@ static int dtrain__shm_arm(dtrain__shm *shm, int sending)
     shm->look = 1;
     __atomic_store_n(&shm->page->asleep[shm->side], 1u, __ATOMIC_SEQ_CST);
     uint64_t held = dtrain__shm_held(shm, side);
-    return sending ? held != DTRAIN__THREADS_RING_BYTES : held != 0;
+    return sending ? held != shm->ring_bytes : held != 0;
 }
 
 DTRAIN__FAST_END
@@ -20098,6 +20247,7 @@ typedef struct dtrain__handshake {
     char peer_name[DTRAIN__ADDRESS_BYTES];
     char job[DTRAIN__JOB_BYTES], name[DTRAIN__NAME_BYTES]; /* of the process that has proved itself to an acceptor */
     dtrain__shm_page *page;                                /* shared with the peer; NULL: none */
+    size_t ring_bytes, filled;                             /* of page: see shm_fill */
     int page_fd;                                           /* initiator: of page while it is offered */
     unsigned char offer[DTRAIN__SHM_OFFER_BYTES];          /* initiator: of page */
     dtrain__error error;
@@ -20367,7 +20517,7 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
         return;
     }
     if (verdict[1] == 0)
-        dtrain__shm_close(&handshake->page);
+        dtrain__shm_close(&handshake->page, handshake->ring_bytes);
     handshake->peer_received = dtrain__get_le(verdict + 8, 8);
     memcpy(text, verdict + 16, sizeof text);
     text[sizeof text - 1] = 0;
@@ -20636,7 +20786,7 @@ static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
         dtrain__os_hang_up(stream->fd);
     stream->fd = -1;
     stream->mute = stream->crossed = 0;
-    dtrain__shm_close(&stream->shm.page);
+    dtrain__shm_close(&stream->shm.page, stream->shm.ring_bytes);
 }
 
 /* Continues over fd, whose other end has received peer_received bytes. Returns 0 if too many bytes were lost. */
@@ -20977,6 +21127,7 @@ struct dtrain__hub {
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
     int transport;     /* DTRAIN__TRANSPORT_ANY ... */
+    int polls;         /* progress is by poll */
     int crowded;       /* more ranks on this host than processors */
     int leader;        /* the lowest rank that is not gone */
     int elected;       /* the leader is new */
@@ -21379,6 +21530,7 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
     if (!dtrain__stream_resume(stream, handshake->fd, handshake->peer_received))
         return DTRAIN_ERR_PEER_LOST;
     stream->shm.page = handshake->page;
+    stream->shm.ring_bytes = handshake->ring_bytes;
     stream->shm.side = !handshake->initiator;
     stream->shm.look = 0;
     handshake->page = NULL;
@@ -21878,7 +22030,7 @@ static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain
     if (*handshake == NULL)
         return;
     dtrain__handshake_close(*handshake);
-    dtrain__shm_close(&(*handshake)->page);
+    dtrain__shm_close(&(*handshake)->page, (*handshake)->ring_bytes);
     if ((*handshake)->page_fd >= 0)
         dtrain__os_share_close((*handshake)->page_fd);
     dtrain__free(hub->allocator, *handshake);
@@ -21995,10 +22147,26 @@ static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrai
     return (handshake->initiator ? now : hub->polled_ns) - (waits ? hub->patience_ns : 0) >= handshake->expires_ns;
 }
 
+/* Whether the memory that a connection offers is whole, after the next part was made. Without memory it offers none. */
+static int dtrain__hub_filled(dtrain__handshake *handshake, int64_t now)
+{
+    if (!handshake->initiator || handshake->page == NULL ||
+        dtrain__shm_fill(handshake->page_fd, handshake->ring_bytes, &handshake->filled))
+        return 1;
+    handshake->expires_ns = now + DTRAIN__HANDSHAKE_NS; /* the peer's time begins after that */
+    if (errno == 0)
+        return 0;
+    memset(handshake->offer, 0, sizeof handshake->offer);
+    dtrain__shm_close(&handshake->page, handshake->ring_bytes);
+    return 1;
+}
+
 /* Advances a connection that is being made. Returns 1 when it is open, 0 while it is under way, -1 when it has failed:
  * its error says why. */
 static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
+    if (!dtrain__hub_filled(handshake, now))
+        return 0;
     dtrain__handshake_step(handshake, &hub->keys);
     if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
         return 1;
@@ -22035,8 +22203,10 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     handshake->purpose = purpose;
     if (purpose == DTRAIN__PURPOSE_CONTROL)
         handshake->received = hub->members[peer].control.received;
-    else if (dtrain__hub_shares(hub, peer))
-        dtrain__shm_offer(handshake->offer, &handshake->page, &handshake->page_fd);
+    else if (dtrain__hub_shares(hub, peer)) {
+        handshake->ring_bytes = dtrain__threads_ring_bytes(hub->size, hub->polls);
+        dtrain__shm_offer(handshake->offer, handshake->ring_bytes, &handshake->page, &handshake->page_fd);
+    }
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
         int retreats = dtrain__net_is_abstract(address) && hub->root_count > 1; /* the root may be at its path */
         dtrain__fail(&handshake->error, retreats ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_DENIED,
@@ -22258,7 +22428,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     dtrain__stream_cut(&lane->stream);
     handshake->received = lane->stream.received;
     if (dtrain__hub_shares(hub, handshake->peer) && !dtrain__handshake_sealed(handshake, &hub->keys))
-        handshake->page = dtrain__shm_open(handshake->proof + DTRAIN__PROOF_OFFER);
+        handshake->page = dtrain__shm_open(handshake->proof + DTRAIN__PROOF_OFFER, &handshake->ring_bytes);
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
@@ -23813,6 +23983,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
     hub->transport = desc->transport;
+    hub->polls = desc->polls;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
     hub->heartbeat_ns =
         desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
@@ -24081,7 +24252,7 @@ static void dtrain__socket_plane_rest(void *self)
     dtrain__os_unlock(&channel->hub->mutex);
 }
 
-static int dtrain__socket_plane_offer(void *self, unsigned char *offer)
+static int dtrain__socket_plane_offer(void *self, int polls, unsigned char *offer)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
@@ -24090,7 +24261,13 @@ static int dtrain__socket_plane_offer(void *self, unsigned char *offer)
             return 0;
     /* where this rank is not to share, it offers none, and all learn it */
     int doorbell = dtrain__hub_shares(hub, hub->rank) ? channel->wake[1] : -1;
-    return dtrain__arena_offer(&channel->arena, &channel->seat, doorbell, offer);
+    return dtrain__arena_offer(&channel->arena, &channel->seat, doorbell, polls, offer);
+}
+
+static int dtrain__socket_plane_prepare(void *self, int opened, unsigned char *offer, int64_t until_ns)
+{
+    const dtrain__channel *channel = (const dtrain__channel *)self;
+    return dtrain__arena_prepare(channel->arena, &channel->seat, opened, offer, until_ns);
 }
 
 static void dtrain__socket_plane_open(void *self, unsigned char *offers)
@@ -24111,8 +24288,9 @@ static void dtrain__socket_plane_doze(void *self)
     __atomic_store_n(&((dtrain__channel *)self)->dozing, 1, __ATOMIC_SEQ_CST);
 }
 
-static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offer, dtrain__socket_plane_open,
-                                                       dtrain__socket_plane_keep, dtrain__socket_plane_doze};
+static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offer, dtrain__socket_plane_prepare,
+                                                       dtrain__socket_plane_open, dtrain__socket_plane_keep,
+                                                       dtrain__socket_plane_doze};
 
 static const dtrain__plane dtrain__socket_plane = {0,
                                                    0,
@@ -25655,14 +25833,20 @@ static uint64_t dtrain__mux_plane_host(void *self, int rank)
     return table->host != NULL ? table->host(table->self, lane->seat.worlds[rank]) : 0;
 }
 
-static int dtrain__mux_plane_offer(void *self, unsigned char *offer)
+static int dtrain__mux_plane_offer(void *self, int polls, unsigned char *offer)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     uint64_t host = dtrain__mux_plane_host(self, 0);
     for (int rank = 0; rank < lane->seat.size; rank++)
         if (host == 0 || dtrain__mux_plane_host(self, rank) != host)
             return 0;
-    return dtrain__arena_offer(&lane->arena, &lane->seat, lane->mux->doorbell[1], offer);
+    return dtrain__arena_offer(&lane->arena, &lane->seat, lane->mux->doorbell[1], polls, offer);
+}
+
+static int dtrain__mux_plane_prepare(void *self, int opened, unsigned char *offer, int64_t until_ns)
+{
+    const dtrain__mux_lane *lane = (const dtrain__mux_lane *)self;
+    return dtrain__arena_prepare(lane->arena, &lane->seat, opened, offer, until_ns);
 }
 
 static void dtrain__mux_plane_open(void *self, unsigned char *offers)
@@ -25698,8 +25882,9 @@ static void dtrain__mux_plane_doze(void *self)
     (void)self;
 }
 
-static const dtrain__sharing dtrain__mux_sharing = {dtrain__mux_plane_offer, dtrain__mux_plane_open,
-                                                    dtrain__mux_plane_keep, dtrain__mux_plane_doze};
+static const dtrain__sharing dtrain__mux_sharing = {dtrain__mux_plane_offer, dtrain__mux_plane_prepare,
+                                                    dtrain__mux_plane_open, dtrain__mux_plane_keep,
+                                                    dtrain__mux_plane_doze};
 
 static const dtrain__plane dtrain__mux_plane = {
     0,    1,    dtrain__mux_plane_group, dtrain__mux_plane_host, NULL, dtrain__mux_plane_way, NULL, NULL,
@@ -27766,6 +27951,7 @@ static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_
     hub->believed = place->believed;
     hub->fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
     hub->connections = desc->connections;
+    hub->polls = desc->progress == DTRAIN_PROGRESS_POLL;
     hub->heartbeat_ms = desc->heartbeat_ms;
     hub->reconnect_ms = desc->reconnect_ms;
     hub->timeout_ms = desc->timeout_ms;
@@ -30938,7 +31124,7 @@ static int dtrain__meet_begin(dtrain_comm *comm, dtrain__op *op)
 {
     const dtrain__sharing *sharing = comm->plane->sharing;
     unsigned char offer[DTRAIN__SHARING_BYTES];
-    if (sharing == NULL || !sharing->offer(comm->transport.self, offer))
+    if (sharing == NULL || !sharing->offer(comm->transport.self, comm->desc.progress == DTRAIN_PROGRESS_POLL, offer))
         return 0;
     comm->meet =
         (dtrain__meet *)dtrain__alloc(comm->allocator, sizeof *comm->meet + (size_t)comm->size * DTRAIN__SHARING_BYTES);
@@ -30991,6 +31177,10 @@ static int dtrain__meet_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
     }
     dtrain__recorder_start(comm, op);
     for (dtrain__meet *meet = comm->meet;; meet->round++) {
+        unsigned char *own = meet->records + (size_t)comm->rank * DTRAIN__SHARING_BYTES;
+        if (meet->op.phase == 0 && !comm->plane->sharing->prepare(comm->transport.self, meet->round == 2, own,
+                                                                  wait_ns != 0 ? wait_ns : comm->poll_until_ns))
+            return 0;
         if (meet->op.phase == 0)
             dtrain__meet_start(comm, op);
         int over = dtrain__message_advance(comm, &meet->op, wait_ns);
@@ -31789,9 +31979,25 @@ DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
     return DTRAIN_OK;
 }
 
+/* Drives the queue. A peer answers within microseconds if it polls at the same time, so once something has moved this
+ * looks again for a while. A yield could last longer than the budget. */
+static void dtrain__work_drive(dtrain_comm *comm, int64_t until, int64_t patience_ns)
+{
+    int64_t now, awake = 0;
+    do {
+        if (!dtrain__os_try_lock(&comm->drive_mutex)) /* a call in another group of this rank drives it */
+            return;
+        int moved = dtrain__queue_drive(comm, until);
+        dtrain__os_unlock(&comm->drive_mutex);
+        dtrain__os_pause();
+        now = dtrain__os_now_ns();
+        awake = moved ? now + patience_ns : awake;
+    } while (now < until && now < awake && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0);
+}
+
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
 {
-    int64_t until;
+    int64_t until, now;
     if (comm != NULL && dtrain__group_alive(comm, "comm_poll") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     if (comm == NULL || comm->desc.progress != DTRAIN_PROGRESS_POLL)
@@ -31799,13 +32005,11 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     if (dtrain__group_ours(comm, &comm->error, "comm_poll") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
+    now = dtrain__os_now_ns();
+    until = now + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
-    if (dtrain__os_try_lock(&comm->drive_mutex)) { /* else a call in another group of this rank drives it */
-        dtrain__queue_drive(comm, until);
-        dtrain__os_unlock(&comm->drive_mutex);
-    }
+    dtrain__work_drive(comm, until, (until - now) / 4);
     return DTRAIN_OK;
 }
 
@@ -32064,6 +32268,7 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
         status = dtrain__threads_create(&group, ranks, desc->allocator);
     if (status != DTRAIN_OK)
         return status;
+    group->world->polls = desc->progress == DTRAIN_PROGRESS_POLL;
     for (int rank = 0; rank < ranks; rank++) {
         dtrain__threads_end(&end, group, rank);
         if (status == DTRAIN_OK)

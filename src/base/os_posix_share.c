@@ -10,8 +10,9 @@
 
 #define DTRAIN__OS_HUGE_BYTES ((size_t)2 << 20) /* of a huge page on x86-64, and on ARM with pages of 4 KiB */
 
-/* Maps a file whole, a large one so that huge pages fit. Returns MAP_FAILED if the system refuses. */
-static void *dtrain__os_map_file(int fd, size_t bytes)
+/* Maps a file whole, a large one so that huge pages fit. huge: makes them now, which may take milliseconds. Returns
+ * MAP_FAILED if the system refuses. */
+static void *dtrain__os_map_file(int fd, size_t bytes, int huge)
 {
     size_t slack = bytes >= DTRAIN__OS_HUGE_BYTES ? DTRAIN__OS_HUGE_BYTES : 0;
     size_t page = dtrain__os_page_bytes(), whole = (bytes + page - 1) / page * page;
@@ -31,18 +32,21 @@ static void *dtrain__os_map_file(int fd, size_t bytes)
     munmap(range + before + whole, slack - before);
 #ifdef __linux__
     if (!dtrain__without("huge")) {
-        madvise(memory, bytes, 14);                 /* MADV_HUGEPAGE */
-        madvise(memory, bytes / slack * slack, 25); /* MADV_COLLAPSE, since Linux 6.1 */
+        madvise(memory, bytes, 14); /* MADV_HUGEPAGE */
+        if (huge)
+            madvise(memory, bytes / slack * slack, 25); /* MADV_COLLAPSE, since Linux 6.1 */
     }
+#else
+    (void)huge;
 #endif
     return memory;
 }
 
 #if defined(__linux__) || defined(__NetBSD__)
-/* Gives a file all its room, so that no later write finds the disk full. Returns 0 or an errno. Before Linux 6.4 a
- * signal ends the call in memory, and what it had allocated is undone: a periodic timer would never let a long one end.
- * So a piece is allocated with signals blocked, which come between two. */
-static int dtrain__os_allocate(int fd, size_t bytes)
+/* Gives a part of a file its room, so that no later write finds the disk full. Returns 0 or an errno. Before Linux 6.4
+ * a signal ends the call in memory, and what it had allocated is undone: a periodic timer would never let a long one
+ * end. So a piece is allocated with signals blocked, which come between two. */
+static int dtrain__os_allocate(int fd, size_t begin, size_t bytes)
 {
     const size_t piece = (size_t)16 << 20;
     sigset_t all, old;
@@ -51,7 +55,7 @@ static int dtrain__os_allocate(int fd, size_t bytes)
     for (size_t at = 0; at < bytes && error == 0; at += piece) {
         pthread_sigmask(SIG_SETMASK, &all, &old);
         do /* a stopped process cannot block the signal that did it */
-            error = posix_fallocate(fd, (off_t)at, (off_t)(bytes - at < piece ? bytes - at : piece));
+            error = posix_fallocate(fd, (off_t)(begin + at), (off_t)(bytes - at < piece ? bytes - at : piece));
         while (error == EINTR);
         pthread_sigmask(SIG_SETMASK, &old, NULL);
     }
@@ -109,9 +113,9 @@ static int dtrain__os_is_safe(int fd, size_t bytes)
     return own < 0;
 }
 
-/* Makes a file without a name, which ends with its last mapping, however the processes end. Returns MAP_FAILED if that
- * is not possible. */
-static void *dtrain__os_nameless(size_t bytes, int *fd)
+/* Makes a file without a name, which ends with its last mapping, however the processes end. empty: it gets its memory
+ * later. Returns MAP_FAILED if that is not possible. */
+static void *dtrain__os_nameless(size_t bytes, int empty, int *fd)
 {
     void *memory = MAP_FAILED;
     *fd = dtrain__os_memfd();
@@ -119,8 +123,9 @@ static void *dtrain__os_nameless(size_t bytes, int *fd)
         *fd = open("/dev/shm", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (*fd < 0)
         *fd = open("/tmp", DTRAIN__OS_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    if (*fd >= 0 && bytes < dtrain__os_memory_left() && dtrain__os_allocate(*fd, bytes) == 0)
-        memory = dtrain__os_map_file(*fd, bytes);
+    if (*fd >= 0 && bytes < dtrain__os_memory_left() &&
+        (empty ? ftruncate(*fd, (off_t)bytes) : dtrain__os_allocate(*fd, 0, bytes)) == 0)
+        memory = dtrain__os_map_file(*fd, bytes, !empty);
     if (memory != MAP_FAILED) {
         fcntl(*fd, 1033, DTRAIN__OS_SEALS); /* F_ADD_SEALS; who opens it looks whether they are there */
     } else if (*fd >= 0) {
@@ -143,15 +148,16 @@ static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
     if (own < 0)
         return memory;
     if (dtrain__os_is_safe(own, bytes))
-        memory = dtrain__os_map_file(own, bytes);
+        memory = dtrain__os_map_file(own, bytes, 0); /* its maker has made the huge pages, if any */
     close(own);
     return memory;
 }
 #else
 
-static void *dtrain__os_nameless(size_t bytes, int *fd)
+static void *dtrain__os_nameless(size_t bytes, int empty, int *fd)
 {
     (void)bytes;
+    (void)empty;
     *fd = -1;
     return MAP_FAILED;
 }
@@ -246,7 +252,7 @@ static int dtrain__os_segment_grow(int fd, size_t bytes)
         return errno;
     int error = 0;
 #if defined(__linux__) || defined(__NetBSD__)
-    error = dtrain__os_allocate(fd, bytes);
+    error = dtrain__os_allocate(fd, 0, bytes);
 #endif
     return error != EINVAL && error != EOPNOTSUPP ? error : 0;
 }
@@ -270,7 +276,7 @@ static void *dtrain__os_segment_make(size_t bytes, int *number)
         return memory;
     if (bytes < dtrain__os_memory_left() && dtrain__os_segment_grow(fd, end + dtrain__os_page_bytes()) == 0 &&
         dtrain__os_segment_maker(fd, end, (uint64_t)getpid()) == (uint64_t)getpid())
-        memory = dtrain__os_map_file(fd, bytes);
+        memory = dtrain__os_map_file(fd, bytes, 1);
     close(fd);
     if (memory == MAP_FAILED) {
         dtrain__os_segment(*number, 0);
@@ -287,16 +293,16 @@ static void *dtrain__os_segment_open(long process, int number, size_t bytes)
     if (fd < 0)
         return memory;
     if (process > 0 && dtrain__os_segment_maker(fd, dtrain__os_segment_end(bytes), 0) == (uint64_t)process)
-        memory = dtrain__os_map_file(fd, bytes);
+        memory = dtrain__os_map_file(fd, bytes, 0);
     close(fd);
     return memory;
 }
 
 /* ---- either ---- */
 
-/* Makes memory that other processes of the host can map; NULL if that is not possible. Others find it by its number
- * until share_close. */
-static void *dtrain__os_share(size_t bytes, int *number)
+/* As dtrain__os_share. empty: dtrain__os_share_fill gives the memory its pages, and others cannot open it before that.
+ * It has no huge ones then. */
+static void *dtrain__os_share_as(size_t bytes, int empty, int *number)
 {
     struct rlimit most;
     size_t whole = dtrain__os_segment_end(bytes) + dtrain__os_page_bytes();
@@ -304,8 +310,28 @@ static void *dtrain__os_share(size_t bytes, int *number)
     if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur != RLIM_INFINITY && (uint64_t)most.rlim_cur < whole)
         return NULL; /* the system would raise SIGXFSZ */
     void *memory =
-        dtrain__os_shows_files() ? dtrain__os_nameless(bytes, number) : dtrain__os_segment_make(bytes, number);
+        dtrain__os_shows_files() ? dtrain__os_nameless(bytes, empty, number) : dtrain__os_segment_make(bytes, number);
     return memory != MAP_FAILED ? memory : NULL;
+}
+
+/* Makes memory that other processes of the host can map; NULL if that is not possible. Others find it by its number
+ * until share_close. */
+static void *dtrain__os_share(size_t bytes, int *number)
+{
+    return dtrain__os_share_as(bytes, 0, number);
+}
+
+/* Gives a part of empty memory its pages. Segments have theirs already. Returns 0 or an errno. */
+static int dtrain__os_share_fill(int number, size_t begin, size_t bytes)
+{
+#ifdef __linux__
+    if (dtrain__os_shows_files())
+        return dtrain__os_allocate(number, begin, bytes);
+#endif
+    (void)number;
+    (void)begin;
+    (void)bytes;
+    return 0;
 }
 
 /* Ends the number; the memory stays mapped. */

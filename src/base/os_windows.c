@@ -444,6 +444,21 @@ static void *dtrain__os_share(size_t bytes, int *fd)
     return memory;
 }
 
+/* Pages come at their first write. */
+static void *dtrain__os_share_as(size_t bytes, int empty, int *fd)
+{
+    (void)empty;
+    return dtrain__os_share(bytes, fd);
+}
+
+static int dtrain__os_share_fill(int fd, size_t begin, size_t bytes)
+{
+    (void)fd;
+    (void)begin;
+    (void)bytes;
+    return 0;
+}
+
 /* Maps the memory that a process shares. Returns NULL if its handle now belongs to something else, or to memory that is
  * smaller. */
 static void *dtrain__os_share_open(long process, int fd, size_t bytes)

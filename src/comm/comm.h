@@ -659,6 +659,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
 /* Advances the group's async work on the calling thread for about budget_us, or until nothing can move.
  *
+ * After something has moved it looks again for up to a quarter of the budget, as a peer may be polling, too.
+ *
  * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms. A call
  * that waits for an operation does the same, also for what this rank has started in other groups of the same world.
  * While this rank computes or waits for something else, the peers that need it wait, too.

@@ -180,6 +180,7 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
         status = dtrain__threads_create(&group, ranks, desc->allocator);
     if (status != DTRAIN_OK)
         return status;
+    group->world->polls = desc->progress == DTRAIN_PROGRESS_POLL;
     for (int rank = 0; rank < ranks; rank++) {
         dtrain__threads_end(&end, group, rank);
         if (status == DTRAIN_OK)

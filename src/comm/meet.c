@@ -17,7 +17,7 @@ static int dtrain__meet_begin(dtrain_comm *comm, dtrain__op *op)
 {
     const dtrain__sharing *sharing = comm->plane->sharing;
     unsigned char offer[DTRAIN__SHARING_BYTES];
-    if (sharing == NULL || !sharing->offer(comm->transport.self, offer))
+    if (sharing == NULL || !sharing->offer(comm->transport.self, comm->desc.progress == DTRAIN_PROGRESS_POLL, offer))
         return 0;
     comm->meet =
         (dtrain__meet *)dtrain__alloc(comm->allocator, sizeof *comm->meet + (size_t)comm->size * DTRAIN__SHARING_BYTES);
@@ -70,6 +70,10 @@ static int dtrain__meet_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_
     }
     dtrain__recorder_start(comm, op);
     for (dtrain__meet *meet = comm->meet;; meet->round++) {
+        unsigned char *own = meet->records + (size_t)comm->rank * DTRAIN__SHARING_BYTES;
+        if (meet->op.phase == 0 && !comm->plane->sharing->prepare(comm->transport.self, meet->round == 2, own,
+                                                                  wait_ns != 0 ? wait_ns : comm->poll_until_ns))
+            return 0;
         if (meet->op.phase == 0)
             dtrain__meet_start(comm, op);
         int over = dtrain__message_advance(comm, &meet->op, wait_ns);

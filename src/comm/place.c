@@ -418,6 +418,7 @@ static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_
     hub->believed = place->believed;
     hub->fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
     hub->connections = desc->connections;
+    hub->polls = desc->progress == DTRAIN_PROGRESS_POLL;
     hub->heartbeat_ms = desc->heartbeat_ms;
     hub->reconnect_ms = desc->reconnect_ms;
     hub->timeout_ms = desc->timeout_ms;

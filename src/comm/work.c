@@ -233,9 +233,25 @@ DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
     return DTRAIN_OK;
 }
 
+/* Drives the queue. A peer answers within microseconds if it polls at the same time, so once something has moved this
+ * looks again for a while. A yield could last longer than the budget. */
+static void dtrain__work_drive(dtrain_comm *comm, int64_t until, int64_t patience_ns)
+{
+    int64_t now, awake = 0;
+    do {
+        if (!dtrain__os_try_lock(&comm->drive_mutex)) /* a call in another group of this rank drives it */
+            return;
+        int moved = dtrain__queue_drive(comm, until);
+        dtrain__os_unlock(&comm->drive_mutex);
+        dtrain__os_pause();
+        now = dtrain__os_now_ns();
+        awake = moved ? now + patience_ns : awake;
+    } while (now < until && now < awake && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0);
+}
+
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
 {
-    int64_t until;
+    int64_t until, now;
     if (comm != NULL && dtrain__group_alive(comm, "comm_poll") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     if (comm == NULL || comm->desc.progress != DTRAIN_PROGRESS_POLL)
@@ -243,13 +259,11 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
     if (dtrain__group_ours(comm, &comm->error, "comm_poll") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
+    now = dtrain__os_now_ns();
+    until = now + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
-    if (dtrain__os_try_lock(&comm->drive_mutex)) { /* else a call in another group of this rank drives it */
-        dtrain__queue_drive(comm, until);
-        dtrain__os_unlock(&comm->drive_mutex);
-    }
+    dtrain__work_drive(comm, until, (until - now) / 4);
     return DTRAIN_OK;
 }
 

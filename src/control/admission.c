@@ -66,6 +66,7 @@ typedef struct dtrain__handshake {
     char peer_name[DTRAIN__ADDRESS_BYTES];
     char job[DTRAIN__JOB_BYTES], name[DTRAIN__NAME_BYTES]; /* of the process that has proved itself to an acceptor */
     dtrain__shm_page *page;                                /* shared with the peer; NULL: none */
+    size_t ring_bytes, filled;                             /* of page: see shm_fill */
     int page_fd;                                           /* initiator: of page while it is offered */
     unsigned char offer[DTRAIN__SHM_OFFER_BYTES];          /* initiator: of page */
     dtrain__error error;
@@ -335,7 +336,7 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
         return;
     }
     if (verdict[1] == 0)
-        dtrain__shm_close(&handshake->page);
+        dtrain__shm_close(&handshake->page, handshake->ring_bytes);
     handshake->peer_received = dtrain__get_le(verdict + 8, 8);
     memcpy(text, verdict + 16, sizeof text);
     text[sizeof text - 1] = 0;

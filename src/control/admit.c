@@ -13,7 +13,7 @@ static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain
     if (*handshake == NULL)
         return;
     dtrain__handshake_close(*handshake);
-    dtrain__shm_close(&(*handshake)->page);
+    dtrain__shm_close(&(*handshake)->page, (*handshake)->ring_bytes);
     if ((*handshake)->page_fd >= 0)
         dtrain__os_share_close((*handshake)->page_fd);
     dtrain__free(hub->allocator, *handshake);
@@ -130,10 +130,26 @@ static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrai
     return (handshake->initiator ? now : hub->polled_ns) - (waits ? hub->patience_ns : 0) >= handshake->expires_ns;
 }
 
+/* Whether the memory that a connection offers is whole, after the next part was made. Without memory it offers none. */
+static int dtrain__hub_filled(dtrain__handshake *handshake, int64_t now)
+{
+    if (!handshake->initiator || handshake->page == NULL ||
+        dtrain__shm_fill(handshake->page_fd, handshake->ring_bytes, &handshake->filled))
+        return 1;
+    handshake->expires_ns = now + DTRAIN__HANDSHAKE_NS; /* the peer's time begins after that */
+    if (errno == 0)
+        return 0;
+    memset(handshake->offer, 0, sizeof handshake->offer);
+    dtrain__shm_close(&handshake->page, handshake->ring_bytes);
+    return 1;
+}
+
 /* Advances a connection that is being made. Returns 1 when it is open, 0 while it is under way, -1 when it has failed:
  * its error says why. */
 static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
+    if (!dtrain__hub_filled(handshake, now))
+        return 0;
     dtrain__handshake_step(handshake, &hub->keys);
     if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
         return 1;
@@ -170,8 +186,10 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     handshake->purpose = purpose;
     if (purpose == DTRAIN__PURPOSE_CONTROL)
         handshake->received = hub->members[peer].control.received;
-    else if (dtrain__hub_shares(hub, peer))
-        dtrain__shm_offer(handshake->offer, &handshake->page, &handshake->page_fd);
+    else if (dtrain__hub_shares(hub, peer)) {
+        handshake->ring_bytes = dtrain__threads_ring_bytes(hub->size, hub->polls);
+        dtrain__shm_offer(handshake->offer, handshake->ring_bytes, &handshake->page, &handshake->page_fd);
+    }
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
         int retreats = dtrain__net_is_abstract(address) && hub->root_count > 1; /* the root may be at its path */
         dtrain__fail(&handshake->error, retreats ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_DENIED,
@@ -393,7 +411,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     dtrain__stream_cut(&lane->stream);
     handshake->received = lane->stream.received;
     if (dtrain__hub_shares(hub, handshake->peer) && !dtrain__handshake_sealed(handshake, &hub->keys))
-        handshake->page = dtrain__shm_open(handshake->proof + DTRAIN__PROOF_OFFER);
+        handshake->page = dtrain__shm_open(handshake->proof + DTRAIN__PROOF_OFFER, &handshake->ring_bytes);
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 

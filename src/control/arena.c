@@ -16,6 +16,7 @@
 #define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
 #define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
 #define DTRAIN__ARENA_KEY_BYTES 16
+#define DTRAIN__ARENA_PIECE ((size_t)1 << 16) /* prepared at once: tens of microseconds */
 
 /* Where the fields of an offer are. */
 enum {
@@ -31,7 +32,10 @@ typedef struct dtrain__arena {
     dtrain__shared shared;
     unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
     size_t bytes;
-    int fd; /* of the memory, on rank 0 until all have opened it; -1: none */
+    size_t filled; /* on rank 0: bytes that have their pages */
+    size_t mapped; /* of this rank's bounce buffers: bytes whose pages it has looked up */
+    int polls;     /* this rank makes it in small steps, as its caller has little time */
+    int fd;        /* of the memory, on rank 0 until all have opened it; -1: none */
     int size, *doorbells;
     dtrain_allocator *allocator;
 } dtrain__arena;
@@ -84,9 +88,9 @@ static dtrain__arena *dtrain__arena_new(const dtrain__seat *seat)
     return arena;
 }
 
-/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. Returns 0 if all ranks know that there
- * will be no arena: none is exchanged then. */
-static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell,
+/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. polls: this rank has progress by poll.
+ * Returns 0 if all ranks know that there will be no arena: none is exchanged then. */
+static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell, int polls,
                                unsigned char offer[DTRAIN__SHARING_BYTES])
 {
     uint64_t pipe;
@@ -98,8 +102,9 @@ static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, in
     if (dtrain__without("shm") || !dtrain__os_pipe_number(doorbell, &pipe) || (*out = dtrain__arena_new(seat)) == NULL)
         return 1;
     dtrain__arena *arena = *out;
+    arena->polls = polls;
     if (seat->rank == 0) {
-        arena->memory = (unsigned char *)dtrain__os_share(arena->bytes, &arena->fd);
+        arena->memory = (unsigned char *)dtrain__os_share_as(arena->bytes, polls, &arena->fd);
         if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
             return 1;
         dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
@@ -110,6 +115,48 @@ static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, in
     dtrain__put_le(offer + DTRAIN__OFFER_PIPE, pipe, 8);
     offer[DTRAIN__OFFER_MADE] = 1;
     return 1;
+}
+
+/* Gives the memory its pages, on rank 0. Without memory the offer is withdrawn. */
+static void dtrain__arena_fill(dtrain__arena *arena, unsigned char *offer)
+{
+    size_t left = arena->bytes - arena->filled, piece = left < DTRAIN__ARENA_PIECE ? left : DTRAIN__ARENA_PIECE;
+    if (dtrain__os_share_fill(arena->fd, arena->filled, piece) != 0) {
+        memset(offer, 0, DTRAIN__SHARING_BYTES);
+        piece = left;
+    }
+    arena->filled += piece;
+}
+
+/* Looks up the pages of this rank's bounce buffers, so that its first copy to them is as fast as the next. */
+static void dtrain__arena_map(dtrain__arena *arena, const dtrain__seat *seat)
+{
+    size_t whole = 2 * arena->shared.bounce_stride, left = whole - arena->mapped;
+    size_t piece = left < DTRAIN__ARENA_PIECE ? left : DTRAIN__ARENA_PIECE, page = dtrain__os_page_bytes();
+    size_t at = DTRAIN__CACHE_LINE + (size_t)seat->size * sizeof(dtrain__slot) + (size_t)seat->rank * whole;
+    size_t begin = (at + arena->mapped) / page * page;
+    dtrain__os_populate(arena->memory + begin, at + arena->mapped + piece - begin);
+    arena->mapped += piece;
+}
+
+/* Prepares memory for the others to open, or after that for this rank's use. With progress by poll it stops soon after
+ * until_ns. Returns whether that is done. */
+static int dtrain__arena_prepare(dtrain__arena *arena, const dtrain__seat *seat, int opened, unsigned char *offer,
+                                 int64_t until_ns)
+{
+    if (arena == NULL || !arena->polls || arena->memory == NULL)
+        return 1;
+    for (;;) {
+        if (opened ? arena->mapped == 2 * arena->shared.bounce_stride
+                   : seat->rank != 0 || arena->filled == arena->bytes)
+            return 1;
+        if (opened)
+            dtrain__arena_map(arena, seat);
+        else
+            dtrain__arena_fill(arena, offer);
+        if (dtrain__os_now_ns() >= until_ns)
+            return 0;
+    }
 }
 
 /* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */

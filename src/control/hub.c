@@ -109,6 +109,7 @@ struct dtrain__hub {
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
     int transport;     /* DTRAIN__TRANSPORT_ANY ... */
+    int polls;         /* progress is by poll */
     int crowded;       /* more ranks on this host than processors */
     int leader;        /* the lowest rank that is not gone */
     int elected;       /* the leader is new */
@@ -511,6 +512,7 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
     if (!dtrain__stream_resume(stream, handshake->fd, handshake->peer_received))
         return DTRAIN_ERR_PEER_LOST;
     stream->shm.page = handshake->page;
+    stream->shm.ring_bytes = handshake->ring_bytes;
     stream->shm.side = !handshake->initiator;
     stream->shm.look = 0;
     handshake->page = NULL;

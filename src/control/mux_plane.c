@@ -209,14 +209,20 @@ static uint64_t dtrain__mux_plane_host(void *self, int rank)
     return table->host != NULL ? table->host(table->self, lane->seat.worlds[rank]) : 0;
 }
 
-static int dtrain__mux_plane_offer(void *self, unsigned char *offer)
+static int dtrain__mux_plane_offer(void *self, int polls, unsigned char *offer)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     uint64_t host = dtrain__mux_plane_host(self, 0);
     for (int rank = 0; rank < lane->seat.size; rank++)
         if (host == 0 || dtrain__mux_plane_host(self, rank) != host)
             return 0;
-    return dtrain__arena_offer(&lane->arena, &lane->seat, lane->mux->doorbell[1], offer);
+    return dtrain__arena_offer(&lane->arena, &lane->seat, lane->mux->doorbell[1], polls, offer);
+}
+
+static int dtrain__mux_plane_prepare(void *self, int opened, unsigned char *offer, int64_t until_ns)
+{
+    const dtrain__mux_lane *lane = (const dtrain__mux_lane *)self;
+    return dtrain__arena_prepare(lane->arena, &lane->seat, opened, offer, until_ns);
 }
 
 static void dtrain__mux_plane_open(void *self, unsigned char *offers)
@@ -252,8 +258,9 @@ static void dtrain__mux_plane_doze(void *self)
     (void)self;
 }
 
-static const dtrain__sharing dtrain__mux_sharing = {dtrain__mux_plane_offer, dtrain__mux_plane_open,
-                                                    dtrain__mux_plane_keep, dtrain__mux_plane_doze};
+static const dtrain__sharing dtrain__mux_sharing = {dtrain__mux_plane_offer, dtrain__mux_plane_prepare,
+                                                    dtrain__mux_plane_open, dtrain__mux_plane_keep,
+                                                    dtrain__mux_plane_doze};
 
 static const dtrain__plane dtrain__mux_plane = {
     0,    1,    dtrain__mux_plane_group, dtrain__mux_plane_host, NULL, dtrain__mux_plane_way, NULL, NULL,

@@ -197,7 +197,7 @@ enum {
 /* How a world of processes forms. */
 typedef struct dtrain__hub_desc {
     const char *root, *listen_on, *fingerprint, *believed;
-    int insecure, listen_fd, connections, transport;
+    int insecure, listen_fd, connections, transport, polls;
     int64_t heartbeat_ms, reconnect_ms, timeout_ms;
     void (*on_address)(void *user, const char *address);
     void *on_address_user;
@@ -231,8 +231,12 @@ typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity
 
 /* How processes come to share the memory in which they post collectives: see >>arena. */
 typedef struct dtrain__sharing {
-    /* Writes this rank's offer. Returns 0 if all ranks know that there is nothing to share. */
-    int (*offer)(void *self, unsigned char *offer);
+    /* Writes this rank's offer. polls: it has progress by poll. Returns 0 if all ranks know that there is nothing to
+     * share. */
+    int (*offer)(void *self, int polls, unsigned char *offer);
+    /* Before the others see the offer, and then before its verdict: makes a part of what was offered, or opened.
+     * Returns whether that is done; else it was stopped at until_ns. It may withdraw the offer. */
+    int (*prepare)(void *self, int opened, unsigned char *offer, int64_t until_ns);
     /* Opens the offers of all ranks, and writes this rank's verdict over its own. */
     void (*open)(void *self, unsigned char *offers);
     /* Takes the verdicts of all ranks. Returns NULL if one was bad. */

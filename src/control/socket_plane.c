@@ -121,7 +121,7 @@ static void dtrain__socket_plane_rest(void *self)
     dtrain__os_unlock(&channel->hub->mutex);
 }
 
-static int dtrain__socket_plane_offer(void *self, unsigned char *offer)
+static int dtrain__socket_plane_offer(void *self, int polls, unsigned char *offer)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
@@ -130,7 +130,13 @@ static int dtrain__socket_plane_offer(void *self, unsigned char *offer)
             return 0;
     /* where this rank is not to share, it offers none, and all learn it */
     int doorbell = dtrain__hub_shares(hub, hub->rank) ? channel->wake[1] : -1;
-    return dtrain__arena_offer(&channel->arena, &channel->seat, doorbell, offer);
+    return dtrain__arena_offer(&channel->arena, &channel->seat, doorbell, polls, offer);
+}
+
+static int dtrain__socket_plane_prepare(void *self, int opened, unsigned char *offer, int64_t until_ns)
+{
+    const dtrain__channel *channel = (const dtrain__channel *)self;
+    return dtrain__arena_prepare(channel->arena, &channel->seat, opened, offer, until_ns);
 }
 
 static void dtrain__socket_plane_open(void *self, unsigned char *offers)
@@ -151,8 +157,9 @@ static void dtrain__socket_plane_doze(void *self)
     __atomic_store_n(&((dtrain__channel *)self)->dozing, 1, __ATOMIC_SEQ_CST);
 }
 
-static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offer, dtrain__socket_plane_open,
-                                                       dtrain__socket_plane_keep, dtrain__socket_plane_doze};
+static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offer, dtrain__socket_plane_prepare,
+                                                       dtrain__socket_plane_open, dtrain__socket_plane_keep,
+                                                       dtrain__socket_plane_doze};
 
 static const dtrain__plane dtrain__socket_plane = {0,
                                                    0,

@@ -19,51 +19,78 @@ typedef struct dtrain__shm_page {
     unsigned char key[16];
     uint32_t asleep[2]; /* whether this side waits for a byte on the connection */
     char pad[DTRAIN__CACHE_LINE - 24];
-    dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected */
+    dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected. Their bytes follow the page */
 } dtrain__shm_page;
 
-DTRAIN__PLACED(dtrain__shm_page, ways[1], 64 + 128 + DTRAIN__THREADS_RING_BYTES);
+DTRAIN__PLACED(dtrain__shm_page, ways[1], 64 + 128);
 
 /* One side's end. */
 typedef struct dtrain__shm {
     dtrain__shm_page *page; /* NULL: the connection itself carries the bytes */
+    size_t ring_bytes;      /* of each way */
     int side;
     int look; /* there may be something on the connection */
 } dtrain__shm;
 
-static void dtrain__shm_close(dtrain__shm_page **page)
+static size_t dtrain__shm_bytes(size_t ring_bytes)
+{
+    return sizeof(dtrain__shm_page) + 2 * ring_bytes;
+}
+
+static void dtrain__shm_close(dtrain__shm_page **page, size_t ring_bytes)
 {
     if (*page != NULL)
-        dtrain__os_unreserve(*page, sizeof **page);
+        dtrain__os_unreserve(*page, dtrain__shm_bytes(ring_bytes));
     *page = NULL;
 }
 
-/* Makes memory and an offer of it. *fd stays open until the peer has answered. All zero: there is no memory. */
-static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], dtrain__shm_page **page, int *fd)
+/* Makes memory and an offer of it. Large rings are empty: see shm_fill. *fd stays open until the peer has answered. All
+ * zero: there is no memory. */
+static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t ring_bytes, dtrain__shm_page **page,
+                              int *fd)
 {
     memset(offer, 0, DTRAIN__SHM_OFFER_BYTES);
     *fd = -1;
-    *page = dtrain__without("shm") ? NULL : (dtrain__shm_page *)dtrain__os_share(sizeof **page, fd);
+    *page = dtrain__without("shm") ? NULL
+                                   : (dtrain__shm_page *)dtrain__os_share_as(
+                                         dtrain__shm_bytes(ring_bytes), ring_bytes > DTRAIN__THREADS_RING_BYTES, fd);
     if (*page == NULL)
         return;
     if (dtrain__os_random((*page)->key, sizeof(*page)->key) != 0) {
-        dtrain__shm_close(page);
+        dtrain__shm_close(page, ring_bytes);
         return;
     }
     dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
-    dtrain__put_le(offer + 8, (uint64_t)*fd, 8);
+    dtrain__put_le(offer + 8, (uint64_t)*fd, 4);
+    dtrain__put_le(offer + 12, ring_bytes, 4);
     memcpy(offer + 16, (*page)->key, sizeof(*page)->key);
 }
 
-/* Opens the memory of an offer. Returns NULL if that is not possible, or it is not the memory that was offered. */
-static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_OFFER_BYTES])
+/* Gives offered memory the next part of its pages, before the peer may open it: all at once could take milliseconds.
+ * *filled: the bytes that have theirs. Returns whether all have; 0 with an errno other than 0 if there are none left.
+ */
+static int dtrain__shm_fill(int fd, size_t ring_bytes, size_t *filled)
 {
-    uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 8);
-    if (process == 0 || process > INT_MAX || fd > INT_MAX || dtrain__without("shm"))
+    const size_t step = (size_t)1 << 19;
+    size_t left = dtrain__shm_bytes(ring_bytes) - *filled, piece = left < step ? left : step;
+    errno = ring_bytes > DTRAIN__THREADS_RING_BYTES ? dtrain__os_share_fill(fd, *filled, piece) : 0;
+    *filled += errno == 0 ? piece : 0;
+    return ring_bytes <= DTRAIN__THREADS_RING_BYTES || *filled == dtrain__shm_bytes(ring_bytes);
+}
+
+/* Opens the memory of an offer. Returns NULL if that is not possible, or it is not the memory that was offered. */
+static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t *ring_bytes)
+{
+    uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 4),
+             bytes = dtrain__get_le(offer + 12, 4);
+    if (process == 0 || process > INT_MAX || fd > INT_MAX || bytes < DTRAIN__THREADS_RING_BYTES ||
+        bytes > DTRAIN__THREADS_POLLED_BYTES || (bytes & (bytes - 1)) != 0 || dtrain__without("shm"))
         return NULL;
-    dtrain__shm_page *page = (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, sizeof *page);
+    *ring_bytes = (size_t)bytes;
+    dtrain__shm_page *page =
+        (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, dtrain__shm_bytes(*ring_bytes));
     if (page != NULL && memcmp(page->key, offer + 16, sizeof page->key) != 0)
-        dtrain__shm_close(&page);
+        dtrain__shm_close(&page, *ring_bytes);
     return page;
 }
 
@@ -73,6 +100,12 @@ static void dtrain__shm_wake(dtrain__shm *shm, int fd)
     uint32_t *asleep = &shm->page->asleep[1 - shm->side];
     if (__atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 && __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
         dtrain__os_send(fd, "", 1, 0);
+}
+
+/* Where the bytes of the ring that a side fills are. */
+static unsigned char *dtrain__shm_ring(const dtrain__shm *shm, int side)
+{
+    return (unsigned char *)(shm->page + 1) + (size_t)side * shm->ring_bytes;
 }
 
 /* Returns the bytes in the ring that a side fills. */
@@ -89,7 +122,7 @@ static ssize_t dtrain__shm_look(dtrain__shm *shm, int fd, int side)
 {
     unsigned char waste[64];
     ssize_t n = sizeof waste;
-    if (dtrain__shm_held(shm, side) > DTRAIN__THREADS_RING_BYTES) {
+    if (dtrain__shm_held(shm, side) > shm->ring_bytes) {
         errno = ERANGE;
         return -1;
     }
@@ -104,7 +137,8 @@ static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size
 {
     unsigned char *from;
     memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
-    size_t n = dtrain__threads_copy(&shm->page->ways[shm->side], 1, from, bytes);
+    size_t n = dtrain__threads_copy(&shm->page->ways[shm->side], dtrain__shm_ring(shm, shm->side), shm->ring_bytes, 1,
+                                    from, bytes);
     if (n == 0)
         return dtrain__shm_look(shm, fd, shm->side);
     dtrain__shm_wake(shm, fd);
@@ -115,10 +149,11 @@ static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size
 static ssize_t dtrain__shm_recv(dtrain__shm *shm, int fd, void *data, size_t bytes)
 {
     dtrain__threads_ring *ring = &shm->page->ways[1 - shm->side];
-    size_t n = dtrain__threads_copy(ring, 0, (unsigned char *)data, bytes);
+    unsigned char *held = dtrain__shm_ring(shm, 1 - shm->side);
+    size_t n = dtrain__threads_copy(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
     if (n == 0 && dtrain__shm_look(shm, fd, 1 - shm->side) < 0) {
         int error = errno;
-        n = dtrain__threads_copy(ring, 0, (unsigned char *)data, bytes);
+        n = dtrain__threads_copy(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
         errno = error;
         if (n == 0)
             return -1;
@@ -135,7 +170,7 @@ static int dtrain__shm_arm(dtrain__shm *shm, int sending)
     shm->look = 1;
     __atomic_store_n(&shm->page->asleep[shm->side], 1u, __ATOMIC_SEQ_CST);
     uint64_t held = dtrain__shm_held(shm, side);
-    return sending ? held != DTRAIN__THREADS_RING_BYTES : held != 0;
+    return sending ? held != shm->ring_bytes : held != 0;
 }
 
 DTRAIN__FAST_END

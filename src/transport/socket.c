@@ -374,6 +374,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
     hub->transport = desc->transport;
+    hub->polls = desc->polls;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
     hub->heartbeat_ns =
         desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);

@@ -186,7 +186,7 @@ static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
         dtrain__os_hang_up(stream->fd);
     stream->fd = -1;
     stream->mute = stream->crossed = 0;
-    dtrain__shm_close(&stream->shm.page);
+    dtrain__shm_close(&stream->shm.page, stream->shm.ring_bytes);
 }
 
 /* Continues over fd, whose other end has received peer_received bytes. Returns 0 if too many bytes were lost. */

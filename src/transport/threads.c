@@ -123,17 +123,27 @@ static void dtrain__shared_leave(dtrain__shared *shared, int rank)
 /* ---- groups ---- */
 
 #define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
+#define DTRAIN__THREADS_POLLED_BYTES ((size_t)1 << 20) /* of a ring of ranks that poll, as each looks once a frame */
+#define DTRAIN__THREADS_POLLED_ALL ((size_t)8 << 20)   /* of all rings of such a rank, but for the least size */
 
+/* Where the two sides of a ring are. Its bytes lie elsewhere. */
 typedef struct dtrain__threads_ring {
     uint64_t written;
     char pad[DTRAIN__CACHE_LINE - 8];
     uint64_t read;
     char pad2[DTRAIN__CACHE_LINE - 8];
-    unsigned char bytes[DTRAIN__THREADS_RING_BYTES];
 } dtrain__threads_ring;
 
 DTRAIN__PLACED(dtrain__threads_ring, read, 64);
-DTRAIN__PLACED(dtrain__threads_ring, bytes, 128);
+
+/* The size of a ring: a power of two. A message should fit, as what does not fit waits for the next poll. */
+static size_t dtrain__threads_ring_bytes(int ranks, int polls)
+{
+    size_t bytes = polls ? DTRAIN__THREADS_POLLED_BYTES : DTRAIN__THREADS_RING_BYTES;
+    while (bytes > DTRAIN__THREADS_RING_BYTES && bytes * (size_t)ranks > DTRAIN__THREADS_POLLED_ALL)
+        bytes /= 2;
+    return bytes;
+}
 
 typedef struct dtrain__threads_group dtrain__threads_group;
 
@@ -151,6 +161,7 @@ typedef struct dtrain__threads_world {
     dtrain__council council;
     dtrain__bell bell; /* the service thread's; the bell of every group rings it too */
     dtrain_allocator own, *allocator;
+    int polls; /* its ranks have progress by poll */
 } dtrain__threads_world;
 
 struct dtrain__threads_group {
@@ -159,8 +170,14 @@ struct dtrain__threads_group {
     int ends; /* how many ranks have joined and not left */
     dtrain__threads_world *world;
     dtrain__threads_rank *ranks;
-    dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender */
+    dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender. Its bytes follow each */
 };
+
+/* The bytes of each ring. */
+static size_t dtrain__threads_room(const dtrain__threads_group *group)
+{
+    return dtrain__threads_ring_bytes(group->members.size, group->world->polls);
+}
 
 /* ---- messages ---- */
 
@@ -169,21 +186,22 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
     return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
 }
 
-/* Moves bytes into the ring or out of it. Returns how many. None if the counters cannot be right: they may lie in
- * memory of another process (see >>shm). */
-static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
+/* Moves bytes into the ring, whose `size` bytes are at `held`, or out of it. Returns how many. None if the counters
+ * cannot be right: they may lie in memory of another process (see >>shm). */
+static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *held, size_t size, int put,
+                                   unsigned char *data, size_t bytes)
 {
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
     uint64_t moved = __atomic_load_n(mine, __ATOMIC_RELAXED);
     uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
-    uint64_t room = put ? DTRAIN__THREADS_RING_BYTES - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
+    uint64_t room = put ? size - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
     size_t n = bytes < room ? bytes : (size_t)room;
-    size_t at = (size_t)moved % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
-    if (n == 0 || room > DTRAIN__THREADS_RING_BYTES)
+    size_t at = (size_t)moved % size, first = size - at;
+    if (n == 0 || room > size)
         return 0;
     first = first < n ? first : n;
-    memcpy(put ? ring->bytes + at : data, put ? data : ring->bytes + at, first);
-    memcpy(put ? ring->bytes : data + first, put ? data + first : ring->bytes, n - first);
+    memcpy(put ? held + at : data, put ? data : held + at, first);
+    memcpy(put ? held : data + first, put ? data + first : held, n - first);
     __atomic_store_n(mine, moved + n, __ATOMIC_SEQ_CST);
     return n;
 }
@@ -204,7 +222,7 @@ static int dtrain__threads_ready(void *pointer)
     if (ring == NULL)
         return 0;
     uint64_t held = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    return way->sending ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
+    return way->sending ? held < dtrain__threads_room(way->mine->group) : held > 0;
 }
 
 /* Moves bytes through one ring until all have moved, the deadline has passed, or the peer has left. Bytes that the peer
@@ -220,7 +238,8 @@ static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned cha
         dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
         size_t n = 0;
         if (ring != NULL && !(way->sending && left))
-            n = dtrain__threads_copy(ring, way->sending, data + *moved, bytes - *moved);
+            n = dtrain__threads_copy(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
+                                     way->sending, data + *moved, bytes - *moved);
         *moved += n;
         if (n > 0) {
             dtrain__bell_ring(bell);
@@ -245,10 +264,11 @@ static dtrain_status dtrain__threads_send(void *self, int peer, const void *data
     *moved = 0;
     memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
     if (*way.ring == NULL) {
-        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, sizeof *ring);
+        size_t whole = sizeof(dtrain__threads_ring) + dtrain__threads_room(mine->group);
+        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, whole);
         if (ring == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
-                                sizeof *ring, mine->seat.rank, peer);
+                                whole, mine->seat.rank, peer);
         __atomic_store_n(way.ring, ring, __ATOMIC_RELEASE);
     }
     return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);

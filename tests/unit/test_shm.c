@@ -20,14 +20,15 @@ static int open_pair_to_fork(pair *p)
 {
     unsigned char offer[DTRAIN__SHM_OFFER_BYTES];
     dtrain__shm_page *pages[2];
+    size_t ring = 0;
     int fds[2], fd;
     memset(p, 0, sizeof *p);
-    dtrain__shm_offer(offer, &pages[0], &fd);
+    dtrain__shm_offer(offer, DTRAIN__THREADS_RING_BYTES, &pages[0], &fd);
     if (pages[0] == NULL) {
         printf("skipped: this system has no memory that processes can share\n");
         return 0;
     }
-    pages[1] = dtrain__shm_open(offer);
+    pages[1] = dtrain__shm_open(offer, &ring);
     CHECK(pages[1] != NULL && pages[1] != pages[0]);
     dtrain__os_share_close(fd);
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, fds), 0);
@@ -35,6 +36,7 @@ static int open_pair_to_fork(pair *p)
         CHECK_EQ(fcntl(fds[side], F_SETFL, O_NONBLOCK), 0);
         p->ends[side].fd = fds[side];
         p->ends[side].shm.page = pages[side];
+        p->ends[side].shm.ring_bytes = DTRAIN__THREADS_RING_BYTES;
         p->ends[side].shm.side = side;
     }
     return pages[1] != NULL;
@@ -201,31 +203,37 @@ TEST(an_offer_that_lies_is_not_taken)
 {
     unsigned char offer[DTRAIN__SHM_OFFER_BYTES], other[DTRAIN__SHM_OFFER_BYTES];
     dtrain__shm_page *page, *opened;
+    size_t ring = 0;
     int fd;
     memset(offer, 0, sizeof offer);
-    CHECK(dtrain__shm_open(offer) == NULL);
+    CHECK(dtrain__shm_open(offer, &ring) == NULL);
     memset(offer, 255, sizeof offer);
-    CHECK(dtrain__shm_open(offer) == NULL);
-    dtrain__shm_offer(offer, &page, &fd);
+    CHECK(dtrain__shm_open(offer, &ring) == NULL);
+    dtrain__shm_offer(offer, DTRAIN__THREADS_RING_BYTES, &page, &fd);
     if (page == NULL)
         return;
     memcpy(other, offer, sizeof other);
     other[31] ^= 1; /* the key */
-    CHECK(dtrain__shm_open(other) == NULL);
+    CHECK(dtrain__shm_open(other, &ring) == NULL);
     memcpy(other, offer, sizeof other);
-    dtrain__put_le(other + 8, fd == 0, 8); /* standard input, or another segment */
-    CHECK(dtrain__shm_open(other) == NULL);
-    dtrain__put_le(other + 8, 9999, 8);
-    CHECK(dtrain__shm_open(other) == NULL);
+    dtrain__put_le(other + 8, fd == 0, 4); /* standard input, or another segment */
+    CHECK(dtrain__shm_open(other, &ring) == NULL);
+    dtrain__put_le(other + 8, 9999, 4);
+    CHECK(dtrain__shm_open(other, &ring) == NULL);
     memcpy(other, offer, sizeof other);
     dtrain__put_le(other, 1, 8); /* another process */
-    CHECK(dtrain__shm_open(other) == NULL);
-    opened = dtrain__shm_open(offer);
+    CHECK(dtrain__shm_open(other, &ring) == NULL);
+    memcpy(other, offer, sizeof other);
+    dtrain__put_le(other + 12, 2 * DTRAIN__THREADS_RING_BYTES, 4); /* larger rings than there are */
+    CHECK(dtrain__shm_open(other, &ring) == NULL);
+    dtrain__put_le(other + 12, DTRAIN__THREADS_RING_BYTES + 1, 4);
+    CHECK(dtrain__shm_open(other, &ring) == NULL);
+    opened = dtrain__shm_open(offer, &ring);
     CHECK(opened != NULL);
-    dtrain__shm_close(&opened);
+    dtrain__shm_close(&opened, ring);
     dtrain__os_share_close(fd);
-    CHECK(dtrain__shm_open(offer) == NULL); /* the offer has ended */
-    dtrain__shm_close(&page);
+    CHECK(dtrain__shm_open(offer, &ring) == NULL); /* the offer has ended */
+    dtrain__shm_close(&page, DTRAIN__THREADS_RING_BYTES);
 }
 
 /* ---- which ranks share memory ---- */
