@@ -2104,6 +2104,12 @@ typedef enum dtrain_progress {
  *
  * The file of dtrain_comm_trace says what each pair of ranks uses, and why they share no memory if they do not.
  *
+ * HEARTBEATS go between the leader and each other rank, over the connection that the rank has to the leader. One goes
+ * every quarter of heartbeat_ms, or every sixteenth of timeout_ms if that is less. They are at least 500 ms apart,
+ * unless a quarter of heartbeat_ms is less. None goes while other control messages do. Ranks may have different
+ * heartbeat_ms: the shorter one of the two says how often, and each rank judges its peers by its own. A negative one
+ * sends as the default does. Ranks of >>from_mpi send one every quarter of heartbeat_ms to each peer.
+ *
  * FIREWALLS may forget a connection that is idle. So each TCP connection sends a few bytes every second while it is
  * idle, if the system can do that. On Linux a data connection counts as dead when its other host answers nothing that
  * is sent on it for heartbeat_ms. With reconnect_ms it is made again, else the group ends with DTRAIN_ERR_PEER_LOST.
@@ -2134,19 +2140,19 @@ typedef enum dtrain_progress {
  *
  *   source    RFC 8439 (ChaCha20-Poly1305), RFC 5869 (HKDF-SHA256) */
 typedef struct dtrain_comm_desc {
-    int rank;                    /* used when world_size is not 0 */
-    int world_size;              /* up to 1,024; 0: from the environment */
-    const char *root;            /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
-    const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
-    const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
-    const char *listen_on;       /* interface or address of this rank, or "none"; NULL: what routes to the root */
-    const char *transport;       /* "tcp", "unix", "shm" or "mpi"; NULL: DTRAIN_TRANSPORT, else the fastest */
-    int insecure;                /* 1: allows TCP without a token, which lets in whoever can connect */
-    int secure;                  /* 1: seal all connections; -1: none; 0: with a token, those that leave the host */
-    int connections;             /* to each peer, used in turn; 0: 1; at most 8 */
-    int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
-    int64_t heartbeat_ms;        /* a rank that is silent for this long is lost; 0: 15,000; negative: never */
-    int64_t reconnect_ms;        /* how long a reset connection may take to come back; 0: a reset ends the group */
+    int rank;                /* used when world_size is not 0 */
+    int world_size;          /* up to 1,024; 0: from the environment */
+    const char *root;        /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
+    const char *token;       /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
+    const char *fingerprint; /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
+    const char *listen_on;   /* interface or address of this rank, or "none"; NULL: what routes to the root */
+    const char *transport;   /* "tcp", "unix", "shm" or "mpi"; NULL: DTRAIN_TRANSPORT, else the fastest */
+    int insecure;            /* 1: allows TCP without a token, which lets in whoever can connect */
+    int secure;              /* 1: seal all connections; -1: none; 0: with a token, those that leave the host */
+    int connections;         /* to each peer, used in turn; 0: 1; at most 8 */
+    int64_t timeout_ms;      /* deadline of every blocking or async call; 0: 60,000; negative: none */
+    int64_t heartbeat_ms; /* a rank that is silent for this long is lost: see HEARTBEATS; 0: 15,000; negative: never */
+    int64_t reconnect_ms; /* how long a reset connection may take to come back; 0: a reset ends the group */
     dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
     dtrain_order order;          /* of reductions; 0: the tree's */
     int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: detected */
@@ -21114,6 +21120,8 @@ typedef struct dtrain__member {
     dtrain__stream control; /* the leader has one to each rank, the others one to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
+    int64_t told_ns;            /* when the system took the last bytes for it */
+    int64_t wants_ns, every_ns; /* its heartbeat_ms, 0: none, and how often its heartbeats come; before the first, 0 */
     dtrain__handshake *handshake; /* a control connection that this rank is making */
     int64_t call_ns, wait_ns;     /* it is tried again at call_ns; the last wait for that was wait_ns */
     int poll_index;
@@ -21136,7 +21144,9 @@ struct dtrain__hub {
     int leaving;       /* this process has said goodbye */
     uint32_t serviced; /* a service thread runs it */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
-    int64_t heartbeat_ns, reconnect_ns, period_ns;
+    int64_t heartbeat_ns, reconnect_ns;
+    int64_t period_ns;   /* how often members are looked at */
+    int64_t rest_ns;     /* without other frames, how often this rank's heartbeats go; to some members more often */
     int64_t patience_ns; /* the largest of the group's limits, for the answer of a member that may not poll */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn,
@@ -21869,9 +21879,14 @@ static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
 
 static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
 {
-    uint64_t suspect, ms;
-    if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
+    uint64_t suspect, ms, wants_ms, every_ms;
+    if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || !dtrain__take(reader, &wants_ms, 4) ||
+        !dtrain__take(reader, &every_ms, 4) || suspect > (uint64_t)hub->size)
         return 0;
+    if (hub->members[from].wants_ns != (int64_t)wants_ms * 1000000)
+        hub->beat_ns = 0; /* the member may need one sooner than it was due */
+    hub->members[from].wants_ns = (int64_t)wants_ms * 1000000;
+    hub->members[from].every_ns = (int64_t)every_ms * 1000000;
     if (!dtrain__hub_leads(hub)) {
         hub->suspect = (int)suspect - 1;
         hub->suspect_ns = (int64_t)ms * 1000000;
@@ -21995,6 +22010,7 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
         }
         if (n <= 0)
             return;
+        member->told_ns = dtrain__os_now_ns();
         dtrain__bytes_drop(&member->out, (size_t)n);
         if (member->held && member->out.bytes <= DTRAIN__QUEUE_BYTES) {
             member->held = 0;
@@ -23061,15 +23077,34 @@ static void dtrain__hub_step_again(dtrain__channel *channel, int rank, dtrain__l
     lane->wanted = channel->hub->reconnect_ns > 0;
 }
 
-/* Sends one heartbeat: who is silent, and what this rank does. The leader adds what the rank does that the receiver
- * waits for, then the rank that this one waits for, and so on. */
+#define DTRAIN__BEAT_LEAST_NS 10000000 /* whatever a member asks for */
+
+/* How often to send heartbeats to a member. A rank is lost at the other's heartbeat_ms, which may be shorter than its
+ * own: it is not known before the member's first one. */
+static int64_t dtrain__hub_beat_every(const dtrain__hub *hub, const dtrain__member *member)
+{
+    int64_t every = member->every_ns > 0 ? hub->rest_ns : hub->period_ns;
+    if (member->wants_ns > 0 && member->wants_ns / 4 < every)
+        every = member->wants_ns / 4 > DTRAIN__BEAT_LEAST_NS ? member->wants_ns / 4 : DTRAIN__BEAT_LEAST_NS;
+    return every;
+}
+
+static uint64_t dtrain__hub_ms(int64_t ns)
+{
+    return ns / 1000000 < UINT32_MAX ? (uint64_t)(ns / 1000000) : UINT32_MAX;
+}
+
+/* Sends one heartbeat: who is silent, this rank's heartbeat_ms, how soon the next one goes, and what this rank does.
+ * The leader adds what the rank does that the receiver waits for, then the rank that this one waits for, and so on. */
 static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
 {
     int leads = dtrain__hub_leads(hub);
     dtrain__member *member = &hub->members[to];
     size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
     dtrain__give(hub, &member->out, leads ? (uint64_t)(suspect + 1) : 0, 4);
-    dtrain__give(hub, &member->out, (uint64_t)(silent_ns / 1000000), 4);
+    dtrain__give(hub, &member->out, dtrain__hub_ms(silent_ns), 4);
+    dtrain__give(hub, &member->out, dtrain__hub_ms(hub->heartbeat_ns), 4);
+    dtrain__give(hub, &member->out, dtrain__hub_ms(dtrain__hub_beat_every(hub, member)), 4);
     if (!leads)
         dtrain__give_last(hub, member, hub->rank, now);
     for (int i = 0, about = member->last.awaits; leads && i < DTRAIN__LAST_CHAIN; i++)
@@ -23113,7 +23148,14 @@ static void dtrain__hub_step_unanswered(dtrain__channel *channel)
     }
 }
 
-#define DTRAIN__SILENT_NS 1200000000 /* until a member is suspected: it has missed two heartbeats */
+#define DTRAIN__SILENT_NS 1200000000 /* until the system is asked whether a member's process runs */
+
+/* Until a member is suspected: it has missed two heartbeats. */
+static int64_t dtrain__hub_suspicious(const dtrain__member *member)
+{
+    int64_t missed = member->every_ns / 10 * 24;
+    return missed > DTRAIN__SILENT_NS ? missed : DTRAIN__SILENT_NS;
+}
 
 #define DTRAIN__LATE_NS 250000000 /* from here on this rank's own heartbeats show an overloaded host */
 
@@ -23147,7 +23189,7 @@ static int dtrain__hub_judge(dtrain__hub *hub, int rank, int64_t silent, int64_t
 /* Sends this rank's heartbeats and judges the silence of others. */
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
-    int64_t longest = DTRAIN__SILENT_NS;
+    int64_t longest = DTRAIN__SILENT_NS, next;
     int suspect = -1;
     int64_t late = hub->beat_ns > 0 ? now - hub->beat_ns : 0;
     if (late > hub->late_ns || now - hub->late_at_ns > hub->heartbeat_ns) { /* the most in the last heartbeat_ms */
@@ -23162,7 +23204,8 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
             continue;
         if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
-        else if (!dtrain__hub_judge(hub, rank, silent, now) && hub->formed && silent > longest) {
+        else if (!dtrain__hub_judge(hub, rank, silent, now) && hub->formed && silent > longest &&
+                 silent > dtrain__hub_suspicious(member)) {
             longest = silent;
             suspect = rank;
         }
@@ -23174,14 +23217,20 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     hub->stepped_ns = now;
     if (now < hub->beat_ns)
         return;
-    hub->beat_ns = now + hub->period_ns;
+    next = now + hub->period_ns;
     dtrain__hub_look(hub, now);
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
-            member->control.fd >= 0 && member->out.bytes == 0) /* output that waits is a sign of life as well */
-            dtrain__hub_beat(hub, rank, suspect, longest, now);
+            member->control.fd >= 0 && member->out.bytes == 0) { /* output that waits is a sign of life as well */
+            int64_t every = dtrain__hub_beat_every(hub, member);
+            int late = now - member->told_ns >= every - hub->period_ns; /* it would be at the next look */
+            if (late)
+                dtrain__hub_beat(hub, rank, suspect, longest, now);
+            next = now + every < next ? now + every : next;
+        }
     }
+    hub->beat_ns = next;
 }
 
 static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
@@ -23992,6 +24041,11 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->patience_ns = hub->heartbeat_ns > hub->patience_ns ? hub->heartbeat_ns : hub->patience_ns;
     hub->patience_ns = hub->reconnect_ns > hub->patience_ns ? hub->reconnect_ns : hub->patience_ns;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
+    hub->rest_ns = (hub->heartbeat_ns > 0 ? hub->heartbeat_ns : dtrain__os_ms_to_ns(15000)) / 4;
+    if (desc->timeout_ms > 0 &&
+        dtrain__os_ms_to_ns(desc->timeout_ms) / 16 < hub->rest_ns) /* a deadline's text has news */
+        hub->rest_ns = dtrain__os_ms_to_ns(desc->timeout_ms) / 16;
+    hub->rest_ns = hub->rest_ns > hub->period_ns ? hub->rest_ns : hub->period_ns;
     hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
     snprintf(hub->root, sizeof hub->root, "%s", desc->root);

@@ -179,6 +179,12 @@ typedef enum dtrain_progress {
  *
  * The file of dtrain_comm_trace says what each pair of ranks uses, and why they share no memory if they do not.
  *
+ * HEARTBEATS go between the leader and each other rank, over the connection that the rank has to the leader. One goes
+ * every quarter of heartbeat_ms, or every sixteenth of timeout_ms if that is less. They are at least 500 ms apart,
+ * unless a quarter of heartbeat_ms is less. None goes while other control messages do. Ranks may have different
+ * heartbeat_ms: the shorter one of the two says how often, and each rank judges its peers by its own. A negative one
+ * sends as the default does. Ranks of >>from_mpi send one every quarter of heartbeat_ms to each peer.
+ *
  * FIREWALLS may forget a connection that is idle. So each TCP connection sends a few bytes every second while it is
  * idle, if the system can do that. On Linux a data connection counts as dead when its other host answers nothing that
  * is sent on it for heartbeat_ms. With reconnect_ms it is made again, else the group ends with DTRAIN_ERR_PEER_LOST.
@@ -209,19 +215,19 @@ typedef enum dtrain_progress {
  *
  *   source    RFC 8439 (ChaCha20-Poly1305), RFC 5869 (HKDF-SHA256) */
 typedef struct dtrain_comm_desc {
-    int rank;                    /* used when world_size is not 0 */
-    int world_size;              /* up to 1,024; 0: from the environment */
-    const char *root;            /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
-    const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
-    const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
-    const char *listen_on;       /* interface or address of this rank, or "none"; NULL: what routes to the root */
-    const char *transport;       /* "tcp", "unix", "shm" or "mpi"; NULL: DTRAIN_TRANSPORT, else the fastest */
-    int insecure;                /* 1: allows TCP without a token, which lets in whoever can connect */
-    int secure;                  /* 1: seal all connections; -1: none; 0: with a token, those that leave the host */
-    int connections;             /* to each peer, used in turn; 0: 1; at most 8 */
-    int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
-    int64_t heartbeat_ms;        /* a rank that is silent for this long is lost; 0: 15,000; negative: never */
-    int64_t reconnect_ms;        /* how long a reset connection may take to come back; 0: a reset ends the group */
+    int rank;                /* used when world_size is not 0 */
+    int world_size;          /* up to 1,024; 0: from the environment */
+    const char *root;        /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
+    const char *token;       /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
+    const char *fingerprint; /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
+    const char *listen_on;   /* interface or address of this rank, or "none"; NULL: what routes to the root */
+    const char *transport;   /* "tcp", "unix", "shm" or "mpi"; NULL: DTRAIN_TRANSPORT, else the fastest */
+    int insecure;            /* 1: allows TCP without a token, which lets in whoever can connect */
+    int secure;              /* 1: seal all connections; -1: none; 0: with a token, those that leave the host */
+    int connections;         /* to each peer, used in turn; 0: 1; at most 8 */
+    int64_t timeout_ms;      /* deadline of every blocking or async call; 0: 60,000; negative: none */
+    int64_t heartbeat_ms; /* a rank that is silent for this long is lost: see HEARTBEATS; 0: 15,000; negative: never */
+    int64_t reconnect_ms; /* how long a reset connection may take to come back; 0: a reset ends the group */
     dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
     dtrain_order order;          /* of reductions; 0: the tree's */
     int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: detected */

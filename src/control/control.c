@@ -325,9 +325,14 @@ static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
 
 static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
 {
-    uint64_t suspect, ms;
-    if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
+    uint64_t suspect, ms, wants_ms, every_ms;
+    if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || !dtrain__take(reader, &wants_ms, 4) ||
+        !dtrain__take(reader, &every_ms, 4) || suspect > (uint64_t)hub->size)
         return 0;
+    if (hub->members[from].wants_ns != (int64_t)wants_ms * 1000000)
+        hub->beat_ns = 0; /* the member may need one sooner than it was due */
+    hub->members[from].wants_ns = (int64_t)wants_ms * 1000000;
+    hub->members[from].every_ns = (int64_t)every_ms * 1000000;
     if (!dtrain__hub_leads(hub)) {
         hub->suspect = (int)suspect - 1;
         hub->suspect_ns = (int64_t)ms * 1000000;
@@ -451,6 +456,7 @@ static void dtrain__hub_flush(dtrain__hub *hub, int rank)
         }
         if (n <= 0)
             return;
+        member->told_ns = dtrain__os_now_ns();
         dtrain__bytes_drop(&member->out, (size_t)n);
         if (member->held && member->out.bytes <= DTRAIN__QUEUE_BYTES) {
             member->held = 0;

@@ -96,6 +96,8 @@ typedef struct dtrain__member {
     dtrain__stream control; /* the leader has one to each rank, the others one to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
+    int64_t told_ns;            /* when the system took the last bytes for it */
+    int64_t wants_ns, every_ns; /* its heartbeat_ms, 0: none, and how often its heartbeats come; before the first, 0 */
     dtrain__handshake *handshake; /* a control connection that this rank is making */
     int64_t call_ns, wait_ns;     /* it is tried again at call_ns; the last wait for that was wait_ns */
     int poll_index;
@@ -118,7 +120,9 @@ struct dtrain__hub {
     int leaving;       /* this process has said goodbye */
     uint32_t serviced; /* a service thread runs it */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
-    int64_t heartbeat_ns, reconnect_ns, period_ns;
+    int64_t heartbeat_ns, reconnect_ns;
+    int64_t period_ns;   /* how often members are looked at */
+    int64_t rest_ns;     /* without other frames, how often this rank's heartbeats go; to some members more often */
     int64_t patience_ns; /* the largest of the group's limits, for the answer of a member that may not poll */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn,

@@ -323,15 +323,34 @@ static void dtrain__hub_step_again(dtrain__channel *channel, int rank, dtrain__l
     lane->wanted = channel->hub->reconnect_ns > 0;
 }
 
-/* Sends one heartbeat: who is silent, and what this rank does. The leader adds what the rank does that the receiver
- * waits for, then the rank that this one waits for, and so on. */
+#define DTRAIN__BEAT_LEAST_NS 10000000 /* whatever a member asks for */
+
+/* How often to send heartbeats to a member. A rank is lost at the other's heartbeat_ms, which may be shorter than its
+ * own: it is not known before the member's first one. */
+static int64_t dtrain__hub_beat_every(const dtrain__hub *hub, const dtrain__member *member)
+{
+    int64_t every = member->every_ns > 0 ? hub->rest_ns : hub->period_ns;
+    if (member->wants_ns > 0 && member->wants_ns / 4 < every)
+        every = member->wants_ns / 4 > DTRAIN__BEAT_LEAST_NS ? member->wants_ns / 4 : DTRAIN__BEAT_LEAST_NS;
+    return every;
+}
+
+static uint64_t dtrain__hub_ms(int64_t ns)
+{
+    return ns / 1000000 < UINT32_MAX ? (uint64_t)(ns / 1000000) : UINT32_MAX;
+}
+
+/* Sends one heartbeat: who is silent, this rank's heartbeat_ms, how soon the next one goes, and what this rank does.
+ * The leader adds what the rank does that the receiver waits for, then the rank that this one waits for, and so on. */
 static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
 {
     int leads = dtrain__hub_leads(hub);
     dtrain__member *member = &hub->members[to];
     size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
     dtrain__give(hub, &member->out, leads ? (uint64_t)(suspect + 1) : 0, 4);
-    dtrain__give(hub, &member->out, (uint64_t)(silent_ns / 1000000), 4);
+    dtrain__give(hub, &member->out, dtrain__hub_ms(silent_ns), 4);
+    dtrain__give(hub, &member->out, dtrain__hub_ms(hub->heartbeat_ns), 4);
+    dtrain__give(hub, &member->out, dtrain__hub_ms(dtrain__hub_beat_every(hub, member)), 4);
     if (!leads)
         dtrain__give_last(hub, member, hub->rank, now);
     for (int i = 0, about = member->last.awaits; leads && i < DTRAIN__LAST_CHAIN; i++)
@@ -375,7 +394,14 @@ static void dtrain__hub_step_unanswered(dtrain__channel *channel)
     }
 }
 
-#define DTRAIN__SILENT_NS 1200000000 /* until a member is suspected: it has missed two heartbeats */
+#define DTRAIN__SILENT_NS 1200000000 /* until the system is asked whether a member's process runs */
+
+/* Until a member is suspected: it has missed two heartbeats. */
+static int64_t dtrain__hub_suspicious(const dtrain__member *member)
+{
+    int64_t missed = member->every_ns / 10 * 24;
+    return missed > DTRAIN__SILENT_NS ? missed : DTRAIN__SILENT_NS;
+}
 
 #define DTRAIN__LATE_NS 250000000 /* from here on this rank's own heartbeats show an overloaded host */
 
@@ -409,7 +435,7 @@ static int dtrain__hub_judge(dtrain__hub *hub, int rank, int64_t silent, int64_t
 /* Sends this rank's heartbeats and judges the silence of others. */
 static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 {
-    int64_t longest = DTRAIN__SILENT_NS;
+    int64_t longest = DTRAIN__SILENT_NS, next;
     int suspect = -1;
     int64_t late = hub->beat_ns > 0 ? now - hub->beat_ns : 0;
     if (late > hub->late_ns || now - hub->late_at_ns > hub->heartbeat_ns) { /* the most in the last heartbeat_ms */
@@ -424,7 +450,8 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
             continue;
         if (slept) /* this process was stopped, so it cannot judge */
             member->heard_ns = now;
-        else if (!dtrain__hub_judge(hub, rank, silent, now) && hub->formed && silent > longest) {
+        else if (!dtrain__hub_judge(hub, rank, silent, now) && hub->formed && silent > longest &&
+                 silent > dtrain__hub_suspicious(member)) {
             longest = silent;
             suspect = rank;
         }
@@ -436,14 +463,20 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     hub->stepped_ns = now;
     if (now < hub->beat_ns)
         return;
-    hub->beat_ns = now + hub->period_ns;
+    next = now + hub->period_ns;
     dtrain__hub_look(hub, now);
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
-            member->control.fd >= 0 && member->out.bytes == 0) /* output that waits is a sign of life as well */
-            dtrain__hub_beat(hub, rank, suspect, longest, now);
+            member->control.fd >= 0 && member->out.bytes == 0) { /* output that waits is a sign of life as well */
+            int64_t every = dtrain__hub_beat_every(hub, member);
+            int late = now - member->told_ns >= every - hub->period_ns; /* it would be at the next look */
+            if (late)
+                dtrain__hub_beat(hub, rank, suspect, longest, now);
+            next = now + every < next ? now + every : next;
+        }
     }
+    hub->beat_ns = next;
 }
 
 static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)

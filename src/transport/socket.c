@@ -383,6 +383,11 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->patience_ns = hub->heartbeat_ns > hub->patience_ns ? hub->heartbeat_ns : hub->patience_ns;
     hub->patience_ns = hub->reconnect_ns > hub->patience_ns ? hub->reconnect_ns : hub->patience_ns;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
+    hub->rest_ns = (hub->heartbeat_ns > 0 ? hub->heartbeat_ns : dtrain__os_ms_to_ns(15000)) / 4;
+    if (desc->timeout_ms > 0 &&
+        dtrain__os_ms_to_ns(desc->timeout_ms) / 16 < hub->rest_ns) /* a deadline's text has news */
+        hub->rest_ns = dtrain__os_ms_to_ns(desc->timeout_ms) / 16;
+    hub->rest_ns = hub->rest_ns > hub->period_ns ? hub->rest_ns : hub->period_ns;
     hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
     snprintf(hub->root, sizeof hub->root, "%s", desc->root);

@@ -604,29 +604,29 @@ TEST(what_a_heartbeat_says_of_a_rank_is_checked)
 {
     dtrain__hub hub;
     dtrain__member members[3];
-    unsigned char frame[8 + 14 + DTRAIN__LAST_BYTES];
+    unsigned char frame[16 + 14 + DTRAIN__LAST_BYTES];
     memset(&hub, 0, sizeof hub);
     memset(members, 0, sizeof members);
     memset(frame, 0, sizeof frame);
     hub.size = 3;
     hub.members = members;
-    dtrain__put_le(frame + 8, 2, 4);
-    dtrain__put_le(frame + 12, 3, 4);
-    dtrain__put_le(frame + 16, 100, 4);
-    dtrain__put_le(frame + 20, DTRAIN__LAST_BYTES, 2);
+    dtrain__put_le(frame + 16, 2, 4);
+    dtrain__put_le(frame + 20, 3, 4);
+    dtrain__put_le(frame + 24, 100, 4);
+    dtrain__put_le(frame + 28, DTRAIN__LAST_BYTES, 2);
     CHECK(dtrain__hub_frame(&hub, 2, DTRAIN__FRAME_BEAT, frame, sizeof frame));
     CHECK_EQ(members[2].last.bytes, DTRAIN__LAST_BYTES);
     CHECK_EQ(members[2].last.awaits, 2);
     CHECK(!dtrain__hub_frame(&hub, 1, DTRAIN__FRAME_BEAT, frame, sizeof frame)); /* rank 1 speaks for itself only */
-    for (size_t bytes = 9; bytes < sizeof frame; bytes++)
+    for (size_t bytes = 17; bytes < sizeof frame; bytes++)
         CHECK(!dtrain__hub_frame(&hub, 2, DTRAIN__FRAME_BEAT, frame, bytes));
-    CHECK(dtrain__hub_frame(&hub, 2, DTRAIN__FRAME_BEAT, frame, 8));
-    dtrain__put_le(frame + 12, 4, 4);
+    CHECK(dtrain__hub_frame(&hub, 2, DTRAIN__FRAME_BEAT, frame, 16));
+    dtrain__put_le(frame + 20, 4, 4);
     CHECK(!dtrain__hub_frame(&hub, 2, DTRAIN__FRAME_BEAT, frame, sizeof frame));
-    dtrain__put_le(frame + 12, 3, 4);
-    dtrain__put_le(frame + 8, 3, 4);
+    dtrain__put_le(frame + 20, 3, 4);
+    dtrain__put_le(frame + 16, 3, 4);
     CHECK(!dtrain__hub_frame(&hub, 2, DTRAIN__FRAME_BEAT, frame, sizeof frame));
-    dtrain__put_le(frame + 8, 2, 4);
-    dtrain__put_le(frame + 20, DTRAIN__LAST_BYTES + 1, 2);
+    dtrain__put_le(frame + 16, 2, 4);
+    dtrain__put_le(frame + 28, DTRAIN__LAST_BYTES + 1, 2);
     CHECK(!dtrain__hub_frame(&hub, 2, DTRAIN__FRAME_BEAT, frame, sizeof frame));
 }
