@@ -119,6 +119,10 @@
  *     ...                                              after DTRAIN_ERR_PEER_LOST: each frame, until group is set
  *     DTRAIN_CHECK(dtrain_comm_shrink_poll(world, 300, &group));
  *
+ * A game does not end when training does: it handles errors as examples/frame_loop.c shows. A rank that does not poll
+ * for heartbeat_ms is lost, and calls that wait for it end after timeout_ms. Set both to more than your longest loading
+ * screen.
+ *
  * GOING ON WITHOUT A LOST RANK: the survivors make a group. Each takes the state of the rank with the highest step.
  * Start the ranks with dtrun --survivors: without this flag dtrun ends all ranks after a loss.
  *

@@ -73,6 +73,7 @@ try "train_mlp runs on 3 ranks" run train_mlp 3
 try "train_mlp learns on 3 ranks" awk '/^step/ { last = $4 } END { exit !(NR >= 4 && last < 0.2) }' "$dir/out"
 try "frame_loop runs" run frame_loop
 try "frame_loop completes all-reduces on both ranks" awk '{ for (i = 2; i <= NF; i++) if ($i ~ /^all-reduces/ && $(i - 1) >= 10) good++ } END { exit good != 2 }' "$dir/out"
+try "frame_loop: rank 0 trains on after rank 1 has quit" awk '{ for (i = 2; i <= NF; i++) if ($i ~ /^all-reduces/) n[NR] = $(i - 1) } END { exit !(NR == 2 && n[1] >= n[2] + 5) }' "$dir/out"
 make -s build/dtrun >/dev/null 2>&1
 try "parameter_server runs" run parameter_server
 learned() { awk '/synchronous/ { rows++; good += $(NF - 1) <= 4 && $(NF - 2) < 0.15 } END { exit rows != 4 || good != 4 }' "$1"; }
