@@ -123,6 +123,31 @@
  * for heartbeat_ms is lost, and calls that wait for it end after timeout_ms. Set both to more than your longest loading
  * screen.
  *
+ * WHICH CALLS BLOCK under DTRAIN_PROGRESS_POLL. The last line of each declaration says it, too. A call that is in no
+ * row waits for no peer: it computes, reads or writes a file, or looks at this rank's own state.
+ *
+ *     never                      dtrain_comm_create_async with a numeric root, dtrain_comm_ready, the collectives and
+ *                                messages that end in _async, dtrain_work_done, dtrain_comm_abort, dtrain_ddp_begin,
+ *                                dtrain_fsdp_begin, dtrain_fsdp_release, all that end in _destroy but for what
+ *                                dtrain_comm_destroy says
+ *     for about budget_us        dtrain_comm_poll, dtrain_comm_shrink_poll
+ *     only what is not done yet  dtrain_work_wait: call it when dtrain_work_done is 1
+ *     until the peers answer     every other call of >>comm and >>groups that its declaration calls collective;
+ *                                dtrain_send, dtrain_recv, dtrain_exchange, dtrain_fuse_end, dtrain_store_set,
+ *                                dtrain_store_get, dtrain_store_wait, dtrain_comm_create, dtrain_comm_from_mpi,
+ *                                dtrain_run_threads
+ *     the same, of DDP, FSDP     dtrain_ddp_create, dtrain_ddp_finish, dtrain_ddp_drop; all calls of >>fsdp that are
+ *                                collective, and dtrain_fsdp_reduce and dtrain_fsdp_next. On devices that have one
+ *                                queue dtrain_ddp_reduce, dtrain_ddp_next and dtrain_fsdp_put as well
+ *     the same, of the others    modules, pipelines, tensor parallelism, device groups, compressed all-reduces and
+ *                                aggregators: their creation and their collective calls.
+ *                                Of these also dtrain_device_work_wait and dtrain_device_group_wait.
+ *                                dtrain_local_sgd_create, _sync, _publish and _finish; with desc.blocking _step, too.
+ *                                dtrain_server_create, _pull, _leave and _run
+ *     files, and the peers       dtrain_checkpoint_create, _save, _load, and _wait while a save is under way
+ *
+ * The store's calls and dtrain_comm_split are for a loading screen. In a frame use what never blocks.
+ *
  * GOING ON WITHOUT A LOST RANK: the survivors make a group. Each takes the state of the rank with the highest step.
  * Start the ranks with dtrun --survivors: without this flag dtrun ends all ranks after a loss.
  *
