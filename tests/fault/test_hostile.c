@@ -155,6 +155,7 @@ static int wrong_frame(int which, body *b)
         return DTRAIN__FRAME_ASK;
     case 18: /* what another rank does */
         put(b, 0, 8);
+        put(b, 0, 8);
         put(b, 1, 4);
         put(b, 0, 8);
         put(b, 0, 2);
