@@ -6528,6 +6528,13 @@ typedef struct dtrain__os_facts {
     int64_t changed_s; /* when it changed last, since 1970 */
 } dtrain__os_facts;
 
+/* Ranks, some of them on this host. */
+typedef struct dtrain__os_crowd {
+    long (*process)(const void *group, int rank); /* -1: on another host; 0: not known, taken to be limited as we are */
+    const void *group;
+    int size;
+} dtrain__os_crowd;
+
 /* What to do with a lock of a range of a file. The first two are of the process, whichever descriptor it uses. The last
  * two are of the open file, where the system has such locks. */
 typedef enum dtrain__os_locking {
@@ -6558,7 +6565,7 @@ typedef struct dtrain__os_range {
 #define DTRAIN__OS_POSIX
 #ifndef _WIN32
 
-/* ---- time and processors ---- */
+/* ---- time ---- */
 
 static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
 {
@@ -6593,22 +6600,6 @@ static void dtrain__os_sleep(int64_t ns)
 static void dtrain__os_yield(void)
 {
     sched_yield();
-}
-
-static int dtrain__os_processors(void)
-{
-#if defined(__linux__) && defined(__NR_sched_getaffinity)
-    /* the affinity mask: containers and taskset give a process fewer processors than the machine has */
-    unsigned long mask[1024 / (8 * sizeof(unsigned long))];
-    long bytes = syscall(__NR_sched_getaffinity, 0, sizeof mask, mask);
-    int count = 0;
-    for (long i = 0; i < bytes / (long)sizeof(unsigned long); i++)
-        count += __builtin_popcountl(mask[i]);
-    if (count > 0)
-        return count;
-#endif
-    long online = sysconf(_SC_NPROCESSORS_ONLN);
-    return online > 0 && online < INT_MAX ? (int)online : 1;
 }
 
 /* ---- processes and threads ---- */
@@ -7210,8 +7201,7 @@ static void dtrain__os_wake_word(uint32_t *word)
 #endif
 
 /* ---- >>os posix host ----
- * What >>os asks of the host: random bytes, its name and number, memory that is left, when processes began, and
- * libraries. */
+ * What >>os asks of the host: random bytes, its name and number, when processes began, and libraries. */
 #ifndef DTRAIN__OS_POSIX_HOST
 #define DTRAIN__OS_POSIX_HOST
 #ifndef _WIN32
@@ -7282,44 +7272,6 @@ static uint64_t dtrain__os_read_number(const char *path, const char *word, uint6
     dtrain__os_read_text(path, text, sizeof text);
     const char *at = strstr(text, word);
     return at != NULL && sscanf(at + strlen(word), "%llu", &value) == 1 ? value : fallback;
-}
-
-/* Returns what a control group of Linux may still get. The system drops its clean copies of files when it needs room.
- */
-static uint64_t dtrain__os_cgroup_left(const char *group)
-{
-    static const char *const cache[] = {"inactive_file ", "\nactive_file ", "slab_reclaimable "};
-    char path[400];
-    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.max", group);
-    uint64_t most = dtrain__os_read_number(path, "", UINT64_MAX);
-    if (most == UINT64_MAX)
-        return most;
-    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.current", group);
-    uint64_t used = dtrain__os_read_number(path, "", 0), spare = 0;
-    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.stat", group);
-    for (size_t i = 0; i < sizeof cache / sizeof cache[0]; i++)
-        spare += dtrain__os_read_number(path, cache[i], 0);
-    used -= spare < used ? spare : used;
-    return most > used ? most - used : 0;
-}
-
-/* Returns the bytes that this process can still get: more, and the system would kill a process. Source: Linux,
- * Documentation/admin-guide/cgroup-v2.rst. */
-static uint64_t dtrain__os_memory_left(void)
-{
-    char text[512];
-    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10), least = kib << 10;
-    dtrain__os_read_text("/proc/self/cgroup", text, sizeof text);
-    char *group = strstr(text, "0::/"), *end;
-    group = group != NULL ? group + 3 : text + strlen(text);
-    group[strcspn(group, "\n")] = 0;
-    do { /* the group, and all that it is in */
-        uint64_t left = dtrain__os_cgroup_left(group);
-        least = left < least ? left : least;
-        if ((end = strrchr(group, '/')) != NULL)
-            *end = 0;
-    } while (end != NULL);
-    return least;
 }
 
 /* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */
@@ -7440,6 +7392,236 @@ static void *dtrain__os_symbol(void *library, const char *name)
     return dlsym(library, name);
 }
 #endif
+
+#endif
+#endif
+
+/* ---- >>os posix limits ----
+ * Memory that is left, and processors. Linux limits both by control groups: version 1 has a tree of groups for each
+ * controller, version 2 one tree, and a system may have both. A group's limit holds for all groups below it. A process
+ * in a container sees only a part of a tree.
+ * Source: Linux, Documentation/admin-guide/cgroup-v1/memory.rst, cgroup-v2.rst and scheduler/sched-bwc.rst. */
+#ifndef DTRAIN__OS_POSIX_LIMITS
+#define DTRAIN__OS_POSIX_LIMITS
+#ifndef _WIN32
+
+/* ---- control groups ---- */
+
+/* A control group that limits this process, in one mount of its tree. */
+typedef struct dtrain__os_cgroup {
+    int version;
+    char path[512];       /* its name in the tree, as /proc/PID/cgroup says it */
+    char directory[1024]; /* of its files */
+    size_t top;           /* the length of the mount's own directory: groups above are not visible */
+} dtrain__os_cgroup;
+
+/* Returns whether a list with commas has a word. */
+static int dtrain__os_listed(const char *list, const char *word)
+{
+    for (size_t length; *list != 0 && *list != ':'; list += length + (list[length] == ',')) {
+        length = strcspn(list, ",:\n");
+        if (length == strlen(word) && strncmp(list, word, length) == 0)
+            return 1;
+        if (list[length] != ',')
+            return 0;
+    }
+    return 0;
+}
+
+/* Writes the name of a process's control group for a controller; "": it has none. */
+static void dtrain__os_cgroup_path(const char *process, const char *controller, int version, char path[512])
+{
+    char name[64], text[4096];
+    snprintf(name, sizeof name, "/proc/%.30s/cgroup", process);
+    dtrain__os_read_text(name, text, sizeof text);
+    path[0] = 0;
+    for (char *line = text, *names, *group; (names = strchr(line, ':')) != NULL;) {
+        group = strchr(++names, ':');
+        if (group == NULL)
+            return;
+        size_t length = strcspn(++group, "\n");
+        if (version == 2 ? group == names + 1 : dtrain__os_listed(names, controller))
+            snprintf(path, 512, "%.*s", (int)length, group);
+        line = group + length;
+    }
+}
+
+/* Finds this process's group in the mount that a line of /proc/self/mountinfo tells of. Returns 0 if there is none. */
+static int dtrain__os_cgroup_find(dtrain__os_cgroup *group, const char *line, const char *controller)
+{
+    char root[512], mount[512], type[16], options[256];
+    const char *rest = strstr(line, " - ");
+    if (rest == NULL || sscanf(line, "%*s %*s %*s %511s %511s", root, mount) != 2 ||
+        sscanf(rest, " - %15s %*s %255s", type, options) != 2)
+        return 0;
+    group->version =
+        strcmp(type, "cgroup2") == 0 ? 2 : strcmp(type, "cgroup") == 0 && dtrain__os_listed(options, controller);
+    if (group->version == 0)
+        return 0;
+    dtrain__os_cgroup_path("self", controller, group->version, group->path);
+    size_t skip = strcmp(root, "/") == 0 ? 0 : strlen(root);
+    if (group->path[0] == 0)
+        return 0;
+    if (strncmp(root, "/..", 3) == 0) /* the mount begins above what this process sees of the tree */
+        skip = strlen(group->path);
+    else if (strncmp(group->path, root, skip) != 0 || (group->path[skip] != '/' && group->path[skip] != 0))
+        return 0;
+    group->top = strlen(mount);
+    snprintf(group->directory, sizeof group->directory, "%s%s", mount, group->path + skip);
+    return 1;
+}
+
+/* Goes on to the group that this one is in. Returns 0 if there is none. */
+static int dtrain__os_cgroup_up(dtrain__os_cgroup *group)
+{
+    char *last = strrchr(group->directory + group->top, '/'), *name = strrchr(group->path, '/');
+    if (last != NULL)
+        *last = 0;
+    if (name != NULL)
+        *name = 0;
+    return last != NULL;
+}
+
+static uint64_t dtrain__os_cgroup_number(const dtrain__os_cgroup *group, const char *file, const char *word,
+                                         uint64_t fallback)
+{
+    char path[1100];
+    snprintf(path, sizeof path, "%s/%.60s", group->directory, file);
+    return dtrain__os_read_number(path, word, fallback);
+}
+
+/* Returns the least that `limit` says of the groups that this process is in; UINT64_MAX: no limit. */
+static uint64_t dtrain__os_cgroup_least(const char *controller,
+                                        uint64_t (*limit)(const dtrain__os_cgroup *, const void *), const void *context)
+{
+    dtrain__os_cgroup group;
+    char text[4096], *line, *end;
+    uint64_t least = UINT64_MAX, value;
+    size_t have = 0;
+    ssize_t n;
+    int fd = open("/proc/self/mountinfo", O_RDONLY | O_CLOEXEC);
+    while (fd >= 0 && (n = read(fd, text + have, sizeof text - 1 - have)) > 0) {
+        text[have + (size_t)n] = 0;
+        for (line = text; (end = strchr(line, '\n')) != NULL; line = end + 1) {
+            *end = 0;
+            int more = dtrain__os_cgroup_find(&group, line, controller);
+            for (; more; more = dtrain__os_cgroup_up(&group))
+                least = (value = limit(&group, context)) < least ? value : least;
+        }
+        have = strlen(line) < sizeof text - 1 ? strlen(line) : 0; /* a longer line is of no control group */
+        memmove(text, line, have);
+    }
+    if (fd >= 0)
+        close(fd);
+    return least;
+}
+
+/* ---- memory ---- */
+
+/* Returns what a group may still get. The system drops its clean copies of files when it needs room. */
+static uint64_t dtrain__os_cgroup_left(const dtrain__os_cgroup *group, const void *context)
+{
+    static const char *const cache[2][3] = {{"total_inactive_file ", "total_active_file ", NULL},
+                                            {"inactive_file ", "\nactive_file ", "slab_reclaimable "}};
+    int second = group->version == 2;
+    uint64_t most = dtrain__os_cgroup_number(group, second ? "memory.max" : "memory.limit_in_bytes", "", UINT64_MAX);
+    (void)context;
+    if (most == UINT64_MAX)
+        return most;
+    uint64_t used = dtrain__os_cgroup_number(group, second ? "memory.current" : "memory.usage_in_bytes", "", 0);
+    uint64_t spare = 0;
+    for (int i = 0; i < 3 && cache[second][i] != NULL; i++)
+        spare += dtrain__os_cgroup_number(group, "memory.stat", cache[second][i], 0);
+    used -= spare < used ? spare : used;
+    return most > used ? most - used : 0;
+}
+
+/* Returns the bytes that this process can still get: more, and the system would kill a process. */
+static uint64_t dtrain__os_memory_left(void)
+{
+    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10), host = kib << 10;
+    uint64_t group = dtrain__os_cgroup_least("memory", dtrain__os_cgroup_left, NULL);
+    return group < host ? group : host;
+}
+
+/* ---- processors ---- */
+
+#define DTRAIN__OS_MASK_WORDS (8192 / (8 * sizeof(unsigned long)))
+
+/* Adds the processors that a process may run on to a mask; process 0 is this thread. Returns how many the mask has: all
+ * that are online if the system knows no masks. */
+static int dtrain__os_mask_add(unsigned long mask[DTRAIN__OS_MASK_WORDS], long process)
+{
+    int count = 0;
+#if defined(__linux__) && defined(__NR_sched_getaffinity)
+    unsigned long own[DTRAIN__OS_MASK_WORDS];
+    long bytes = syscall(__NR_sched_getaffinity, process, sizeof own, own);
+    for (size_t i = 0; i < DTRAIN__OS_MASK_WORDS; i++) {
+        mask[i] |= (long)(i * sizeof own[0]) < bytes ? own[i] : 0;
+        count += __builtin_popcountl(mask[i]);
+    }
+    if (count > 0)
+        return count;
+#endif
+    (void)mask;
+    (void)process;
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return online > 0 && online < INT_MAX ? (int)online : 1;
+}
+
+/* Returns the time of processors that a group may use, in thousandths of one; UINT64_MAX: all there is. */
+static uint64_t dtrain__os_cgroup_quota(const dtrain__os_cgroup *group, const void *context)
+{
+    int second = group->version == 2;
+    uint64_t quota = dtrain__os_cgroup_number(group, second ? "cpu.max" : "cpu.cfs_quota_us", "", UINT64_MAX);
+    uint64_t period = second ? dtrain__os_cgroup_number(group, "cpu.max", " ", 0)
+                             : dtrain__os_cgroup_number(group, "cpu.cfs_period_us", "", 0);
+    (void)context;
+    return period == 0 || quota > UINT64_MAX / 1000 ? UINT64_MAX
+                                                    : quota * 1000 / period; /* version 1 says -1 for none */
+}
+
+/* Returns how many processors this thread may use. Containers, launchers and taskset leave a process fewer than the
+ * machine has. Of a processor that a quota allows in part nothing is counted. */
+static int dtrain__os_processors(void)
+{
+    unsigned long mask[DTRAIN__OS_MASK_WORDS] = {0};
+    int count = dtrain__os_mask_add(mask, 0);
+    uint64_t whole = dtrain__os_cgroup_least("cpu", dtrain__os_cgroup_quota, NULL) / 1000;
+    return whole >= (uint64_t)count ? count : whole > 0 ? (int)whole : 1;
+}
+
+/* Returns 0 if more ranks run in the group than its quota has processors for. */
+static uint64_t dtrain__os_cgroup_suffices(const dtrain__os_cgroup *group, const void *context)
+{
+    const dtrain__os_crowd *crowd = (const dtrain__os_crowd *)context;
+    uint64_t quota = dtrain__os_cgroup_quota(group, NULL), ranks = 0;
+    size_t length = strlen(group->path);
+    for (int rank = 0; quota != UINT64_MAX && rank < crowd->size; rank++) {
+        long process = crowd->process(crowd->group, rank);
+        char path[512], name[24];
+        snprintf(name, sizeof name, "%ld", process);
+        if (process > 0)
+            dtrain__os_cgroup_path(name, "cpu", group->version, path);
+        ranks += process == 0 ||
+                 (process > 0 && strncmp(path, group->path, length) == 0 && (path[length] == '/' || path[length] == 0));
+    }
+    return quota >= ranks * 1000;
+}
+
+/* Returns whether the ranks of this host outnumber the processors that they may use together. */
+static int dtrain__os_crowded(const dtrain__os_crowd *crowd)
+{
+    unsigned long mask[DTRAIN__OS_MASK_WORDS] = {0};
+    int count = dtrain__os_mask_add(mask, 0), ranks = 0;
+    for (int rank = 0; rank < crowd->size; rank++) {
+        long process = crowd->process(crowd->group, rank);
+        ranks += process >= 0;
+        if (process > 0)
+            count = dtrain__os_mask_add(mask, process);
+    }
+    return ranks > count || dtrain__os_cgroup_least("cpu", dtrain__os_cgroup_suffices, crowd) == 0;
+}
 
 #endif
 #endif
@@ -8676,6 +8858,27 @@ static int dtrain__os_processors(void)
     DWORD count = GetActiveProcessorCount(ALL_PROCESSOR_GROUPS);
     GetSystemInfo(&info);
     return (int)(count > 0 ? count : info.dwNumberOfProcessors);
+}
+
+/* Returns whether the ranks of this host outnumber the processors that they may use together. */
+static int dtrain__os_crowded(const dtrain__os_crowd *crowd)
+{
+    DWORD_PTR mask = 0, one, all;
+    int ranks = 0, single = GetActiveProcessorGroupCount() == 1, known = single;
+    for (int rank = 0; rank < crowd->size; rank++) {
+        long process = crowd->process(crowd->group, rank);
+        HANDLE handle = process > 0 ? OpenProcess(PROCESS_QUERY_LIMITED_INFORMATION, FALSE, (DWORD)process) : NULL;
+        if (process >= 0 && handle != NULL && GetProcessAffinityMask(handle, &one, &all))
+            mask |= one;
+        else if (process >= 0)
+            known = 0;
+        if (handle != NULL)
+            CloseHandle(handle);
+        ranks += process >= 0;
+    }
+    if (single && !known && GetProcessAffinityMask(GetCurrentProcess(), &one, &all))
+        mask |= one;
+    return ranks > (single && mask != 0 ? __builtin_popcountll(mask) : dtrain__os_processors());
 }
 
 /* ---- processes and threads ---- */
@@ -18280,7 +18483,7 @@ typedef struct dtrain__shared {
     unsigned char *bounce; /* between processes: two buffers for each rank, bounce_stride apart; small inputs, too */
     size_t bounce_bytes, bounce_stride;
     const int *doorbells; /* between processes: what wakes each rank */
-    int crowded;          /* between processes: there are more ranks than processors */
+    int crowded;          /* between processes: the ranks of the host outnumber its processors */
 } dtrain__shared;
 
 /* Wakes the ranks that wait for this one. */
@@ -18943,7 +19146,7 @@ static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, u
 }
 
 /* Takes the verdicts of all ranks. Returns the arena if all have opened it, else frees it and returns NULL. crowded:
- * there are more ranks than processors. */
+ * the ranks of this host outnumber its processors. */
 static dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
                                           const unsigned char *verdicts)
 {
@@ -21165,7 +21368,7 @@ struct dtrain__hub {
     int rank, size, connections, insecure, formed;
     int transport;     /* DTRAIN__TRANSPORT_ANY ... */
     int polls;         /* progress is by poll */
-    int crowded;       /* more ranks on this host than processors */
+    int crowded;       /* the ranks of this host outnumber its processors */
     int leader;        /* the lowest rank that is not gone */
     int elected;       /* the leader is new */
     int handed;        /* the leader before it has left of its own will */
@@ -21681,12 +21884,19 @@ static int dtrain__channel_lay(dtrain__channel *channel)
     return 1;
 }
 
+static long dtrain__hub_process(const void *self, int rank)
+{
+    const dtrain__hub *hub = (const dtrain__hub *)self;
+    const dtrain__member *member = &hub->members[rank];
+    return member->host != hub->members[hub->rank].host ? -1 : member->known ? (long)member->process : 0;
+}
+
 /* All ranks have joined, and this rank knows where they are. */
 static void dtrain__hub_formed(dtrain__hub *hub)
 {
     dtrain__channel *world = dtrain__hub_channel(hub, 0);
     dtrain__error cause;
-    int neighbours = 0;
+    dtrain__os_crowd crowd = {dtrain__hub_process, hub, hub->size};
     uint64_t space = dtrain__os_process_space();
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
@@ -21694,12 +21904,11 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         int same = member->host == hub->members[hub->rank].host, told = 0;
-        neighbours += same;
         member->began ^= space << 40; /* if its ids are not this process's, it began never */
         member->known = same && member->began != 0 && member->process > 0 && member->process <= LONG_MAX &&
                         dtrain__os_process_began((long)member->process, &told) == member->began && told;
     }
-    hub->crowded = neighbours > dtrain__os_processors();
+    hub->crowded = dtrain__os_crowded(&crowd);
     if (world != NULL && !dtrain__channel_lay(world)) {
         dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its connections", hub->rank);
         dtrain__seat_end(&world->seat, hub->rank, &cause);
@@ -24547,6 +24756,7 @@ typedef struct dtrain__mux_peer {
     int64_t full_ns, asked_ns; /* since when too much is kept; when `alive` was asked */
     dtrain_status gone;        /* not DTRAIN_OK: nothing moves any more */
     int bye;                   /* it left of its own will */
+    long process;              /* of this host, once a group has shared memory with it; 0: not known */
     int dead;                  /* `alive` has said so since it is gone */
 } dtrain__mux_peer;
 
@@ -25935,18 +26145,25 @@ static int dtrain__mux_plane_prepare(void *self, int opened, unsigned char *offe
 static void dtrain__mux_plane_open(void *self, unsigned char *offers)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    for (int rank = 0; rank < lane->seat.size; rank++) {
+        uint64_t process = dtrain__get_le(offers + (size_t)rank * DTRAIN__SHARING_BYTES + DTRAIN__OFFER_PROCESS, 8);
+        lane->mux->peers[lane->seat.worlds[rank]].process = process <= INT_MAX ? (long)process : 0;
+    }
     dtrain__arena_open(lane->arena, &lane->seat, offers);
+}
+
+static long dtrain__mux_plane_process(const void *self, int rank)
+{
+    const dtrain__mux *mux = (const dtrain__mux *)self;
+    const dtrain_transport *table = &mux->table;
+    return table->host(table->self, rank) != table->host(table->self, table->rank) ? -1 : mux->peers[rank].process;
 }
 
 static dtrain__shared *dtrain__mux_plane_keep(void *self, const unsigned char *verdicts)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux *mux = lane->mux;
-    int neighbours = 0;
-    for (int rank = 0; rank < mux->table.size; rank++)
-        neighbours += mux->table.host(mux->table.self, rank) == mux->table.host(mux->table.self, mux->table.rank);
-    dtrain__shared *shared =
-        dtrain__arena_keep(&lane->arena, &lane->seat, neighbours > dtrain__os_processors(), verdicts);
+    dtrain__os_crowd crowd = {dtrain__mux_plane_process, lane->mux, lane->mux->table.size};
+    dtrain__shared *shared = dtrain__arena_keep(&lane->arena, &lane->seat, dtrain__os_crowded(&crowd), verdicts);
     __atomic_store_n(&lane->shares, shared != NULL, __ATOMIC_SEQ_CST);
     return shared;
 }

@@ -115,6 +115,13 @@ typedef struct dtrain__os_facts {
     int64_t changed_s; /* when it changed last, since 1970 */
 } dtrain__os_facts;
 
+/* Ranks, some of them on this host. */
+typedef struct dtrain__os_crowd {
+    long (*process)(const void *group, int rank); /* -1: on another host; 0: not known, taken to be limited as we are */
+    const void *group;
+    int size;
+} dtrain__os_crowd;
+
 /* What to do with a lock of a range of a file. The first two are of the process, whichever descriptor it uses. The last
  * two are of the open file, where the system has such locks. */
 typedef enum dtrain__os_locking {

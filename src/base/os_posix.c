@@ -6,7 +6,7 @@
 #include "os.c"
 #ifndef _WIN32
 
-/* ---- time and processors ---- */
+/* ---- time ---- */
 
 static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
 {
@@ -41,22 +41,6 @@ static void dtrain__os_sleep(int64_t ns)
 static void dtrain__os_yield(void)
 {
     sched_yield();
-}
-
-static int dtrain__os_processors(void)
-{
-#if defined(__linux__) && defined(__NR_sched_getaffinity)
-    /* the affinity mask: containers and taskset give a process fewer processors than the machine has */
-    unsigned long mask[1024 / (8 * sizeof(unsigned long))];
-    long bytes = syscall(__NR_sched_getaffinity, 0, sizeof mask, mask);
-    int count = 0;
-    for (long i = 0; i < bytes / (long)sizeof(unsigned long); i++)
-        count += __builtin_popcountl(mask[i]);
-    if (count > 0)
-        return count;
-#endif
-    long online = sysconf(_SC_NPROCESSORS_ONLN);
-    return online > 0 && online < INT_MAX ? (int)online : 1;
 }
 
 /* ---- processes and threads ---- */

@@ -1,6 +1,5 @@
 /* ---- >>os posix host ----
- * What >>os asks of the host: random bytes, its name and number, memory that is left, when processes began, and
- * libraries. */
+ * What >>os asks of the host: random bytes, its name and number, when processes began, and libraries. */
 #ifndef DTRAIN__OS_POSIX_HOST
 #define DTRAIN__OS_POSIX_HOST
 #include "os_posix.c"
@@ -72,44 +71,6 @@ static uint64_t dtrain__os_read_number(const char *path, const char *word, uint6
     dtrain__os_read_text(path, text, sizeof text);
     const char *at = strstr(text, word);
     return at != NULL && sscanf(at + strlen(word), "%llu", &value) == 1 ? value : fallback;
-}
-
-/* Returns what a control group of Linux may still get. The system drops its clean copies of files when it needs room.
- */
-static uint64_t dtrain__os_cgroup_left(const char *group)
-{
-    static const char *const cache[] = {"inactive_file ", "\nactive_file ", "slab_reclaimable "};
-    char path[400];
-    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.max", group);
-    uint64_t most = dtrain__os_read_number(path, "", UINT64_MAX);
-    if (most == UINT64_MAX)
-        return most;
-    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.current", group);
-    uint64_t used = dtrain__os_read_number(path, "", 0), spare = 0;
-    snprintf(path, sizeof path, "/sys/fs/cgroup%.350s/memory.stat", group);
-    for (size_t i = 0; i < sizeof cache / sizeof cache[0]; i++)
-        spare += dtrain__os_read_number(path, cache[i], 0);
-    used -= spare < used ? spare : used;
-    return most > used ? most - used : 0;
-}
-
-/* Returns the bytes that this process can still get: more, and the system would kill a process. Source: Linux,
- * Documentation/admin-guide/cgroup-v2.rst. */
-static uint64_t dtrain__os_memory_left(void)
-{
-    char text[512];
-    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10), least = kib << 10;
-    dtrain__os_read_text("/proc/self/cgroup", text, sizeof text);
-    char *group = strstr(text, "0::/"), *end;
-    group = group != NULL ? group + 3 : text + strlen(text);
-    group[strcspn(group, "\n")] = 0;
-    do { /* the group, and all that it is in */
-        uint64_t left = dtrain__os_cgroup_left(group);
-        least = left < least ? left : least;
-        if ((end = strrchr(group, '/')) != NULL)
-            *end = 0;
-    } while (end != NULL);
-    return least;
 }
 
 /* Writes the name of this process's program, such as " (train)"; "" if the system does not say. */

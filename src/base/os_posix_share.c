@@ -5,7 +5,7 @@
  * a later process removes the name when it needs one. */
 #ifndef DTRAIN__OS_POSIX_SHARE
 #define DTRAIN__OS_POSIX_SHARE
-#include "os_posix_host.c"
+#include "os_posix_limits.c"
 #ifndef _WIN32
 
 #define DTRAIN__OS_HUGE_BYTES ((size_t)2 << 20) /* of a huge page on x86-64, and on ARM with pages of 4 KiB */

@@ -156,6 +156,27 @@ static int dtrain__os_processors(void)
     return (int)(count > 0 ? count : info.dwNumberOfProcessors);
 }
 
+/* Returns whether the ranks of this host outnumber the processors that they may use together. */
+static int dtrain__os_crowded(const dtrain__os_crowd *crowd)
+{
+    DWORD_PTR mask = 0, one, all;
+    int ranks = 0, single = GetActiveProcessorGroupCount() == 1, known = single;
+    for (int rank = 0; rank < crowd->size; rank++) {
+        long process = crowd->process(crowd->group, rank);
+        HANDLE handle = process > 0 ? OpenProcess(PROCESS_QUERY_LIMITED_INFORMATION, FALSE, (DWORD)process) : NULL;
+        if (process >= 0 && handle != NULL && GetProcessAffinityMask(handle, &one, &all))
+            mask |= one;
+        else if (process >= 0)
+            known = 0;
+        if (handle != NULL)
+            CloseHandle(handle);
+        ranks += process >= 0;
+    }
+    if (single && !known && GetProcessAffinityMask(GetCurrentProcess(), &one, &all))
+        mask |= one;
+    return ranks > (single && mask != 0 ? __builtin_popcountll(mask) : dtrain__os_processors());
+}
+
 /* ---- processes and threads ---- */
 
 static long dtrain__os_self(void)

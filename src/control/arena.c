@@ -189,7 +189,7 @@ static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, u
 }
 
 /* Takes the verdicts of all ranks. Returns the arena if all have opened it, else frees it and returns NULL. crowded:
- * there are more ranks than processors. */
+ * the ranks of this host outnumber its processors. */
 static dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
                                           const unsigned char *verdicts)
 {

@@ -98,12 +98,19 @@ static int dtrain__channel_lay(dtrain__channel *channel)
     return 1;
 }
 
+static long dtrain__hub_process(const void *self, int rank)
+{
+    const dtrain__hub *hub = (const dtrain__hub *)self;
+    const dtrain__member *member = &hub->members[rank];
+    return member->host != hub->members[hub->rank].host ? -1 : member->known ? (long)member->process : 0;
+}
+
 /* All ranks have joined, and this rank knows where they are. */
 static void dtrain__hub_formed(dtrain__hub *hub)
 {
     dtrain__channel *world = dtrain__hub_channel(hub, 0);
     dtrain__error cause;
-    int neighbours = 0;
+    dtrain__os_crowd crowd = {dtrain__hub_process, hub, hub->size};
     uint64_t space = dtrain__os_process_space();
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
@@ -111,12 +118,11 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         int same = member->host == hub->members[hub->rank].host, told = 0;
-        neighbours += same;
         member->began ^= space << 40; /* if its ids are not this process's, it began never */
         member->known = same && member->began != 0 && member->process > 0 && member->process <= LONG_MAX &&
                         dtrain__os_process_began((long)member->process, &told) == member->began && told;
     }
-    hub->crowded = neighbours > dtrain__os_processors();
+    hub->crowded = dtrain__os_crowded(&crowd);
     if (world != NULL && !dtrain__channel_lay(world)) {
         dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its connections", hub->rank);
         dtrain__seat_end(&world->seat, hub->rank, &cause);

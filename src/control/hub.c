@@ -112,7 +112,7 @@ struct dtrain__hub {
     int rank, size, connections, insecure, formed;
     int transport;     /* DTRAIN__TRANSPORT_ANY ... */
     int polls;         /* progress is by poll */
-    int crowded;       /* more ranks on this host than processors */
+    int crowded;       /* the ranks of this host outnumber its processors */
     int leader;        /* the lowest rank that is not gone */
     int elected;       /* the leader is new */
     int handed;        /* the leader before it has left of its own will */

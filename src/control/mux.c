@@ -94,6 +94,7 @@ typedef struct dtrain__mux_peer {
     int64_t full_ns, asked_ns; /* since when too much is kept; when `alive` was asked */
     dtrain_status gone;        /* not DTRAIN_OK: nothing moves any more */
     int bye;                   /* it left of its own will */
+    long process;              /* of this host, once a group has shared memory with it; 0: not known */
     int dead;                  /* `alive` has said so since it is gone */
 } dtrain__mux_peer;
 

@@ -228,18 +228,25 @@ static int dtrain__mux_plane_prepare(void *self, int opened, unsigned char *offe
 static void dtrain__mux_plane_open(void *self, unsigned char *offers)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    for (int rank = 0; rank < lane->seat.size; rank++) {
+        uint64_t process = dtrain__get_le(offers + (size_t)rank * DTRAIN__SHARING_BYTES + DTRAIN__OFFER_PROCESS, 8);
+        lane->mux->peers[lane->seat.worlds[rank]].process = process <= INT_MAX ? (long)process : 0;
+    }
     dtrain__arena_open(lane->arena, &lane->seat, offers);
+}
+
+static long dtrain__mux_plane_process(const void *self, int rank)
+{
+    const dtrain__mux *mux = (const dtrain__mux *)self;
+    const dtrain_transport *table = &mux->table;
+    return table->host(table->self, rank) != table->host(table->self, table->rank) ? -1 : mux->peers[rank].process;
 }
 
 static dtrain__shared *dtrain__mux_plane_keep(void *self, const unsigned char *verdicts)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux *mux = lane->mux;
-    int neighbours = 0;
-    for (int rank = 0; rank < mux->table.size; rank++)
-        neighbours += mux->table.host(mux->table.self, rank) == mux->table.host(mux->table.self, mux->table.rank);
-    dtrain__shared *shared =
-        dtrain__arena_keep(&lane->arena, &lane->seat, neighbours > dtrain__os_processors(), verdicts);
+    dtrain__os_crowd crowd = {dtrain__mux_plane_process, lane->mux, lane->mux->table.size};
+    dtrain__shared *shared = dtrain__arena_keep(&lane->arena, &lane->seat, dtrain__os_crowded(&crowd), verdicts);
     __atomic_store_n(&lane->shares, shared != NULL, __ATOMIC_SEQ_CST);
     return shared;
 }

@@ -78,7 +78,7 @@ typedef struct dtrain__shared {
     unsigned char *bounce; /* between processes: two buffers for each rank, bounce_stride apart; small inputs, too */
     size_t bounce_bytes, bounce_stride;
     const int *doorbells; /* between processes: what wakes each rank */
-    int crowded;          /* between processes: there are more ranks than processors */
+    int crowded;          /* between processes: the ranks of the host outnumber its processors */
 } dtrain__shared;
 
 /* Wakes the ranks that wait for this one. */

@@ -1,0 +1,230 @@
+/* ---- >>os posix limits ----
+ * Memory that is left, and processors. Linux limits both by control groups: version 1 has a tree of groups for each
+ * controller, version 2 one tree, and a system may have both. A group's limit holds for all groups below it. A process
+ * in a container sees only a part of a tree.
+ * Source: Linux, Documentation/admin-guide/cgroup-v1/memory.rst, cgroup-v2.rst and scheduler/sched-bwc.rst. */
+#ifndef DTRAIN__OS_POSIX_LIMITS
+#define DTRAIN__OS_POSIX_LIMITS
+#include "os_posix_host.c"
+#ifndef _WIN32
+
+/* ---- control groups ---- */
+
+/* A control group that limits this process, in one mount of its tree. */
+typedef struct dtrain__os_cgroup {
+    int version;
+    char path[512];       /* its name in the tree, as /proc/PID/cgroup says it */
+    char directory[1024]; /* of its files */
+    size_t top;           /* the length of the mount's own directory: groups above are not visible */
+} dtrain__os_cgroup;
+
+/* Returns whether a list with commas has a word. */
+static int dtrain__os_listed(const char *list, const char *word)
+{
+    for (size_t length; *list != 0 && *list != ':'; list += length + (list[length] == ',')) {
+        length = strcspn(list, ",:\n");
+        if (length == strlen(word) && strncmp(list, word, length) == 0)
+            return 1;
+        if (list[length] != ',')
+            return 0;
+    }
+    return 0;
+}
+
+/* Writes the name of a process's control group for a controller; "": it has none. */
+static void dtrain__os_cgroup_path(const char *process, const char *controller, int version, char path[512])
+{
+    char name[64], text[4096];
+    snprintf(name, sizeof name, "/proc/%.30s/cgroup", process);
+    dtrain__os_read_text(name, text, sizeof text);
+    path[0] = 0;
+    for (char *line = text, *names, *group; (names = strchr(line, ':')) != NULL;) {
+        group = strchr(++names, ':');
+        if (group == NULL)
+            return;
+        size_t length = strcspn(++group, "\n");
+        if (version == 2 ? group == names + 1 : dtrain__os_listed(names, controller))
+            snprintf(path, 512, "%.*s", (int)length, group);
+        line = group + length;
+    }
+}
+
+/* Finds this process's group in the mount that a line of /proc/self/mountinfo tells of. Returns 0 if there is none. */
+static int dtrain__os_cgroup_find(dtrain__os_cgroup *group, const char *line, const char *controller)
+{
+    char root[512], mount[512], type[16], options[256];
+    const char *rest = strstr(line, " - ");
+    if (rest == NULL || sscanf(line, "%*s %*s %*s %511s %511s", root, mount) != 2 ||
+        sscanf(rest, " - %15s %*s %255s", type, options) != 2)
+        return 0;
+    group->version =
+        strcmp(type, "cgroup2") == 0 ? 2 : strcmp(type, "cgroup") == 0 && dtrain__os_listed(options, controller);
+    if (group->version == 0)
+        return 0;
+    dtrain__os_cgroup_path("self", controller, group->version, group->path);
+    size_t skip = strcmp(root, "/") == 0 ? 0 : strlen(root);
+    if (group->path[0] == 0)
+        return 0;
+    if (strncmp(root, "/..", 3) == 0) /* the mount begins above what this process sees of the tree */
+        skip = strlen(group->path);
+    else if (strncmp(group->path, root, skip) != 0 || (group->path[skip] != '/' && group->path[skip] != 0))
+        return 0;
+    group->top = strlen(mount);
+    snprintf(group->directory, sizeof group->directory, "%s%s", mount, group->path + skip);
+    return 1;
+}
+
+/* Goes on to the group that this one is in. Returns 0 if there is none. */
+static int dtrain__os_cgroup_up(dtrain__os_cgroup *group)
+{
+    char *last = strrchr(group->directory + group->top, '/'), *name = strrchr(group->path, '/');
+    if (last != NULL)
+        *last = 0;
+    if (name != NULL)
+        *name = 0;
+    return last != NULL;
+}
+
+static uint64_t dtrain__os_cgroup_number(const dtrain__os_cgroup *group, const char *file, const char *word,
+                                         uint64_t fallback)
+{
+    char path[1100];
+    snprintf(path, sizeof path, "%s/%.60s", group->directory, file);
+    return dtrain__os_read_number(path, word, fallback);
+}
+
+/* Returns the least that `limit` says of the groups that this process is in; UINT64_MAX: no limit. */
+static uint64_t dtrain__os_cgroup_least(const char *controller,
+                                        uint64_t (*limit)(const dtrain__os_cgroup *, const void *), const void *context)
+{
+    dtrain__os_cgroup group;
+    char text[4096], *line, *end;
+    uint64_t least = UINT64_MAX, value;
+    size_t have = 0;
+    ssize_t n;
+    int fd = open("/proc/self/mountinfo", O_RDONLY | O_CLOEXEC);
+    while (fd >= 0 && (n = read(fd, text + have, sizeof text - 1 - have)) > 0) {
+        text[have + (size_t)n] = 0;
+        for (line = text; (end = strchr(line, '\n')) != NULL; line = end + 1) {
+            *end = 0;
+            int more = dtrain__os_cgroup_find(&group, line, controller);
+            for (; more; more = dtrain__os_cgroup_up(&group))
+                least = (value = limit(&group, context)) < least ? value : least;
+        }
+        have = strlen(line) < sizeof text - 1 ? strlen(line) : 0; /* a longer line is of no control group */
+        memmove(text, line, have);
+    }
+    if (fd >= 0)
+        close(fd);
+    return least;
+}
+
+/* ---- memory ---- */
+
+/* Returns what a group may still get. The system drops its clean copies of files when it needs room. */
+static uint64_t dtrain__os_cgroup_left(const dtrain__os_cgroup *group, const void *context)
+{
+    static const char *const cache[2][3] = {{"total_inactive_file ", "total_active_file ", NULL},
+                                            {"inactive_file ", "\nactive_file ", "slab_reclaimable "}};
+    int second = group->version == 2;
+    uint64_t most = dtrain__os_cgroup_number(group, second ? "memory.max" : "memory.limit_in_bytes", "", UINT64_MAX);
+    (void)context;
+    if (most == UINT64_MAX)
+        return most;
+    uint64_t used = dtrain__os_cgroup_number(group, second ? "memory.current" : "memory.usage_in_bytes", "", 0);
+    uint64_t spare = 0;
+    for (int i = 0; i < 3 && cache[second][i] != NULL; i++)
+        spare += dtrain__os_cgroup_number(group, "memory.stat", cache[second][i], 0);
+    used -= spare < used ? spare : used;
+    return most > used ? most - used : 0;
+}
+
+/* Returns the bytes that this process can still get: more, and the system would kill a process. */
+static uint64_t dtrain__os_memory_left(void)
+{
+    uint64_t kib = dtrain__os_read_number("/proc/meminfo", "MemAvailable:", UINT64_MAX >> 10), host = kib << 10;
+    uint64_t group = dtrain__os_cgroup_least("memory", dtrain__os_cgroup_left, NULL);
+    return group < host ? group : host;
+}
+
+/* ---- processors ---- */
+
+#define DTRAIN__OS_MASK_WORDS (8192 / (8 * sizeof(unsigned long)))
+
+/* Adds the processors that a process may run on to a mask; process 0 is this thread. Returns how many the mask has: all
+ * that are online if the system knows no masks. */
+static int dtrain__os_mask_add(unsigned long mask[DTRAIN__OS_MASK_WORDS], long process)
+{
+    int count = 0;
+#if defined(__linux__) && defined(__NR_sched_getaffinity)
+    unsigned long own[DTRAIN__OS_MASK_WORDS];
+    long bytes = syscall(__NR_sched_getaffinity, process, sizeof own, own);
+    for (size_t i = 0; i < DTRAIN__OS_MASK_WORDS; i++) {
+        mask[i] |= (long)(i * sizeof own[0]) < bytes ? own[i] : 0;
+        count += __builtin_popcountl(mask[i]);
+    }
+    if (count > 0)
+        return count;
+#endif
+    (void)mask;
+    (void)process;
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return online > 0 && online < INT_MAX ? (int)online : 1;
+}
+
+/* Returns the time of processors that a group may use, in thousandths of one; UINT64_MAX: all there is. */
+static uint64_t dtrain__os_cgroup_quota(const dtrain__os_cgroup *group, const void *context)
+{
+    int second = group->version == 2;
+    uint64_t quota = dtrain__os_cgroup_number(group, second ? "cpu.max" : "cpu.cfs_quota_us", "", UINT64_MAX);
+    uint64_t period = second ? dtrain__os_cgroup_number(group, "cpu.max", " ", 0)
+                             : dtrain__os_cgroup_number(group, "cpu.cfs_period_us", "", 0);
+    (void)context;
+    return period == 0 || quota > UINT64_MAX / 1000 ? UINT64_MAX
+                                                    : quota * 1000 / period; /* version 1 says -1 for none */
+}
+
+/* Returns how many processors this thread may use. Containers, launchers and taskset leave a process fewer than the
+ * machine has. Of a processor that a quota allows in part nothing is counted. */
+static int dtrain__os_processors(void)
+{
+    unsigned long mask[DTRAIN__OS_MASK_WORDS] = {0};
+    int count = dtrain__os_mask_add(mask, 0);
+    uint64_t whole = dtrain__os_cgroup_least("cpu", dtrain__os_cgroup_quota, NULL) / 1000;
+    return whole >= (uint64_t)count ? count : whole > 0 ? (int)whole : 1;
+}
+
+/* Returns 0 if more ranks run in the group than its quota has processors for. */
+static uint64_t dtrain__os_cgroup_suffices(const dtrain__os_cgroup *group, const void *context)
+{
+    const dtrain__os_crowd *crowd = (const dtrain__os_crowd *)context;
+    uint64_t quota = dtrain__os_cgroup_quota(group, NULL), ranks = 0;
+    size_t length = strlen(group->path);
+    for (int rank = 0; quota != UINT64_MAX && rank < crowd->size; rank++) {
+        long process = crowd->process(crowd->group, rank);
+        char path[512], name[24];
+        snprintf(name, sizeof name, "%ld", process);
+        if (process > 0)
+            dtrain__os_cgroup_path(name, "cpu", group->version, path);
+        ranks += process == 0 ||
+                 (process > 0 && strncmp(path, group->path, length) == 0 && (path[length] == '/' || path[length] == 0));
+    }
+    return quota >= ranks * 1000;
+}
+
+/* Returns whether the ranks of this host outnumber the processors that they may use together. */
+static int dtrain__os_crowded(const dtrain__os_crowd *crowd)
+{
+    unsigned long mask[DTRAIN__OS_MASK_WORDS] = {0};
+    int count = dtrain__os_mask_add(mask, 0), ranks = 0;
+    for (int rank = 0; rank < crowd->size; rank++) {
+        long process = crowd->process(crowd->group, rank);
+        ranks += process >= 0;
+        if (process > 0)
+            count = dtrain__os_mask_add(mask, process);
+    }
+    return ranks > count || dtrain__os_cgroup_least("cpu", dtrain__os_cgroup_suffices, crowd) == 0;
+}
+
+#endif
+#endif
