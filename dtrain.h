@@ -8700,6 +8700,25 @@ static socklen_t dtrain__os_interface(const char *name, int family, struct socka
     return bytes;
 }
 
+/* Gives one of this host's IP addresses, counted from 0. Returns its bytes; 0: there are no more. */
+static socklen_t dtrain__os_host_address(int index, struct sockaddr_storage *out)
+{
+    struct ifaddrs *list = NULL;
+    socklen_t bytes = 0;
+    memset(out, 0, sizeof *out);
+    if (getifaddrs(&list) != 0)
+        return 0;
+    for (struct ifaddrs *at = list; at != NULL && bytes == 0; at = at->ifa_next) {
+        int kind = at->ifa_addr != NULL ? at->ifa_addr->sa_family : 0;
+        if ((kind == AF_INET || kind == AF_INET6) && index-- == 0)
+            bytes = (socklen_t)(kind == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
+        if (bytes > 0)
+            memcpy(out, at->ifa_addr, bytes);
+    }
+    freeifaddrs(list);
+    return bytes;
+}
+
 #endif
 #endif
 
@@ -10037,6 +10056,24 @@ static socklen_t dtrain__os_interface(const char *name, int family, struct socka
             best = rank;
         }
     }
+    free(list);
+    return bytes;
+}
+
+/* Gives one of this host's IP addresses, counted from 0. Returns its bytes; 0: there are no more. */
+static socklen_t dtrain__os_host_address(int index, struct sockaddr_storage *out)
+{
+    IP_ADAPTER_ADDRESSES *list = dtrain__os_adapters();
+    socklen_t bytes = 0;
+    memset(out, 0, sizeof *out);
+    for (IP_ADAPTER_ADDRESSES *at = list; at != NULL; at = at->Next)
+        for (IP_ADAPTER_UNICAST_ADDRESS *one = at->FirstUnicastAddress; one != NULL && bytes == 0; one = one->Next) {
+            int kind = one->Address.lpSockaddr->sa_family;
+            if ((kind == AF_INET || kind == AF_INET6) && index-- == 0) {
+                bytes = one->Address.iSockaddrLength;
+                memcpy(out, one->Address.lpSockaddr, (size_t)bytes);
+            }
+        }
     free(list);
     return bytes;
 }
@@ -20127,6 +20164,35 @@ static int dtrain__net_listen(dtrain__address *address, int apart, int *fd)
     return error;
 }
 
+/* Returns whether this host has the address. */
+static int dtrain__net_is_here(const dtrain__address *address)
+{
+    dtrain__address at = *address;
+    int fd, error = dtrain__net_socket(at.at.any.sa_family, &fd);
+    if (error != 0)
+        return error != EAFNOSUPPORT;
+    dtrain__net_set_port(&at, 0);
+    error = bind(DTRAIN__OS_SOCKET(fd), &at.at.any, at.bytes) == 0 ? 0 : dtrain__os_socket_error();
+    dtrain__os_hang_up(fd);
+    return error != EADDRNOTAVAIL;
+}
+
+/* Writes which addresses of this host another one may connect to, with a port. */
+static void dtrain__net_own_addresses(int port, char *text, size_t room)
+{
+    dtrain__address at;
+    size_t used = 0;
+    memset(&at, 0, sizeof at);
+    snprintf(text, room, "no address but loopback");
+    for (int i = 0; (at.bytes = dtrain__os_host_address(i, &at.at.storage)) > 0 && used + 64 < room; i++) {
+        if (dtrain__net_is_local(&at) ||
+            (at.at.any.sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&at.at.v6.sin6_addr)))
+            continue;
+        dtrain__net_set_port(&at, port);
+        used += (size_t)snprintf(text + used, room - used, "%s%.60s", used > 0 ? ", " : "", dtrain__net_text(&at).text);
+    }
+}
+
 /* Starts a connection. Once the descriptor is writable, it has been made or has failed. Returns 0 or an errno. */
 static int dtrain__net_connect(const dtrain__address *address, int *fd)
 {
@@ -21373,6 +21439,7 @@ struct dtrain__hub {
     int elected;       /* the leader is new */
     int handed;        /* the leader before it has left of its own will */
     int told_sealed;   /* the log says so already */
+    int elsewhere;     /* this is rank 0, and no address of the root is of this host */
     int leaving;       /* this process has said goodbye */
     uint32_t serviced; /* a service thread runs it */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
@@ -24216,6 +24283,26 @@ static int dtrain__socket_listen_at(dtrain__hub *hub, const dtrain__address *doo
     return hub->listener_count > 0 ? 0 : missing;
 }
 
+/* Says at once that rank 0's host has no address of the root, as the other ranks may wait in vain. It is no error: what
+ * has the address may pass connections on. */
+static void dtrain__socket_tell_elsewhere(dtrain__hub *hub)
+{
+    char own[400];
+    int here = 0, port = dtrain__net_port(&hub->listening);
+    for (int i = 0; i < hub->root_count; i++)
+        here |= dtrain__net_is_unix(&hub->root_addresses[i]) || dtrain__net_is_here(&hub->root_addresses[i]);
+    hub->elsewhere = !here;
+    if (here)
+        return;
+    dtrain__net_own_addresses(port, own, sizeof own);
+    dtrain__log(
+        DTRAIN_LOG_WARN,
+        "comm_create: rank 0 is on a host that does not have the address of the root %.120s (%s), and has %s. Give "
+        "every rank a root that rank 0's host has, or start rank 0 on the root's host. Rank 0 listens at %s: "
+        "other ranks reach it only if the root's host passes connections on (NAT, port forwarding)",
+        hub->root, dtrain__net_text(&hub->root_addresses[0]).text, own, dtrain__net_text(&hub->listening).text);
+}
+
 /* On rank 0: opens the listeners to which all other ranks connect. */
 static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
 {
@@ -24251,14 +24338,17 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error == EADDRNOTAVAIL && dtrain__socket_doors(hub, 1, doors, &count) == DTRAIN_OK)
         error = dtrain__socket_listen_at(hub, doors, count, &failed); /* the name means this host, by another address */
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s%.*s%s",
                             hub->root, dtrain__net_text(&failed).text, dtrain__os_error_text(error),
                             error == EADDRINUSE
                                 ? "; another group, an earlier one, or a process that a rank of it started, uses it: "
-                                  "choose another address, or end that"
-                                : "");
+                                  "choose another address, or end that; or another process is rank 0 too: is "
+                                : "",
+                            error == EADDRINUSE ? (int)strcspn(hub->believed, " ") : 0, hub->believed,
+                            error == EADDRINUSE ? " given twice?" : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
         dtrain__root_set_port(hub, dtrain__net_port(&hub->listening));
+    dtrain__socket_tell_elsewhere(hub);
     return DTRAIN_OK;
 }
 
@@ -24379,9 +24469,10 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
                                      hub->members[rank].name[0] != 0 ? " (came and left)" : "");
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                            "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
-                            hub->size, seconds, hub->root, missing, hub->believed,
-                            hub->refused[0] != 0 ? "; came and was refused: " : "", hub->refused);
+                            "comm_create: rank 0 of %d waited %.1f s at %.120s%s for rank %s; believed: %.180s%s%.200s",
+                            hub->size, seconds, hub->root, hub->elsewhere ? " (which is no address of its host)" : "",
+                            missing, hub->believed, hub->refused[0] != 0 ? "; came and was refused: " : "",
+                            hub->refused);
     if (hub->members[0].control.fd >= 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_TIMEOUT,

@@ -494,5 +494,24 @@ static socklen_t dtrain__os_interface(const char *name, int family, struct socka
     return bytes;
 }
 
+/* Gives one of this host's IP addresses, counted from 0. Returns its bytes; 0: there are no more. */
+static socklen_t dtrain__os_host_address(int index, struct sockaddr_storage *out)
+{
+    struct ifaddrs *list = NULL;
+    socklen_t bytes = 0;
+    memset(out, 0, sizeof *out);
+    if (getifaddrs(&list) != 0)
+        return 0;
+    for (struct ifaddrs *at = list; at != NULL && bytes == 0; at = at->ifa_next) {
+        int kind = at->ifa_addr != NULL ? at->ifa_addr->sa_family : 0;
+        if ((kind == AF_INET || kind == AF_INET6) && index-- == 0)
+            bytes = (socklen_t)(kind == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
+        if (bytes > 0)
+            memcpy(out, at->ifa_addr, bytes);
+    }
+    freeifaddrs(list);
+    return bytes;
+}
+
 #endif
 #endif

@@ -318,6 +318,24 @@ static socklen_t dtrain__os_interface(const char *name, int family, struct socka
     return bytes;
 }
 
+/* Gives one of this host's IP addresses, counted from 0. Returns its bytes; 0: there are no more. */
+static socklen_t dtrain__os_host_address(int index, struct sockaddr_storage *out)
+{
+    IP_ADAPTER_ADDRESSES *list = dtrain__os_adapters();
+    socklen_t bytes = 0;
+    memset(out, 0, sizeof *out);
+    for (IP_ADAPTER_ADDRESSES *at = list; at != NULL; at = at->Next)
+        for (IP_ADAPTER_UNICAST_ADDRESS *one = at->FirstUnicastAddress; one != NULL && bytes == 0; one = one->Next) {
+            int kind = one->Address.lpSockaddr->sa_family;
+            if ((kind == AF_INET || kind == AF_INET6) && index-- == 0) {
+                bytes = one->Address.iSockaddrLength;
+                memcpy(out, one->Address.lpSockaddr, (size_t)bytes);
+            }
+        }
+    free(list);
+    return bytes;
+}
+
 /* ---- unix sockets: there are none ---- */
 
 static int dtrain__os_same_user(int fd)

@@ -117,6 +117,7 @@ struct dtrain__hub {
     int elected;       /* the leader is new */
     int handed;        /* the leader before it has left of its own will */
     int told_sealed;   /* the log says so already */
+    int elsewhere;     /* this is rank 0, and no address of the root is of this host */
     int leaving;       /* this process has said goodbye */
     uint32_t serviced; /* a service thread runs it */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];

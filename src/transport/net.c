@@ -440,6 +440,35 @@ static int dtrain__net_listen(dtrain__address *address, int apart, int *fd)
     return error;
 }
 
+/* Returns whether this host has the address. */
+static int dtrain__net_is_here(const dtrain__address *address)
+{
+    dtrain__address at = *address;
+    int fd, error = dtrain__net_socket(at.at.any.sa_family, &fd);
+    if (error != 0)
+        return error != EAFNOSUPPORT;
+    dtrain__net_set_port(&at, 0);
+    error = bind(DTRAIN__OS_SOCKET(fd), &at.at.any, at.bytes) == 0 ? 0 : dtrain__os_socket_error();
+    dtrain__os_hang_up(fd);
+    return error != EADDRNOTAVAIL;
+}
+
+/* Writes which addresses of this host another one may connect to, with a port. */
+static void dtrain__net_own_addresses(int port, char *text, size_t room)
+{
+    dtrain__address at;
+    size_t used = 0;
+    memset(&at, 0, sizeof at);
+    snprintf(text, room, "no address but loopback");
+    for (int i = 0; (at.bytes = dtrain__os_host_address(i, &at.at.storage)) > 0 && used + 64 < room; i++) {
+        if (dtrain__net_is_local(&at) ||
+            (at.at.any.sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&at.at.v6.sin6_addr)))
+            continue;
+        dtrain__net_set_port(&at, port);
+        used += (size_t)snprintf(text + used, room - used, "%s%.60s", used > 0 ? ", " : "", dtrain__net_text(&at).text);
+    }
+}
+
 /* Starts a connection. Once the descriptor is writable, it has been made or has failed. Returns 0 or an errno. */
 static int dtrain__net_connect(const dtrain__address *address, int *fd)
 {

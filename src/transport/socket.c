@@ -320,6 +320,26 @@ static int dtrain__socket_listen_at(dtrain__hub *hub, const dtrain__address *doo
     return hub->listener_count > 0 ? 0 : missing;
 }
 
+/* Says at once that rank 0's host has no address of the root, as the other ranks may wait in vain. It is no error: what
+ * has the address may pass connections on. */
+static void dtrain__socket_tell_elsewhere(dtrain__hub *hub)
+{
+    char own[400];
+    int here = 0, port = dtrain__net_port(&hub->listening);
+    for (int i = 0; i < hub->root_count; i++)
+        here |= dtrain__net_is_unix(&hub->root_addresses[i]) || dtrain__net_is_here(&hub->root_addresses[i]);
+    hub->elsewhere = !here;
+    if (here)
+        return;
+    dtrain__net_own_addresses(port, own, sizeof own);
+    dtrain__log(
+        DTRAIN_LOG_WARN,
+        "comm_create: rank 0 is on a host that does not have the address of the root %.120s (%s), and has %s. Give "
+        "every rank a root that rank 0's host has, or start rank 0 on the root's host. Rank 0 listens at %s: "
+        "other ranks reach it only if the root's host passes connections on (NAT, port forwarding)",
+        hub->root, dtrain__net_text(&hub->root_addresses[0]).text, own, dtrain__net_text(&hub->listening).text);
+}
+
 /* On rank 0: opens the listeners to which all other ranks connect. */
 static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
 {
@@ -355,14 +375,17 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error == EADDRNOTAVAIL && dtrain__socket_doors(hub, 1, doors, &count) == DTRAIN_OK)
         error = dtrain__socket_listen_at(hub, doors, count, &failed); /* the name means this host, by another address */
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s%.*s%s",
                             hub->root, dtrain__net_text(&failed).text, dtrain__os_error_text(error),
                             error == EADDRINUSE
                                 ? "; another group, an earlier one, or a process that a rank of it started, uses it: "
-                                  "choose another address, or end that"
-                                : "");
+                                  "choose another address, or end that; or another process is rank 0 too: is "
+                                : "",
+                            error == EADDRINUSE ? (int)strcspn(hub->believed, " ") : 0, hub->believed,
+                            error == EADDRINUSE ? " given twice?" : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
         dtrain__root_set_port(hub, dtrain__net_port(&hub->listening));
+    dtrain__socket_tell_elsewhere(hub);
     return DTRAIN_OK;
 }
 
@@ -483,9 +506,10 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
                                      hub->members[rank].name[0] != 0 ? " (came and left)" : "");
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                            "comm_create: rank 0 of %d waited %.1f s at %.120s for rank %s; believed: %.180s%s%.200s",
-                            hub->size, seconds, hub->root, missing, hub->believed,
-                            hub->refused[0] != 0 ? "; came and was refused: " : "", hub->refused);
+                            "comm_create: rank 0 of %d waited %.1f s at %.120s%s for rank %s; believed: %.180s%s%.200s",
+                            hub->size, seconds, hub->root, hub->elsewhere ? " (which is no address of its host)" : "",
+                            missing, hub->believed, hub->refused[0] != 0 ? "; came and was refused: " : "",
+                            hub->refused);
     if (hub->members[0].control.fd >= 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_TIMEOUT,

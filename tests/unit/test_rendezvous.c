@@ -629,6 +629,7 @@ TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
     dtrain__net_look_up(s.root, 0, &address, &count);
     CHECK_EQ(dtrain__net_listen(&address, 0, &fd), 0);
     CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, an earlier one, or a process"), 10), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "is desc.rank=0 given twice?"), 10), 0);
     close(fd);
     s.desc.connections = 9;
     CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "connections is 9; expected 1 to 8"), 10), 0);
@@ -640,6 +641,52 @@ TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
     s.desc.fingerprint = NULL;
     s.desc.algorithm = DTRAIN_ALGORITHM_FUSED;
     CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "DTRAIN_ALGORITHM_FUSED is for ranks that share"), 10), 0);
+}
+
+static char told_of_root[1024];
+
+static void keep_root(void *user, dtrain_log_level level, const char *text)
+{
+    (void)user;
+    if (level == DTRAIN_LOG_WARN && strstr(text, "does not have the address") != NULL)
+        snprintf(told_of_root, sizeof told_of_root, "%s", text);
+}
+
+/* Another host may pass on what comes to the root, so rank 0 waits all the same. */
+TEST(rank_0_says_at_once_that_its_host_does_not_have_the_root)
+{
+    const char *const listens_on[] = {NULL, "127.0.0.1"};
+    for (int i = 0; i < 2; i++) {
+        dtrain_comm_desc desc;
+        dtrain_comm *world;
+        memset(&desc, 0, sizeof desc);
+        desc.world_size = 2;
+        desc.root = "192.0.2.1:0"; /* of no host: RFC 5737 */
+        desc.token = token;
+        desc.timeout_ms = 200;
+        desc.listen_on = listens_on[i];
+        told_of_root[0] = 0;
+        dtrain_set_log(keep_root, NULL);
+        CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+        CHECK_CONTAINS(told_of_root, "does not have the address of the root 192.0.2.1:");
+        CHECK_CONTAINS(told_of_root, ", and has ");
+        CHECK_CONTAINS(told_of_root, "Give every rank a root that rank 0's host has");
+        CHECK_CONTAINS(told_of_root, i == 0 ? "Rank 0 listens at 0.0.0.0:" : "Rank 0 listens at 127.0.0.1:");
+        dtrain_comm_destroy(world);
+        CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_TIMEOUT);
+        CHECK_CONTAINS(dtrain_last_error(), " (which is no address of its host) for rank 1;");
+    }
+    told_of_root[0] = 0;
+    dtrain_comm_desc desc;
+    dtrain_comm *world;
+    memset(&desc, 0, sizeof desc);
+    desc.world_size = 2;
+    desc.root = "127.0.0.1:0";
+    desc.token = token;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    dtrain_comm_destroy(world);
+    CHECK_EQ(told_of_root[0], 0);
+    dtrain_set_log(NULL, NULL);
 }
 
 TEST(an_interface_is_chosen_by_name_or_refused_by_it)
