@@ -27939,7 +27939,7 @@ typedef struct dtrain__place {
     char listen_on[64];               /* empty: the interface that routes to the root */
     char believed[400];               /* the variables or fields that were used, with values; of the token its length
                                        * only */
-    int alone;                        /* a world of one because no launcher has set a variable */
+    int alone;                        /* a world of one because no launcher has set a rank */
 } dtrain__place;
 
 /* The value of a variable; an empty one counts as unset. */
@@ -27994,6 +27994,25 @@ static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, 
     place->keys.world_size = (int)n;
     dtrain__place_believe(place, "%s=%d %s=%d", rank, place->keys.rank, size, place->keys.world_size);
     return status;
+}
+
+/* Variables of launchers that mean nothing without the second one. */
+static const char *const dtrain__place_halves[][2] = {{"WORLD_SIZE", "RANK"},
+                                                      {"RANK", "WORLD_SIZE"},
+                                                      {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"},
+                                                      {"SLURM_NTASKS", "SLURM_PROCID"},
+                                                      {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
+                                                      {"PMI_SIZE", "PMI_RANK"}};
+
+/* Writes which variable looks like a launcher's, although no rank is set: " (WORLD_SIZE=4 is set, and RANK is not)". */
+static void dtrain__place_half(char *text, size_t room)
+{
+    text[0] = 0;
+    for (size_t i = 0; text[0] == 0 && i < sizeof dtrain__place_halves / sizeof dtrain__place_halves[0]; i++) {
+        const char *const *names = dtrain__place_halves[i], *value = dtrain__place_get(names[0]);
+        if (value != NULL && strcmp(value, "1") != 0 && dtrain__place_get(names[1]) == NULL)
+            snprintf(text, room, " (%s=%.40s is set, and %s is not)", names[0], value, names[1]);
+    }
 }
 
 enum {
@@ -32163,11 +32182,16 @@ static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
 static void dtrain__work_tell_alone(dtrain_comm *comm)
 {
     static uint32_t told;
+    char half[120];
     comm->alone = 0;
-    if (__atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
-        dtrain__log(DTRAIN_LOG_WARN, "no launcher has set a rank, so this is a world of one; start four ranks with "
-                                     "\"dtrun -n 4 PROGRAM\", torchrun, srun or mpirun, or set DTRAIN_WORLD_SIZE=1 if "
-                                     "one is meant");
+    if (__atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) != 0)
+        return;
+    dtrain__place_half(half, sizeof half);
+    dtrain__log(
+        DTRAIN_LOG_WARN,
+        "no launcher has set a rank%s, so this is a world of one; start four ranks with \"dtrun -n 4 PROGRAM\", "
+        "torchrun, srun or mpirun, or set DTRAIN_WORLD_SIZE=1 if one is meant",
+        half);
 }
 
 static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
@@ -32644,6 +32668,25 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
     return DTRAIN_OK;
 }
 
+/* Logs once that threads make a world of their own in each process that a launcher has started, often by mistake. */
+static void dtrain__create_tell_apart(int ranks)
+{
+    static uint32_t told;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__place place;
+    int launcher;
+    memset(&place, 0, sizeof place);
+    dtrain_status status = dtrain__place_launcher(&place, &launcher);
+    dtrain__thread_error = kept;
+    if (status == DTRAIN_OK && place.keys.world_size > 1 && __atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
+        dtrain__log(
+            DTRAIN_LOG_WARN,
+            "a launcher started this process as one of %d ranks (%s), and its %d threads are a world apart from "
+            "those of the other processes; for one world of processes call dtrain_comm_create, for one world "
+            "of threads start the program once",
+            place.keys.world_size, place.believed, ranks);
+}
+
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
     dtrain__threads_group *group;
@@ -32655,6 +32698,8 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     for (int rank = 0; rank < ranks; rank++)
         comms[rank] = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
+    if (ranks > 1)
+        dtrain__create_tell_apart(ranks);
     if (status == DTRAIN_OK)
         status = dtrain__threads_create(&group, ranks, desc->allocator);
     if (status != DTRAIN_OK)

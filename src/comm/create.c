@@ -165,6 +165,25 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
     return DTRAIN_OK;
 }
 
+/* Logs once that threads make a world of their own in each process that a launcher has started, often by mistake. */
+static void dtrain__create_tell_apart(int ranks)
+{
+    static uint32_t told;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__place place;
+    int launcher;
+    memset(&place, 0, sizeof place);
+    dtrain_status status = dtrain__place_launcher(&place, &launcher);
+    dtrain__thread_error = kept;
+    if (status == DTRAIN_OK && place.keys.world_size > 1 && __atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
+        dtrain__log(
+            DTRAIN_LOG_WARN,
+            "a launcher started this process as one of %d ranks (%s), and its %d threads are a world apart from "
+            "those of the other processes; for one world of processes call dtrain_comm_create, for one world "
+            "of threads start the program once",
+            place.keys.world_size, place.believed, ranks);
+}
+
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
     dtrain__threads_group *group;
@@ -176,6 +195,8 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     for (int rank = 0; rank < ranks; rank++)
         comms[rank] = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
+    if (ranks > 1)
+        dtrain__create_tell_apart(ranks);
     if (status == DTRAIN_OK)
         status = dtrain__threads_create(&group, ranks, desc->allocator);
     if (status != DTRAIN_OK)

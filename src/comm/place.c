@@ -15,7 +15,7 @@ typedef struct dtrain__place {
     char listen_on[64];               /* empty: the interface that routes to the root */
     char believed[400];               /* the variables or fields that were used, with values; of the token its length
                                        * only */
-    int alone;                        /* a world of one because no launcher has set a variable */
+    int alone;                        /* a world of one because no launcher has set a rank */
 } dtrain__place;
 
 /* The value of a variable; an empty one counts as unset. */
@@ -70,6 +70,25 @@ static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, 
     place->keys.world_size = (int)n;
     dtrain__place_believe(place, "%s=%d %s=%d", rank, place->keys.rank, size, place->keys.world_size);
     return status;
+}
+
+/* Variables of launchers that mean nothing without the second one. */
+static const char *const dtrain__place_halves[][2] = {{"WORLD_SIZE", "RANK"},
+                                                      {"RANK", "WORLD_SIZE"},
+                                                      {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"},
+                                                      {"SLURM_NTASKS", "SLURM_PROCID"},
+                                                      {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"},
+                                                      {"PMI_SIZE", "PMI_RANK"}};
+
+/* Writes which variable looks like a launcher's, although no rank is set: " (WORLD_SIZE=4 is set, and RANK is not)". */
+static void dtrain__place_half(char *text, size_t room)
+{
+    text[0] = 0;
+    for (size_t i = 0; text[0] == 0 && i < sizeof dtrain__place_halves / sizeof dtrain__place_halves[0]; i++) {
+        const char *const *names = dtrain__place_halves[i], *value = dtrain__place_get(names[0]);
+        if (value != NULL && strcmp(value, "1") != 0 && dtrain__place_get(names[1]) == NULL)
+            snprintf(text, room, " (%s=%.40s is set, and %s is not)", names[0], value, names[1]);
+    }
 }
 
 enum {

@@ -4,6 +4,7 @@
  * Between two collectives each message ends by itself: it waits only for earlier messages to or from the same peer. */
 #ifndef DTRAIN__WORK
 #define DTRAIN__WORK
+#include "place.c"
 #include "queue.c"
 DTRAIN__FAST_BEGIN
 
@@ -26,11 +27,16 @@ static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
 static void dtrain__work_tell_alone(dtrain_comm *comm)
 {
     static uint32_t told;
+    char half[120];
     comm->alone = 0;
-    if (__atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
-        dtrain__log(DTRAIN_LOG_WARN, "no launcher has set a rank, so this is a world of one; start four ranks with "
-                                     "\"dtrun -n 4 PROGRAM\", torchrun, srun or mpirun, or set DTRAIN_WORLD_SIZE=1 if "
-                                     "one is meant");
+    if (__atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) != 0)
+        return;
+    dtrain__place_half(half, sizeof half);
+    dtrain__log(
+        DTRAIN_LOG_WARN,
+        "no launcher has set a rank%s, so this is a world of one; start four ranks with \"dtrun -n 4 PROGRAM\", "
+        "torchrun, srun or mpirun, or set DTRAIN_WORLD_SIZE=1 if one is meant",
+        half);
 }
 
 static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)

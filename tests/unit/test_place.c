@@ -3,6 +3,9 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
+#ifndef _WIN32
+#include <sys/wait.h>
+#endif
 
 static const char *const variables[] = {"DTRAIN_RANK",
                                         "DTRAIN_WORLD_SIZE",
@@ -437,6 +440,44 @@ static dtrain_status in_a_thread(dtrain_comm *world, void *user)
     return dtrain_barrier(world);
 }
 
+#ifndef _WIN32
+/* A process that has told nothing yet: what a world of one logs. */
+static void world_of_one_warns(const char *text)
+{
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0) {
+        warnings = 0;
+        dtrain_set_log(keep_warning, NULL);
+        world_of_one(NULL);
+        CHECK_EQ(warnings, 1);
+        CHECK_CONTAINS(warned, text);
+        CHECK_CONTAINS(warned, "so this is a world of one; start four ranks");
+        _exit(test_end());
+    }
+    int end = -1;
+    CHECK_EQ(waitpid(pid, &end, 0), pid);
+    CHECK_EQ(end, 0);
+}
+
+TEST(a_size_without_a_rank_is_named_in_a_world_of_one)
+{
+    environment(NULL);
+    world_of_one_warns("no launcher has set a rank, so");
+    environment("WORLD_SIZE", "4", NULL);
+    world_of_one_warns("no launcher has set a rank (WORLD_SIZE=4 is set, and RANK is not), so");
+    environment("RANK", "3", NULL);
+    world_of_one_warns("(RANK=3 is set, and WORLD_SIZE is not)");
+    environment("SLURM_NTASKS", "8", NULL);
+    world_of_one_warns("(SLURM_NTASKS=8 is set, and SLURM_PROCID is not)");
+    environment("OMPI_COMM_WORLD_SIZE", "2", NULL);
+    world_of_one_warns("(OMPI_COMM_WORLD_SIZE=2 is set, and OMPI_COMM_WORLD_RANK is not)");
+    environment("PMI_SIZE", "16", NULL);
+    world_of_one_warns("(PMI_SIZE=16 is set, and PMI_RANK is not)");
+    environment(NULL);
+}
+#endif
+
 TEST(a_world_of_one_that_nobody_asked_for_is_told_of_once)
 {
     dtrain_comm_desc desc;
@@ -472,6 +513,31 @@ TEST(a_world_of_one_that_nobody_asked_for_is_told_of_once)
     CHECK_EQ(warnings, 1);
     dtrain_set_log(dtrain__log_stderr, NULL);
 }
+
+#ifndef _WIN32
+TEST(threads_in_each_process_of_a_launcher_are_told_to_be_worlds_apart)
+{
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0) {
+        warnings = 0;
+        dtrain_set_log(keep_warning, NULL);
+        environment("DTRAIN_RANK", "1", "DTRAIN_WORLD_SIZE", "2", NULL);
+        CHECK_EQ(dtrain_run_threads(1, in_a_thread, NULL, NULL), DTRAIN_OK);
+        CHECK_EQ(warnings, 0);
+        CHECK_EQ(dtrain_run_threads(4, in_a_thread, NULL, NULL), DTRAIN_OK);
+        CHECK_EQ(warnings, 1);
+        CHECK_CONTAINS(warned,
+                       "one of 2 ranks (DTRAIN_RANK=1 DTRAIN_WORLD_SIZE=2), and its 4 threads are a world apart");
+        CHECK_EQ(dtrain_run_threads(4, in_a_thread, NULL, NULL), DTRAIN_OK);
+        CHECK_EQ(warnings, 1);
+        _exit(test_end());
+    }
+    int end = -1;
+    CHECK_EQ(waitpid(pid, &end, 0), pid);
+    CHECK_EQ(end, 0);
+}
+#endif
 
 /* What the library says of a token file that holds `bytes` bytes. */
 static void token_file_is(const char *path, const char *text, size_t bytes, int mode, dtrain_status expected)
