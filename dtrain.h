@@ -27122,9 +27122,12 @@ static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *
     if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
         return DTRAIN_OK;
     if (peer < 0 || peer >= comm->size)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: rank %d is not among the %d ranks of the group",
-                            dtrain__op_kind_name(op->kind), comm->rank, peer, comm->size);
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks of the group%s",
+            dtrain__op_kind_name(op->kind), comm->rank, peer, comm->size,
+            op->kind != DTRAIN__EXCHANGE && op->counts == NULL && op->count < (size_t)comm->size
+                ? dtrain__op_is_message(op) ? "; are count and the rank swapped?" : "; are count and root swapped?"
+                : "");
     if (dtrain__op_is_message(op) && peer == comm->rank)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s on rank %d: the peer is this rank itself; give another rank",
@@ -27464,12 +27467,12 @@ static int dtrain__recorder_meets(const dtrain_comm *comm, const dtrain__op *op,
 }
 
 /* Follows the ranks that wait for each other, beginning with the awaited one, and writes what each does while the text
- * has room. Returns the first rank whose call contradicts this one, with what it does in *last; -1: none. *meet: all of
- * them are in this call. */
+ * has room. If all send, or all receive, and the last one waits for this rank, it says so. Returns the first rank whose
+ * call contradicts this one, with what it does in *last; -1: none. *meet: all of them are in this call. */
 static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity,
                                   dtrain__last *last, int *meet)
 {
-    int rank = op->awaited, culprit = -1, full = 0;
+    int rank = op->awaited, culprit = -1, full = 0, circle = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
     dtrain__last at;
     size_t used = 0;
     text[0] = 0;
@@ -27481,6 +27484,7 @@ static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op,
             break;
         }
         *meet = *meet && dtrain__recorder_meets(comm, op, &at);
+        circle = circle && at.state != DTRAIN__LAST_NONE && at.call.kind == (uint64_t)op->kind;
         if (culprit < 0 && dtrain__recorder_contradicts(comm, op, &at)) {
             culprit = rank;
             *last = at;
@@ -27492,6 +27496,12 @@ static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op,
             used += (size_t)snprintf(text + used, capacity - used, "%s", does);
         rank = next;
     }
+    if (circle && rank == comm->rank)
+        snprintf(text + used, capacity - used,
+                 op->kind == DTRAIN__SEND ? "; they all send first, and nobody receives: call dtrain_exchange, or let "
+                                            "one rank receive first"
+                                          : "; they all receive first, and nobody sends: call dtrain_exchange, or let "
+                                            "one rank send first");
     return culprit;
 }
 
@@ -27508,7 +27518,7 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
     dtrain__text mine = dtrain__op_text(comm, op);
     int64_t turn = dtrain__recorder_turn(op);
     double seconds = (double)(dtrain__os_now_ns() - turn) * 1e-9;
-    char reason[224] = "", does[400] = "", queued[64] = "";
+    char reason[224] = "", does[520] = "", queued[64] = "";
     dtrain__last last;
     int meet, culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last, &meet);
     if (culprit >= 0)
@@ -27543,7 +27553,7 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
         (comm->recorder->told_ns == 0 || now - comm->recorder->told_ns > span / 4)) {
         dtrain__text mine = dtrain__op_text(comm, op);
         dtrain__last last;
-        char does[400];
+        char does[520];
         int meet;
         op->warned = 1;
         comm->recorder->told_ns = now;

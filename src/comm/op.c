@@ -466,9 +466,12 @@ static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *
     if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
         return DTRAIN_OK;
     if (peer < 0 || peer >= comm->size)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: rank %d is not among the %d ranks of the group",
-                            dtrain__op_kind_name(op->kind), comm->rank, peer, comm->size);
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: rank %d is not among the %d ranks of the group%s",
+            dtrain__op_kind_name(op->kind), comm->rank, peer, comm->size,
+            op->kind != DTRAIN__EXCHANGE && op->counts == NULL && op->count < (size_t)comm->size
+                ? dtrain__op_is_message(op) ? "; are count and the rank swapped?" : "; are count and root swapped?"
+                : "");
     if (dtrain__op_is_message(op) && peer == comm->rank)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s on rank %d: the peer is this rank itself; give another rank",

@@ -154,6 +154,66 @@ TEST(arguments_are_said_to_be_swapped_only_where_they_may_be)
     on_threads(1, arguments, NULL);
 }
 
+static int swapped(dtrain_comm *world, scene *s)
+{
+    float x[4096] = {0};
+    (void)s;
+    CHECK_EQ(dtrain_broadcast(world, x, 0, DTRAIN_F32, 4096), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("rank 4096 is not among the 2 ranks of the group; are count and root swapped?"), 1);
+    CHECK_EQ(dtrain_reduce(world, x, x, 1, DTRAIN_F32, DTRAIN_SUM, 4096), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("are count and root swapped?"), 1);
+    CHECK_EQ(dtrain_gather(world, x, x, 0, DTRAIN_F32, 4096), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("are count and root swapped?"), 1);
+    CHECK_EQ(dtrain_scatter(world, x, x, 1, DTRAIN_F32, 4096), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("are count and root swapped?"), 1);
+    CHECK_EQ(dtrain_send(world, x, 1, DTRAIN_F32, 4096), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("are count and the rank swapped?"), 1);
+    CHECK_EQ(dtrain_broadcast(world, x, 4096, DTRAIN_F32, 2), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("swapped"), 0);
+    return 0;
+}
+
+TEST(a_count_that_would_be_a_rank_is_said_to_be_swapped_with_the_root)
+{
+    on_threads(2, swapped, NULL);
+}
+
+#define LARGE ((size_t)4 << 20) /* more than any buffer between two ranks takes */
+
+/* Every rank sends to the next, or receives from the one before, before it does the other. */
+static int same_way_first(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), *sends = (int *)s->user;
+    float *x = (float *)calloc(LARGE, sizeof *x);
+    CHECK(x != NULL);
+    world->desc.timeout_ms = rank == 0 ? 1500 : test_ms(20000);
+    dtrain_status status = *sends ? dtrain_send(world, x, LARGE, DTRAIN_F32, (rank + 1) % ranks)
+                                  : dtrain_recv(world, x, LARGE, DTRAIN_F32, (rank + ranks - 1) % ranks);
+    CHECK(status != DTRAIN_OK);
+    if (rank == 0) {
+        CHECK_EQ(status, DTRAIN_ERR_TIMEOUT);
+        CHECK_EQ(times("call dtrain_exchange"), 1);
+        CHECK_EQ(
+            times(*sends ? "they all send first, and nobody receives" : "they all receive first, and nobody sends"), 1);
+    }
+    free(x);
+    return 0;
+}
+
+TEST(ranks_that_all_send_first_are_told_of_exchange)
+{
+    for (int ranks = 2; ranks < 4; ranks++)
+        for (int sends = 0; sends < 2; sends++) {
+            scene s;
+            scene_begin(&s, ranks, 1);
+            s.user = &sends;
+            if (sends)
+                run_ranks(&s, same_way_first);
+            else
+                on_threads(ranks, same_way_first, &s);
+        }
+}
+
 /* A constant in the place of another enum's is then an error, and no other choice of its own. */
 TEST(constants_of_different_enums_differ)
 {
