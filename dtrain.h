@@ -2265,7 +2265,8 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
  *
  * It never waits for a peer, but for two exceptions. The last group over a transport of your own gives peers up to a
  * second to take what was sent to them. So does a group over TCP if a peer is still sending to this rank. Pending work
- * is cancelled, and its handles are freed with the group.
+ * is cancelled, and its handles are freed with the group. If no error came before, the log says how many handles nobody
+ * waited for.
  *
  *   what peers do                               what they get
  *   receive what this rank has sent             the data
@@ -6329,6 +6330,9 @@ static void dtrain__status_once(char *text)
         }
     }
 }
+
+/* Ends the text about a field of a desc that has an impossible value. */
+#define DTRAIN__ZERO_FIRST "; a desc that is not zeroed first (= {0}) has such values in fields that were not set"
 
 /* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
 DTRAIN__PRINTF(3, 4)
@@ -28421,9 +28425,10 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         place->keys.world_size = desc->world_size;
         if (desc->world_size < 0 || desc->world_size > DTRAIN__MAX_RANKS || desc->rank < 0 ||
             desc->rank >= desc->world_size)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "comm_create: rank %d of %d ranks; expected 1 to %d ranks, counted from 0", desc->rank,
-                                desc->world_size, DTRAIN__MAX_RANKS);
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "comm_create: rank %d of %d ranks; expected 1 to %d ranks, counted from 0" DTRAIN__ZERO_FIRST,
+                desc->rank, desc->world_size, DTRAIN__MAX_RANKS);
         dtrain__place_believe(place, "desc.rank=%d desc.world_size=%d", desc->rank, desc->world_size);
     }
     if (status == DTRAIN_OK)
@@ -32557,7 +32562,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
         comm->asked[kind] = comm->desc.algorithm;
     if (comm->desc.node_ranks < 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "comm desc: node_ranks is %d; expected 1 or more, or 0 to detect it",
+                            "comm desc: node_ranks is %d; expected 1 or more, or 0 to detect it" DTRAIN__ZERO_FIRST,
                             comm->desc.node_ranks);
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
@@ -32634,22 +32639,28 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     *given = desc;
     if (algorithm != DTRAIN_ALGORITHM_AUTO && (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_MPI))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant", algorithm);
+                            "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant" DTRAIN__ZERO_FIRST,
+                            algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress is %d; expected a DTRAIN_PROGRESS constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: progress is %d; expected a DTRAIN_PROGRESS constant" DTRAIN__ZERO_FIRST,
                             progress);
     if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order is %d; expected a DTRAIN_ORDER constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: order is %d; expected a DTRAIN_ORDER constant" DTRAIN__ZERO_FIRST,
                             (int)desc->order);
     if (desc->quorum != DTRAIN_QUORUM_MAJORITY && desc->quorum != DTRAIN_QUORUM_ANY)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: quorum is %d; expected a DTRAIN_QUORUM constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: quorum is %d; expected a DTRAIN_QUORUM constant" DTRAIN__ZERO_FIRST,
                             (int)desc->quorum);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: connections is %d; expected 1 to %d, or 0 for 1",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: connections is %d; expected 1 to %d, or 0 for 1" DTRAIN__ZERO_FIRST,
                             desc->connections, DTRAIN__MAX_LANES);
     if (desc->secure < -1 || desc->secure > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm desc: secure is %d; expected 1 (on), 0 (automatic) or -1 (off)", desc->secure);
+                            "comm desc: secure is %d; expected 1 (on), 0 (automatic) or -1 (off)" DTRAIN__ZERO_FIRST,
+                            desc->secure);
     if (desc->fingerprint != NULL && strlen(desc->fingerprint) > DTRAIN__FINGERPRINT_BYTES - 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: fingerprint has %zu bytes; expected at most %d",
                             strlen(desc->fingerprint), DTRAIN__FINGERPRINT_BYTES - 1);
@@ -32817,6 +32828,30 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
     return status;
 }
 
+/* Logs how many handles nobody has waited for, as a program then never learns of an error. After an error of the group
+ * it need not wait. */
+static void dtrain__create_tell_unwaited(dtrain_comm *comm)
+{
+    const dtrain_work *first = NULL;
+    int count = 0;
+    if (comm->apart || comm->error.status != DTRAIN_OK || dtrain__membership_broken(comm->members))
+        return;
+    dtrain__os_lock(&comm->queue_mutex);
+    for (const dtrain_work *work = comm->newest; work != NULL; work = work->older)
+        if (work->mark == DTRAIN__WORK_MARK) {
+            count++;
+            if (first == NULL || work->op.number - 1 < first->op.number - 1) /* 0: not begun */
+                first = work;
+        }
+    dtrain__os_unlock(&comm->queue_mutex);
+    if (count > 0)
+        dtrain__log(
+            DTRAIN_LOG_WARN,
+            "comm_destroy: rank %d: nobody waited for %d handle%s, the first of %s: call dtrain_work_wait once for "
+            "each before you destroy the group, or its error stays unknown and its buffers may be incomplete",
+            comm->rank, count, count > 1 ? "s" : "", dtrain__op_text(comm, &first->op).text);
+}
+
 /* Leaves with a reason for the peers; NULL: none. The thread's last error stays. */
 static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
@@ -32826,6 +32861,8 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     int forked = comm->process != dtrain__os_pid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* the parent's threads may have held the locks */
+        if (why == NULL)
+            dtrain__create_tell_unwaited(comm);
         if (comm->plane->publish != NULL)
             comm->plane->publish(transport.self, NULL, NULL);
         work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
@@ -32950,9 +32987,10 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
                             "run_threads: ranks is %d and body is %s; expected 1 to %d ranks and a function", ranks,
                             body == NULL ? "NULL" : "given", DTRAIN__MAX_RANKS);
     if (stack < DTRAIN__LEAST_STACK)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "run_threads: desc.stack_bytes is %zu; calls need %d; add what body needs", stack,
-                            DTRAIN__LEAST_STACK);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "run_threads: desc.stack_bytes is %zu; calls need %d; add what body needs" DTRAIN__ZERO_FIRST, stack,
+            DTRAIN__LEAST_STACK);
     dtrain__create_runner *runners =
         (dtrain__create_runner *)dtrain__alloc(&heap, n * (sizeof *runners + sizeof(dtrain_comm *)));
     if (runners == NULL)
@@ -38676,17 +38714,19 @@ static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *d
         (desc->mode < DTRAIN_DEVICE_STAGED || desc->mode > DTRAIN_DEVICE_HOSTS))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED, "
-                            "DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_FLAGS or DTRAIN_DEVICE_HOSTS",
+                            "DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_FLAGS or DTRAIN_DEVICE_HOSTS" DTRAIN__ZERO_FIRST,
                             (int)desc->mode);
     if (desc->chunk_bytes != 0 &&
         (desc->chunk_bytes < DTRAIN__STAGED_CHUNK_LEAST || desc->chunk_bytes > DTRAIN__STAGED_CHUNK_MOST))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.chunk_bytes is %zu, expected 0 or %zu to %zu",
-                            desc->chunk_bytes, DTRAIN__STAGED_CHUNK_LEAST, DTRAIN__STAGED_CHUNK_MOST);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "desc.chunk_bytes is %zu, expected 0 or %zu to %zu" DTRAIN__ZERO_FIRST, desc->chunk_bytes,
+                            DTRAIN__STAGED_CHUNK_LEAST, DTRAIN__STAGED_CHUNK_MOST);
     if (desc->slots != 0 && (desc->slots < 2 || desc->slots > DTRAIN__DEVICE_SLOTS))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.slots is %d, expected 0 or 2 to %d", desc->slots,
-                            DTRAIN__DEVICE_SLOTS);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.slots is %d, expected 0 or 2 to %d" DTRAIN__ZERO_FIRST,
+                            desc->slots, DTRAIN__DEVICE_SLOTS);
     if (desc->async != 0 && desc->async != 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.async is %d, expected 0 or 1", desc->async);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.async is %d, expected 0 or 1" DTRAIN__ZERO_FIRST,
+                            desc->async);
     return DTRAIN_OK;
 }
 
@@ -41406,7 +41446,7 @@ static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
          (desc->exchange < DTRAIN_EXCHANGE_GATHER || desc->exchange > DTRAIN_EXCHANGE_SPLIT)))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compressor_topk: values %s, index form %d, exchange %d; expected F32, BF16 or F16, AUTO, "
-                            "U32 or DELTA, and one of dtrain_sparse_exchange",
+                            "U32 or DELTA, and one of dtrain_sparse_exchange" DTRAIN__ZERO_FIRST,
                             dtrain_dtype_name(desc->values), (int)desc->indices, (int)desc->exchange);
     return DTRAIN_OK;
 }
@@ -42216,7 +42256,8 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
     uint32_t momentum;
     memcpy(&momentum, &desc->momentum, sizeof momentum);
     if (desc->start_step >> 48 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: start_step is %llu, expected below 2^48",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed_create: start_step is %llu, expected below 2^48" DTRAIN__ZERO_FIRST,
                             (unsigned long long)desc->start_step);
     if (momentum >= 0x3f800000u)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -43837,12 +43878,13 @@ static dtrain_status dtrain__optimizer_check(const dtrain_optimizer_desc *desc, 
     const float values[] = {desc->beta1, desc->beta2, desc->momentum, desc->eps, desc->weight_decay};
     for (int i = 0; i < 5; i++)
         if (!dtrain__train_finite((double)values[i]) || values[i] < 0.0f || (i < 3 && values[i] >= 1.0f))
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the optimizer's %s is %g, expected %s", call, names[i],
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: the optimizer's %s is %g, expected %s" DTRAIN__ZERO_FIRST, call, names[i],
                                 (double)values[i], i < 3 ? "0 to below 1" : "a number of at least 0");
     if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW && !(may_be_none && desc->kind == DTRAIN_OPTIMIZER_NONE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: the optimizer's kind is %d, expected DTRAIN_SGD or DTRAIN_ADAMW", call,
-                            (int)desc->kind);
+                            "%s: the optimizer's kind is %d, expected DTRAIN_SGD or DTRAIN_ADAMW" DTRAIN__ZERO_FIRST,
+                            call, (int)desc->kind);
     return DTRAIN_OK;
 }
 
@@ -44573,7 +44615,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compress: kind %d%s: expected one of dtrain_compression, and own for "
-                            "DTRAIN_COMPRESS_OWN",
+                            "DTRAIN_COMPRESS_OWN" DTRAIN__ZERO_FIRST,
                             (int)desc->kind, desc->own == NULL ? " without own" : "");
     *made = *desc->own;
     made->destroy = NULL;
@@ -45228,7 +45270,7 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
     if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
-                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP or DTRAIN_HYBRID_SHARD",
+                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP or DTRAIN_HYBRID_SHARD" DTRAIN__ZERO_FIRST,
                             (int)strategy);
     if (strategy == DTRAIN_HYBRID_SHARD && (desc->shard_size < 1 || world % desc->shard_size != 0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -45239,7 +45281,7 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
         if (dtypes[i] != DTRAIN_F32 && !dtrain__layout_is_16_bit(dtypes[i]))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                 "fsdp: %s is %d, expected DTRAIN_F32, DTRAIN_BF16 or "
-                                "DTRAIN_F16",
+                                "DTRAIN_F16" DTRAIN__ZERO_FIRST,
                                 i == 0 ? "gather_dtype" : "reduce_dtype", (int)dtypes[i]);
     dtrain_status status = dtrain__layout_check_quantise(desc);
     if (status == DTRAIN_OK && desc->compress != NULL)
@@ -45255,7 +45297,7 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
         desc->loss_scale < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: micro_batches is %d, loss_scale %g, loss_scale_steps %d: "
-                            "expected finite numbers of at least 0",
+                            "expected finite numbers of at least 0" DTRAIN__ZERO_FIRST,
                             desc->micro_batches, (double)desc->loss_scale, desc->loss_scale_steps);
     if (desc->trace_events > DTRAIN__LAYOUT_MOST)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "fsdp: trace_events is %zu, more than memory: keep fewer",
@@ -52268,9 +52310,10 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     if (desc->schedule == DTRAIN_PIPELINE_DEFAULT)
         desc->schedule = DTRAIN_PIPELINE_1F1B;
     if (desc->schedule < DTRAIN_PIPELINE_GPIPE || desc->schedule > DTRAIN_PIPELINE_ZB_H1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "pipeline_plan: there is no schedule %d; expected one of dtrain_pipeline_schedule",
-                            (int)desc->schedule);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "pipeline_plan: there is no schedule %d; expected one of dtrain_pipeline_schedule" DTRAIN__ZERO_FIRST,
+            (int)desc->schedule);
     int numbers[3] = {desc->ranks, desc->micro_batches, desc->chunks};
     for (int i = 0; i < 3; i++)
         if (numbers[i] < 0 || numbers[i] > DTRAIN__PIPELINE_MOST)
@@ -54593,9 +54636,10 @@ static dtrain_status dtrain__server_check_desc(dtrain_server *s)
 {
     const dtrain_compress_desc *c = s->desc.compress;
     if (s->desc.server < 0 || s->desc.server >= s->ranks)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_server_create on rank %d: the server is rank %d, expected 0 to %d", s->rank,
-                            s->desc.server, s->ranks - 1);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_server_create on rank %d: the server is rank %d, expected 0 to %d" DTRAIN__ZERO_FIRST, s->rank,
+            s->desc.server, s->ranks - 1);
     if (c == NULL)
         return DTRAIN_OK;
     if (c->kind == DTRAIN_COMPRESS_POWERSGD ||
@@ -55782,16 +55826,17 @@ static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, con
     if (desc->steps < 1 || desc->overlap < 0 || desc->overlap >= desc->steps)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: %d steps with an overlap of %d; expected at least 1 step, and an overlap from "
-                            "0 to steps - 1",
+                            "0 to steps - 1" DTRAIN__ZERO_FIRST,
                             desc->steps, desc->overlap);
     if (!dtrain__train_finite(lr) || lr <= 0.0 || !dtrain__train_finite(momentum) || momentum < 0.0 || momentum >= 1.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: outer_lr is %g, outer_momentum %g; expected outer_lr above 0, and "
-                            "outer_momentum from 0 to below 1",
+                            "outer_momentum from 0 to below 1" DTRAIN__ZERO_FIRST,
                             lr, momentum);
     if (!dtrain__train_finite(mixing) || mixing < 0.0 || mixing > 1.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "local_sgd: mixing is %g, expected a number above 0 and at most 1", mixing);
+                            "local_sgd: mixing is %g, expected a number above 0 and at most 1" DTRAIN__ZERO_FIRST,
+                            mixing);
     if (params->range_count == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: no parameter of the table has a gradient, so there is nothing to average: "

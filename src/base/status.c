@@ -162,6 +162,9 @@ static void dtrain__status_once(char *text)
     }
 }
 
+/* Ends the text about a field of a desc that has an impossible value. */
+#define DTRAIN__ZERO_FIRST "; a desc that is not zeroed first (= {0}) has such values in fields that were not set"
+
 /* Formats a text into object, unless it is NULL, and into the thread's last error. The arguments may be either text. */
 DTRAIN__PRINTF(3, 4)
 static dtrain_status dtrain__fail(dtrain__error *object, dtrain_status status, const char *format, ...)

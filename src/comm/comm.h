@@ -311,7 +311,8 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
  *
  * It never waits for a peer, but for two exceptions. The last group over a transport of your own gives peers up to a
  * second to take what was sent to them. So does a group over TCP if a peer is still sending to this rank. Pending work
- * is cancelled, and its handles are freed with the group.
+ * is cancelled, and its handles are freed with the group. If no error came before, the log says how many handles nobody
+ * waited for.
  *
  *   what peers do                               what they get
  *   receive what this rank has sent             the data

@@ -44,7 +44,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
         comm->asked[kind] = comm->desc.algorithm;
     if (comm->desc.node_ranks < 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "comm desc: node_ranks is %d; expected 1 or more, or 0 to detect it",
+                            "comm desc: node_ranks is %d; expected 1 or more, or 0 to detect it" DTRAIN__ZERO_FIRST,
                             comm->desc.node_ranks);
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
@@ -121,22 +121,28 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     *given = desc;
     if (algorithm != DTRAIN_ALGORITHM_AUTO && (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_MPI))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant", algorithm);
+                            "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant" DTRAIN__ZERO_FIRST,
+                            algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress is %d; expected a DTRAIN_PROGRESS constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: progress is %d; expected a DTRAIN_PROGRESS constant" DTRAIN__ZERO_FIRST,
                             progress);
     if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order is %d; expected a DTRAIN_ORDER constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: order is %d; expected a DTRAIN_ORDER constant" DTRAIN__ZERO_FIRST,
                             (int)desc->order);
     if (desc->quorum != DTRAIN_QUORUM_MAJORITY && desc->quorum != DTRAIN_QUORUM_ANY)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: quorum is %d; expected a DTRAIN_QUORUM constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: quorum is %d; expected a DTRAIN_QUORUM constant" DTRAIN__ZERO_FIRST,
                             (int)desc->quorum);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: connections is %d; expected 1 to %d, or 0 for 1",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: connections is %d; expected 1 to %d, or 0 for 1" DTRAIN__ZERO_FIRST,
                             desc->connections, DTRAIN__MAX_LANES);
     if (desc->secure < -1 || desc->secure > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm desc: secure is %d; expected 1 (on), 0 (automatic) or -1 (off)", desc->secure);
+                            "comm desc: secure is %d; expected 1 (on), 0 (automatic) or -1 (off)" DTRAIN__ZERO_FIRST,
+                            desc->secure);
     if (desc->fingerprint != NULL && strlen(desc->fingerprint) > DTRAIN__FINGERPRINT_BYTES - 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: fingerprint has %zu bytes; expected at most %d",
                             strlen(desc->fingerprint), DTRAIN__FINGERPRINT_BYTES - 1);
@@ -304,6 +310,30 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
     return status;
 }
 
+/* Logs how many handles nobody has waited for, as a program then never learns of an error. After an error of the group
+ * it need not wait. */
+static void dtrain__create_tell_unwaited(dtrain_comm *comm)
+{
+    const dtrain_work *first = NULL;
+    int count = 0;
+    if (comm->apart || comm->error.status != DTRAIN_OK || dtrain__membership_broken(comm->members))
+        return;
+    dtrain__os_lock(&comm->queue_mutex);
+    for (const dtrain_work *work = comm->newest; work != NULL; work = work->older)
+        if (work->mark == DTRAIN__WORK_MARK) {
+            count++;
+            if (first == NULL || work->op.number - 1 < first->op.number - 1) /* 0: not begun */
+                first = work;
+        }
+    dtrain__os_unlock(&comm->queue_mutex);
+    if (count > 0)
+        dtrain__log(
+            DTRAIN_LOG_WARN,
+            "comm_destroy: rank %d: nobody waited for %d handle%s, the first of %s: call dtrain_work_wait once for "
+            "each before you destroy the group, or its error stays unknown and its buffers may be incomplete",
+            comm->rank, count, count > 1 ? "s" : "", dtrain__op_text(comm, &first->op).text);
+}
+
 /* Leaves with a reason for the peers; NULL: none. The thread's last error stays. */
 static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
@@ -313,6 +343,8 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     int forked = comm->process != dtrain__os_pid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* the parent's threads may have held the locks */
+        if (why == NULL)
+            dtrain__create_tell_unwaited(comm);
         if (comm->plane->publish != NULL)
             comm->plane->publish(transport.self, NULL, NULL);
         work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
@@ -437,9 +469,10 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
                             "run_threads: ranks is %d and body is %s; expected 1 to %d ranks and a function", ranks,
                             body == NULL ? "NULL" : "given", DTRAIN__MAX_RANKS);
     if (stack < DTRAIN__LEAST_STACK)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "run_threads: desc.stack_bytes is %zu; calls need %d; add what body needs", stack,
-                            DTRAIN__LEAST_STACK);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "run_threads: desc.stack_bytes is %zu; calls need %d; add what body needs" DTRAIN__ZERO_FIRST, stack,
+            DTRAIN__LEAST_STACK);
     dtrain__create_runner *runners =
         (dtrain__create_runner *)dtrain__alloc(&heap, n * (sizeof *runners + sizeof(dtrain_comm *)));
     if (runners == NULL)

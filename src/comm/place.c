@@ -487,9 +487,10 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         place->keys.world_size = desc->world_size;
         if (desc->world_size < 0 || desc->world_size > DTRAIN__MAX_RANKS || desc->rank < 0 ||
             desc->rank >= desc->world_size)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "comm_create: rank %d of %d ranks; expected 1 to %d ranks, counted from 0", desc->rank,
-                                desc->world_size, DTRAIN__MAX_RANKS);
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "comm_create: rank %d of %d ranks; expected 1 to %d ranks, counted from 0" DTRAIN__ZERO_FIRST,
+                desc->rank, desc->world_size, DTRAIN__MAX_RANKS);
         dtrain__place_believe(place, "desc.rank=%d desc.world_size=%d", desc->rank, desc->world_size);
     }
     if (status == DTRAIN_OK)

@@ -262,7 +262,8 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
     uint32_t momentum;
     memcpy(&momentum, &desc->momentum, sizeof momentum);
     if (desc->start_step >> 48 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: start_step is %llu, expected below 2^48",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "compressed_create: start_step is %llu, expected below 2^48" DTRAIN__ZERO_FIRST,
                             (unsigned long long)desc->start_step);
     if (momentum >= 0x3f800000u)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,

@@ -518,7 +518,7 @@ static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
          (desc->exchange < DTRAIN_EXCHANGE_GATHER || desc->exchange > DTRAIN_EXCHANGE_SPLIT)))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compressor_topk: values %s, index form %d, exchange %d; expected F32, BF16 or F16, AUTO, "
-                            "U32 or DELTA, and one of dtrain_sparse_exchange",
+                            "U32 or DELTA, and one of dtrain_sparse_exchange" DTRAIN__ZERO_FIRST,
                             dtrain_dtype_name(desc->values), (int)desc->indices, (int)desc->exchange);
     return DTRAIN_OK;
 }

@@ -38,17 +38,19 @@ static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *d
         (desc->mode < DTRAIN_DEVICE_STAGED || desc->mode > DTRAIN_DEVICE_HOSTS))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED, "
-                            "DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_FLAGS or DTRAIN_DEVICE_HOSTS",
+                            "DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_FLAGS or DTRAIN_DEVICE_HOSTS" DTRAIN__ZERO_FIRST,
                             (int)desc->mode);
     if (desc->chunk_bytes != 0 &&
         (desc->chunk_bytes < DTRAIN__STAGED_CHUNK_LEAST || desc->chunk_bytes > DTRAIN__STAGED_CHUNK_MOST))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.chunk_bytes is %zu, expected 0 or %zu to %zu",
-                            desc->chunk_bytes, DTRAIN__STAGED_CHUNK_LEAST, DTRAIN__STAGED_CHUNK_MOST);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "desc.chunk_bytes is %zu, expected 0 or %zu to %zu" DTRAIN__ZERO_FIRST, desc->chunk_bytes,
+                            DTRAIN__STAGED_CHUNK_LEAST, DTRAIN__STAGED_CHUNK_MOST);
     if (desc->slots != 0 && (desc->slots < 2 || desc->slots > DTRAIN__DEVICE_SLOTS))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.slots is %d, expected 0 or 2 to %d", desc->slots,
-                            DTRAIN__DEVICE_SLOTS);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.slots is %d, expected 0 or 2 to %d" DTRAIN__ZERO_FIRST,
+                            desc->slots, DTRAIN__DEVICE_SLOTS);
     if (desc->async != 0 && desc->async != 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.async is %d, expected 0 or 1", desc->async);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "desc.async is %d, expected 0 or 1" DTRAIN__ZERO_FIRST,
+                            desc->async);
     return DTRAIN_OK;
 }
 

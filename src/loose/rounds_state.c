@@ -117,16 +117,17 @@ static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, con
     if (desc->steps < 1 || desc->overlap < 0 || desc->overlap >= desc->steps)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: %d steps with an overlap of %d; expected at least 1 step, and an overlap from "
-                            "0 to steps - 1",
+                            "0 to steps - 1" DTRAIN__ZERO_FIRST,
                             desc->steps, desc->overlap);
     if (!dtrain__train_finite(lr) || lr <= 0.0 || !dtrain__train_finite(momentum) || momentum < 0.0 || momentum >= 1.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: outer_lr is %g, outer_momentum %g; expected outer_lr above 0, and "
-                            "outer_momentum from 0 to below 1",
+                            "outer_momentum from 0 to below 1" DTRAIN__ZERO_FIRST,
                             lr, momentum);
     if (!dtrain__train_finite(mixing) || mixing < 0.0 || mixing > 1.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "local_sgd: mixing is %g, expected a number above 0 and at most 1", mixing);
+                            "local_sgd: mixing is %g, expected a number above 0 and at most 1" DTRAIN__ZERO_FIRST,
+                            mixing);
     if (params->range_count == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "local_sgd: no parameter of the table has a gradient, so there is nothing to average: "

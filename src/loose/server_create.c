@@ -14,9 +14,10 @@ static dtrain_status dtrain__server_check_desc(dtrain_server *s)
 {
     const dtrain_compress_desc *c = s->desc.compress;
     if (s->desc.server < 0 || s->desc.server >= s->ranks)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_server_create on rank %d: the server is rank %d, expected 0 to %d", s->rank,
-                            s->desc.server, s->ranks - 1);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_server_create on rank %d: the server is rank %d, expected 0 to %d" DTRAIN__ZERO_FIRST, s->rank,
+            s->desc.server, s->ranks - 1);
     if (c == NULL)
         return DTRAIN_OK;
     if (c->kind == DTRAIN_COMPRESS_POWERSGD ||

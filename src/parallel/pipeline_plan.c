@@ -259,9 +259,10 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     if (desc->schedule == DTRAIN_PIPELINE_DEFAULT)
         desc->schedule = DTRAIN_PIPELINE_1F1B;
     if (desc->schedule < DTRAIN_PIPELINE_GPIPE || desc->schedule > DTRAIN_PIPELINE_ZB_H1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "pipeline_plan: there is no schedule %d; expected one of dtrain_pipeline_schedule",
-                            (int)desc->schedule);
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "pipeline_plan: there is no schedule %d; expected one of dtrain_pipeline_schedule" DTRAIN__ZERO_FIRST,
+            (int)desc->schedule);
     int numbers[3] = {desc->ranks, desc->micro_batches, desc->chunks};
     for (int i = 0; i < 3; i++)
         if (numbers[i] < 0 || numbers[i] > DTRAIN__PIPELINE_MOST)

@@ -176,7 +176,7 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
     if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
-                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP or DTRAIN_HYBRID_SHARD",
+                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP or DTRAIN_HYBRID_SHARD" DTRAIN__ZERO_FIRST,
                             (int)strategy);
     if (strategy == DTRAIN_HYBRID_SHARD && (desc->shard_size < 1 || world % desc->shard_size != 0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -187,7 +187,7 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
         if (dtypes[i] != DTRAIN_F32 && !dtrain__layout_is_16_bit(dtypes[i]))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                 "fsdp: %s is %d, expected DTRAIN_F32, DTRAIN_BF16 or "
-                                "DTRAIN_F16",
+                                "DTRAIN_F16" DTRAIN__ZERO_FIRST,
                                 i == 0 ? "gather_dtype" : "reduce_dtype", (int)dtypes[i]);
     dtrain_status status = dtrain__layout_check_quantise(desc);
     if (status == DTRAIN_OK && desc->compress != NULL)
@@ -203,7 +203,7 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
         desc->loss_scale < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: micro_batches is %d, loss_scale %g, loss_scale_steps %d: "
-                            "expected finite numbers of at least 0",
+                            "expected finite numbers of at least 0" DTRAIN__ZERO_FIRST,
                             desc->micro_batches, (double)desc->loss_scale, desc->loss_scale_steps);
     if (desc->trace_events > DTRAIN__LAYOUT_MOST)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "fsdp: trace_events is %zu, more than memory: keep fewer",

@@ -66,7 +66,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compress: kind %d%s: expected one of dtrain_compression, and own for "
-                            "DTRAIN_COMPRESS_OWN",
+                            "DTRAIN_COMPRESS_OWN" DTRAIN__ZERO_FIRST,
                             (int)desc->kind, desc->own == NULL ? " without own" : "");
     *made = *desc->own;
     made->destroy = NULL;

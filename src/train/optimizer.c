@@ -118,12 +118,13 @@ static dtrain_status dtrain__optimizer_check(const dtrain_optimizer_desc *desc, 
     const float values[] = {desc->beta1, desc->beta2, desc->momentum, desc->eps, desc->weight_decay};
     for (int i = 0; i < 5; i++)
         if (!dtrain__train_finite((double)values[i]) || values[i] < 0.0f || (i < 3 && values[i] >= 1.0f))
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the optimizer's %s is %g, expected %s", call, names[i],
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: the optimizer's %s is %g, expected %s" DTRAIN__ZERO_FIRST, call, names[i],
                                 (double)values[i], i < 3 ? "0 to below 1" : "a number of at least 0");
     if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW && !(may_be_none && desc->kind == DTRAIN_OPTIMIZER_NONE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: the optimizer's kind is %d, expected DTRAIN_SGD or DTRAIN_ADAMW", call,
-                            (int)desc->kind);
+                            "%s: the optimizer's kind is %d, expected DTRAIN_SGD or DTRAIN_ADAMW" DTRAIN__ZERO_FIRST,
+                            call, (int)desc->kind);
     return DTRAIN_OK;
 }
 

@@ -178,6 +178,36 @@ TEST(a_count_that_would_be_a_rank_is_said_to_be_swapped_with_the_root)
     on_threads(2, swapped, NULL);
 }
 
+/* Fields of these bytes have impossible values. */
+TEST(a_desc_that_was_not_zeroed_is_told_so)
+{
+    static const char zero_first[] = "a desc that is not zeroed first (= {0})";
+    dtrain_comm *world = NULL;
+    dtrain_comm_desc desc, one;
+    memset(&desc, 0x5a, sizeof desc);
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times(zero_first), 1);
+    memset(&one, 0, sizeof one);
+    one.rank = one.world_size = 0x5a5a5a5a;
+    CHECK_EQ(dtrain_comm_create(&world, &one), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times(zero_first), 1);
+    one.world_size = 1;
+    one.rank = 0;
+    CHECK_EQ(dtrain_comm_create(&world, &one), DTRAIN_OK);
+    dtrain_fsdp *fsdp = NULL;
+    dtrain_fsdp_desc shards;
+    dtrain_param table[1];
+    memset(table, 0, sizeof table);
+    table[0].name = "a";
+    table[0].dtype = DTRAIN_F32;
+    table[0].shape[0] = 4;
+    memset(&shards, 0, sizeof shards);
+    memset(&shards.strategy, 0x5a, sizeof shards.strategy);
+    CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, 1, &shards), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times(zero_first), 1);
+    dtrain_comm_destroy(world);
+}
+
 #define LARGE ((size_t)4 << 20) /* more than any buffer between two ranks takes */
 
 /* Every rank sends to the next, or receives from the one before, before it does the other. */
@@ -212,6 +242,55 @@ TEST(ranks_that_all_send_first_are_told_of_exchange)
             else
                 on_threads(ranks, same_way_first, &s);
         }
+}
+
+static int unwaited;
+static char unwaited_text[400];
+
+static void keep_unwaited(void *user, dtrain_log_level level, const char *text)
+{
+    (void)user;
+    (void)level;
+    if (strstr(text, "nobody waited for") == NULL)
+        return;
+    if (__atomic_fetch_add(&unwaited, 1, __ATOMIC_SEQ_CST) == 0)
+        snprintf(unwaited_text, sizeof unwaited_text, "%s", text);
+}
+
+static int forgets(dtrain_comm *world, scene *s)
+{
+    int32_t x[3] = {1, 2, 3};
+    dtrain_work *work[3];
+    (void)s;
+    for (int i = 0; i < 3; i++)
+        CHECK_EQ(dtrain_all_reduce_async(world, &x[i], &x[i], 1, DTRAIN_I32, DTRAIN_SUM, &work[i]), DTRAIN_OK);
+    while (!dtrain_work_done(work[2]))
+        usleep(100);
+    CHECK_EQ(dtrain_work_wait(work[0]), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+static int waits(dtrain_comm *world, scene *s)
+{
+    int32_t x = 1;
+    dtrain_work *work;
+    (void)s;
+    CHECK_EQ(dtrain_all_reduce_async(world, &x, &x, 1, DTRAIN_I32, DTRAIN_SUM, &work), DTRAIN_OK);
+    CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+    return 0;
+}
+
+TEST(handles_that_nobody_waits_for_are_told_of_when_their_group_ends)
+{
+    dtrain_set_log(keep_unwaited, NULL);
+    on_threads(2, waits, NULL);
+    CHECK_EQ(unwaited, 0);
+    on_threads(2, forgets, NULL);
+    dtrain_set_log(NULL, NULL);
+    CHECK_EQ(unwaited, 2);
+    CHECK_CONTAINS(unwaited_text,
+                   "nobody waited for 2 handles, the first of all_reduce #2 (sum, i32 x 1): call dtrain_work_wait");
 }
 
 /* A constant in the place of another enum's is then an error, and no other choice of its own. */
