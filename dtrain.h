@@ -21392,7 +21392,7 @@ typedef struct dtrain__channel {
 
 /* Lines for the log, which may block: whoever steps writes them after unlocking the mutex. */
 typedef struct dtrain__notes {
-    int count, sealed, joined; /* sealed: log that traffic is sealed; joined: log who came */
+    int count, sealed, joined, address; /* log that traffic is sealed, and who came; tell where rank 0 listens */
     char text[4][DTRAIN__ERROR_BYTES];
 } dtrain__notes;
 
@@ -21455,7 +21455,10 @@ struct dtrain__hub {
     int root_count, root_turn,
         root_named;           /* root_turn: tries since the look-up; root_named: it may be looked up again */
     dtrain__look_up *look_up; /* under way; NULL: none */
-    int64_t look_ns;          /* when the next may begin */
+    int listen_fd;            /* rank 0: what the launcher left; -1: nothing */
+    void (*on_address)(void *user, const char *address);
+    void *on_address_user;
+    int64_t look_ns;                                      /* when the next may begin */
     int listeners[DTRAIN__MAX_ADDRESSES], listener_count; /* the first is at `listening` */
     dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
     int64_t complete_ns;      /* since when every answer of rank 0 is that its group is complete; 0: it is not */
@@ -22920,9 +22923,9 @@ static void dtrain__hub_accept(dtrain__hub *hub, int listener, int64_t now)
 #endif
 
 /* ---- >>root ----
- * Where rank 0 is: its address, which may have to be looked up, and how ranks without a token meet instead. Ranks other
- * than 0 look up a name on a thread of its own, until they reach rank 0. The name may not be known yet, or its address
- * may have changed. */
+ * Where rank 0 is: its address, which may have to be looked up, and how ranks without a token meet instead. A name is
+ * looked up on a thread of its own, until rank 0 listens and the others reach it. The name may not be known yet, or its
+ * address may have changed. */
 #ifndef DTRAIN__ROOT
 #define DTRAIN__ROOT
 
@@ -22996,21 +22999,215 @@ static dtrain_status dtrain__root_choose(dtrain__hub *hub)
     return dtrain__root_closed(hub, text);
 }
 
-/* Finds the root's addresses. A name stays to be looked up on ranks other than 0. Rank 0 waits for it: it cannot listen
- * before. */
+#define DTRAIN__ROOT_SOON_NS 50000000 /* what a call that must not block may take */
+
+/* Starts a look-up. Until it ends, the error of rank 0's absence is that there is no answer. */
+static void dtrain__root_ask(dtrain__hub *hub, int64_t now)
+{
+    hub->look_ns = now + 1000000000;
+    hub->look_up = dtrain__look_up_start(hub->root);
+    if (hub->root_count == 0 && (hub->look_up == NULL || hub->root_error.text[0] == 0))
+        dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "the name cannot be looked up: %s",
+                     hub->look_up == NULL ? "the system has no memory or thread for it"
+                                          : "the system's resolver has not answered; is its name server reachable");
+}
+
+/* Takes the addresses that a look-up has found, and chooses among them. */
+static dtrain_status dtrain__root_found(dtrain__hub *hub)
+{
+    memcpy(hub->root_addresses, hub->look_up->found, sizeof hub->root_addresses);
+    hub->root_count = hub->look_up->count;
+    hub->root_turn = 0;
+    return dtrain__root_choose(hub);
+}
+
+/* Finds the root's addresses. A name that is not known soon stays to be looked up. Rank 0 waits that long for it: most
+ * names of its own host are known at once. What is wrong with those is then an error of this call. */
 static dtrain_status dtrain__root_find(dtrain__hub *hub)
 {
     dtrain__error cause;
     dtrain_status status = dtrain__net_look_up(hub->root, AI_NUMERICHOST, hub->root_addresses, &hub->root_count);
-    hub->root_named = status == DTRAIN_ERR_IO && hub->rank != 0;
-    if (hub->root_named)
-        return DTRAIN_OK;
-    status = dtrain__net_look_up(hub->root, 0, hub->root_addresses, &hub->root_count);
+    hub->root_named = status == DTRAIN_ERR_IO;
     if (status == DTRAIN_OK)
         return dtrain__root_choose(hub);
-    cause = dtrain__thread_error;
-    return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
+    if (!hub->root_named) {
+        cause = dtrain__thread_error;
+        return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
+    }
+    int64_t now = dtrain__os_now_ns(), until = now + DTRAIN__ROOT_SOON_NS;
+    if (hub->rank == 0)
+        dtrain__root_ask(hub, now);
+    while (hub->look_up != NULL && !__atomic_load_n(&hub->look_up->done, __ATOMIC_SEQ_CST) &&
+           dtrain__os_now_ns() < until)
+        dtrain__os_sleep(200000);
+    if (hub->look_up == NULL || !__atomic_load_n(&hub->look_up->done, __ATOMIC_SEQ_CST) || hub->look_up->count == 0)
+        return DTRAIN_OK;
+    status = dtrain__root_found(hub);
+    dtrain__look_up_release(hub->look_up);
+    hub->look_up = NULL;
+    hub->root_named = 0;
+    return status;
 }
+
+/* ---- the listeners of rank 0 ---- */
+
+/* Whether rank 0 listens on loopback although ranks of other hosts are expected: a host's own name often means
+ * loopback, and launchers give rank 0 "localhost" for it. A token says that others are expected. Loopback in numbers is
+ * meant as such. */
+static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
+{
+    int open = hub->keys.token_bytes > 0 || (hub->insecure && strncmp(hub->root, "localhost:", 10) != 0);
+    return open && dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           strncmp(hub->root, "127.", 4) != 0 && strncmp(hub->root, "[::1]", 5) != 0;
+}
+
+static int dtrain__hub_never_listens(const dtrain__hub *hub)
+{
+    return strcmp(hub->listen_on, "none") == 0;
+}
+
+/* Uses a copy of the listening socket that the launcher left open, so that the next group can use it too. Returns 0 if
+ * the descriptor is not such a socket, or no longer. */
+static int dtrain__root_inherit(dtrain__hub *hub, int inherited)
+{
+    int named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
+    int fd = dtrain__os_inherit(inherited);
+    if (fd < 0)
+        return 0;
+    if (dtrain__net_end(fd, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
+        dtrain__net_port(&hub->listening) != dtrain__root_port(hub) || dtrain__os_manners(fd) != 0) {
+        dtrain__os_hang_up(fd);
+        return 0;
+    }
+    dtrain__os_manners(inherited); /* programs that this one starts do not get it */
+    dtrain__os_plain(fd);
+    hub->listeners[hub->listener_count++] = fd;
+    return 1;
+}
+
+/* Lists where rank 0 listens: at each address of its name, as nobody knows which of them a rank can reach. If it was
+ * given an interface, it listens there. any: on all interfaces.
+ *
+ *   out   DTRAIN__MAX_ADDRESSES */
+static dtrain_status dtrain__root_doors(const dtrain__hub *hub, int any, dtrain__address *out, int *count)
+{
+    int given = hub->listen_on[0] != 0 && !dtrain__net_is_unix(&hub->root_addresses[0]), loopback = !given;
+    int all = dtrain__net_is_unix(&hub->root_addresses[0]) ? 1 : hub->root_count; /* the second is in its stead */
+    *count = 0;
+    for (int i = 0; i < all; i++)
+        loopback = loopback && dtrain__hub_more_than_loopback(hub, &hub->root_addresses[i]);
+    for (int i = 0; i < all; i++) {
+        dtrain__address next = hub->root_addresses[i];
+        dtrain_status status = DTRAIN_OK;
+        int known = 0, port = dtrain__net_port(&next);
+        if (any || loopback)
+            dtrain__net_set_any(&next);
+        else if (given)
+            status = dtrain__net_interface(hub->listen_on, next.at.any.sa_family, &next);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__net_set_port(&next, port);
+        for (int k = 0; k < *count; k++)
+            known |= memcmp(&next.at, &out[k].at, sizeof next.at) == 0;
+        if (!known)
+            out[(*count)++] = next;
+    }
+    return DTRAIN_OK;
+}
+
+/* Listens at all of these, at one port. An address that this host does not have is left out, unless it has none of
+ * them. *failed: the address that it cannot have. Returns 0 or an errno. */
+static int dtrain__root_listen_at(dtrain__hub *hub, const dtrain__address *doors, int count, dtrain__address *failed)
+{
+    int missing = 0;
+    *failed = doors[0];
+    for (int i = 0; i < count; i++) {
+        dtrain__address at = doors[i];
+        if (hub->listener_count > 0)
+            dtrain__net_set_port(&at, dtrain__net_port(&hub->listening));
+        int error = dtrain__hub_listen(hub, &at, count > 1);
+        if (error == 0)
+            continue;
+        *failed = doors[i];
+        missing = error;
+        if (error != EADDRNOTAVAIL && error != EAFNOSUPPORT && error != EINVAL) {
+            dtrain__hub_stop_listening(hub);
+            return error;
+        }
+    }
+    return hub->listener_count > 0 ? 0 : missing;
+}
+
+/* Says at once that rank 0's host has no address of the root, as the other ranks may wait in vain. It is no error: what
+ * has the address may pass connections on. */
+static void dtrain__root_tell_elsewhere(dtrain__hub *hub)
+{
+    char own[400];
+    int here = 0, port = dtrain__net_port(&hub->listening);
+    for (int i = 0; i < hub->root_count; i++)
+        here |= dtrain__net_is_unix(&hub->root_addresses[i]) || dtrain__net_is_here(&hub->root_addresses[i]);
+    hub->elsewhere = !here;
+    if (here)
+        return;
+    dtrain__net_own_addresses(port, own, sizeof own);
+    dtrain__log(
+        DTRAIN_LOG_WARN,
+        "comm_create: rank 0 is on a host that does not have the address of the root %.120s (%s), and has %s. Give "
+        "every rank a root that rank 0's host has, or start rank 0 on the root's host. Rank 0 listens at %s: "
+        "other ranks reach it only if the root's host passes connections on (NAT, port forwarding)",
+        hub->root, dtrain__net_text(&hub->root_addresses[0]).text, own, dtrain__net_text(&hub->listening).text);
+}
+
+/* Opens the listeners to which all other ranks connect. inherited: a descriptor that the launcher left, or -1. */
+static dtrain_status dtrain__root_listen(dtrain__hub *hub, int inherited)
+{
+    const dtrain__address chosen = hub->root_addresses[0];
+    dtrain__address doors[DTRAIN__MAX_ADDRESSES], failed;
+    char text[DTRAIN__ADDRESS_BYTES + 64];
+    int error = EADDRINUSE, count, port = dtrain__net_port(&chosen), lock = -1;
+    if (dtrain__hub_never_listens(hub))
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "comm_create: rank 0 has listen_on or DTRAIN_INTERFACE \"none\", and all other ranks "
+            "connect to it: make a rank that can listen rank 0, or give rank 0 an interface or address");
+    if (inherited >= 0 && dtrain__root_inherit(hub, inherited)) {
+        snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
+        return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__root_closed(hub, text);
+    }
+    dtrain_status status = dtrain__root_doors(hub, 0, doors, &count);
+    if (status != DTRAIN_OK)
+        return status;
+    if (dtrain__net_is_unix(&chosen) && !dtrain__net_is_abstract(&chosen))
+        lock = dtrain__os_lock_beside(chosen.at.local.sun_path);
+    /* a port that the system chose for the first address may be in use at the next */
+    for (int tries = port == 0 ? 16 : 1; error == EADDRINUSE && tries > 0; tries--)
+        error = dtrain__root_listen_at(hub, doors, count, &failed);
+    if (lock >= 0)
+        dtrain__os_close(lock);
+    if (error != 0 && hub->root_count > 1 && dtrain__net_is_abstract(&chosen) && !dtrain__net_is_held(&chosen)) {
+        hub->root_addresses[0] = hub->root_addresses[1]; /* another user holds the name */
+        hub->root_count = 1;
+        status = dtrain__net_make_directory();
+        return status == DTRAIN_OK ? dtrain__root_listen(hub, -1) : status;
+    }
+    if (error == EADDRNOTAVAIL && dtrain__root_doors(hub, 1, doors, &count) == DTRAIN_OK)
+        error = dtrain__root_listen_at(hub, doors, count, &failed); /* the name means this host, by another address */
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s%.*s%s",
+                            hub->root, dtrain__net_text(&failed).text, dtrain__os_error_text(error),
+                            error == EADDRINUSE
+                                ? "; another group, an earlier one, or a process that a rank of it started, uses it: "
+                                  "choose another address, or end that; or another process is rank 0 too: is "
+                                : "",
+                            error == EADDRINUSE ? (int)strcspn(hub->believed, " ") : 0, hub->believed,
+                            error == EADDRINUSE ? " given twice?" : "");
+    if (port == 0 && !dtrain__net_is_unix(&hub->listening))
+        dtrain__root_set_port(hub, dtrain__net_port(&hub->listening));
+    dtrain__root_tell_elsewhere(hub);
+    return DTRAIN_OK;
+}
+
+/* ---- looking up a name ---- */
 
 /* Takes the answer of the look-up. If it has none, the addresses before it stay. */
 static void dtrain__root_take(dtrain__hub *hub)
@@ -23018,15 +23215,16 @@ static void dtrain__root_take(dtrain__hub *hub)
     const dtrain__look_up *look_up = hub->look_up;
     dtrain__error cause = look_up->error;
     if (look_up->count > 0) {
-        memcpy(hub->root_addresses, look_up->found, sizeof hub->root_addresses);
-        hub->root_count = look_up->count;
-        hub->root_turn = 0;
-        if (dtrain__root_choose(hub) != DTRAIN_OK) {
+        dtrain_status status = dtrain__root_found(hub);
+        if (status == DTRAIN_OK && hub->rank == 0)
+            status = dtrain__root_listen(hub, hub->listen_fd);
+        hub->notes.address = status == DTRAIN_OK && hub->rank == 0;
+        if (status != DTRAIN_OK) {
             cause = dtrain__thread_error;
             dtrain__seat_break(dtrain__council_seat(&hub->council, 0), &cause);
             dtrain__hub_tell(hub);
         }
-        hub->root_named = !dtrain__net_is_unix(&hub->root_addresses[0]);
+        hub->root_named = hub->rank != 0 && !dtrain__net_is_unix(&hub->root_addresses[0]);
     } else if (hub->root_count == 0) {
         if (strcmp(hub->root_error.text, cause.text) != 0)
             dtrain__hub_note(hub, "rank %d tries again until its deadline: %.600s", hub->rank, cause.text);
@@ -23044,12 +23242,7 @@ static void dtrain__root_step(dtrain__hub *hub, int64_t now)
     if (!hub->root_named || hub->formed || hub->look_up != NULL || now < hub->look_ns ||
         hub->root_turn < hub->root_count)
         return;
-    hub->look_ns = now + 1000000000;
-    hub->look_up = dtrain__look_up_start(hub->root);
-    if (hub->root_count == 0 && (hub->look_up == NULL || hub->root_error.text[0] == 0))
-        dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "the name cannot be looked up: %s",
-                     hub->look_up == NULL ? "the system has no memory or thread for it"
-                                          : "the system's resolver has not answered; is its name server reachable");
+    dtrain__root_ask(hub, now);
 }
 
 /* Returns when the look-up is due; an answer calls nobody. */
@@ -23069,21 +23262,6 @@ static int64_t dtrain__root_due(const dtrain__hub *hub, int64_t now)
  * poll(), then whatever can be done at once. */
 #ifndef DTRAIN__RENDEZVOUS
 #define DTRAIN__RENDEZVOUS
-
-/* Whether rank 0 listens on loopback although ranks of other hosts are expected: a host's own name often means
- * loopback, and launchers give rank 0 "localhost" for it. A token says that others are expected. Loopback in numbers is
- * meant as such. */
-static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
-{
-    int open = hub->keys.token_bytes > 0 || (hub->insecure && strncmp(hub->root, "localhost:", 10) != 0);
-    return open && dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
-           strncmp(hub->root, "127.", 4) != 0 && strncmp(hub->root, "[::1]", 5) != 0;
-}
-
-static int dtrain__hub_never_listens(const dtrain__hub *hub)
-{
-    return strcmp(hub->listen_on, "none") == 0;
-}
 
 /* Chooses this rank's own address: on the interface of its control connection, at a port of its own. *local: only ranks
  * of the same host can reach it there. */
@@ -23233,17 +23411,19 @@ static void dtrain__hub_root_unreached(dtrain__hub *hub, const dtrain__address *
         dtrain__seat_break(dtrain__council_seat(&hub->council, 0), &hub->root_error);
 }
 
-/* Other ranks than 0: tries to reach rank 0, as often as it takes. */
+/* Looks up rank 0's name. Other ranks than 0 try to reach it, as often as it takes. */
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
     dtrain__member *root = &hub->members[0];
     dtrain__handshake *handshake = root->handshake;
     dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
-    if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
+    if (root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
         (!hub->formed && (world == NULL || dtrain__membership_broken(world->members))))
         return;
     if (!hub->formed)
         dtrain__root_step(hub, now);
+    if (hub->rank == 0)
+        return;
     if (handshake == NULL && hub->root_count > 0 && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
@@ -23533,8 +23713,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
             member->control.fd >= 0 && member->out.bytes == 0) { /* output that waits is a sign of life as well */
             int64_t every = dtrain__hub_beat_every(hub, member);
-            int late = now - member->told_ns >= every - hub->period_ns; /* it would be at the next look */
-            if (late)
+            if (now - member->told_ns >= every - hub->period_ns) /* it would be late at the next look */
                 dtrain__hub_beat(hub, rank, suspect, longest, now);
             next = now + every < next ? now + every : next;
         }
@@ -23704,7 +23883,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
 {
     int count;
     dtrain__notes notes;
-    notes.count = notes.sealed = notes.joined = 0;
+    notes.count = notes.sealed = notes.joined = notes.address = 0;
     dtrain__os_lock(&hub->mutex);
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
@@ -23732,12 +23911,14 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         if (__atomic_exchange_n(&channel->dozing, 0u, __ATOMIC_SEQ_CST) != 0)
             dtrain__channel_awake(channel, 1);
     dtrain__hub_work(hub);
-    if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined)
+    if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined || hub->notes.address)
         notes = hub->notes;
-    hub->notes.count = hub->notes.sealed = hub->notes.joined = 0;
+    hub->notes.count = hub->notes.sealed = hub->notes.joined = hub->notes.address = 0;
     dtrain__os_unlock(&hub->mutex);
     for (int i = 0; i < notes.count; i++)
         dtrain__log(DTRAIN_LOG_WARN, "%s", notes.text[i]);
+    if (notes.address && hub->on_address != NULL)
+        hub->on_address(hub->on_address_user, hub->root);
     if (notes.joined)
         dtrain__hub_log_joined(hub);
     if (notes.sealed) /* a warning once a job, unless sealing was asked for */
@@ -24215,147 +24396,6 @@ static void dtrain__socket_leave(void *self, const char *why)
     dtrain__os_unlock(&hub->mutex);
 }
 
-/* Uses a copy of the listening socket that the launcher left open, so that the next group can use it too. Returns 0 if
- * the descriptor is not such a socket, or no longer. */
-static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
-{
-    int named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
-    int fd = dtrain__os_inherit(inherited);
-    if (fd < 0)
-        return 0;
-    if (dtrain__net_end(fd, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
-        dtrain__net_port(&hub->listening) != dtrain__root_port(hub) || dtrain__os_manners(fd) != 0) {
-        dtrain__os_hang_up(fd);
-        return 0;
-    }
-    dtrain__os_manners(inherited); /* programs that this one starts do not get it */
-    dtrain__os_plain(fd);
-    hub->listeners[hub->listener_count++] = fd;
-    return 1;
-}
-
-/* Lists where rank 0 listens: at each address of its name, as nobody knows which of them a rank can reach. If it was
- * given an interface, it listens there. any: on all interfaces.
- *
- *   out   DTRAIN__MAX_ADDRESSES */
-static dtrain_status dtrain__socket_doors(const dtrain__hub *hub, int any, dtrain__address *out, int *count)
-{
-    int given = hub->listen_on[0] != 0 && !dtrain__net_is_unix(&hub->root_addresses[0]), loopback = !given;
-    int all = dtrain__net_is_unix(&hub->root_addresses[0]) ? 1 : hub->root_count; /* the second is in its stead */
-    *count = 0;
-    for (int i = 0; i < all; i++)
-        loopback = loopback && dtrain__hub_more_than_loopback(hub, &hub->root_addresses[i]);
-    for (int i = 0; i < all; i++) {
-        dtrain__address next = hub->root_addresses[i];
-        dtrain_status status = DTRAIN_OK;
-        int known = 0, port = dtrain__net_port(&next);
-        if (any || loopback)
-            dtrain__net_set_any(&next);
-        else if (given)
-            status = dtrain__net_interface(hub->listen_on, next.at.any.sa_family, &next);
-        if (status != DTRAIN_OK)
-            return status;
-        dtrain__net_set_port(&next, port);
-        for (int k = 0; k < *count; k++)
-            known |= memcmp(&next.at, &out[k].at, sizeof next.at) == 0;
-        if (!known)
-            out[(*count)++] = next;
-    }
-    return DTRAIN_OK;
-}
-
-/* Listens at all of these, at one port. An address that this host does not have is left out, unless it has none of
- * them. *failed: the address that it cannot have. Returns 0 or an errno. */
-static int dtrain__socket_listen_at(dtrain__hub *hub, const dtrain__address *doors, int count, dtrain__address *failed)
-{
-    int missing = 0;
-    *failed = doors[0];
-    for (int i = 0; i < count; i++) {
-        dtrain__address at = doors[i];
-        if (hub->listener_count > 0)
-            dtrain__net_set_port(&at, dtrain__net_port(&hub->listening));
-        int error = dtrain__hub_listen(hub, &at, count > 1);
-        if (error == 0)
-            continue;
-        *failed = doors[i];
-        missing = error;
-        if (error != EADDRNOTAVAIL && error != EAFNOSUPPORT && error != EINVAL) {
-            dtrain__hub_stop_listening(hub);
-            return error;
-        }
-    }
-    return hub->listener_count > 0 ? 0 : missing;
-}
-
-/* Says at once that rank 0's host has no address of the root, as the other ranks may wait in vain. It is no error: what
- * has the address may pass connections on. */
-static void dtrain__socket_tell_elsewhere(dtrain__hub *hub)
-{
-    char own[400];
-    int here = 0, port = dtrain__net_port(&hub->listening);
-    for (int i = 0; i < hub->root_count; i++)
-        here |= dtrain__net_is_unix(&hub->root_addresses[i]) || dtrain__net_is_here(&hub->root_addresses[i]);
-    hub->elsewhere = !here;
-    if (here)
-        return;
-    dtrain__net_own_addresses(port, own, sizeof own);
-    dtrain__log(
-        DTRAIN_LOG_WARN,
-        "comm_create: rank 0 is on a host that does not have the address of the root %.120s (%s), and has %s. Give "
-        "every rank a root that rank 0's host has, or start rank 0 on the root's host. Rank 0 listens at %s: "
-        "other ranks reach it only if the root's host passes connections on (NAT, port forwarding)",
-        hub->root, dtrain__net_text(&hub->root_addresses[0]).text, own, dtrain__net_text(&hub->listening).text);
-}
-
-/* On rank 0: opens the listeners to which all other ranks connect. */
-static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
-{
-    const dtrain__address chosen = hub->root_addresses[0];
-    dtrain__address doors[DTRAIN__MAX_ADDRESSES], failed;
-    char text[DTRAIN__ADDRESS_BYTES + 64];
-    int error = EADDRINUSE, count, port = dtrain__net_port(&chosen), lock = -1;
-    if (dtrain__hub_never_listens(hub))
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "comm_create: rank 0 has listen_on or DTRAIN_INTERFACE \"none\", and all other ranks "
-            "connect to it: make a rank that can listen rank 0, or give rank 0 an interface or address");
-    if (inherited >= 0 && dtrain__socket_inherit(hub, inherited)) {
-        snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
-        return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__root_closed(hub, text);
-    }
-    dtrain_status status = dtrain__socket_doors(hub, 0, doors, &count);
-    if (status != DTRAIN_OK)
-        return status;
-    if (dtrain__net_is_unix(&chosen) && !dtrain__net_is_abstract(&chosen))
-        lock = dtrain__os_lock_beside(chosen.at.local.sun_path);
-    /* a port that the system chose for the first address may be in use at the next */
-    for (int tries = port == 0 ? 16 : 1; error == EADDRINUSE && tries > 0; tries--)
-        error = dtrain__socket_listen_at(hub, doors, count, &failed);
-    if (lock >= 0)
-        dtrain__os_close(lock);
-    if (error != 0 && hub->root_count > 1 && dtrain__net_is_abstract(&chosen) && !dtrain__net_is_held(&chosen)) {
-        hub->root_addresses[0] = hub->root_addresses[1]; /* another user holds the name */
-        hub->root_count = 1;
-        status = dtrain__net_make_directory();
-        return status == DTRAIN_OK ? dtrain__socket_listen(hub, -1) : status;
-    }
-    if (error == EADDRNOTAVAIL && dtrain__socket_doors(hub, 1, doors, &count) == DTRAIN_OK)
-        error = dtrain__socket_listen_at(hub, doors, count, &failed); /* the name means this host, by another address */
-    if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s%.*s%s",
-                            hub->root, dtrain__net_text(&failed).text, dtrain__os_error_text(error),
-                            error == EADDRINUSE
-                                ? "; another group, an earlier one, or a process that a rank of it started, uses it: "
-                                  "choose another address, or end that; or another process is rank 0 too: is "
-                                : "",
-                            error == EADDRINUSE ? (int)strcspn(hub->believed, " ") : 0, hub->believed,
-                            error == EADDRINUSE ? " given twice?" : "");
-    if (port == 0 && !dtrain__net_is_unix(&hub->listening))
-        dtrain__root_set_port(hub, dtrain__net_port(&hub->listening));
-    dtrain__socket_tell_elsewhere(hub);
-    return DTRAIN_OK;
-}
-
 static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
 {
     hub->keys = *keys;
@@ -24363,6 +24403,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
+    hub->listen_fd = desc->listen_fd;
+    hub->on_address = desc->on_address;
+    hub->on_address_user = desc->on_address_user;
     hub->transport = desc->transport;
     hub->polls = desc->polls;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
@@ -24401,8 +24444,8 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
     self->joined = 1;
 }
 
-/* Opens the pipe, chooses the run's name, looks up the root, and on rank 0 opens the listener. */
-static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_desc *desc)
+/* Opens the pipe, chooses the run's name, finds the root, and on rank 0 opens the listener. */
+static dtrain_status dtrain__socket_open(dtrain__hub *hub)
 {
     dtrain_status status;
     int error = dtrain__os_pipe(hub->kick);
@@ -24412,10 +24455,10 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
                             hub->rank, dtrain__os_error_text(error));
     status = dtrain__root_find(hub);
-    if (status == DTRAIN_OK && hub->rank == 0)
-        status = dtrain__socket_listen(hub, desc->listen_fd);
-    if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
-        desc->on_address(desc->on_address_user, hub->root);
+    if (status == DTRAIN_OK && hub->rank == 0 && !hub->root_named)
+        status = dtrain__root_listen(hub, hub->listen_fd);
+    if (status == DTRAIN_OK && hub->listener_count > 0 && hub->on_address != NULL)
+        hub->on_address(hub->on_address_user, hub->root);
     return status;
 }
 
@@ -24432,7 +24475,7 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
         hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
     dtrain__socket_introduce(hub);
     dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
-    return status == DTRAIN_OK ? dtrain__socket_open(hub, desc) : status;
+    return status == DTRAIN_OK ? dtrain__socket_open(hub) : status;
 }
 
 /* Makes one rank's end. Rank 0 then listens; others will connect to it. dtrain__hub_step does the rest. */
@@ -24471,6 +24514,11 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
         if (!hub->members[rank].joined && used < sizeof missing - 32)
             used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
                                      hub->members[rank].name[0] != 0 ? " (came and left)" : "");
+    if (hub->rank == 0 && hub->listener_count == 0)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_TIMEOUT,
+            "comm_create: rank 0 of %d could not listen at %.120s within %.1f s: %.300s; believed: %.180s", hub->size,
+            hub->root, seconds, hub->root_error.text, hub->believed);
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "comm_create: rank 0 of %d waited %.1f s at %.120s%s for rank %s; believed: %.180s%s%.200s",

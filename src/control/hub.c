@@ -66,7 +66,7 @@ typedef struct dtrain__channel {
 
 /* Lines for the log, which may block: whoever steps writes them after unlocking the mutex. */
 typedef struct dtrain__notes {
-    int count, sealed, joined; /* sealed: log that traffic is sealed; joined: log who came */
+    int count, sealed, joined, address; /* log that traffic is sealed, and who came; tell where rank 0 listens */
     char text[4][DTRAIN__ERROR_BYTES];
 } dtrain__notes;
 
@@ -129,7 +129,10 @@ struct dtrain__hub {
     int root_count, root_turn,
         root_named;           /* root_turn: tries since the look-up; root_named: it may be looked up again */
     dtrain__look_up *look_up; /* under way; NULL: none */
-    int64_t look_ns;          /* when the next may begin */
+    int listen_fd;            /* rank 0: what the launcher left; -1: nothing */
+    void (*on_address)(void *user, const char *address);
+    void *on_address_user;
+    int64_t look_ns;                                      /* when the next may begin */
     int listeners[DTRAIN__MAX_ADDRESSES], listener_count; /* the first is at `listening` */
     dtrain__error root_error; /* why a try to reach rank 0 failed: the last that was refused, else the last */
     int64_t complete_ns;      /* since when every answer of rank 0 is that its group is complete; 0: it is not */

@@ -7,21 +7,6 @@
 #define DTRAIN__RENDEZVOUS
 #include "root.c"
 
-/* Whether rank 0 listens on loopback although ranks of other hosts are expected: a host's own name often means
- * loopback, and launchers give rank 0 "localhost" for it. A token says that others are expected. Loopback in numbers is
- * meant as such. */
-static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
-{
-    int open = hub->keys.token_bytes > 0 || (hub->insecure && strncmp(hub->root, "localhost:", 10) != 0);
-    return open && dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
-           strncmp(hub->root, "127.", 4) != 0 && strncmp(hub->root, "[::1]", 5) != 0;
-}
-
-static int dtrain__hub_never_listens(const dtrain__hub *hub)
-{
-    return strcmp(hub->listen_on, "none") == 0;
-}
-
 /* Chooses this rank's own address: on the interface of its control connection, at a port of its own. *local: only ranks
  * of the same host can reach it there. */
 static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
@@ -170,17 +155,19 @@ static void dtrain__hub_root_unreached(dtrain__hub *hub, const dtrain__address *
         dtrain__seat_break(dtrain__council_seat(&hub->council, 0), &hub->root_error);
 }
 
-/* Other ranks than 0: tries to reach rank 0, as often as it takes. */
+/* Looks up rank 0's name. Other ranks than 0 try to reach it, as often as it takes. */
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
     dtrain__member *root = &hub->members[0];
     dtrain__handshake *handshake = root->handshake;
     dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
-    if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
+    if (root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
         (!hub->formed && (world == NULL || dtrain__membership_broken(world->members))))
         return;
     if (!hub->formed)
         dtrain__root_step(hub, now);
+    if (hub->rank == 0)
+        return;
     if (handshake == NULL && hub->root_count > 0 && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
         handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
@@ -470,8 +457,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
             member->control.fd >= 0 && member->out.bytes == 0) { /* output that waits is a sign of life as well */
             int64_t every = dtrain__hub_beat_every(hub, member);
-            int late = now - member->told_ns >= every - hub->period_ns; /* it would be at the next look */
-            if (late)
+            if (now - member->told_ns >= every - hub->period_ns) /* it would be late at the next look */
                 dtrain__hub_beat(hub, rank, suspect, longest, now);
             next = now + every < next ? now + every : next;
         }
@@ -641,7 +627,7 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
 {
     int count;
     dtrain__notes notes;
-    notes.count = notes.sealed = notes.joined = 0;
+    notes.count = notes.sealed = notes.joined = notes.address = 0;
     dtrain__os_lock(&hub->mutex);
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
@@ -669,12 +655,14 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
         if (__atomic_exchange_n(&channel->dozing, 0u, __ATOMIC_SEQ_CST) != 0)
             dtrain__channel_awake(channel, 1);
     dtrain__hub_work(hub);
-    if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined)
+    if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined || hub->notes.address)
         notes = hub->notes;
-    hub->notes.count = hub->notes.sealed = hub->notes.joined = 0;
+    hub->notes.count = hub->notes.sealed = hub->notes.joined = hub->notes.address = 0;
     dtrain__os_unlock(&hub->mutex);
     for (int i = 0; i < notes.count; i++)
         dtrain__log(DTRAIN_LOG_WARN, "%s", notes.text[i]);
+    if (notes.address && hub->on_address != NULL)
+        hub->on_address(hub->on_address_user, hub->root);
     if (notes.joined)
         dtrain__hub_log_joined(hub);
     if (notes.sealed) /* a warning once a job, unless sealing was asked for */

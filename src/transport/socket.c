@@ -248,147 +248,6 @@ static void dtrain__socket_leave(void *self, const char *why)
     dtrain__os_unlock(&hub->mutex);
 }
 
-/* Uses a copy of the listening socket that the launcher left open, so that the next group can use it too. Returns 0 if
- * the descriptor is not such a socket, or no longer. */
-static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
-{
-    int named = hub->transport == DTRAIN__TRANSPORT_UNIX; /* others look for a unix socket alone */
-    int fd = dtrain__os_inherit(inherited);
-    if (fd < 0)
-        return 0;
-    if (dtrain__net_end(fd, 0, &hub->listening) != 0 || (named && !dtrain__net_is_unix(&hub->listening)) ||
-        dtrain__net_port(&hub->listening) != dtrain__root_port(hub) || dtrain__os_manners(fd) != 0) {
-        dtrain__os_hang_up(fd);
-        return 0;
-    }
-    dtrain__os_manners(inherited); /* programs that this one starts do not get it */
-    dtrain__os_plain(fd);
-    hub->listeners[hub->listener_count++] = fd;
-    return 1;
-}
-
-/* Lists where rank 0 listens: at each address of its name, as nobody knows which of them a rank can reach. If it was
- * given an interface, it listens there. any: on all interfaces.
- *
- *   out   DTRAIN__MAX_ADDRESSES */
-static dtrain_status dtrain__socket_doors(const dtrain__hub *hub, int any, dtrain__address *out, int *count)
-{
-    int given = hub->listen_on[0] != 0 && !dtrain__net_is_unix(&hub->root_addresses[0]), loopback = !given;
-    int all = dtrain__net_is_unix(&hub->root_addresses[0]) ? 1 : hub->root_count; /* the second is in its stead */
-    *count = 0;
-    for (int i = 0; i < all; i++)
-        loopback = loopback && dtrain__hub_more_than_loopback(hub, &hub->root_addresses[i]);
-    for (int i = 0; i < all; i++) {
-        dtrain__address next = hub->root_addresses[i];
-        dtrain_status status = DTRAIN_OK;
-        int known = 0, port = dtrain__net_port(&next);
-        if (any || loopback)
-            dtrain__net_set_any(&next);
-        else if (given)
-            status = dtrain__net_interface(hub->listen_on, next.at.any.sa_family, &next);
-        if (status != DTRAIN_OK)
-            return status;
-        dtrain__net_set_port(&next, port);
-        for (int k = 0; k < *count; k++)
-            known |= memcmp(&next.at, &out[k].at, sizeof next.at) == 0;
-        if (!known)
-            out[(*count)++] = next;
-    }
-    return DTRAIN_OK;
-}
-
-/* Listens at all of these, at one port. An address that this host does not have is left out, unless it has none of
- * them. *failed: the address that it cannot have. Returns 0 or an errno. */
-static int dtrain__socket_listen_at(dtrain__hub *hub, const dtrain__address *doors, int count, dtrain__address *failed)
-{
-    int missing = 0;
-    *failed = doors[0];
-    for (int i = 0; i < count; i++) {
-        dtrain__address at = doors[i];
-        if (hub->listener_count > 0)
-            dtrain__net_set_port(&at, dtrain__net_port(&hub->listening));
-        int error = dtrain__hub_listen(hub, &at, count > 1);
-        if (error == 0)
-            continue;
-        *failed = doors[i];
-        missing = error;
-        if (error != EADDRNOTAVAIL && error != EAFNOSUPPORT && error != EINVAL) {
-            dtrain__hub_stop_listening(hub);
-            return error;
-        }
-    }
-    return hub->listener_count > 0 ? 0 : missing;
-}
-
-/* Says at once that rank 0's host has no address of the root, as the other ranks may wait in vain. It is no error: what
- * has the address may pass connections on. */
-static void dtrain__socket_tell_elsewhere(dtrain__hub *hub)
-{
-    char own[400];
-    int here = 0, port = dtrain__net_port(&hub->listening);
-    for (int i = 0; i < hub->root_count; i++)
-        here |= dtrain__net_is_unix(&hub->root_addresses[i]) || dtrain__net_is_here(&hub->root_addresses[i]);
-    hub->elsewhere = !here;
-    if (here)
-        return;
-    dtrain__net_own_addresses(port, own, sizeof own);
-    dtrain__log(
-        DTRAIN_LOG_WARN,
-        "comm_create: rank 0 is on a host that does not have the address of the root %.120s (%s), and has %s. Give "
-        "every rank a root that rank 0's host has, or start rank 0 on the root's host. Rank 0 listens at %s: "
-        "other ranks reach it only if the root's host passes connections on (NAT, port forwarding)",
-        hub->root, dtrain__net_text(&hub->root_addresses[0]).text, own, dtrain__net_text(&hub->listening).text);
-}
-
-/* On rank 0: opens the listeners to which all other ranks connect. */
-static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
-{
-    const dtrain__address chosen = hub->root_addresses[0];
-    dtrain__address doors[DTRAIN__MAX_ADDRESSES], failed;
-    char text[DTRAIN__ADDRESS_BYTES + 64];
-    int error = EADDRINUSE, count, port = dtrain__net_port(&chosen), lock = -1;
-    if (dtrain__hub_never_listens(hub))
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "comm_create: rank 0 has listen_on or DTRAIN_INTERFACE \"none\", and all other ranks "
-            "connect to it: make a rank that can listen rank 0, or give rank 0 an interface or address");
-    if (inherited >= 0 && dtrain__socket_inherit(hub, inherited)) {
-        snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
-        return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__root_closed(hub, text);
-    }
-    dtrain_status status = dtrain__socket_doors(hub, 0, doors, &count);
-    if (status != DTRAIN_OK)
-        return status;
-    if (dtrain__net_is_unix(&chosen) && !dtrain__net_is_abstract(&chosen))
-        lock = dtrain__os_lock_beside(chosen.at.local.sun_path);
-    /* a port that the system chose for the first address may be in use at the next */
-    for (int tries = port == 0 ? 16 : 1; error == EADDRINUSE && tries > 0; tries--)
-        error = dtrain__socket_listen_at(hub, doors, count, &failed);
-    if (lock >= 0)
-        dtrain__os_close(lock);
-    if (error != 0 && hub->root_count > 1 && dtrain__net_is_abstract(&chosen) && !dtrain__net_is_held(&chosen)) {
-        hub->root_addresses[0] = hub->root_addresses[1]; /* another user holds the name */
-        hub->root_count = 1;
-        status = dtrain__net_make_directory();
-        return status == DTRAIN_OK ? dtrain__socket_listen(hub, -1) : status;
-    }
-    if (error == EADDRNOTAVAIL && dtrain__socket_doors(hub, 1, doors, &count) == DTRAIN_OK)
-        error = dtrain__socket_listen_at(hub, doors, count, &failed); /* the name means this host, by another address */
-    if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s%.*s%s",
-                            hub->root, dtrain__net_text(&failed).text, dtrain__os_error_text(error),
-                            error == EADDRINUSE
-                                ? "; another group, an earlier one, or a process that a rank of it started, uses it: "
-                                  "choose another address, or end that; or another process is rank 0 too: is "
-                                : "",
-                            error == EADDRINUSE ? (int)strcspn(hub->believed, " ") : 0, hub->believed,
-                            error == EADDRINUSE ? " given twice?" : "");
-    if (port == 0 && !dtrain__net_is_unix(&hub->listening))
-        dtrain__root_set_port(hub, dtrain__net_port(&hub->listening));
-    dtrain__socket_tell_elsewhere(hub);
-    return DTRAIN_OK;
-}
-
 static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
 {
     hub->keys = *keys;
@@ -396,6 +255,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->size = keys->world_size;
     dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
+    hub->listen_fd = desc->listen_fd;
+    hub->on_address = desc->on_address;
+    hub->on_address_user = desc->on_address_user;
     hub->transport = desc->transport;
     hub->polls = desc->polls;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
@@ -434,8 +296,8 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
     self->joined = 1;
 }
 
-/* Opens the pipe, chooses the run's name, looks up the root, and on rank 0 opens the listener. */
-static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_desc *desc)
+/* Opens the pipe, chooses the run's name, finds the root, and on rank 0 opens the listener. */
+static dtrain_status dtrain__socket_open(dtrain__hub *hub)
 {
     dtrain_status status;
     int error = dtrain__os_pipe(hub->kick);
@@ -445,10 +307,10 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
                             hub->rank, dtrain__os_error_text(error));
     status = dtrain__root_find(hub);
-    if (status == DTRAIN_OK && hub->rank == 0)
-        status = dtrain__socket_listen(hub, desc->listen_fd);
-    if (status == DTRAIN_OK && hub->rank == 0 && desc->on_address != NULL)
-        desc->on_address(desc->on_address_user, hub->root);
+    if (status == DTRAIN_OK && hub->rank == 0 && !hub->root_named)
+        status = dtrain__root_listen(hub, hub->listen_fd);
+    if (status == DTRAIN_OK && hub->listener_count > 0 && hub->on_address != NULL)
+        hub->on_address(hub->on_address_user, hub->root);
     return status;
 }
 
@@ -465,7 +327,7 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
         hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
     dtrain__socket_introduce(hub);
     dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
-    return status == DTRAIN_OK ? dtrain__socket_open(hub, desc) : status;
+    return status == DTRAIN_OK ? dtrain__socket_open(hub) : status;
 }
 
 /* Makes one rank's end. Rank 0 then listens; others will connect to it. dtrain__hub_step does the rest. */
@@ -504,6 +366,11 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
         if (!hub->members[rank].joined && used < sizeof missing - 32)
             used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
                                      hub->members[rank].name[0] != 0 ? " (came and left)" : "");
+    if (hub->rank == 0 && hub->listener_count == 0)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_TIMEOUT,
+            "comm_create: rank 0 of %d could not listen at %.120s within %.1f s: %.300s; believed: %.180s", hub->size,
+            hub->root, seconds, hub->root_error.text, hub->believed);
     if (hub->rank == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                             "comm_create: rank 0 of %d waited %.1f s at %.120s%s for rank %s; believed: %.180s%s%.200s",

@@ -841,10 +841,12 @@ TEST(a_control_group_has_left_what_it_can_drop)
                    writes("/sys/fs/cgroup/job/memory.current", "2147479552\n") &&
                    writes("/sys/fs/cgroup/job/memory.stat", "anon 5\ninactive_anon 6\nactive_anon 7\ninactive_file "
                                                             "1073741824\nactive_file 4194304\nslab_reclaimable 1024\n");
-        good = good && dtrain__os_cgroup_left("/job") == 1077941248u; /* 4,096 and what it can drop */
-        good = good && dtrain__os_cgroup_left("") == UINT64_MAX;      /* no limit */
+        dtrain__os_cgroup job = {.version = 2, .directory = "/sys/fs/cgroup/job"};
+        dtrain__os_cgroup top = {.version = 2, .directory = "/sys/fs/cgroup"};
+        good = good && dtrain__os_cgroup_left(&job, NULL) == 1077941248u; /* 4,096 and what it can drop */
+        good = good && dtrain__os_cgroup_left(&top, NULL) == UINT64_MAX;  /* no limit */
         good = good && writes("/sys/fs/cgroup/job/memory.max", "max\n");
-        _exit(!good || dtrain__os_cgroup_left("/job") != UINT64_MAX);
+        _exit(!good || dtrain__os_cgroup_left(&job, NULL) != UINT64_MAX);
     }
     int end = end_of(child, 10);
     if (end == 2)
