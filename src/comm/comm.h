@@ -124,6 +124,9 @@ typedef enum dtrain_progress {
  * If all ranks have a token and the root is a name that means loopback on rank 0, such as localhost, rank 0 listens on
  * all interfaces. For this host alone, give 127.0.0.1 or [::1].
  *
+ * A name is looked up again until the deadline, as it may not be known yet. If rank 0 does not find its own within 50
+ * ms, it listens and calls on_address later, on the thread that makes progress.
+ *
  * OTHER FIELDS that are 0 or NULL come from these variables. The last three are always read, the others only if
  * world_size is 0:
  *
@@ -259,14 +262,14 @@ typedef struct dtrain_comm_desc {
  *            DTRAIN_ERR_MISMATCH  another world size, wire version, byte order or fingerprint; a rank taken twice; a
  *                                 complete group at the root that does not end within 5 s
  *            DTRAIN_ERR_TIMEOUT   the text says who came, who did not, and which variables were used
- *            DTRAIN_ERR_IO        the system refused a socket or a thread; on rank 0, it does not know a host name
+ *            DTRAIN_ERR_IO        the system refused a socket or a thread
  *
  * any thread; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc);
 
 /* Starts what dtrain_comm_create does. Call dtrain_comm_ready until it says that the group has formed.
  *
- * A numeric root address never blocks. A host name is looked up by the system's resolver, which may block.
+ * On rank 0 a host name may take 50 ms.
  *
  *   comm, desc   as dtrain_comm_create
  *   errors       what is found at once, such as bad arguments; dtrain_comm_ready returns the others
