@@ -7559,8 +7559,8 @@ static uint64_t dtrain__os_memory_left(void)
  * that are online if the system knows no masks. */
 static int dtrain__os_mask_add(unsigned long mask[DTRAIN__OS_MASK_WORDS], long process)
 {
-    int count = 0;
 #if defined(__linux__) && defined(__NR_sched_getaffinity)
+    int count = 0;
     unsigned long own[DTRAIN__OS_MASK_WORDS];
     long bytes = syscall(__NR_sched_getaffinity, process, sizeof own, own);
     for (size_t i = 0; i < DTRAIN__OS_MASK_WORDS; i++) {
@@ -7782,7 +7782,7 @@ static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
     if (own < 0)
         return memory;
     if (dtrain__os_is_safe(own, bytes))
-        memory = dtrain__os_map_file(own, bytes, 0); /* its maker has made the huge pages, if any */
+        memory = dtrain__os_map_file(own, bytes, 1);
     close(own);
     return memory;
 }

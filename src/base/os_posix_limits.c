@@ -155,8 +155,8 @@ static uint64_t dtrain__os_memory_left(void)
  * that are online if the system knows no masks. */
 static int dtrain__os_mask_add(unsigned long mask[DTRAIN__OS_MASK_WORDS], long process)
 {
-    int count = 0;
 #if defined(__linux__) && defined(__NR_sched_getaffinity)
+    int count = 0;
     unsigned long own[DTRAIN__OS_MASK_WORDS];
     long bytes = syscall(__NR_sched_getaffinity, process, sizeof own, own);
     for (size_t i = 0; i < DTRAIN__OS_MASK_WORDS; i++) {

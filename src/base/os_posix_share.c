@@ -148,7 +148,7 @@ static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
     if (own < 0)
         return memory;
     if (dtrain__os_is_safe(own, bytes))
-        memory = dtrain__os_map_file(own, bytes, 0); /* its maker has made the huge pages, if any */
+        memory = dtrain__os_map_file(own, bytes, 1);
     close(own);
     return memory;
 }
