@@ -20363,38 +20363,38 @@ static void dtrain__shm_close(dtrain__shm_page **page, size_t ring_bytes)
     *page = NULL;
 }
 
-/* Makes memory and an offer of it. Large rings are empty: see shm_fill. *fd stays open until the peer has answered. All
- * zero: there is no memory. */
-static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t ring_bytes, dtrain__shm_page **page,
-                              int *fd)
+/* Makes memory and an offer of it. *fd stays open until the peer has answered. All zero: there is no memory. Returns
+ * the bytes that have their pages: large rings have none yet, see shm_fill. */
+static size_t dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t ring_bytes,
+                                dtrain__shm_page **page, int *fd)
 {
+    int empty = ring_bytes > DTRAIN__THREADS_RING_BYTES;
     memset(offer, 0, DTRAIN__SHM_OFFER_BYTES);
     *fd = -1;
     *page = dtrain__without("shm") ? NULL
-                                   : (dtrain__shm_page *)dtrain__os_share_as(
-                                         dtrain__shm_bytes(ring_bytes), ring_bytes > DTRAIN__THREADS_RING_BYTES, fd);
+                                   : (dtrain__shm_page *)dtrain__os_share_as(dtrain__shm_bytes(ring_bytes), empty, fd);
     if (*page == NULL)
-        return;
+        return 0;
     if (dtrain__os_random((*page)->key, sizeof(*page)->key) != 0) {
         dtrain__shm_close(page, ring_bytes);
-        return;
+        return 0;
     }
     dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
     dtrain__put_le(offer + 8, (uint64_t)*fd, 4);
     dtrain__put_le(offer + 12, ring_bytes, 4);
     memcpy(offer + 16, (*page)->key, sizeof(*page)->key);
+    return empty ? 0 : dtrain__shm_bytes(ring_bytes);
 }
 
 /* Gives offered memory the next part of its pages, before the peer may open it: all at once could take milliseconds.
- * *filled: the bytes that have theirs. Returns whether all have; 0 with an errno other than 0 if there are none left.
- */
+ * *filled: the bytes that have theirs. Returns 0 or an errno. */
 static int dtrain__shm_fill(int fd, size_t ring_bytes, size_t *filled)
 {
     const size_t step = (size_t)1 << 19;
-    size_t left = dtrain__shm_bytes(ring_bytes) - *filled, piece = left < step ? left : step;
-    errno = ring_bytes > DTRAIN__THREADS_RING_BYTES ? dtrain__os_share_fill(fd, *filled, piece) : 0;
-    *filled += errno == 0 ? piece : 0;
-    return ring_bytes <= DTRAIN__THREADS_RING_BYTES || *filled == dtrain__shm_bytes(ring_bytes);
+    size_t left = dtrain__shm_bytes(ring_bytes) - *filled, piece = left < step + step / 2 ? left : step;
+    int error = dtrain__os_share_fill(fd, *filled, piece);
+    *filled += error == 0 ? piece : 0;
+    return error;
 }
 
 /* Opens the memory of an offer. Returns NULL if that is not possible, or it is not the memory that was offered. */
@@ -21474,6 +21474,7 @@ struct dtrain__hub {
     int64_t late_ns, late_at_ns;                              /* by how much a heartbeat was late, and when */
     int64_t beat_ns, stepped_ns, accept_ns, told_ns, full_ns; /* full_ns: when the log last told of descriptors */
     int64_t polled_ns;                                        /* a clock that runs only while this rank polls */
+    int64_t made_ns;                                          /* the look that has made memory for a connection */
     int suspect;                     /* the rank that rank 0 has not heard for longest; -1: none */
     int64_t suspect_ns;              /* for how long, when that was last heard */
     char refused[DTRAIN__WHY_BYTES]; /* the last process that was refused while the group formed */
@@ -22478,15 +22479,20 @@ static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrai
     return (handshake->initiator ? now : hub->polled_ns) - (waits ? hub->patience_ns : 0) >= handshake->expires_ns;
 }
 
-/* Whether the memory that a connection offers is whole, after the next part was made. Without memory it offers none. */
-static int dtrain__hub_filled(dtrain__handshake *handshake, int64_t now)
+/* Whether the memory that a connection offers is whole, after the next part was made. Without memory it offers none.
+ * One look makes one part, whatever the number of connections: a poll has little time. */
+static int dtrain__hub_filled(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
     if (!handshake->initiator || handshake->page == NULL ||
-        dtrain__shm_fill(handshake->page_fd, handshake->ring_bytes, &handshake->filled))
+        handshake->filled == dtrain__shm_bytes(handshake->ring_bytes))
         return 1;
     handshake->expires_ns = now + DTRAIN__HANDSHAKE_NS; /* the peer's time begins after that */
-    if (errno == 0)
+    if (hub->made_ns == now)
         return 0;
+    hub->made_ns = now;
+    int error = dtrain__shm_fill(handshake->page_fd, handshake->ring_bytes, &handshake->filled);
+    if (error == 0)
+        return handshake->filled == dtrain__shm_bytes(handshake->ring_bytes);
     memset(handshake->offer, 0, sizeof handshake->offer);
     dtrain__shm_close(&handshake->page, handshake->ring_bytes);
     return 1;
@@ -22496,7 +22502,7 @@ static int dtrain__hub_filled(dtrain__handshake *handshake, int64_t now)
  * its error says why. */
 static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
-    if (!dtrain__hub_filled(handshake, now))
+    if (!dtrain__hub_filled(hub, handshake, now))
         return 0;
     dtrain__handshake_step(handshake, &hub->keys);
     if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
@@ -22536,7 +22542,8 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
         handshake->received = hub->members[peer].control.received;
     else if (dtrain__hub_shares(hub, peer)) {
         handshake->ring_bytes = dtrain__threads_ring_bytes(hub->size, hub->polls);
-        dtrain__shm_offer(handshake->offer, handshake->ring_bytes, &handshake->page, &handshake->page_fd);
+        handshake->filled =
+            dtrain__shm_offer(handshake->offer, handshake->ring_bytes, &handshake->page, &handshake->page_fd);
     }
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
         int retreats = dtrain__net_is_abstract(address) && hub->root_count > 1; /* the root may be at its path */
@@ -23463,7 +23470,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
     if (handshake == NULL && lane->wanted && !dtrain__lane_open(lane, 1) && now >= lane->retry_ns &&
-        !dtrain__membership_left(channel->seat.members, rank) &&
+        !(hub->polls && hub->made_ns == now) && !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* else each side would drop the other's choice */
         if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address)) {
@@ -23475,6 +23482,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         handshake = lane->handshake =
             dtrain__hub_connect(hub, channel->seat.worlds[rank], DTRAIN__PURPOSE_DATA, &address);
         if (handshake != NULL) {
+            hub->made_ns = handshake->page != NULL ? now : hub->made_ns;
             handshake->channel = channel->seat.id;
             handshake->lane = index;
             handshake->received = lane->stream.received;

@@ -130,15 +130,20 @@ static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrai
     return (handshake->initiator ? now : hub->polled_ns) - (waits ? hub->patience_ns : 0) >= handshake->expires_ns;
 }
 
-/* Whether the memory that a connection offers is whole, after the next part was made. Without memory it offers none. */
-static int dtrain__hub_filled(dtrain__handshake *handshake, int64_t now)
+/* Whether the memory that a connection offers is whole, after the next part was made. Without memory it offers none.
+ * One look makes one part, whatever the number of connections: a poll has little time. */
+static int dtrain__hub_filled(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
     if (!handshake->initiator || handshake->page == NULL ||
-        dtrain__shm_fill(handshake->page_fd, handshake->ring_bytes, &handshake->filled))
+        handshake->filled == dtrain__shm_bytes(handshake->ring_bytes))
         return 1;
     handshake->expires_ns = now + DTRAIN__HANDSHAKE_NS; /* the peer's time begins after that */
-    if (errno == 0)
+    if (hub->made_ns == now)
         return 0;
+    hub->made_ns = now;
+    int error = dtrain__shm_fill(handshake->page_fd, handshake->ring_bytes, &handshake->filled);
+    if (error == 0)
+        return handshake->filled == dtrain__shm_bytes(handshake->ring_bytes);
     memset(handshake->offer, 0, sizeof handshake->offer);
     dtrain__shm_close(&handshake->page, handshake->ring_bytes);
     return 1;
@@ -148,7 +153,7 @@ static int dtrain__hub_filled(dtrain__handshake *handshake, int64_t now)
  * its error says why. */
 static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
 {
-    if (!dtrain__hub_filled(handshake, now))
+    if (!dtrain__hub_filled(hub, handshake, now))
         return 0;
     dtrain__handshake_step(handshake, &hub->keys);
     if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
@@ -188,7 +193,8 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
         handshake->received = hub->members[peer].control.received;
     else if (dtrain__hub_shares(hub, peer)) {
         handshake->ring_bytes = dtrain__threads_ring_bytes(hub->size, hub->polls);
-        dtrain__shm_offer(handshake->offer, handshake->ring_bytes, &handshake->page, &handshake->page_fd);
+        handshake->filled =
+            dtrain__shm_offer(handshake->offer, handshake->ring_bytes, &handshake->page, &handshake->page_fd);
     }
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
         int retreats = dtrain__net_is_abstract(address) && hub->root_count > 1; /* the root may be at its path */

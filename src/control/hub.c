@@ -145,6 +145,7 @@ struct dtrain__hub {
     int64_t late_ns, late_at_ns;                              /* by how much a heartbeat was late, and when */
     int64_t beat_ns, stepped_ns, accept_ns, told_ns, full_ns; /* full_ns: when the log last told of descriptors */
     int64_t polled_ns;                                        /* a clock that runs only while this rank polls */
+    int64_t made_ns;                                          /* the look that has made memory for a connection */
     int suspect;                     /* the rank that rank 0 has not heard for longest; -1: none */
     int64_t suspect_ns;              /* for how long, when that was last heard */
     char refused[DTRAIN__WHY_BYTES]; /* the last process that was refused while the group formed */

@@ -204,7 +204,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
     if (handshake == NULL && lane->wanted && !dtrain__lane_open(lane, 1) && now >= lane->retry_ns &&
-        !dtrain__membership_left(channel->seat.members, rank) &&
+        !(hub->polls && hub->made_ns == now) && !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* else each side would drop the other's choice */
         if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address)) {
@@ -216,6 +216,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         handshake = lane->handshake =
             dtrain__hub_connect(hub, channel->seat.worlds[rank], DTRAIN__PURPOSE_DATA, &address);
         if (handshake != NULL) {
+            hub->made_ns = handshake->page != NULL ? now : hub->made_ns;
             handshake->channel = channel->seat.id;
             handshake->lane = index;
             handshake->received = lane->stream.received;

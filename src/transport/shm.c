@@ -44,38 +44,38 @@ static void dtrain__shm_close(dtrain__shm_page **page, size_t ring_bytes)
     *page = NULL;
 }
 
-/* Makes memory and an offer of it. Large rings are empty: see shm_fill. *fd stays open until the peer has answered. All
- * zero: there is no memory. */
-static void dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t ring_bytes, dtrain__shm_page **page,
-                              int *fd)
+/* Makes memory and an offer of it. *fd stays open until the peer has answered. All zero: there is no memory. Returns
+ * the bytes that have their pages: large rings have none yet, see shm_fill. */
+static size_t dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t ring_bytes,
+                                dtrain__shm_page **page, int *fd)
 {
+    int empty = ring_bytes > DTRAIN__THREADS_RING_BYTES;
     memset(offer, 0, DTRAIN__SHM_OFFER_BYTES);
     *fd = -1;
     *page = dtrain__without("shm") ? NULL
-                                   : (dtrain__shm_page *)dtrain__os_share_as(
-                                         dtrain__shm_bytes(ring_bytes), ring_bytes > DTRAIN__THREADS_RING_BYTES, fd);
+                                   : (dtrain__shm_page *)dtrain__os_share_as(dtrain__shm_bytes(ring_bytes), empty, fd);
     if (*page == NULL)
-        return;
+        return 0;
     if (dtrain__os_random((*page)->key, sizeof(*page)->key) != 0) {
         dtrain__shm_close(page, ring_bytes);
-        return;
+        return 0;
     }
     dtrain__put_le(offer, (uint64_t)dtrain__os_self(), 8);
     dtrain__put_le(offer + 8, (uint64_t)*fd, 4);
     dtrain__put_le(offer + 12, ring_bytes, 4);
     memcpy(offer + 16, (*page)->key, sizeof(*page)->key);
+    return empty ? 0 : dtrain__shm_bytes(ring_bytes);
 }
 
 /* Gives offered memory the next part of its pages, before the peer may open it: all at once could take milliseconds.
- * *filled: the bytes that have theirs. Returns whether all have; 0 with an errno other than 0 if there are none left.
- */
+ * *filled: the bytes that have theirs. Returns 0 or an errno. */
 static int dtrain__shm_fill(int fd, size_t ring_bytes, size_t *filled)
 {
     const size_t step = (size_t)1 << 19;
-    size_t left = dtrain__shm_bytes(ring_bytes) - *filled, piece = left < step ? left : step;
-    errno = ring_bytes > DTRAIN__THREADS_RING_BYTES ? dtrain__os_share_fill(fd, *filled, piece) : 0;
-    *filled += errno == 0 ? piece : 0;
-    return ring_bytes <= DTRAIN__THREADS_RING_BYTES || *filled == dtrain__shm_bytes(ring_bytes);
+    size_t left = dtrain__shm_bytes(ring_bytes) - *filled, piece = left < step + step / 2 ? left : step;
+    int error = dtrain__os_share_fill(fd, *filled, piece);
+    *filled += error == 0 ? piece : 0;
+    return error;
 }
 
 /* Opens the memory of an offer. Returns NULL if that is not possible, or it is not the memory that was offered. */

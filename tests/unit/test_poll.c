@@ -151,6 +151,26 @@ static int first_collectives(dtrain_comm *world, scene *s)
     return 0;
 }
 
+/* The first messages between all ranks. */
+static int first_messages(dtrain_comm *world, scene *s)
+{
+    dtrain_work *works[2 * 4];
+    int64_t most = 0;
+    float out = 1, in[5];
+    int count = 0;
+    for (int peer = 0; peer < s->ranks; peer++) {
+        if (peer == dtrain_comm_rank(world))
+            continue;
+        CHECK_EQ(dtrain_send_async(world, &out, 1, DTRAIN_F32, peer, &works[count]), DTRAIN_OK);
+        CHECK_EQ(dtrain_recv_async(world, &in[peer], 1, DTRAIN_F32, peer, &works[count + 1]), DTRAIN_OK);
+        count += 2;
+    }
+    for (int i = 0; i < count; i++)
+        set_up(world, works[i], &most);
+    CHECK(most <= 655360); /* parts of the rings of one connection, which are 2 MiB */
+    return 0;
+}
+
 TEST(a_poll_makes_a_small_part_of_the_shared_memory)
 {
     scene s;
@@ -160,4 +180,7 @@ TEST(a_poll_makes_a_small_part_of_the_shared_memory)
     }
     begin(&s, UNIX);
     run_ranks(&s, first_collectives);
+    begin(&s, UNIX);
+    s.ranks = 5;
+    run_ranks(&s, first_messages);
 }
