@@ -457,10 +457,12 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
         dtrain__member *member = &hub->members[rank];
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
             member->control.fd >= 0 && member->out.bytes == 0) { /* output that waits is a sign of life as well */
-            int64_t every = dtrain__hub_beat_every(hub, member);
-            if (now - member->told_ns >= every - hub->period_ns) /* it would be late at the next look */
+            int64_t every = dtrain__hub_beat_every(hub, member), due = member->told_ns + every;
+            if (now >= due) {
                 dtrain__hub_beat(hub, rank, suspect, longest, now);
-            next = now + every < next ? now + every : next;
+                due = now + every;
+            }
+            next = due < next ? due : next;
         }
     }
     hub->beat_ns = next;

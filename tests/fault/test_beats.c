@@ -49,6 +49,46 @@ TEST(a_heartbeat_ms_of_a_minute_sends_none_in_two_seconds)
     }
 }
 
+/* Rank 2 counts the heartbeats that come. */
+static int counts(dtrain_comm *world, scene *s)
+{
+    uint64_t first[3], now[3], one;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    scene_meet(s->ranks);
+    if (dtrain_comm_rank(world) == 2) {
+        usleep(1100000); /* all have heard each other's heartbeat_ms */
+        hear(world, first);
+        do {
+            usleep(1000);
+            hear(world, now);
+        } while (now[0] == first[0]);
+        one = now[0] - first[0];
+        int64_t began = dtrain__os_now_ns();
+        usleep(3000000);
+        hear(world, first);
+        int64_t most = (dtrain__os_now_ns() - began) / 500000000 + 2;
+        if ((first[0] - now[0]) / one > (uint64_t)most)
+            TEST_FAIL("%llu heartbeats have come, at most %lld are due",
+                      (unsigned long long)((first[0] - now[0]) / one), (long long)most);
+    }
+    scene_meet(s->ranks);
+    return 0;
+}
+
+/* The leader sends one each 120 ms to rank 1, and each 500 ms to rank 2. */
+TEST(an_impatient_rank_makes_nobody_send_more_heartbeats_to_others)
+{
+    pid_t pids[3];
+    scene s;
+    scene_begin(&s, 3, 0);
+    for (int rank = 0; rank < 3; rank++) {
+        s.desc.heartbeat_ms = rank == 0 ? 60000 : rank == 1 ? 480 : 2000;
+        pids[rank] = start_rank(&s, rank, counts);
+    }
+    for (int rank = 0; rank < 3; rank++)
+        CHECK_EQ(end_of(pids[rank], 30), 0);
+}
+
 static int waits(dtrain_comm *world, scene *s)
 {
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
