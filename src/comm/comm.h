@@ -698,7 +698,8 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const v
 /* Sets key to a string of bytes that every rank can get. It is for a program's own set-up, not for tensors.
  *
  * A world and all groups made from it share one store. Rank 0 of the world holds it: when that rank is gone, so is the
- * store. To give bytes to every rank at once, use dtrain_broadcast with DTRAIN_U8.
+ * store, also for groups that dtrain_comm_shrink made. To give bytes to every rank at once, use dtrain_broadcast with
+ * DTRAIN_U8.
  *
  *   key      1 to 255 characters
  *   value    up to 65,536 bytes; the store holds up to 64 MiB

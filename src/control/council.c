@@ -709,6 +709,12 @@ static void dtrain__council_unask(dtrain__seat *seat, const dtrain__store_call *
     *at = call->next;
 }
 
+/* Names the rank that keeps the store. In a group that it is no member of, rank 0 is another one. */
+static const char *dtrain__council_keeper(const dtrain__seat *seat)
+{
+    return seat->worlds[0] == 0 ? "rank 0" : "rank 0 of the first world";
+}
+
 /* Begins a store call: sends the request, or serves it on rank 0. */
 static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call *call)
 {
@@ -739,8 +745,8 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
         return DTRAIN_OK;
     dtrain__council_unask(seat, call);
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
-                        "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read requests",
-                        dtrain__store_names[call->what], seat->rank, call->key);
+                        "%s on rank %d (\"%s\"): no memory for the request, or %s does not read requests",
+                        dtrain__store_names[call->what], seat->rank, call->key, dtrain__council_keeper(seat));
 }
 
 /* Returns whether a call has ended, and takes it off the seat then. late: it ends now. */
@@ -748,26 +754,29 @@ static int dtrain__council_ended(dtrain__seat *seat, const dtrain__store_call *c
 {
     const dtrain__council *council = seat->council;
     const dtrain__error *cause = dtrain__membership_cause(seat->members);
-    const char *name = dtrain__store_names[call->what];
+    const char *name = dtrain__store_names[call->what], *keeper = dtrain__council_keeper(seat);
     int rank = seat->rank;
     *status = call->status;
     if (call->answered && *status != DTRAIN_OK && call->why[0] == 0)
-        dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer on rank 0", name, rank);
+        dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer on %s", name, rank, keeper);
     else if (call->answered && *status != DTRAIN_OK)
-        dtrain__fail(call->error, *status, "%s on rank %d: rank 0 says: %s", name, rank, call->why);
+        dtrain__fail(call->error, *status, "%s on rank %d: %s says: %s", name, rank, keeper, call->why);
     else if (call->answered)
         *status = DTRAIN_OK;
     else if (cause != NULL)
         *status = dtrain__fail(call->error, cause->status, "%s on rank %d: %.480s", name, rank, cause->text);
     else if (council->rank != 0 && council->gone(council->self, 0) != DTRAIN__PRESENT)
-        *status = dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
-                               "%s on rank %d: rank 0, which keeps the store, has left the group", name, rank);
+        *status =
+            dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
+                         "%s on rank %d: %s, which kept the store, is gone, and the store with it; broadcast the bytes "
+                         "instead, or let the ranks that are left make a new world",
+                         name, rank, keeper);
     else if (late)
         *status = dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT,
                                call->what == DTRAIN__STORE_WAIT
                                    ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
-                                   : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
-                               name, rank, call->key);
+                                   : "%s on rank %d (\"%s\"): %s has not answered within timeout_ms",
+                               name, rank, call->key, keeper);
     else
         return 0;
     dtrain__council_unask(seat, call);

@@ -379,9 +379,14 @@ static int store_without_rank_0(dtrain_comm *world, scene *s)
     CHECK_EQ(dtrain_store_wait(rest, "key", &value, 1, &bytes), DTRAIN_OK);
     CHECK(bytes == 1 && value > 0 && now_s() - begin < 1);
     CHECK_EQ(dtrain_store_wait(rank == 1 ? world : rest, "nobody", &value, 1, &bytes), DTRAIN_ERR_PEER_LOST);
-    CHECK_CONTAINS(dtrain_last_error(), rank == 1 ? "rank 0" : "rank 0, which keeps the store, has left the group");
+    CHECK_CONTAINS(dtrain_last_error(),
+                   rank == 1 ? "rank 0" : "rank 0 of the first world, which kept the store, is gone");
     CHECK_EQ(dtrain_store_get(rest, "key", &value, 1, &bytes), DTRAIN_ERR_PEER_LOST);
     CHECK_EQ(dtrain_barrier(rest), DTRAIN_OK);
+    dtrain_comm_destroy(rest);
+    CHECK_EQ(dtrain_comm_shrink(world, &rest), DTRAIN_OK); /* its rank 0 is rank 1 */
+    CHECK_EQ(dtrain_store_get(rest, "key", &value, 1, &bytes), DTRAIN_ERR_PEER_LOST);
+    CHECK_CONTAINS(dtrain_last_error(), "rank 0 of the first world, which kept the store, is gone");
     dtrain_comm_destroy(rest);
     return 0;
 }
