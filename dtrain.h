@@ -190,7 +190,8 @@
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace). Heartbeats carry the last one, so the text
  *               of a deadline says what the awaited rank does, and which rank it awaits in turn. DDP and FSDP's
  *               replicas compare a hash of their weights while they train. The text names the first parameter that
- *               differs, and the ranks. DTRAIN_DEBUG=1 finds calls in a wrong order under FSDP and DDP.
+ *               differs, and the ranks. DTRAIN_DEBUG=1 finds calls in a wrong order under FSDP and DDP, and
+ *               buffers that were freed too early.
  *     Machine   The library tries at run time what a system offers, and works without it.
  *     Strangers A connection is admitted by a mutual HMAC-SHA256 challenge over the group's token. Without a token a
  *               rank speaks only to processes of the same user on this host, over unix sockets.
@@ -224,7 +225,9 @@
  *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms; `mpi`:
  *                             MPI's own collectives, see >>from_mpi
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
- *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
+ *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc.
+ *                             Before a fault ends the process (SIGSEGV, SIGBUS), a line names the operation whose
+ *                             buffer is not there
  *     DTRAIN_ISA              scalar, sse2, avx2, avx512, neon or neon-bf16: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
  *         avx512, avx2, bf16, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,
@@ -10805,6 +10808,125 @@ static void dtrain__worker_end(dtrain__worker *worker)
     dtrain__worker_stop(worker);
     dtrain__os_thread_join(&worker->thread);
     worker->threaded = 0;
+}
+
+#endif
+
+/* ---- >>faults ----
+ * What the library knows of a fault of memory, for DTRAIN_DEBUG=1. FSDP's guards know memory that may not be used now.
+ * Groups know the program's buffers that their operations use.
+ *
+ * A handler of faults prints one line of whoever knows the address first, and passes the fault on. It takes no lock and
+ * calls only write(). It may read the lists of those who know at any time. So removing something from a list waits
+ * until no handler reads. The first one who watches installs the handler, the last one removes it. */
+#ifndef DTRAIN__FAULTS
+#define DTRAIN__FAULTS
+
+typedef struct dtrain__faults_line {
+    char text[512];
+    size_t bytes; /* 0: nothing is known of the address */
+} dtrain__faults_line;
+
+/* Writes a line about an address, if it knows the address. It runs in the handler. writes: 1: the access was a write,
+ * 0: a read, -1: unknown. */
+typedef void (*dtrain__faults_fn)(dtrain__faults_line *line, uintptr_t address, int writes);
+
+enum { DTRAIN__FAULTS_GUARDS = 0, DTRAIN__FAULTS_GROUPS, DTRAIN__FAULTS_WATCHERS };
+
+static dtrain__faults_fn dtrain__faults_watchers[DTRAIN__FAULTS_WATCHERS];
+static uint32_t dtrain__faults_readers; /* handlers that read the lists */
+static uint32_t dtrain__faults_owner;   /* the process that is changing a list; 0: none. A child may inherit it */
+
+/* Whether the environment asks for checks that help to find mistakes. */
+static int dtrain__faults_asked(void)
+{
+    const char *text = getenv("DTRAIN_DEBUG");
+    return text != NULL && text[0] != 0 && strcmp(text, "0") != 0;
+}
+
+/* ---- the line ---- */
+
+static DTRAIN__NOINLINE void dtrain__faults_put(dtrain__faults_line *line, const char *text)
+{
+    for (; *text != 0 && line->bytes < sizeof line->text - 1; text++) /* a name may hold anything */
+        line->text[line->bytes++] = (unsigned char)*text < 0x20 || *text == 0x7f ? '?' : *text;
+}
+
+static void dtrain__faults_put_digits(dtrain__faults_line *line, uint64_t number, unsigned base)
+{
+    char digits[24];
+    size_t at = sizeof digits - 1;
+    digits[at] = 0;
+    do
+        digits[--at] = "0123456789abcdef"[number % base];
+    while ((number /= base) > 0);
+    dtrain__faults_put(line, digits + at);
+}
+
+static void dtrain__faults_put_number(dtrain__faults_line *line, int number)
+{
+    dtrain__faults_put_digits(line, (uint64_t)number, 10);
+}
+
+/* ---- the handler ---- */
+
+static void dtrain__faults_report(uintptr_t address, int writes)
+{
+    dtrain__faults_line line;
+    line.bytes = 0;
+    __atomic_add_fetch(&dtrain__faults_readers, 1, __ATOMIC_SEQ_CST);
+    for (int i = 0; i < DTRAIN__FAULTS_WATCHERS && line.bytes == 0; i++) {
+        dtrain__faults_fn watcher = __atomic_load_n(&dtrain__faults_watchers[i], __ATOMIC_SEQ_CST);
+        if (watcher != NULL)
+            watcher(&line, address, writes);
+    }
+    __atomic_sub_fetch(&dtrain__faults_readers, 1, __ATOMIC_SEQ_CST);
+    if (line.bytes > 0) {
+        line.text[line.bytes++] = '\n';
+        ssize_t ignored = dtrain__os_write(2, line.text, line.bytes);
+        (void)ignored;
+    }
+}
+
+/* ---- the lists ---- */
+
+/* Guards all lists. */
+static void dtrain__faults_lock(void)
+{
+    uint32_t mine = (uint32_t)dtrain__os_self(), owner = 0;
+    while (!__atomic_compare_exchange_n(&dtrain__faults_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        if (owner == mine) { /* else the parent was changing a list when it forked this process */
+            dtrain__os_yield();
+            owner = 0;
+        }
+    }
+}
+
+static void dtrain__faults_unlock(void)
+{
+    __atomic_store_n(&dtrain__faults_owner, 0u, __ATOMIC_SEQ_CST);
+}
+
+/* Begins to ask one who knows, or ends that (NULL). Calls may repeat. The caller holds the lock. */
+static void dtrain__faults_watch(int who, dtrain__faults_fn watcher)
+{
+    int watched = 0;
+    __atomic_store_n(&dtrain__faults_watchers[who], watcher, __ATOMIC_SEQ_CST);
+    for (int i = 0; i < DTRAIN__FAULTS_WATCHERS; i++)
+        watched |= dtrain__faults_watchers[i] != NULL;
+    if (watched)
+        dtrain__os_watch_faults(dtrain__faults_report);
+    else
+        dtrain__os_unwatch_faults();
+}
+
+/* Waits until no handler reads what was removed from a list. A handler takes little time. Or it ran in the parent, and
+ * its count will never fall. */
+static void dtrain__faults_settle(void)
+{
+    int64_t until_ns = dtrain__os_now_ns() + 1000000000;
+    while (__atomic_load_n(&dtrain__faults_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
+        dtrain__os_yield();
 }
 
 #endif
@@ -24244,6 +24366,12 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         /* a header may wait for its payload only if both use the same lane */
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
+        if (n < 0 && errno == EFAULT)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "rank %d: the program's memory for what goes %s rank %d is not there at %p: it was "
+                                "freed, unmapped or protected while the operation was under way, or the buffer is "
+                                "smaller than its count; keep it until the call, or dtrain_work_wait, has returned",
+                                channel->seat.rank, sending ? "to" : "in from", transfer->peer, (void *)data);
         if (n < 0) {
             dtrain__lane_down(channel->hub, lane, channel->seat.worlds[transfer->peer], sending, errno);
             continue;
@@ -26473,8 +26601,9 @@ typedef struct dtrain__op {
                                                                 * all-to-all */
     const void *in;
     void *out;
-    int scattered; /* in is an array of dtrain__segment with count elements in all */
-    int partial;   /* a reduce-scatter with counts, of sums: results are partial sums, which are not rounded */
+    size_t reach[2]; /* bytes of in and out, in a group that is watched */
+    int scattered;   /* in is an array of dtrain__segment with count elements in all */
+    int partial;     /* a reduce-scatter with counts, of sums: results are partial sums, which are not rounded */
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
     uint64_t check, check_due;       /* checksum of incoming data: so far, and as the header says; 0: not checked */
@@ -26601,9 +26730,12 @@ struct dtrain_comm {
     unsigned char *packed; /* buffers of fused calls, one after another */
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
-    uint64_t consents;        /* agreements that this end has taken part in */
-    void *split_room;         /* of the last split of this group; the next one uses it */
-    int64_t vote_ns;          /* when it voted in the agreement that is pending; 0: none is */
+    int watched;              /* with DTRAIN_DEBUG=1 a fault in a buffer is told of */
+    dtrain_comm *next_watched;
+    const dtrain__op *running; /* the operation of a call that waits in no queue; NULL: none */
+    uint64_t consents;         /* agreements that this end has taken part in */
+    void *split_room;          /* of the last split of this group; the next one uses it */
+    int64_t vote_ns;           /* when it voted in the agreement that is pending; 0: none is */
     int vote_kind;
     uint32_t mark;       /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
     uintptr_t caller;    /* the thread that is in a call of the group; 0: none */
@@ -26896,6 +27028,16 @@ static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
     return whole;
 }
 
+/* A dtype's name in small letters. A handler of signals may call it. */
+static void dtrain__op_dtype_name(dtrain_dtype dtype, char text[16])
+{
+    const char *name = dtrain_dtype_name(dtype);
+    size_t n = 0;
+    for (; name[n] != 0 && n < 15; n++)
+        text[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
+    text[n] = 0;
+}
+
 /* "all_reduce #412 (sum, f32 x 1048576)"; for fused calls the first one, and their number. */
 static dtrain__text dtrain__op_call_text(const dtrain__call *given)
 {
@@ -26904,13 +27046,9 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     const dtrain__call *call = &whole;
     const char *prefix = given->form == DTRAIN__ON_DEVICE ? "device_group_" : "";
     uint64_t count = call->form != 0 ? call->first : call->count;
-    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
     char dtype[16], detail[32] = "", root[28] = "", fused[29] = "", elements[24] = "";
-    size_t n = 0;
     int reduces = dtrain__op_kind_reduces(call->kind);
-    for (; name[n] != 0 && n < sizeof dtype - 1; n++)
-        dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
-    dtype[n] = 0;
+    dtrain__op_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0, dtype);
     if (reduces)
         snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
     if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)
@@ -27254,6 +27392,111 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
 }
 
 DTRAIN__FAST_END
+#endif
+
+/* ---- >>watch ----
+ * With DTRAIN_DEBUG=1: names the operation whose buffer is not there when a thread reads or writes it. The fault is
+ * often in a thread of the library's, or of another rank, whose stack says nothing about the program's mistake. A
+ * handler of faults looks through the operations under way of all groups of this process: see >>faults. */
+#ifndef DTRAIN__WATCH
+#define DTRAIN__WATCH
+
+static dtrain_comm *dtrain__watch_first;
+
+/* Says which buffer of an operation an address is in, if it is in one. */
+static void dtrain__watch_look(dtrain__faults_line *line, const dtrain_comm *comm, const dtrain__op *op,
+                               uintptr_t address, int writes)
+{
+    uintptr_t begins[2] = {(uintptr_t)op->in, (uintptr_t)op->out};
+    char dtype[16];
+    int i = writes == 1 ? 1 : 0;
+    for (int turn = 0; turn < 2; turn++, i = !i) { /* a write is to out first: both may be one buffer */
+        if (op->scattered || address < begins[i] || address - begins[i] >= op->reach[i])
+            continue;
+        dtrain__faults_put(line, "dtrain: ");
+        dtrain__faults_put(line, dtrain__op_kind_name((uint64_t)op->kind));
+        if (op->number > 0) {
+            dtrain__faults_put(line, " #");
+            dtrain__faults_put_digits(line, op->number, 10);
+        }
+        dtrain__faults_put(line, " (");
+        if (dtrain__op_reduces(op)) {
+            dtrain__faults_put(line, dtrain__op_name((uint64_t)op->op));
+            dtrain__faults_put(line, ", ");
+        }
+        dtrain__op_dtype_name(op->dtype, dtype);
+        dtrain__faults_put(line, dtype);
+        dtrain__faults_put(line, " x ");
+        dtrain__faults_put_digits(line, op->count, 10);
+        dtrain__faults_put(line, ") of rank ");
+        dtrain__faults_put_number(line, comm->rank);
+        dtrain__faults_put(line, writes < 0 ? " uses" : writes ? " writes to" : " reads");
+        dtrain__faults_put(line, i ? " the program's buffer out=0x" : " the program's buffer in=0x");
+        dtrain__faults_put_digits(line, begins[i], 16);
+        dtrain__faults_put(line, " of ");
+        dtrain__faults_put_digits(line, op->reach[i], 10);
+        dtrain__faults_put(line, " bytes, which is not there at byte ");
+        dtrain__faults_put_digits(line, address - begins[i], 10);
+        dtrain__faults_put(line,
+                           ": it was freed, unmapped or protected while the operation was under way, or is smaller; "
+                           "keep it until the call, or dtrain_work_wait, has returned");
+        return;
+    }
+}
+
+/* Runs in the handler. Handles stay in their group's list until it is destroyed, and so does what was noted in a fuse
+ * until dtrain_fuse_end returns. */
+static void dtrain__watch_report(dtrain__faults_line *line, uintptr_t address, int writes)
+{
+    const dtrain_comm *comm = __atomic_load_n(&dtrain__watch_first, __ATOMIC_SEQ_CST);
+    for (; comm != NULL && line->bytes == 0; comm = __atomic_load_n(&comm->next_watched, __ATOMIC_SEQ_CST)) {
+        const dtrain__op *running = __atomic_load_n(&comm->running, __ATOMIC_SEQ_CST);
+        const dtrain_work *work = __atomic_load_n(&comm->newest, __ATOMIC_SEQ_CST);
+        if (running != NULL)
+            dtrain__watch_look(line, comm, running, address, writes);
+        for (; work != NULL && line->bytes == 0; work = work->older)
+            if (work->mark == DTRAIN__WORK_MARK && !__atomic_load_n(&work->done, __ATOMIC_SEQ_CST))
+                dtrain__watch_look(line, comm, &work->op, address, writes);
+        for (size_t i = 0; !comm->fusing && i < comm->noted && line->bytes == 0; i++)
+            dtrain__watch_look(line, comm, &comm->notes[i].op, address, writes);
+    }
+}
+
+/* Notes where the buffers of an operation end. Its counts were checked. */
+static void dtrain__watch_note(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t offset;
+    dtrain_status status = dtrain__op_sizes(comm, op, &op->reach[0], &op->reach[1], &offset);
+    (void)status;
+}
+
+static void dtrain__watch_add(dtrain_comm *comm)
+{
+    if (!dtrain__faults_asked())
+        return;
+    comm->watched = 1;
+    dtrain__faults_lock();
+    comm->next_watched = dtrain__watch_first;
+    __atomic_store_n(&dtrain__watch_first, comm, __ATOMIC_SEQ_CST);
+    dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, dtrain__watch_report);
+    dtrain__faults_unlock();
+}
+
+static void dtrain__watch_remove(dtrain_comm *comm)
+{
+    dtrain_comm **at = &dtrain__watch_first;
+    if (!comm->watched)
+        return;
+    dtrain__faults_lock();
+    while (*at != comm)
+        at = &(*at)->next_watched;
+    __atomic_store_n(at, comm->next_watched, __ATOMIC_SEQ_CST);
+    if (dtrain__watch_first == NULL)
+        dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, NULL);
+    dtrain__faults_unlock();
+    dtrain__faults_settle();
+}
+
 #endif
 
 /* ---- >>recorder ----
@@ -32289,6 +32532,8 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
         return status;
     if (comm->alone)
         dtrain__work_tell_alone(comm);
+    if (comm->watched)
+        dtrain__watch_note(comm, op);
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     return DTRAIN_OK;
@@ -32564,7 +32809,9 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
         status = dtrain__work_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
+    __atomic_store_n(&comm->running, op, __ATOMIC_RELEASE);
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
+    __atomic_store_n(&comm->running, (const dtrain__op *)NULL, __ATOMIC_RELEASE);
     now = dtrain__os_now_ns();
     if (op->started_ns == 0) /* the group was broken, so it was not posted */
         op->started_ns = now;
@@ -32603,6 +32850,7 @@ DTRAIN__FAST_END
 static void dtrain__create_free(dtrain_comm *comm)
 {
     dtrain_allocator *allocator = comm->allocator;
+    dtrain__watch_remove(comm);
     while (comm->newest != NULL) {
         dtrain_work *work = comm->newest;
         comm->newest = work->older;
@@ -32695,7 +32943,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     if (status == DTRAIN_OK)
         status = dtrain__create_choose(comm);
     if (status == DTRAIN_OK)
-        *out = comm;
+        dtrain__watch_add(*out = comm);
     else
         dtrain__create_free(comm);
     return status;
@@ -46527,9 +46775,7 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
  * in one unit. Ranges open and close. Pages without an open range are closed: pages of parameters to all use, pages of
  * gradients to writing. Pages that also hold other data stay open.
  *
- * A handler of faults prints one line that names the closed range, and passes the fault on. It takes no lock and calls
- * only write(). It may read the list of objects at any time, so removing an object waits until no handler reads. The
- * first object installs the handler, the last one removes it. */
+ * A fault in a closed range prints one line that names it: see >>faults. */
 #ifndef DTRAIN__GUARD
 #define DTRAIN__GUARD
 
@@ -46559,32 +46805,8 @@ typedef struct dtrain__guard {
 } dtrain__guard;
 
 static dtrain__guard *dtrain__guard_first;
-static uint32_t dtrain__guard_readers; /* handlers that read the list */
-static uint32_t dtrain__guard_owner;   /* the process that is changing the list; 0: none. A child may inherit it */
 
 /* ---- the handler ---- */
-
-typedef struct dtrain__guard_line {
-    char text[512];
-    size_t bytes;
-} dtrain__guard_line;
-
-static DTRAIN__NOINLINE void dtrain__guard_put(dtrain__guard_line *line, const char *text)
-{
-    for (; *text != 0 && line->bytes < sizeof line->text - 1; text++) /* a name may hold anything */
-        line->text[line->bytes++] = (unsigned char)*text < 0x20 || *text == 0x7f ? '?' : *text;
-}
-
-static void dtrain__guard_put_number(dtrain__guard_line *line, int number)
-{
-    char digits[12];
-    size_t at = sizeof digits - 1;
-    digits[at] = 0;
-    do
-        digits[--at] = (char)('0' + number % 10);
-    while ((number /= 10) > 0);
-    dtrain__guard_put(line, digits + at);
-}
 
 /* Returns the closed range that an address is in; NULL: none. */
 static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard, uintptr_t address)
@@ -46602,66 +46824,41 @@ static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard,
 }
 
 /* Puts the line together. writes: 1: the access was a write, 0: a read, -1: unknown. */
-static void dtrain__guard_describe(dtrain__guard_line *line, const dtrain__guard *guard,
+static void dtrain__guard_describe(dtrain__faults_line *line, const dtrain__guard *guard,
                                    const dtrain__guard_range *range, int writes)
 {
-    dtrain__guard_put(line, "dtrain: rank ");
-    dtrain__guard_put_number(line, guard->rank);
-    dtrain__guard_put(line, range->grad || writes == 1 ? " wrote " : writes == 0 ? " read " : " used ");
-    dtrain__guard_put(line, range->grad ? "the gradient of " : "");
-    dtrain__guard_put(line, "parameter ");
-    dtrain__guard_put(line, range->name);
-    dtrain__guard_put(line, " (unit ");
-    dtrain__guard_put_number(line, range->unit);
-    dtrain__guard_put(line, !range->grad ? "), which is not gathered: "
-                                         : ") after the unit was reduced, so the sum would miss it: write it before "
-                                           "dtrain_fsdp_reduce(fsdp, ");
+    dtrain__faults_put(line, "dtrain: rank ");
+    dtrain__faults_put_number(line, guard->rank);
+    dtrain__faults_put(line, range->grad || writes == 1 ? " wrote " : writes == 0 ? " read " : " used ");
+    dtrain__faults_put(line, range->grad ? "the gradient of " : "");
+    dtrain__faults_put(line, "parameter ");
+    dtrain__faults_put(line, range->name);
+    dtrain__faults_put(line, " (unit ");
+    dtrain__faults_put_number(line, range->unit);
+    dtrain__faults_put(line, !range->grad ? "), which is not gathered: "
+                                          : ") after the unit was reduced, so the sum would miss it: write it before "
+                                            "dtrain_fsdp_reduce(fsdp, ");
     if (range->grad) {
-        dtrain__guard_put_number(line, range->unit);
-        dtrain__guard_put(line, "), or for the next micro-batch ");
+        dtrain__faults_put_number(line, range->unit);
+        dtrain__faults_put(line, "), or for the next micro-batch ");
     }
-    dtrain__guard_put(line, "call dtrain_fsdp_gather(fsdp, ");
-    dtrain__guard_put_number(line, range->unit);
-    dtrain__guard_put(line, ") before");
-    line->text[line->bytes++] = '\n';
+    dtrain__faults_put(line, "call dtrain_fsdp_gather(fsdp, ");
+    dtrain__faults_put_number(line, range->unit);
+    dtrain__faults_put(line, ") before");
 }
 
 /* Says which closed range a fault was in. It runs in the handler. */
-static void dtrain__guard_report(uintptr_t address, int writes)
+static void dtrain__guard_report(dtrain__faults_line *line, uintptr_t address, int writes)
 {
-    dtrain__guard_line line;
-    line.bytes = 0;
-    __atomic_add_fetch(&dtrain__guard_readers, 1, __ATOMIC_SEQ_CST);
     const dtrain__guard *guard = __atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST);
-    for (; guard != NULL && line.bytes == 0; guard = __atomic_load_n(&guard->next, __ATOMIC_SEQ_CST)) {
+    for (; guard != NULL && line->bytes == 0; guard = __atomic_load_n(&guard->next, __ATOMIC_SEQ_CST)) {
         const dtrain__guard_range *range = dtrain__guard_find(guard, address);
         if (range != NULL)
-            dtrain__guard_describe(&line, guard, range, writes);
-    }
-    __atomic_sub_fetch(&dtrain__guard_readers, 1, __ATOMIC_SEQ_CST);
-    if (line.bytes > 0) {
-        ssize_t ignored = dtrain__os_write(2, line.text, line.bytes);
-        (void)ignored;
+            dtrain__guard_describe(line, guard, range, writes);
     }
 }
 
 /* ---- the list ---- */
-
-static void dtrain__guard_lock(void)
-{
-    uint32_t mine = (uint32_t)dtrain__os_self(), owner = 0;
-    while (!__atomic_compare_exchange_n(&dtrain__guard_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        if (owner == mine) { /* else the parent was changing the list when it forked this process */
-            dtrain__os_yield();
-            owner = 0;
-        }
-    }
-}
-
-static void dtrain__guard_unlock(void)
-{
-    __atomic_store_n(&dtrain__guard_owner, 0u, __ATOMIC_SEQ_CST);
-}
 
 /* Leaves out regions that another object guards. Else one object would close memory that the other uses. */
 static void dtrain__guard_skip_shared(dtrain__guard *guard)
@@ -46680,7 +46877,7 @@ static void dtrain__guard_share(uintptr_t begin, uintptr_t end)
 {
     if (__atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST) == NULL)
         return;
-    dtrain__guard_lock();
+    dtrain__faults_lock();
     for (dtrain__guard *guard = dtrain__guard_first; guard != NULL; guard = guard->next)
         for (size_t i = 0; i < guard->region_count; i++) {
             dtrain__guard_region *region = &guard->regions[i];
@@ -46690,34 +46887,31 @@ static void dtrain__guard_share(uintptr_t begin, uintptr_t end)
             if (!guard->off)
                 dtrain__os_protect((void *)region->begin, region->end - region->begin, 2);
         }
-    dtrain__guard_unlock();
+    dtrain__faults_unlock();
 }
 
 static void dtrain__guard_add(dtrain__guard *guard)
 {
-    dtrain__guard_lock();
+    dtrain__faults_lock();
     dtrain__guard_skip_shared(guard);
     guard->next = dtrain__guard_first;
     __atomic_store_n(&dtrain__guard_first, guard, __ATOMIC_SEQ_CST);
-    dtrain__os_watch_faults(dtrain__guard_report);
-    dtrain__guard_unlock();
+    dtrain__faults_watch(DTRAIN__FAULTS_GUARDS, dtrain__guard_report);
+    dtrain__faults_unlock();
 }
 
 static void dtrain__guard_remove(dtrain__guard *guard)
 {
-    dtrain__guard_lock();
+    dtrain__faults_lock();
     dtrain__guard **at = &dtrain__guard_first;
     while (*at != NULL && *at != guard)
         at = &(*at)->next;
     if (*at == guard)
         __atomic_store_n(at, guard->next, __ATOMIC_SEQ_CST);
     if (dtrain__guard_first == NULL)
-        dtrain__os_unwatch_faults();
-    dtrain__guard_unlock();
-    /* a handler takes little time; or it ran in the parent, and its count will never fall */
-    int64_t until_ns = dtrain__os_now_ns() + 1000000000;
-    while (__atomic_load_n(&dtrain__guard_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
-        dtrain__os_yield();
+        dtrain__faults_watch(DTRAIN__FAULTS_GUARDS, NULL);
+    dtrain__faults_unlock();
+    dtrain__faults_settle();
 }
 
 /* ---- ranges ---- */
@@ -46888,8 +47082,7 @@ static int dtrain__guard_start(dtrain__guard *guard)
 
 static int dtrain__fsdp_debug_asked(int desc)
 {
-    const char *text = getenv("DTRAIN_DEBUG");
-    return desc != 0 || (text != NULL && text[0] != 0 && strcmp(text, "0") != 0);
+    return desc != 0 || dtrain__faults_asked();
 }
 
 /* ---- FSDP: memory that is guarded ---- */

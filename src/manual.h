@@ -190,7 +190,8 @@
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace). Heartbeats carry the last one, so the text
  *               of a deadline says what the awaited rank does, and which rank it awaits in turn. DDP and FSDP's
  *               replicas compare a hash of their weights while they train. The text names the first parameter that
- *               differs, and the ranks. DTRAIN_DEBUG=1 finds calls in a wrong order under FSDP and DDP.
+ *               differs, and the ranks. DTRAIN_DEBUG=1 finds calls in a wrong order under FSDP and DDP, and
+ *               buffers that were freed too early.
  *     Machine   The library tries at run time what a system offers, and works without it.
  *     Strangers A connection is admitted by a mutual HMAC-SHA256 challenge over the group's token. Without a token a
  *               rank speaks only to processes of the same user on this host, over unix sockets.
@@ -224,7 +225,9 @@
  *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms; `mpi`:
  *                             MPI's own collectives, see >>from_mpi
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
- *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc
+ *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc.
+ *                             Before a fault ends the process (SIGSEGV, SIGBUS), a line names the operation whose
+ *                             buffer is not there
  *     DTRAIN_ISA              scalar, sse2, avx2, avx512, neon or neon-bf16: at most this instruction set
  *     DTRAIN_WITHOUT          for tests: what not to try, with commas between, or all:
  *         avx512, avx2, bf16, mremap, populate, pagemap, mprotect, memfd, unix, abstract, ipv6, shm, huge,

@@ -9,11 +9,13 @@
 #include "place.c"
 #include "recorder.c"
 #include "trace.c"
+#include "watch.c"
 #include "work.c"
 
 static void dtrain__create_free(dtrain_comm *comm)
 {
     dtrain_allocator *allocator = comm->allocator;
+    dtrain__watch_remove(comm);
     while (comm->newest != NULL) {
         dtrain_work *work = comm->newest;
         comm->newest = work->older;
@@ -106,7 +108,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     if (status == DTRAIN_OK)
         status = dtrain__create_choose(comm);
     if (status == DTRAIN_OK)
-        *out = comm;
+        dtrain__watch_add(*out = comm);
     else
         dtrain__create_free(comm);
     return status;

@@ -93,8 +93,9 @@ typedef struct dtrain__op {
                                                                 * all-to-all */
     const void *in;
     void *out;
-    int scattered; /* in is an array of dtrain__segment with count elements in all */
-    int partial;   /* a reduce-scatter with counts, of sums: results are partial sums, which are not rounded */
+    size_t reach[2]; /* bytes of in and out, in a group that is watched */
+    int scattered;   /* in is an array of dtrain__segment with count elements in all */
+    int partial;     /* a reduce-scatter with counts, of sums: results are partial sums, which are not rounded */
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
     uint64_t check, check_due;       /* checksum of incoming data: so far, and as the header says; 0: not checked */
@@ -221,9 +222,12 @@ struct dtrain_comm {
     unsigned char *packed; /* buffers of fused calls, one after another */
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
-    uint64_t consents;        /* agreements that this end has taken part in */
-    void *split_room;         /* of the last split of this group; the next one uses it */
-    int64_t vote_ns;          /* when it voted in the agreement that is pending; 0: none is */
+    int watched;              /* with DTRAIN_DEBUG=1 a fault in a buffer is told of */
+    dtrain_comm *next_watched;
+    const dtrain__op *running; /* the operation of a call that waits in no queue; NULL: none */
+    uint64_t consents;         /* agreements that this end has taken part in */
+    void *split_room;          /* of the last split of this group; the next one uses it */
+    int64_t vote_ns;           /* when it voted in the agreement that is pending; 0: none is */
     int vote_kind;
     uint32_t mark;       /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
     uintptr_t caller;    /* the thread that is in a call of the group; 0: none */

@@ -165,6 +165,16 @@ static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
     return whole;
 }
 
+/* A dtype's name in small letters. A handler of signals may call it. */
+static void dtrain__op_dtype_name(dtrain_dtype dtype, char text[16])
+{
+    const char *name = dtrain_dtype_name(dtype);
+    size_t n = 0;
+    for (; name[n] != 0 && n < 15; n++)
+        text[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
+    text[n] = 0;
+}
+
 /* "all_reduce #412 (sum, f32 x 1048576)"; for fused calls the first one, and their number. */
 static dtrain__text dtrain__op_call_text(const dtrain__call *given)
 {
@@ -173,13 +183,9 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     const dtrain__call *call = &whole;
     const char *prefix = given->form == DTRAIN__ON_DEVICE ? "device_group_" : "";
     uint64_t count = call->form != 0 ? call->first : call->count;
-    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
     char dtype[16], detail[32] = "", root[28] = "", fused[29] = "", elements[24] = "";
-    size_t n = 0;
     int reduces = dtrain__op_kind_reduces(call->kind);
-    for (; name[n] != 0 && n < sizeof dtype - 1; n++)
-        dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
-    dtype[n] = 0;
+    dtrain__op_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0, dtype);
     if (reduces)
         snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
     if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)

@@ -6,6 +6,7 @@
 #define DTRAIN__WORK
 #include "place.c"
 #include "queue.c"
+#include "watch.c"
 DTRAIN__FAST_BEGIN
 
 /* Refuses a group of processes in a forked child, and before all ranks have come. */
@@ -48,6 +49,8 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
         return status;
     if (comm->alone)
         dtrain__work_tell_alone(comm);
+    if (comm->watched)
+        dtrain__watch_note(comm, op);
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
     return DTRAIN_OK;
@@ -323,7 +326,9 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
         status = dtrain__work_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
+    __atomic_store_n(&comm->running, op, __ATOMIC_RELEASE);
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
+    __atomic_store_n(&comm->running, (const dtrain__op *)NULL, __ATOMIC_RELEASE);
     now = dtrain__os_now_ns();
     if (op->started_ns == 0) /* the group was broken, so it was not posted */
         op->started_ns = now;

@@ -14,8 +14,7 @@
 
 static int dtrain__fsdp_debug_asked(int desc)
 {
-    const char *text = getenv("DTRAIN_DEBUG");
-    return desc != 0 || (text != NULL && text[0] != 0 && strcmp(text, "0") != 0);
+    return desc != 0 || dtrain__faults_asked();
 }
 
 /* ---- FSDP: memory that is guarded ---- */

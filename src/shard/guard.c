@@ -3,11 +3,10 @@
  * in one unit. Ranges open and close. Pages without an open range are closed: pages of parameters to all use, pages of
  * gradients to writing. Pages that also hold other data stay open.
  *
- * A handler of faults prints one line that names the closed range, and passes the fault on. It takes no lock and calls
- * only write(). It may read the list of objects at any time, so removing an object waits until no handler reads. The
- * first object installs the handler, the last one removes it. */
+ * A fault in a closed range prints one line that names it: see >>faults. */
 #ifndef DTRAIN__GUARD
 #define DTRAIN__GUARD
+#include "../base/faults.c"
 #include "../base/memory.c"
 
 typedef struct dtrain__guard_range {
@@ -36,32 +35,8 @@ typedef struct dtrain__guard {
 } dtrain__guard;
 
 static dtrain__guard *dtrain__guard_first;
-static uint32_t dtrain__guard_readers; /* handlers that read the list */
-static uint32_t dtrain__guard_owner;   /* the process that is changing the list; 0: none. A child may inherit it */
 
 /* ---- the handler ---- */
-
-typedef struct dtrain__guard_line {
-    char text[512];
-    size_t bytes;
-} dtrain__guard_line;
-
-static DTRAIN__NOINLINE void dtrain__guard_put(dtrain__guard_line *line, const char *text)
-{
-    for (; *text != 0 && line->bytes < sizeof line->text - 1; text++) /* a name may hold anything */
-        line->text[line->bytes++] = (unsigned char)*text < 0x20 || *text == 0x7f ? '?' : *text;
-}
-
-static void dtrain__guard_put_number(dtrain__guard_line *line, int number)
-{
-    char digits[12];
-    size_t at = sizeof digits - 1;
-    digits[at] = 0;
-    do
-        digits[--at] = (char)('0' + number % 10);
-    while ((number /= 10) > 0);
-    dtrain__guard_put(line, digits + at);
-}
 
 /* Returns the closed range that an address is in; NULL: none. */
 static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard, uintptr_t address)
@@ -79,66 +54,41 @@ static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard,
 }
 
 /* Puts the line together. writes: 1: the access was a write, 0: a read, -1: unknown. */
-static void dtrain__guard_describe(dtrain__guard_line *line, const dtrain__guard *guard,
+static void dtrain__guard_describe(dtrain__faults_line *line, const dtrain__guard *guard,
                                    const dtrain__guard_range *range, int writes)
 {
-    dtrain__guard_put(line, "dtrain: rank ");
-    dtrain__guard_put_number(line, guard->rank);
-    dtrain__guard_put(line, range->grad || writes == 1 ? " wrote " : writes == 0 ? " read " : " used ");
-    dtrain__guard_put(line, range->grad ? "the gradient of " : "");
-    dtrain__guard_put(line, "parameter ");
-    dtrain__guard_put(line, range->name);
-    dtrain__guard_put(line, " (unit ");
-    dtrain__guard_put_number(line, range->unit);
-    dtrain__guard_put(line, !range->grad ? "), which is not gathered: "
-                                         : ") after the unit was reduced, so the sum would miss it: write it before "
-                                           "dtrain_fsdp_reduce(fsdp, ");
+    dtrain__faults_put(line, "dtrain: rank ");
+    dtrain__faults_put_number(line, guard->rank);
+    dtrain__faults_put(line, range->grad || writes == 1 ? " wrote " : writes == 0 ? " read " : " used ");
+    dtrain__faults_put(line, range->grad ? "the gradient of " : "");
+    dtrain__faults_put(line, "parameter ");
+    dtrain__faults_put(line, range->name);
+    dtrain__faults_put(line, " (unit ");
+    dtrain__faults_put_number(line, range->unit);
+    dtrain__faults_put(line, !range->grad ? "), which is not gathered: "
+                                          : ") after the unit was reduced, so the sum would miss it: write it before "
+                                            "dtrain_fsdp_reduce(fsdp, ");
     if (range->grad) {
-        dtrain__guard_put_number(line, range->unit);
-        dtrain__guard_put(line, "), or for the next micro-batch ");
+        dtrain__faults_put_number(line, range->unit);
+        dtrain__faults_put(line, "), or for the next micro-batch ");
     }
-    dtrain__guard_put(line, "call dtrain_fsdp_gather(fsdp, ");
-    dtrain__guard_put_number(line, range->unit);
-    dtrain__guard_put(line, ") before");
-    line->text[line->bytes++] = '\n';
+    dtrain__faults_put(line, "call dtrain_fsdp_gather(fsdp, ");
+    dtrain__faults_put_number(line, range->unit);
+    dtrain__faults_put(line, ") before");
 }
 
 /* Says which closed range a fault was in. It runs in the handler. */
-static void dtrain__guard_report(uintptr_t address, int writes)
+static void dtrain__guard_report(dtrain__faults_line *line, uintptr_t address, int writes)
 {
-    dtrain__guard_line line;
-    line.bytes = 0;
-    __atomic_add_fetch(&dtrain__guard_readers, 1, __ATOMIC_SEQ_CST);
     const dtrain__guard *guard = __atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST);
-    for (; guard != NULL && line.bytes == 0; guard = __atomic_load_n(&guard->next, __ATOMIC_SEQ_CST)) {
+    for (; guard != NULL && line->bytes == 0; guard = __atomic_load_n(&guard->next, __ATOMIC_SEQ_CST)) {
         const dtrain__guard_range *range = dtrain__guard_find(guard, address);
         if (range != NULL)
-            dtrain__guard_describe(&line, guard, range, writes);
-    }
-    __atomic_sub_fetch(&dtrain__guard_readers, 1, __ATOMIC_SEQ_CST);
-    if (line.bytes > 0) {
-        ssize_t ignored = dtrain__os_write(2, line.text, line.bytes);
-        (void)ignored;
+            dtrain__guard_describe(line, guard, range, writes);
     }
 }
 
 /* ---- the list ---- */
-
-static void dtrain__guard_lock(void)
-{
-    uint32_t mine = (uint32_t)dtrain__os_self(), owner = 0;
-    while (!__atomic_compare_exchange_n(&dtrain__guard_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        if (owner == mine) { /* else the parent was changing the list when it forked this process */
-            dtrain__os_yield();
-            owner = 0;
-        }
-    }
-}
-
-static void dtrain__guard_unlock(void)
-{
-    __atomic_store_n(&dtrain__guard_owner, 0u, __ATOMIC_SEQ_CST);
-}
 
 /* Leaves out regions that another object guards. Else one object would close memory that the other uses. */
 static void dtrain__guard_skip_shared(dtrain__guard *guard)
@@ -157,7 +107,7 @@ static void dtrain__guard_share(uintptr_t begin, uintptr_t end)
 {
     if (__atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST) == NULL)
         return;
-    dtrain__guard_lock();
+    dtrain__faults_lock();
     for (dtrain__guard *guard = dtrain__guard_first; guard != NULL; guard = guard->next)
         for (size_t i = 0; i < guard->region_count; i++) {
             dtrain__guard_region *region = &guard->regions[i];
@@ -167,34 +117,31 @@ static void dtrain__guard_share(uintptr_t begin, uintptr_t end)
             if (!guard->off)
                 dtrain__os_protect((void *)region->begin, region->end - region->begin, 2);
         }
-    dtrain__guard_unlock();
+    dtrain__faults_unlock();
 }
 
 static void dtrain__guard_add(dtrain__guard *guard)
 {
-    dtrain__guard_lock();
+    dtrain__faults_lock();
     dtrain__guard_skip_shared(guard);
     guard->next = dtrain__guard_first;
     __atomic_store_n(&dtrain__guard_first, guard, __ATOMIC_SEQ_CST);
-    dtrain__os_watch_faults(dtrain__guard_report);
-    dtrain__guard_unlock();
+    dtrain__faults_watch(DTRAIN__FAULTS_GUARDS, dtrain__guard_report);
+    dtrain__faults_unlock();
 }
 
 static void dtrain__guard_remove(dtrain__guard *guard)
 {
-    dtrain__guard_lock();
+    dtrain__faults_lock();
     dtrain__guard **at = &dtrain__guard_first;
     while (*at != NULL && *at != guard)
         at = &(*at)->next;
     if (*at == guard)
         __atomic_store_n(at, guard->next, __ATOMIC_SEQ_CST);
     if (dtrain__guard_first == NULL)
-        dtrain__os_unwatch_faults();
-    dtrain__guard_unlock();
-    /* a handler takes little time; or it ran in the parent, and its count will never fall */
-    int64_t until_ns = dtrain__os_now_ns() + 1000000000;
-    while (__atomic_load_n(&dtrain__guard_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
-        dtrain__os_yield();
+        dtrain__faults_watch(DTRAIN__FAULTS_GUARDS, NULL);
+    dtrain__faults_unlock();
+    dtrain__faults_settle();
 }
 
 /* ---- ranges ---- */

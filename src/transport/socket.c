@@ -73,6 +73,12 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         /* a header may wait for its payload only if both use the same lane */
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
+        if (n < 0 && errno == EFAULT)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "rank %d: the program's memory for what goes %s rank %d is not there at %p: it was "
+                                "freed, unmapped or protected while the operation was under way, or the buffer is "
+                                "smaller than its count; keep it until the call, or dtrain_work_wait, has returned",
+                                channel->seat.rank, sending ? "to" : "in from", transfer->peer, (void *)data);
         if (n < 0) {
             dtrain__lane_down(channel->hub, lane, channel->seat.worlds[transfer->peer], sending, errno);
             continue;
