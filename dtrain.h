@@ -7418,12 +7418,14 @@ static void *dtrain__os_symbol(void *library, const char *name)
 
 /* ---- control groups ---- */
 
+#define DTRAIN__OS_CGROUP_BYTES 2048 /* of a group's name */
+
 /* A control group that limits this process, in one mount of its tree. */
 typedef struct dtrain__os_cgroup {
     int version;
-    char path[512];       /* its name in the tree, as /proc/PID/cgroup says it */
-    char directory[1024]; /* of its files */
-    size_t top;           /* the length of the mount's own directory: groups above are not visible */
+    char path[DTRAIN__OS_CGROUP_BYTES];          /* its name in the tree, as /proc/PID/cgroup says it */
+    char directory[2 * DTRAIN__OS_CGROUP_BYTES]; /* of its files */
+    size_t top; /* the length of the mount's own directory: groups above are not visible */
 } dtrain__os_cgroup;
 
 /* Returns whether a list with commas has a word. */
@@ -7439,34 +7441,97 @@ static int dtrain__os_listed(const char *list, const char *word)
     return 0;
 }
 
-/* Writes the name of a process's control group for a controller; "": it has none. */
-static void dtrain__os_cgroup_path(const char *process, const char *controller, int version, char path[512])
+/* A text of the system, line by line. */
+typedef struct dtrain__os_lines {
+    int fd, cut; /* cut: the rest of a line that is too long is still to come */
+    size_t begin, end;
+    char text[4096];
+} dtrain__os_lines;
+
+static void dtrain__os_lines_open(dtrain__os_lines *lines, const char *path)
 {
-    char name[64], text[4096];
+    lines->fd = open(path, O_RDONLY | O_CLOEXEC);
+    lines->cut = 0;
+    lines->begin = lines->end = 0;
+}
+
+/* Returns the next line without its end. Of a line that is too long it is the beginning. After the last line it closes
+ * the file and returns NULL. */
+static char *dtrain__os_lines_next(dtrain__os_lines *lines)
+{
+    for (;;) {
+        char *line = lines->text + lines->begin;
+        char *end = (char *)memchr(line, '\n', lines->end - lines->begin);
+        int skip = lines->cut, full = end == NULL && lines->end - lines->begin == sizeof lines->text - 1;
+        if (end != NULL || full) {
+            lines->cut = full;
+            lines->begin = full ? lines->end : (size_t)(end + 1 - lines->text);
+            *(full ? lines->text + lines->end : end) = 0;
+            if (!skip)
+                return line;
+            continue;
+        }
+        memmove(lines->text, line, lines->end - lines->begin);
+        lines->end -= lines->begin;
+        lines->begin = 0;
+        ssize_t n = lines->fd >= 0 ? read(lines->fd, lines->text + lines->end, sizeof lines->text - 1 - lines->end) : 0;
+        if (n <= 0)
+            break;
+        lines->end += (size_t)n;
+    }
+    if (lines->fd >= 0)
+        close(lines->fd);
+    return NULL;
+}
+
+/* Takes the next word off a line of /proc/PID/mountinfo, where "\040" stands for a space. Returns "" at the end. */
+static char *dtrain__os_mount_word(char **line)
+{
+    char *word = *line + strspn(*line, " "), *to = word, *from = word;
+    for (; *from != 0 && *from != ' '; to++) {
+        int octal = from[0] == '\\' && from[1] >= '0' && from[1] <= '3' && from[2] >= '0' && from[2] <= '7' &&
+                    from[3] >= '0' && from[3] <= '7';
+        *to = octal ? (char)((from[1] - '0') * 64 + (from[2] - '0') * 8 + from[3] - '0') : *from;
+        from += octal ? 4 : 1;
+    }
+    *line = from + (*from != 0);
+    *to = 0;
+    return word;
+}
+
+/* Writes the name of a process's control group for a controller; "": it has none. */
+static void dtrain__os_cgroup_path(const char *process, const char *controller, int version,
+                                   char path[DTRAIN__OS_CGROUP_BYTES])
+{
+    char name[64], *line;
+    dtrain__os_lines lines;
     snprintf(name, sizeof name, "/proc/%.30s/cgroup", process);
-    dtrain__os_read_text(name, text, sizeof text);
+    dtrain__os_lines_open(&lines, name);
     path[0] = 0;
-    for (char *line = text, *names, *group; (names = strchr(line, ':')) != NULL;) {
-        group = strchr(++names, ':');
-        if (group == NULL)
-            return;
-        size_t length = strcspn(++group, "\n");
-        if (version == 2 ? group == names + 1 : dtrain__os_listed(names, controller))
-            snprintf(path, 512, "%.*s", (int)length, group);
-        line = group + length;
+    while ((line = dtrain__os_lines_next(&lines)) != NULL) {
+        char *names = strchr(line, ':'), *group = names != NULL ? strchr(names + 1, ':') : NULL;
+        if (group != NULL && (version == 2 ? group == names + 1 : dtrain__os_listed(names + 1, controller)))
+            snprintf(path, DTRAIN__OS_CGROUP_BYTES, "%s", group + 1);
     }
 }
 
 /* Finds this process's group in the mount that a line of /proc/self/mountinfo tells of. Returns 0 if there is none. */
-static int dtrain__os_cgroup_find(dtrain__os_cgroup *group, const char *line, const char *controller)
+static int dtrain__os_cgroup_find(dtrain__os_cgroup *group, char *line, const char *controller)
 {
-    char root[512], mount[512], type[16], options[256];
-    const char *rest = strstr(line, " - ");
-    if (rest == NULL || sscanf(line, "%*s %*s %*s %511s %511s", root, mount) != 2 ||
-        sscanf(rest, " - %15s %*s %255s", type, options) != 2)
+    char *rest = strstr(line, " - "), *root, *mount, *type;
+    if (rest == NULL)
         return 0;
-    group->version =
-        strcmp(type, "cgroup2") == 0 ? 2 : strcmp(type, "cgroup") == 0 && dtrain__os_listed(options, controller);
+    *rest = 0;
+    rest += 3;
+    type = dtrain__os_mount_word(&rest);
+    dtrain__os_mount_word(&rest);
+    for (int i = 0; i < 3; i++)
+        dtrain__os_mount_word(&line);
+    root = dtrain__os_mount_word(&line);
+    mount = dtrain__os_mount_word(&line);
+    group->version = strcmp(type, "cgroup2") == 0
+                         ? 2
+                         : strcmp(type, "cgroup") == 0 && dtrain__os_listed(dtrain__os_mount_word(&rest), controller);
     if (group->version == 0)
         return 0;
     dtrain__os_cgroup_path("self", controller, group->version, group->path);
@@ -7478,8 +7543,8 @@ static int dtrain__os_cgroup_find(dtrain__os_cgroup *group, const char *line, co
     else if (strncmp(group->path, root, skip) != 0 || (group->path[skip] != '/' && group->path[skip] != 0))
         return 0;
     group->top = strlen(mount);
-    snprintf(group->directory, sizeof group->directory, "%s%s", mount, group->path + skip);
-    return 1;
+    return snprintf(group->directory, sizeof group->directory, "%s%s", mount, group->path + skip) <
+           (int)sizeof group->directory;
 }
 
 /* Goes on to the group that this one is in. Returns 0 if there is none. */
@@ -7496,7 +7561,7 @@ static int dtrain__os_cgroup_up(dtrain__os_cgroup *group)
 static uint64_t dtrain__os_cgroup_number(const dtrain__os_cgroup *group, const char *file, const char *word,
                                          uint64_t fallback)
 {
-    char path[1100];
+    char path[2 * DTRAIN__OS_CGROUP_BYTES + 64];
     snprintf(path, sizeof path, "%s/%.60s", group->directory, file);
     return dtrain__os_read_number(path, word, fallback);
 }
@@ -7506,24 +7571,15 @@ static uint64_t dtrain__os_cgroup_least(const char *controller,
                                         uint64_t (*limit)(const dtrain__os_cgroup *, const void *), const void *context)
 {
     dtrain__os_cgroup group;
-    char text[4096], *line, *end;
+    dtrain__os_lines mounts;
+    char *line;
     uint64_t least = UINT64_MAX, value;
-    size_t have = 0;
-    ssize_t n;
-    int fd = open("/proc/self/mountinfo", O_RDONLY | O_CLOEXEC);
-    while (fd >= 0 && (n = read(fd, text + have, sizeof text - 1 - have)) > 0) {
-        text[have + (size_t)n] = 0;
-        for (line = text; (end = strchr(line, '\n')) != NULL; line = end + 1) {
-            *end = 0;
-            int more = dtrain__os_cgroup_find(&group, line, controller);
-            for (; more; more = dtrain__os_cgroup_up(&group))
-                least = (value = limit(&group, context)) < least ? value : least;
-        }
-        have = strlen(line) < sizeof text - 1 ? strlen(line) : 0; /* a longer line is of no control group */
-        memmove(text, line, have);
+    dtrain__os_lines_open(&mounts, "/proc/self/mountinfo");
+    while ((line = dtrain__os_lines_next(&mounts)) != NULL) {
+        int more = dtrain__os_cgroup_find(&group, line, controller);
+        for (; more; more = dtrain__os_cgroup_up(&group))
+            least = (value = limit(&group, context)) < least ? value : least;
     }
-    if (fd >= 0)
-        close(fd);
     return least;
 }
 
@@ -7610,7 +7666,7 @@ static uint64_t dtrain__os_cgroup_suffices(const dtrain__os_cgroup *group, const
     size_t length = strlen(group->path);
     for (int rank = 0; quota != UINT64_MAX && rank < crowd->size; rank++) {
         long process = crowd->process(crowd->group, rank);
-        char path[512], name[24];
+        char path[DTRAIN__OS_CGROUP_BYTES], name[24];
         snprintf(name, sizeof name, "%ld", process);
         if (process > 0)
             dtrain__os_cgroup_path(name, "cpu", group->version, path);

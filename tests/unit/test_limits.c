@@ -13,6 +13,7 @@
 
 #ifdef __linux__
 #include <sched.h>
+#include <sys/mount.h>
 
 #define MIB ((size_t)1 << 20)
 
@@ -98,6 +99,84 @@ TEST(memory_is_what_the_control_group_leaves)
     }
     CHECK(group_write(files[version], "134217728"));
     run_in_group(memory_of_group);
+}
+
+/* ---- what the system writes, from files of the test's own ---- */
+
+static char fake_directory[64];
+
+static void fake_write(const char *name, const char *text)
+{
+    char path[200];
+    snprintf(path, sizeof path, "%s/%s", fake_directory, name);
+    FILE *file = fopen(path, "w");
+    CHECK(file != NULL && fputs(text, file) >= 0);
+    if (file != NULL)
+        fclose(file);
+}
+
+/* Puts a file in the place of one in /proc/self, in this process's view alone. Returns 0 if it may not. */
+static int fake_proc(const char *name)
+{
+    char from[200], to[64];
+    snprintf(from, sizeof from, "%s/%s", fake_directory, name);
+    snprintf(to, sizeof to, "/proc/%ld/%s", (long)getpid(), name);
+    return mount(from, to, NULL, MS_BIND, NULL) == 0;
+}
+
+/* A system with long names, in which the group for memory is beyond the first 4 KiB of both files. */
+static int reads_long_lists(void)
+{
+    static char text[16384], filler[6000], name[500];
+    size_t used = 0;
+    memset(filler, 'f', sizeof filler - 1);
+    memset(name, 'n', sizeof name - 1);
+    snprintf(text, sizeof text,
+             "1 0 0:1 / / rw - overlay overlay rw,lowerdir=%s\n"
+             "2 1 0:2 /kube\\134x2dpods %s/a\\040b rw,nosuid shared:9 - cgroup2 cgroup2 rw\n",
+             filler, fake_directory);
+    fake_write("mountinfo", text);
+    for (int i = 12; i > 0; i--)
+        used += (size_t)snprintf(text + used, sizeof text - used, "%d:other%d:/%s\n", i, i, name);
+    snprintf(text + used, sizeof text - used, "0::/kube\\x2dpods/pod\n");
+    fake_write("cgroup", text);
+    if (unshare(CLONE_NEWNS) != 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
+        !fake_proc("mountinfo") || !fake_proc("cgroup"))
+        return 75;
+    fake_write("a b/pod/memory.max", "3000000\n");
+    fake_write("a b/pod/memory.current", "1000000\n");
+    CHECK_EQ(dtrain__os_memory_left(), 2000000);
+    fake_write("a b/memory.max", "1500000\n"); /* the group above has less, and counts nothing as used */
+    CHECK_EQ(dtrain__os_memory_left(), 1500000);
+    fake_write("a b/memory.max", "max\n");
+    fake_write("a b/pod/memory.max", "0\n");
+    CHECK_EQ(dtrain__os_memory_left(), 0);
+    fake_write("a b/pod/cpu.max", "max 100000\n");
+    int all = dtrain__os_processors();
+    fake_write("a b/cpu.max", "100000 100000\n");
+    CHECK_EQ(dtrain__os_processors(), 1);
+    fake_write("a b/cpu.max", "100000 0\n"); /* no kernel writes this */
+    CHECK_EQ(dtrain__os_processors(), all);
+    return test_end();
+}
+
+TEST(groups_with_long_and_escaped_names_are_found)
+{
+    char command[200];
+    snprintf(fake_directory, sizeof fake_directory, "/tmp/dtrain-limits-%ld", (long)getpid());
+    snprintf(command, sizeof command, "mkdir -p '%s/a b/pod'", fake_directory);
+    CHECK_EQ(system(command), 0);
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0)
+        _exit(reads_long_lists());
+    int end = end_of(pid, 60);
+    if (end == 75)
+        printf("skipped: this process may not mount files\n");
+    else
+        CHECK_EQ(end, 0);
+    snprintf(command, sizeof command, "rm -r %s", fake_directory);
+    CHECK_EQ(system(command), 0);
 }
 
 /* The barrier keeps each process until the other has asked for its processors. */
