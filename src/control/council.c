@@ -540,8 +540,9 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
                                        size_t key_bytes, const void *value, size_t bytes)
 {
     size_t all = sizeof(dtrain__entry) + key_bytes + bytes;
-    dtrain__entry *entry = NULL;
-    if (store->total + all <= DTRAIN__STORE_TOTAL_BYTES)
+    dtrain__entry *entry = NULL, *old = dtrain__store_find(store, key, key_bytes);
+    size_t rest = store->total - (old != NULL ? sizeof *old + old->key_bytes + old->bytes : 0); /* stays */
+    if (rest + all <= DTRAIN__STORE_TOTAL_BYTES)
         entry = (dtrain__entry *)dtrain__alloc(allocator, all);
     if (entry == NULL || !dtrain__store_grow(store, allocator)) {
         dtrain__free(allocator, entry);

@@ -319,6 +319,23 @@ TEST(a_deleted_key_gives_its_memory_back)
     dtrain_comm_destroy(world);
 }
 
+TEST(a_key_of_a_full_store_can_be_set_again)
+{
+    static unsigned char large[65536];
+    char key[16];
+    dtrain_comm *world;
+    int i = 0;
+    CHECK_EQ(dtrain_threads_create(&world, 1, NULL), DTRAIN_OK);
+    for (dtrain_status status = DTRAIN_OK; status == DTRAIN_OK; i++) {
+        snprintf(key, sizeof key, "%d", i);
+        status = dtrain_store_set(world, key, large, sizeof large);
+    }
+    CHECK(i > 1000 && i <= 1025); /* 64 MiB */
+    CHECK_EQ(dtrain_store_set(world, "0", large, sizeof large), DTRAIN_OK);
+    CHECK_EQ(dtrain_store_set(world, "another", large, sizeof large), DTRAIN_ERR_MEMORY);
+    dtrain_comm_destroy(world);
+}
+
 /* The least that a look for an absent key costs, as others share the processor. */
 static int64_t look_ns(dtrain_comm *world)
 {
