@@ -27842,12 +27842,14 @@ static int dtrain__recorder_meets(const dtrain_comm *comm, const dtrain__op *op,
 }
 
 /* Follows the ranks that wait for each other, beginning with the awaited one, and writes what each does while the text
- * has room. If all send, or all receive, and the last one waits for this rank, it says so. Returns the first rank whose
+ * has room. If all send, or all receive, and the last one waits for this rank, it says so, unless this
+ * rank also does what the last one waits for. Returns the first rank whose
  * call contradicts this one, with what it does in *last; -1: none. *meet: all of them are in this call. */
 static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity,
                                   dtrain__last *last, int *meet)
 {
-    int rank = op->awaited, culprit = -1, full = 0, circle = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
+    int rank = op->awaited, before = -1, culprit = -1, full = 0,
+        circle = op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV;
     dtrain__last at;
     size_t used = 0;
     text[0] = 0;
@@ -27869,9 +27871,11 @@ static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op,
         full |= strlen(does) >= capacity - used;
         if (!full)
             used += (size_t)snprintf(text + used, capacity - used, "%s", does);
+        before = rank;
         rank = next;
     }
-    if (circle && rank == comm->rank)
+    if (circle && rank == comm->rank && before >= 0 &&
+        comm->directions[2 * before + (op->kind == DTRAIN__RECV)].first == NULL)
         snprintf(text + used, capacity - used,
                  op->kind == DTRAIN__SEND ? "; they all send first, and nobody receives: call dtrain_exchange, or let "
                                             "one rank receive first"

@@ -244,6 +244,35 @@ TEST(ranks_that_all_send_first_are_told_of_exchange)
         }
 }
 
+/* Messages that cross, and a rank that stops driving them: it is no circle. */
+TEST(ranks_that_send_and_receive_at_once_are_not_told_of_exchange)
+{
+    dtrain_comm *worlds[2];
+    dtrain_work *in[2], *out[2];
+    dtrain_comm_desc desc = {0};
+    float *x = (float *)calloc(4 * LARGE, sizeof *x);
+    CHECK(x != NULL);
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    desc.timeout_ms = 300;
+    CHECK_EQ(dtrain_threads_create(worlds, 2, &desc), DTRAIN_OK);
+    worlds[1]->desc.timeout_ms = test_ms(20000);
+    for (int r = 1; r >= 0; r--) { /* rank 1 begins both, and is not polled again */
+        float *own = x + 2 * (size_t)r * LARGE;
+        CHECK_EQ(dtrain_recv_async(worlds[r], own, LARGE, DTRAIN_F32, !r, &in[r]), DTRAIN_OK);
+        CHECK_EQ(dtrain_send_async(worlds[r], own + LARGE, LARGE, DTRAIN_F32, !r, &out[r]), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_poll(worlds[r], 0), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_work_wait(in[0]), DTRAIN_ERR_TIMEOUT);
+    CHECK_CONTAINS(dtrain_last_error(), "rank 1 is in recv #1 (f32 x 4194304)");
+    CHECK_CONTAINS(dtrain_last_error(), "waiting for rank 0");
+    CHECK_EQ(times("they all"), 0);
+    CHECK(dtrain_work_wait(out[0]) != DTRAIN_OK);
+    CHECK_EQ(times("they all"), 0);
+    for (int r = 0; r < 2; r++)
+        dtrain_comm_destroy(worlds[r]);
+    free(x);
+}
+
 static int unwaited;
 static char unwaited_text[400];
 
