@@ -26770,6 +26770,7 @@ struct dtrain_comm {
     unsigned char *scratch;
     dtrain__blocked *blocked;
     int apart;                                 /* a thread of the library waits in it, not the caller */
+    int own;                                   /* the library made it for itself: no program has its handles */
     int64_t waited_ns[2];                      /* when the operation that was waited for last had its turn, and ended */
     dtrain__os_mutex queue_mutex;              /* head, tail, spare; held for a few instructions */
     dtrain__os_mutex drive_mutex;              /* held by the thread that advances queued work */
@@ -26812,6 +26813,14 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
         "%s: this group was destroyed; make no call on it after dtrain_comm_destroy, after the end of its "
         "mesh, or after the body of dtrain_run_threads",
         call);
+}
+
+/* Destroys a group that the library made for itself. It may have handles that nobody has waited for. */
+static void dtrain__group_close(dtrain_comm *comm)
+{
+    if (comm != NULL)
+        comm->own = 1;
+    dtrain_comm_destroy(comm);
 }
 
 /* Refuses a group that is destroyed, or inside a fuse. */
@@ -33214,7 +33223,7 @@ static void dtrain__create_tell_unwaited(dtrain_comm *comm)
 {
     const dtrain_work *first = NULL;
     int count = 0;
-    if (comm->apart || comm->error.status != DTRAIN_OK || dtrain__membership_broken(comm->members))
+    if (comm->own || comm->error.status != DTRAIN_OK || dtrain__membership_broken(comm->members))
         return;
     dtrain__os_lock(&comm->queue_mutex);
     for (const dtrain_work *work = comm->newest; work != NULL; work = work->older)
@@ -38498,8 +38507,8 @@ static void dtrain__hosts_free(dtrain_device_group *group)
     if (hosts->between != NULL)
         dtrain__free(hosts->far_ranks->allocator, hosts->between);
     dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, hosts->scratch);
-    dtrain_comm_destroy(hosts->far_ranks);
-    dtrain_comm_destroy(hosts->near_ranks);
+    dtrain__group_close(hosts->far_ranks);
+    dtrain__group_close(hosts->near_ranks);
     dtrain__free(group->comm->allocator, hosts);
     group->hosts = NULL;
 }
@@ -51249,13 +51258,13 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     dtrain__fsdp_debug_destroy(fsdp);
     for (int i = 0; i < DTRAIN__FSDP_WAYS; i++) {
         dtrain_device_group_destroy(fsdp->device.groups[i]);
-        dtrain_comm_destroy(fsdp->device.comms[i]);
+        dtrain__group_close(fsdp->device.comms[i]);
     }
     if (!fsdp->shares_comm) {
-        dtrain_comm_destroy(fsdp->gathers);
-        dtrain_comm_destroy(fsdp->reduces);
-        dtrain_comm_destroy(fsdp->copies);
-        dtrain_comm_destroy(fsdp->world);
+        dtrain__group_close(fsdp->gathers);
+        dtrain__group_close(fsdp->reduces);
+        dtrain__group_close(fsdp->copies);
+        dtrain__group_close(fsdp->world);
     }
     dtrain__fsdp_free(fsdp);
 }
@@ -54784,7 +54793,7 @@ static unsigned char *dtrain__server_frame(const dtrain_server *s, unsigned char
 /* Leaves a link and ends its messages. */
 static void dtrain__server_close(dtrain__server_link *link)
 {
-    dtrain_comm_destroy(link->comm);
+    dtrain__group_close(link->comm);
     link->comm = NULL;
     memset(link->in, 0, sizeof link->in);
     memset(link->out, 0, sizeof link->out);
@@ -56507,11 +56516,11 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
     local->told = 0;
     memset(local->works, 0, local->sizes.works * sizeof *local->works); /* a group's handles end with it */
     if (old_up != up)
-        dtrain_comm_destroy(old_up);
+        dtrain__group_close(old_up);
     if (old_down != down)
-        dtrain_comm_destroy(old_down);
+        dtrain__group_close(old_down);
     if (old != group)
-        dtrain_comm_destroy(old);
+        dtrain__group_close(old);
     local->server = dtrain__rounds_find_server(local, group);
     for (int i = 0; group != NULL && i < local->desc.fragments; i++)
         if (local->fragments[i].pack != NULL)
@@ -56530,7 +56539,7 @@ static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_c
         status = dtrain_comm_split(group, 0, key, down);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
-        dtrain_comm_destroy(*up);
+        dtrain__group_close(*up);
         *up = NULL;
         return dtrain__report(&cause);
     }
@@ -56580,8 +56589,8 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     if (all == 1) {
         dtrain__rounds_set_groups(local, group, up, down);
     } else {
-        dtrain_comm_destroy(up);
-        dtrain_comm_destroy(down);
+        dtrain__group_close(up);
+        dtrain__group_close(down);
     }
     return all;
 }
@@ -57483,7 +57492,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
         status = dtrain__rounds_talk(local, group, &up, &down);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
-        dtrain_comm_destroy(group);
+        dtrain__group_close(group);
         return dtrain__report(&cause);
     }
     dtrain__rounds_set_groups(local, group, up, down);
@@ -57923,9 +57932,9 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)
         dtrain__os_unlock(&local->mutex);
         dtrain__worker_end(&local->worker);
     }
-    dtrain_comm_destroy(local->up);
-    dtrain_comm_destroy(local->down);
-    dtrain_comm_destroy(local->group);
+    dtrain__group_close(local->up);
+    dtrain__group_close(local->down);
+    dtrain__group_close(local->group);
     dtrain__rounds_free(local);
 }
 

@@ -318,7 +318,7 @@ static void dtrain__create_tell_unwaited(dtrain_comm *comm)
 {
     const dtrain_work *first = NULL;
     int count = 0;
-    if (comm->apart || comm->error.status != DTRAIN_OK || dtrain__membership_broken(comm->members))
+    if (comm->own || comm->error.status != DTRAIN_OK || dtrain__membership_broken(comm->members))
         return;
     dtrain__os_lock(&comm->queue_mutex);
     for (const dtrain_work *work = comm->newest; work != NULL; work = work->older)

@@ -205,6 +205,7 @@ struct dtrain_comm {
     unsigned char *scratch;
     dtrain__blocked *blocked;
     int apart;                                 /* a thread of the library waits in it, not the caller */
+    int own;                                   /* the library made it for itself: no program has its handles */
     int64_t waited_ns[2];                      /* when the operation that was waited for last had its turn, and ended */
     dtrain__os_mutex queue_mutex;              /* head, tail, spare; held for a few instructions */
     dtrain__os_mutex drive_mutex;              /* held by the thread that advances queued work */
@@ -247,6 +248,14 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
         "%s: this group was destroyed; make no call on it after dtrain_comm_destroy, after the end of its "
         "mesh, or after the body of dtrain_run_threads",
         call);
+}
+
+/* Destroys a group that the library made for itself. It may have handles that nobody has waited for. */
+static void dtrain__group_close(dtrain_comm *comm)
+{
+    if (comm != NULL)
+        comm->own = 1;
+    dtrain_comm_destroy(comm);
 }
 
 /* Refuses a group that is destroyed, or inside a fuse. */

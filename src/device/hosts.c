@@ -147,8 +147,8 @@ static void dtrain__hosts_free(dtrain_device_group *group)
     if (hosts->between != NULL)
         dtrain__free(hosts->far_ranks->allocator, hosts->between);
     dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, hosts->scratch);
-    dtrain_comm_destroy(hosts->far_ranks);
-    dtrain_comm_destroy(hosts->near_ranks);
+    dtrain__group_close(hosts->far_ranks);
+    dtrain__group_close(hosts->near_ranks);
     dtrain__free(group->comm->allocator, hosts);
     group->hosts = NULL;
 }

@@ -117,7 +117,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
         status = dtrain__rounds_talk(local, group, &up, &down);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
-        dtrain_comm_destroy(group);
+        dtrain__group_close(group);
         return dtrain__report(&cause);
     }
     dtrain__rounds_set_groups(local, group, up, down);
@@ -557,9 +557,9 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)
         dtrain__os_unlock(&local->mutex);
         dtrain__worker_end(&local->worker);
     }
-    dtrain_comm_destroy(local->up);
-    dtrain_comm_destroy(local->down);
-    dtrain_comm_destroy(local->group);
+    dtrain__group_close(local->up);
+    dtrain__group_close(local->down);
+    dtrain__group_close(local->group);
     dtrain__rounds_free(local);
 }
 

@@ -86,11 +86,11 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
     local->told = 0;
     memset(local->works, 0, local->sizes.works * sizeof *local->works); /* a group's handles end with it */
     if (old_up != up)
-        dtrain_comm_destroy(old_up);
+        dtrain__group_close(old_up);
     if (old_down != down)
-        dtrain_comm_destroy(old_down);
+        dtrain__group_close(old_down);
     if (old != group)
-        dtrain_comm_destroy(old);
+        dtrain__group_close(old);
     local->server = dtrain__rounds_find_server(local, group);
     for (int i = 0; group != NULL && i < local->desc.fragments; i++)
         if (local->fragments[i].pack != NULL)
@@ -109,7 +109,7 @@ static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_c
         status = dtrain_comm_split(group, 0, key, down);
     if (status != DTRAIN_OK) {
         dtrain__error cause = dtrain__thread_error;
-        dtrain_comm_destroy(*up);
+        dtrain__group_close(*up);
         *up = NULL;
         return dtrain__report(&cause);
     }
@@ -159,8 +159,8 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     if (all == 1) {
         dtrain__rounds_set_groups(local, group, up, down);
     } else {
-        dtrain_comm_destroy(up);
-        dtrain_comm_destroy(down);
+        dtrain__group_close(up);
+        dtrain__group_close(down);
     }
     return all;
 }

@@ -186,7 +186,7 @@ static unsigned char *dtrain__server_frame(const dtrain_server *s, unsigned char
 /* Leaves a link and ends its messages. */
 static void dtrain__server_close(dtrain__server_link *link)
 {
-    dtrain_comm_destroy(link->comm);
+    dtrain__group_close(link->comm);
     link->comm = NULL;
     memset(link->in, 0, sizeof link->in);
     memset(link->out, 0, sizeof link->out);

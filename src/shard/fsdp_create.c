@@ -623,13 +623,13 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     dtrain__fsdp_debug_destroy(fsdp);
     for (int i = 0; i < DTRAIN__FSDP_WAYS; i++) {
         dtrain_device_group_destroy(fsdp->device.groups[i]);
-        dtrain_comm_destroy(fsdp->device.comms[i]);
+        dtrain__group_close(fsdp->device.comms[i]);
     }
     if (!fsdp->shares_comm) {
-        dtrain_comm_destroy(fsdp->gathers);
-        dtrain_comm_destroy(fsdp->reduces);
-        dtrain_comm_destroy(fsdp->copies);
-        dtrain_comm_destroy(fsdp->world);
+        dtrain__group_close(fsdp->gathers);
+        dtrain__group_close(fsdp->reduces);
+        dtrain__group_close(fsdp->copies);
+        dtrain__group_close(fsdp->world);
     }
     dtrain__fsdp_free(fsdp);
 }

@@ -322,6 +322,59 @@ TEST(handles_that_nobody_waits_for_are_told_of_when_their_group_ends)
                    "nobody waited for 2 handles, the first of all_reduce #2 (sum, i32 x 1): call dtrain_work_wait");
 }
 
+static int served;
+
+static dtrain_status ends_at_once(void *user, int worker, const dtrain_server_stats *stats)
+{
+    (void)user;
+    (void)worker;
+    (void)stats;
+    return DTRAIN_ERR_ABORTED;
+}
+
+/* A server that ends while messages of its workers are under way. */
+static int ends_the_server(dtrain_comm *world, scene *s)
+{
+    float x[4] = {1, 2, 3, 4}, grad[4] = {1, 1, 1, 1};
+    dtrain_param table = {0};
+    dtrain_server_desc desc = {0};
+    dtrain_serve_desc serve = {0};
+    dtrain_optimizer_desc sgd = {0};
+    dtrain_server *server;
+    int rank = dtrain_comm_rank(world);
+    (void)s;
+    table.name = "x";
+    table.dtype = DTRAIN_F32;
+    table.shape[0] = 4;
+    table.data = x;
+    table.grad = grad;
+    desc.async = 1;
+    sgd.kind = DTRAIN_SGD;
+    serve.on_update = ends_at_once;
+    CHECK_EQ(dtrain_server_create(&server, world, &table, 1, &desc), DTRAIN_OK);
+    if (rank == 1)
+        CHECK_EQ(dtrain_server_push(server, 1), DTRAIN_OK);
+    if (rank == 0) {
+        CHECK_EQ(dtrain_optimizer_create(&serve.optimizer, &table, 1, &sgd, NULL), DTRAIN_OK);
+        CHECK_EQ(dtrain_server_run(server, &serve), DTRAIN_ERR_ABORTED);
+        dtrain_optimizer_destroy(serve.optimizer);
+        __atomic_store_n(&served, 1, __ATOMIC_SEQ_CST);
+    }
+    while (!__atomic_load_n(&served, __ATOMIC_SEQ_CST))
+        usleep(1000);
+    dtrain_server_destroy(server);
+    return 0;
+}
+
+TEST(handles_of_the_library_are_none_that_a_program_could_wait_for)
+{
+    unwaited = 0;
+    dtrain_set_log(keep_unwaited, NULL);
+    on_threads(3, ends_the_server, NULL);
+    dtrain_set_log(NULL, NULL);
+    CHECK_EQ(unwaited, 0);
+}
+
 /* A constant in the place of another enum's is then an error, and no other choice of its own. */
 TEST(constants_of_different_enums_differ)
 {
