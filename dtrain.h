@@ -60402,12 +60402,13 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
 
-/* Checks that an open directory still has a name. */
-static dtrain_status dtrain__save_keeps_name(const dtrain_checkpoint *ckpt, int directory)
+/* Ends an error with its cause, if that is that an open directory has no name any more. Only an error is looked at:
+ * some file systems say it of all directories. */
+static dtrain_status dtrain__save_explain(const dtrain_checkpoint *ckpt, int directory, dtrain_status status)
 {
     dtrain__os_facts facts;
-    if (directory < 0 || dtrain__file_sys_stat(directory, &facts) != 0 || !facts.removed)
-        return DTRAIN_OK;
+    if (status != DTRAIN_ERR_IO || directory < 0 || dtrain__file_sys_stat(directory, &facts) != 0 || !facts.removed)
+        return status;
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "checkpoint: the directory \"%s\" was removed after the checkpointer had opened it; one that was "
@@ -60500,11 +60501,9 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
                             "allow it, and create another",
                             dtrain__os_error_text(ckpt->refused));
     dtrain__part_step_name(step, part->index.facts.step);
-    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->directory);
-    if (status == DTRAIN_OK)
-        status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
+    dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
     if (status != DTRAIN_OK)
-        return status;
+        return dtrain__save_explain(ckpt, ckpt->directory, status);
     int directory = *opened;
     dtrain__part_name(mark, ckpt->rank, dtrain__save_current(ckpt), "done");
     ckpt->replaces =
@@ -61559,12 +61558,12 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
 static dtrain_status dtrain__load_choose(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->directory);
+    dtrain_status status = DTRAIN_OK;
     if (ckpt->rank == 0 && load->desc.exact)
         dtrain__part_step_name(load->step_name, load->desc.step);
-    else if (ckpt->rank == 0 && status == DTRAIN_OK)
+    else if (ckpt->rank == 0)
         status = dtrain__load_newest(ckpt, ckpt->directory, ckpt->path, load->step_name);
-    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    status = dtrain__save_agree(ckpt, dtrain__save_explain(ckpt, ckpt->directory, status), 0, NULL);
     if (status == DTRAIN_OK && ckpt->ranks > 1) {
         status = dtrain_broadcast(ckpt->comm, load->step_name, sizeof load->step_name, DTRAIN_U8, 0);
         if (status != DTRAIN_OK)
@@ -61613,6 +61612,7 @@ static dtrain_status dtrain__load_open(dtrain__load *load)
                              "checkpoint: rank 0 did not send the name of a step: build all ranks from one dtrain.h");
         } else if ((ckpt->rank > 0) == others) {
             status = dtrain__file_open_directory(&load->directory, ckpt->directory, load->step_name, "checkpoint");
+            status = dtrain__save_explain(ckpt, ckpt->directory, status);
             if (status == DTRAIN_OK)
                 status = dtrain__load_index(&load->index, load->directory, load->step_name, &load->reader.bytes_read);
         }
@@ -62311,11 +62311,12 @@ static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part
     }
     if (whole)
         return DTRAIN_OK;
-    return dtrain__fail(
-        &load->ckpt->error, DTRAIN_ERR_IO,
-        "checkpoint: on the disks of the %d ranks no step is whole; they hold %zu parts: start ranks on "
-        "the hosts that saved",
-        load->ckpt->ranks, count);
+    status =
+        dtrain__fail(&load->ckpt->error, DTRAIN_ERR_IO,
+                     "checkpoint: on the disks of the %d ranks no step is whole; they hold %zu parts: start ranks on "
+                     "the hosts that saved",
+                     load->ckpt->ranks, count);
+    return dtrain__save_explain(load->ckpt, load->ckpt->base, status);
 }
 
 /* Does what dtrain__load_open does, if files are not shared. */
@@ -62327,9 +62328,8 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     memset(&list, 0, sizeof list);
     memset(&told, 0, sizeof told);
     list.ckpt = ckpt;
-    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->base);
-    int error = status == DTRAIN_OK ? dtrain__file_list(ckpt->base, dtrain__local_look, &list) : 0;
-    status = status == DTRAIN_OK ? list.status : status;
+    int error = dtrain__file_list(ckpt->base, dtrain__local_look, &list);
+    dtrain_status status = list.status;
     if (status == DTRAIN_OK && error != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.200s\": %s", ckpt->path,
                               dtrain__os_error_text(error));

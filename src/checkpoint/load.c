@@ -119,12 +119,12 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
 static dtrain_status dtrain__load_choose(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->directory);
+    dtrain_status status = DTRAIN_OK;
     if (ckpt->rank == 0 && load->desc.exact)
         dtrain__part_step_name(load->step_name, load->desc.step);
-    else if (ckpt->rank == 0 && status == DTRAIN_OK)
+    else if (ckpt->rank == 0)
         status = dtrain__load_newest(ckpt, ckpt->directory, ckpt->path, load->step_name);
-    status = dtrain__save_agree(ckpt, status, 0, NULL);
+    status = dtrain__save_agree(ckpt, dtrain__save_explain(ckpt, ckpt->directory, status), 0, NULL);
     if (status == DTRAIN_OK && ckpt->ranks > 1) {
         status = dtrain_broadcast(ckpt->comm, load->step_name, sizeof load->step_name, DTRAIN_U8, 0);
         if (status != DTRAIN_OK)
@@ -173,6 +173,7 @@ static dtrain_status dtrain__load_open(dtrain__load *load)
                              "checkpoint: rank 0 did not send the name of a step: build all ranks from one dtrain.h");
         } else if ((ckpt->rank > 0) == others) {
             status = dtrain__file_open_directory(&load->directory, ckpt->directory, load->step_name, "checkpoint");
+            status = dtrain__save_explain(ckpt, ckpt->directory, status);
             if (status == DTRAIN_OK)
                 status = dtrain__load_index(&load->index, load->directory, load->step_name, &load->reader.bytes_read);
         }

@@ -300,11 +300,12 @@ static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part
     }
     if (whole)
         return DTRAIN_OK;
-    return dtrain__fail(
-        &load->ckpt->error, DTRAIN_ERR_IO,
-        "checkpoint: on the disks of the %d ranks no step is whole; they hold %zu parts: start ranks on "
-        "the hosts that saved",
-        load->ckpt->ranks, count);
+    status =
+        dtrain__fail(&load->ckpt->error, DTRAIN_ERR_IO,
+                     "checkpoint: on the disks of the %d ranks no step is whole; they hold %zu parts: start ranks on "
+                     "the hosts that saved",
+                     load->ckpt->ranks, count);
+    return dtrain__save_explain(load->ckpt, load->ckpt->base, status);
 }
 
 /* Does what dtrain__load_open does, if files are not shared. */
@@ -316,9 +317,8 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     memset(&list, 0, sizeof list);
     memset(&told, 0, sizeof told);
     list.ckpt = ckpt;
-    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->base);
-    int error = status == DTRAIN_OK ? dtrain__file_list(ckpt->base, dtrain__local_look, &list) : 0;
-    status = status == DTRAIN_OK ? list.status : status;
+    int error = dtrain__file_list(ckpt->base, dtrain__local_look, &list);
+    dtrain_status status = list.status;
     if (status == DTRAIN_OK && error != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory \"%.200s\": %s", ckpt->path,
                               dtrain__os_error_text(error));

@@ -156,12 +156,13 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
 
-/* Checks that an open directory still has a name. */
-static dtrain_status dtrain__save_keeps_name(const dtrain_checkpoint *ckpt, int directory)
+/* Ends an error with its cause, if that is that an open directory has no name any more. Only an error is looked at:
+ * some file systems say it of all directories. */
+static dtrain_status dtrain__save_explain(const dtrain_checkpoint *ckpt, int directory, dtrain_status status)
 {
     dtrain__os_facts facts;
-    if (directory < 0 || dtrain__file_sys_stat(directory, &facts) != 0 || !facts.removed)
-        return DTRAIN_OK;
+    if (status != DTRAIN_ERR_IO || directory < 0 || dtrain__file_sys_stat(directory, &facts) != 0 || !facts.removed)
+        return status;
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "checkpoint: the directory \"%s\" was removed after the checkpointer had opened it; one that was "
@@ -254,11 +255,9 @@ static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
                             "allow it, and create another",
                             dtrain__os_error_text(ckpt->refused));
     dtrain__part_step_name(step, part->index.facts.step);
-    dtrain_status status = dtrain__save_keeps_name(ckpt, ckpt->directory);
-    if (status == DTRAIN_OK)
-        status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
+    dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
     if (status != DTRAIN_OK)
-        return status;
+        return dtrain__save_explain(ckpt, ckpt->directory, status);
     int directory = *opened;
     dtrain__part_name(mark, ckpt->rank, dtrain__save_current(ckpt), "done");
     ckpt->replaces =

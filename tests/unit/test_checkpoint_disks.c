@@ -288,3 +288,64 @@ TEST(keep_last_counts_from_the_newest_branch)
         CHECK(local || !turn_has(&t, 10)); /* a disk keeps what all ranks had when the job began */
     }
 }
+
+/* ---- directories ---- */
+
+/* Removes the directory of a checkpointer, and makes another there. */
+static dtrain_status removed_and_made_again(dtrain_comm *world, void *user)
+{
+    int local = *(const int *)user, rank = dtrain_comm_rank(world);
+    char directory[160], text[300];
+    dtrain_checkpoint_desc desc;
+    dtrain_checkpoint_state state;
+    dtrain_checkpoint *ckpt = NULL;
+    memset(&desc, 0, sizeof desc);
+    memset(&state, 0, sizeof state);
+    snprintf(directory, sizeof directory, "%s/again", base);
+    desc.directory = directory;
+    desc.local = local;
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (rank == 0) {
+        shell("rm -r %s", directory);
+        shell("mkdir %s", directory);
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    snprintf(text, sizeof text, "\"%s\" was removed after the checkpointer had opened it", directory);
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_ERR_IO);
+    CHECK_CONTAINS(dtrain_last_error(), text);
+    CHECK_EQ(dtrain_checkpoint_load(ckpt, &state, NULL, NULL), DTRAIN_ERR_IO);
+    CHECK_CONTAINS(dtrain_last_error(), text);
+    dtrain_checkpoint_destroy(ckpt);
+    return DTRAIN_OK;
+}
+
+TEST(a_directory_that_was_removed_is_told_from_one_without_checkpoints)
+{
+    for (int local = 0; local < 2; local++) {
+        shell("mkdir %s", fresh("again"));
+        CHECK_EQ(dtrain_run_threads(3, removed_and_made_again, &local, NULL), DTRAIN_OK);
+    }
+}
+
+TEST(a_directory_may_have_a_path_as_long_as_the_system_takes)
+{
+    static char path[4000];
+    size_t length = (size_t)snprintf(path, sizeof path, "%s", fresh("long"));
+    dtrain_checkpoint_desc desc;
+    dtrain_checkpoint_state state;
+    dtrain_checkpoint *ckpt = NULL;
+    while (length < sizeof path - 250) {
+        memset(path + length, 'a', 201);
+        path[length] = '/';
+        length += 201;
+    }
+    memset(&desc, 0, sizeof desc);
+    memset(&state, 0, sizeof state);
+    desc.directory = path;
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, NULL, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_OK);
+    dtrain_checkpoint_destroy(ckpt);
+    CHECK_EQ(dtrain_checkpoint_verify(path), DTRAIN_OK);
+}
