@@ -7830,7 +7830,7 @@ static void *dtrain__os_nameless(size_t bytes, int empty, int *fd)
 }
 
 /* Maps the file of a process. Returns MAP_FAILED if the descriptor now belongs to something else. */
-static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
+static void *dtrain__os_nameless_open(long process, int fd, size_t bytes, int huge)
 {
     char path[64];
     struct stat what;
@@ -7842,7 +7842,7 @@ static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
     if (own < 0)
         return memory;
     if (dtrain__os_is_safe(own, bytes))
-        memory = dtrain__os_map_file(own, bytes, 1);
+        memory = dtrain__os_map_file(own, bytes, huge);
     close(own);
     return memory;
 }
@@ -7856,11 +7856,12 @@ static void *dtrain__os_nameless(size_t bytes, int empty, int *fd)
     return MAP_FAILED;
 }
 
-static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
+static void *dtrain__os_nameless_open(long process, int fd, size_t bytes, int huge)
 {
     (void)process;
     (void)fd;
     (void)bytes;
+    (void)huge;
     return MAP_FAILED;
 }
 #endif
@@ -7980,14 +7981,14 @@ static void *dtrain__os_segment_make(size_t bytes, int *number)
 }
 
 /* Maps the segment of a process. Returns MAP_FAILED if the number now belongs to something else. */
-static void *dtrain__os_segment_open(long process, int number, size_t bytes)
+static void *dtrain__os_segment_open(long process, int number, size_t bytes, int huge)
 {
     void *memory = MAP_FAILED;
     int fd = number >= 0 && number < DTRAIN__OS_SEGMENTS ? dtrain__os_segment(number, O_RDWR) : -1;
     if (fd < 0)
         return memory;
     if (process > 0 && dtrain__os_segment_maker(fd, dtrain__os_segment_end(bytes), 0) == (uint64_t)process)
-        memory = dtrain__os_map_file(fd, bytes, 0);
+        memory = dtrain__os_map_file(fd, bytes, huge);
     close(fd);
     return memory;
 }
@@ -8037,11 +8038,12 @@ static void dtrain__os_share_close(int number)
         dtrain__os_segment(number, 0);
 }
 
-/* Maps the memory that a process shares. Returns NULL if its number now belongs to something else. */
-static void *dtrain__os_share_open(long process, int number, size_t bytes)
+/* Maps the memory that a process shares. huge: with huge pages at once, as the maker has them, which may take
+ * milliseconds. Returns NULL if its number now belongs to something else. */
+static void *dtrain__os_share_open(long process, int number, size_t bytes, int huge)
 {
-    void *memory = dtrain__os_shows_files() ? dtrain__os_nameless_open(process, number, bytes)
-                                            : dtrain__os_segment_open(process, number, bytes);
+    void *memory = dtrain__os_shows_files() ? dtrain__os_nameless_open(process, number, bytes, huge)
+                                            : dtrain__os_segment_open(process, number, bytes, huge);
     return memory != MAP_FAILED ? memory : NULL;
 }
 
@@ -9272,8 +9274,9 @@ static int dtrain__os_share_fill(int fd, size_t begin, size_t bytes)
 
 /* Maps the memory that a process shares. Returns NULL if its handle now belongs to something else, or to memory that is
  * smaller. */
-static void *dtrain__os_share_open(long process, int fd, size_t bytes)
+static void *dtrain__os_share_open(long process, int fd, size_t bytes, int huge)
 {
+    (void)huge;
     HANDLE peer = OpenProcess(PROCESS_DUP_HANDLE, FALSE, (DWORD)process), own = NULL;
     void *memory = NULL;
     if (peer != NULL && DuplicateHandle(peer, (HANDLE)(intptr_t)fd, GetCurrentProcess(), &own,
@@ -19361,7 +19364,7 @@ static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, u
             snprintf(why, sizeof why, "rank %d offers none", rank);
         } else if (rank == 0 && arena->memory == NULL) {
             arena->memory = (unsigned char *)dtrain__os_share_open(
-                (long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
+                (long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes, !arena->polls);
             if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
                 snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", seat->rank);
         }
@@ -20596,7 +20599,7 @@ static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_
         return NULL;
     *ring_bytes = (size_t)bytes;
     dtrain__shm_page *page =
-        (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, dtrain__shm_bytes(*ring_bytes));
+        (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, dtrain__shm_bytes(*ring_bytes), 0);
     if (page != NULL && memcmp(page->key, offer + 16, sizeof page->key) != 0)
         dtrain__shm_close(&page, *ring_bytes);
     return page;
@@ -35942,7 +35945,7 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     uint64_t process = dtrain__get_le(offer, 8), id = dtrain__get_le(offer + 16, 8);
     if (status == DTRAIN_OK && group->rank != 0 && fits && process > 0 && process <= INT_MAX)
         memory =
-            (unsigned char *)dtrain__os_share_open((long)process, (int)dtrain__get_le(offer + 8, 8), window->bytes);
+            (unsigned char *)dtrain__os_share_open((long)process, (int)dtrain__get_le(offer + 8, 8), window->bytes, 1);
     int32_t good =
         memory != NULL && process > 0 && id != 0 && memcmp(memory + key, offer + 16, DTRAIN__WINDOW_KEY_BYTES) == 0;
     if (status == DTRAIN_OK)
@@ -37145,7 +37148,8 @@ static dtrain_status dtrain__processes_join(dtrain_device_group *group)
     dtrain_status status = dtrain__processes_new(group);
     if (status != DTRAIN_OK)
         return status;
-    page = (dtrain__processes_page *)dtrain__os_share_open((long)first->process, (int)first->page_fd - 1, sizeof *page);
+    page =
+        (dtrain__processes_page *)dtrain__os_share_open((long)first->process, (int)first->page_fd - 1, sizeof *page, 0);
     group->processes->page = page;
     if (page == NULL || memcmp(page->key, first->page_key, sizeof page->key) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,

@@ -136,7 +136,7 @@ static void *dtrain__os_nameless(size_t bytes, int empty, int *fd)
 }
 
 /* Maps the file of a process. Returns MAP_FAILED if the descriptor now belongs to something else. */
-static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
+static void *dtrain__os_nameless_open(long process, int fd, size_t bytes, int huge)
 {
     char path[64];
     struct stat what;
@@ -148,7 +148,7 @@ static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
     if (own < 0)
         return memory;
     if (dtrain__os_is_safe(own, bytes))
-        memory = dtrain__os_map_file(own, bytes, 1);
+        memory = dtrain__os_map_file(own, bytes, huge);
     close(own);
     return memory;
 }
@@ -162,11 +162,12 @@ static void *dtrain__os_nameless(size_t bytes, int empty, int *fd)
     return MAP_FAILED;
 }
 
-static void *dtrain__os_nameless_open(long process, int fd, size_t bytes)
+static void *dtrain__os_nameless_open(long process, int fd, size_t bytes, int huge)
 {
     (void)process;
     (void)fd;
     (void)bytes;
+    (void)huge;
     return MAP_FAILED;
 }
 #endif
@@ -286,14 +287,14 @@ static void *dtrain__os_segment_make(size_t bytes, int *number)
 }
 
 /* Maps the segment of a process. Returns MAP_FAILED if the number now belongs to something else. */
-static void *dtrain__os_segment_open(long process, int number, size_t bytes)
+static void *dtrain__os_segment_open(long process, int number, size_t bytes, int huge)
 {
     void *memory = MAP_FAILED;
     int fd = number >= 0 && number < DTRAIN__OS_SEGMENTS ? dtrain__os_segment(number, O_RDWR) : -1;
     if (fd < 0)
         return memory;
     if (process > 0 && dtrain__os_segment_maker(fd, dtrain__os_segment_end(bytes), 0) == (uint64_t)process)
-        memory = dtrain__os_map_file(fd, bytes, 0);
+        memory = dtrain__os_map_file(fd, bytes, huge);
     close(fd);
     return memory;
 }
@@ -343,11 +344,12 @@ static void dtrain__os_share_close(int number)
         dtrain__os_segment(number, 0);
 }
 
-/* Maps the memory that a process shares. Returns NULL if its number now belongs to something else. */
-static void *dtrain__os_share_open(long process, int number, size_t bytes)
+/* Maps the memory that a process shares. huge: with huge pages at once, as the maker has them, which may take
+ * milliseconds. Returns NULL if its number now belongs to something else. */
+static void *dtrain__os_share_open(long process, int number, size_t bytes, int huge)
 {
-    void *memory = dtrain__os_shows_files() ? dtrain__os_nameless_open(process, number, bytes)
-                                            : dtrain__os_segment_open(process, number, bytes);
+    void *memory = dtrain__os_shows_files() ? dtrain__os_nameless_open(process, number, bytes, huge)
+                                            : dtrain__os_segment_open(process, number, bytes, huge);
     return memory != MAP_FAILED ? memory : NULL;
 }
 

@@ -482,8 +482,9 @@ static int dtrain__os_share_fill(int fd, size_t begin, size_t bytes)
 
 /* Maps the memory that a process shares. Returns NULL if its handle now belongs to something else, or to memory that is
  * smaller. */
-static void *dtrain__os_share_open(long process, int fd, size_t bytes)
+static void *dtrain__os_share_open(long process, int fd, size_t bytes, int huge)
 {
+    (void)huge;
     HANDLE peer = OpenProcess(PROCESS_DUP_HANDLE, FALSE, (DWORD)process), own = NULL;
     void *memory = NULL;
     if (peer != NULL && DuplicateHandle(peer, (HANDLE)(intptr_t)fd, GetCurrentProcess(), &own,

@@ -84,7 +84,7 @@ static dtrain_status dtrain__window_share(dtrain_comm *group, dtrain__window *wi
     uint64_t process = dtrain__get_le(offer, 8), id = dtrain__get_le(offer + 16, 8);
     if (status == DTRAIN_OK && group->rank != 0 && fits && process > 0 && process <= INT_MAX)
         memory =
-            (unsigned char *)dtrain__os_share_open((long)process, (int)dtrain__get_le(offer + 8, 8), window->bytes);
+            (unsigned char *)dtrain__os_share_open((long)process, (int)dtrain__get_le(offer + 8, 8), window->bytes, 1);
     int32_t good =
         memory != NULL && process > 0 && id != 0 && memcmp(memory + key, offer + 16, DTRAIN__WINDOW_KEY_BYTES) == 0;
     if (status == DTRAIN_OK)

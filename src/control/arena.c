@@ -171,7 +171,7 @@ static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, u
             snprintf(why, sizeof why, "rank %d offers none", rank);
         } else if (rank == 0 && arena->memory == NULL) {
             arena->memory = (unsigned char *)dtrain__os_share_open(
-                (long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes);
+                (long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes, !arena->polls);
             if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
                 snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", seat->rank);
         }

@@ -142,7 +142,8 @@ static dtrain_status dtrain__processes_join(dtrain_device_group *group)
     dtrain_status status = dtrain__processes_new(group);
     if (status != DTRAIN_OK)
         return status;
-    page = (dtrain__processes_page *)dtrain__os_share_open((long)first->process, (int)first->page_fd - 1, sizeof *page);
+    page =
+        (dtrain__processes_page *)dtrain__os_share_open((long)first->process, (int)first->page_fd - 1, sizeof *page, 0);
     group->processes->page = page;
     if (page == NULL || memcmp(page->key, first->page_key, sizeof page->key) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,

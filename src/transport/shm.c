@@ -88,7 +88,7 @@ static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_
         return NULL;
     *ring_bytes = (size_t)bytes;
     dtrain__shm_page *page =
-        (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, dtrain__shm_bytes(*ring_bytes));
+        (dtrain__shm_page *)dtrain__os_share_open((long)process, (int)fd, dtrain__shm_bytes(*ring_bytes), 0);
     if (page != NULL && memcmp(page->key, offer + 16, sizeof page->key) != 0)
         dtrain__shm_close(&page, *ring_bytes);
     return page;

@@ -646,17 +646,17 @@ TEST(memory_that_could_end_this_process_is_not_mapped)
         printf("skipped: this system has no memory that processes can share, or none that can be sealed\n");
         return;
     }
-    void *again = dtrain__os_share_open(getpid(), own, bytes);
+    void *again = dtrain__os_share_open(getpid(), own, bytes, 1);
     CHECK(again != NULL);
     CHECK(ftruncate(own, 10) != 0);
     dtrain__os_unreserve(again, bytes);
     dtrain__os_unreserve(memory, bytes);
     CHECK_EQ(posix_fallocate(fd, 0, (off_t)bytes), 0);
-    CHECK(dtrain__os_share_open(getpid(), fd, bytes) == NULL); /* not sealed */
+    CHECK(dtrain__os_share_open(getpid(), fd, bytes, 1) == NULL); /* not sealed */
     CHECK_EQ(ftruncate(fd, 0), 0);
     CHECK_EQ(ftruncate(fd, (off_t)bytes), 0);
     CHECK_EQ(fcntl(fd, 1033, DTRAIN__OS_SEALS), 0);
-    CHECK(dtrain__os_share_open(getpid(), fd, bytes) == NULL); /* sealed, but without pages */
+    CHECK(dtrain__os_share_open(getpid(), fd, bytes, 1) == NULL); /* sealed, but without pages */
     close(fd);
     close(own);
 }
@@ -680,17 +680,17 @@ TEST(a_segment_is_of_its_maker_and_ends_with_its_name)
         char *memory = (char *)dtrain__os_share(bytes, &number);
         char *second = (char *)dtrain__os_share(bytes, &other);
         CHECK(memory != NULL && second != NULL && number >= 0 && other >= 0 && number != other);
-        char *again = (char *)dtrain__os_share_open(getpid(), number, bytes);
+        char *again = (char *)dtrain__os_share_open(getpid(), number, bytes, 1);
         CHECK(again != NULL && again != memory);
         strcpy(memory + bytes - 6, "hello");
         CHECK(strcmp(again + bytes - 6, "hello") == 0);
         dtrain__os_segment_sweep(number); /* its maker lives */
-        CHECK(dtrain__os_share_open(getppid(), number, bytes) == NULL);
-        CHECK(dtrain__os_share_open(getpid(), number, 5 * bytes) == NULL);
-        CHECK(dtrain__os_share_open(getpid(), 9999, bytes) == NULL);
+        CHECK(dtrain__os_share_open(getppid(), number, bytes, 1) == NULL);
+        CHECK(dtrain__os_share_open(getpid(), number, 5 * bytes, 1) == NULL);
+        CHECK(dtrain__os_share_open(getpid(), 9999, bytes, 1) == NULL);
         dtrain__os_share_close(number);
         dtrain__os_share_close(other);
-        CHECK(dtrain__os_share_open(getpid(), number, bytes) == NULL);
+        CHECK(dtrain__os_share_open(getpid(), number, bytes, 1) == NULL);
         dtrain__os_unreserve(memory, bytes);
         CHECK(strcmp(again + bytes - 6, "hello") == 0); /* memory lasts as long as its last mapping */
         _exit(test_failures != before);
