@@ -113,7 +113,7 @@ test_of() { # file
 test_of test_alike # alone, as Wine makes its prefix
 sample 4 test_async test_checkpoint_plan test_chacha test_comm test_ddp test_fsdp test_json test_module test_nn test_norm \
     test_parts test_pieces test_quantise test_safetensors_hostile test_safetensors_rules test_safetensors_write test_tensor \
-    test_topk test_train
+    test_sampler test_topk test_train
 printf '%s\n' $chosen >"$here/names"
 lanes test_of <"$here/names"
 

@@ -216,7 +216,7 @@ static int same_way_first(dtrain_comm *world, scene *s)
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), *sends = (int *)s->user;
     float *x = (float *)calloc(LARGE, sizeof *x);
     CHECK(x != NULL);
-    world->desc.timeout_ms = rank == 0 ? 1500 : test_ms(20000);
+    world->desc.timeout_ms = test_ms(rank == 0 ? 2000 : 20000);
     dtrain_status status = *sends ? dtrain_send(world, x, LARGE, DTRAIN_F32, (rank + 1) % ranks)
                                   : dtrain_recv(world, x, LARGE, DTRAIN_F32, (rank + ranks - 1) % ranks);
     CHECK(status != DTRAIN_OK);
@@ -237,6 +237,7 @@ TEST(ranks_that_all_send_first_are_told_of_exchange)
             scene s;
             scene_begin(&s, ranks, 1);
             s.user = &sends;
+            s.desc.heartbeat_ms = test_ms(2000); /* four say what a rank waits for before rank 0's deadline */
             if (sends)
                 run_ranks(&s, same_way_first);
             else
