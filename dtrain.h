@@ -132,8 +132,8 @@
  *                                dtrain_comm_destroy says
  *     for about budget_us        dtrain_comm_poll, dtrain_comm_shrink_poll
  *     only what is not done yet  dtrain_work_wait: call it when dtrain_work_done is 1
- *     until the peers answer     every other call of >>comm and >>groups that its declaration calls collective;
- *                                dtrain_send, dtrain_recv, dtrain_exchange, dtrain_fuse_end, dtrain_store_set,
+ *     until the peers answer     every other call of >>comm and >>groups that its declaration calls collective.
+ *                                Also dtrain_send, dtrain_recv, dtrain_exchange, dtrain_fuse_end, dtrain_store_set,
  *                                dtrain_store_get, dtrain_store_wait, dtrain_comm_create, dtrain_comm_from_mpi,
  *                                dtrain_run_threads
  *     the same, of DDP, FSDP     dtrain_ddp_create, dtrain_ddp_finish, dtrain_ddp_drop; all calls of >>fsdp that are

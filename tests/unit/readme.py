@@ -48,7 +48,7 @@ def manual_blocks(text):
         if section.startswith(("PARTS", "CONVENTIONS")):
             break
         code = body.startswith("     ") and not section.startswith("CONTENTS")
-        if code and section.startswith(("PORTING", "The data", "Ranks with", "What must", "Flags")):  # tables, and code
+        if code and section.startswith(("PORTING", "WHICH CALLS", "The data", "Ranks with", "What must", "Flags")):  # tables, and code
             code = re.search(r";(\s{3}|$)|^ +for \(", body)
         if code:
             if not held:
