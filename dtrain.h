@@ -501,8 +501,7 @@
  *     tags, MPI_ANY_SOURCE     There are none. Messages from one rank to another keep their order. Independent streams
  *                              need a group each. If a rank does not know who sends, exchange the counts first.
  *     MPI_Isend, MPI_Barrier,  A collective starts after all earlier calls of the rank. Receive a message before the
- *       MPI_Recv               next collective that both ranks call. If not, the collective is a DTRAIN_ERR_MISMATCH, or
- *                              ends at its deadline. Only a small message may get through.
+ *       MPI_Recv               next collective. If not, the collective or the receive is a DTRAIN_ERR_MISMATCH.
  *     MPI_Request_free         There is none. Call dtrain_work_wait once for each handle.
  *     MPI_Abort                Calls return a status and no process is killed. dtrain_comm_abort ends a group everywhere.
  *
@@ -2508,7 +2507,8 @@ DTRAIN_API_MUST dtrain_status dtrain_barrier(dtrain_comm *comm);
 
 /* Sends `count` elements to rank peer, which calls dtrain_recv with the same count and dtype.
  *
- * Messages from one rank to another keep their order. The call may return before the peer has received.
+ * Messages from one rank to another keep their order. The call may return before the peer has received. Send and
+ * receive a message between the same two collectives of the group, or one call returns DTRAIN_ERR_MISMATCH.
  *
  *   in       count elements
  *   dtype    any of whole bytes
@@ -17105,6 +17105,8 @@ struct dtrain__plane {
     void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, if known */
     void (*rest)(void *self); /* the service thread is about to look at this group's work */
     const dtrain__sharing *sharing;
+    /* Returns how many bytes of messages have come from a rank that shares posts, and were not taken. */
+    size_t (*untaken)(void *self, int rank);
 };
 
 /* Returns a number that this process gives to no other group. */
@@ -18827,6 +18829,13 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
     return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
 }
 
+/* Returns the bytes in a ring. */
+static uint64_t dtrain__threads_held(const dtrain__threads_ring *ring)
+{
+    uint64_t read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - read;
+}
+
 /* Moves bytes into the ring, whose `size` bytes are at `held`, or out of it. Returns how many. None if the counters
  * cannot be right: they may lie in memory of another process (see >>shm). */
 static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *held, size_t size, int put,
@@ -18862,7 +18871,7 @@ static int dtrain__threads_ready(void *pointer)
         return 1;
     if (ring == NULL)
         return 0;
-    uint64_t held = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    uint64_t held = dtrain__threads_held(ring);
     return way->sending ? held < dtrain__threads_room(way->mine->group) : held > 0;
 }
 
@@ -19167,8 +19176,17 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
     return record != NULL ? other->tell(record, (unsigned char *)out, capacity, &awaits) : 0;
 }
 
+static size_t dtrain__threads_untaken(void *self, int rank)
+{
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    dtrain__threads_ring *ring =
+        __atomic_load_n(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), __ATOMIC_ACQUIRE);
+    return ring != NULL ? (size_t)dtrain__threads_held(ring) : 0;
+}
+
 static const dtrain__plane dtrain__threads_plane = {
-    1, 0, dtrain__threads_join, NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL, NULL};
+    1,    0,    dtrain__threads_join,   NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL,
+    NULL, NULL, dtrain__threads_untaken};
 
 /* Makes a new world, and a group that `size` ranks have joined. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
@@ -20622,9 +20640,7 @@ static unsigned char *dtrain__shm_ring(const dtrain__shm *shm, int side)
 /* Returns the bytes in the ring that a side fills. */
 static uint64_t dtrain__shm_held(const dtrain__shm *shm, int side)
 {
-    const dtrain__threads_ring *ring = &shm->page->ways[side];
-    uint64_t read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    return __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - read;
+    return dtrain__threads_held(&shm->page->ways[side]);
 }
 
 /* Looks at the connection after nothing could be moved. Returns 0, or -1 with errno if the connection has ended or the
@@ -20707,7 +20723,7 @@ DTRAIN__FAST_END
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
 
-#define DTRAIN__WIRE_VERSION 10u
+#define DTRAIN__WIRE_VERSION 11u
 #define DTRAIN__HELLO_BYTES \
     128 /* this and the next are the same in every version, so that each side can name both \
          * versions */
@@ -24938,6 +24954,17 @@ static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offe
                                                        dtrain__socket_plane_open, dtrain__socket_plane_keep,
                                                        dtrain__socket_plane_doze};
 
+static size_t dtrain__socket_plane_untaken(void *self, int rank)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__os_lock(&channel->hub->mutex);
+    const dtrain__lane *lanes = channel->peers[rank].lanes;
+    const dtrain__shm *shm = lanes != NULL ? &lanes->stream.shm : NULL;
+    size_t bytes = shm != NULL && shm->page != NULL ? (size_t)dtrain__shm_held(shm, 1 - shm->side) : 0;
+    dtrain__os_unlock(&channel->hub->mutex);
+    return bytes;
+}
+
 static const dtrain__plane dtrain__socket_plane = {0,
                                                    0,
                                                    dtrain__socket_plane_group,
@@ -24948,7 +24975,8 @@ static const dtrain__plane dtrain__socket_plane = {0,
                                                    dtrain__socket_plane_last,
                                                    dtrain__socket_plane_suspect,
                                                    dtrain__socket_plane_rest,
-                                                   &dtrain__socket_sharing};
+                                                   &dtrain__socket_sharing,
+                                                   dtrain__socket_plane_untaken};
 
 /* Makes this process's end of a new world, which is still to form. */
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
@@ -26540,9 +26568,18 @@ static const dtrain__sharing dtrain__mux_sharing = {dtrain__mux_plane_offer, dtr
                                                     dtrain__mux_plane_open, dtrain__mux_plane_keep,
                                                     dtrain__mux_plane_doze};
 
-static const dtrain__plane dtrain__mux_plane = {
-    0,    1,    dtrain__mux_plane_group, dtrain__mux_plane_host, NULL, dtrain__mux_plane_way, NULL, NULL,
-    NULL, NULL, &dtrain__mux_sharing};
+static const dtrain__plane dtrain__mux_plane = {0,
+                                                1,
+                                                dtrain__mux_plane_group,
+                                                dtrain__mux_plane_host,
+                                                NULL,
+                                                dtrain__mux_plane_way,
+                                                NULL,
+                                                NULL,
+                                                NULL,
+                                                NULL,
+                                                &dtrain__mux_sharing,
+                                                NULL};
 
 /* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
 static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
@@ -26613,7 +26650,7 @@ typedef struct dtrain__call {
     uint64_t dtype;
     uint64_t op;
     uint64_t count;
-    uint64_t root;
+    uint64_t root;      /* of a message: the collectives before it */
     uint64_t algorithm; /* and everything else that its steps depend on: see dtrain__op_way */
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or elements of a row; 0: shards as of dtrain_shard */
@@ -27057,7 +27094,7 @@ static void dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int r
     call->count = other ? op->in_count : op->count;
     if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL)
         call->count = 0; /* every rank has a count of its own */
-    call->root = message ? 0 : (uint64_t)op->root;
+    call->root = message ? comm->number : (uint64_t)op->root;
     call->algorithm = message ? 0 : dtrain__op_way(comm, op);
     call->ranks = (uint64_t)comm->size;
     call->parts = message ? 0 : dtrain__op_parts_hash(comm, op);
@@ -27163,6 +27200,7 @@ static dtrain__text dtrain__op_way_text(uint64_t way)
     return out;
 }
 
+#define DTRAIN__SENT_BEFORE " (receive a message before the next collective)"
 /* A frequent mistake: a collective call under a condition that holds on some ranks only. */
 #define DTRAIN__ONE_RANK_ALONE " (is one of them inside an if (rank == 0)?)"
 
@@ -27172,6 +27210,7 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__op_call_text(theirs);
     dtrain__call call;
     dtrain__op_call(comm, op, 0, &call);
+    int message = dtrain__op_is_message(op), sent = theirs->kind == DTRAIN__SEND;
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
                 theirs->op == call.op && theirs->root == call.root &&
                 (theirs->count == call.count || call.form >= DTRAIN__ON_DEVICE) && theirs->form == call.form &&
@@ -27187,6 +27226,11 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
             "%s: rank %d called %s in group %llx, this rank %d %s in group %llx; make the call on the same group",
             mine.text, peer, other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
             (unsigned long long)comm->group);
+    if (message && sent && theirs->root != comm->number)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s after %llu collectives of the group, this rank %d %s after %llu%s",
+                            mine.text, peer, other.text, (unsigned long long)theirs->root, comm->rank, mine.text,
+                            (unsigned long long)comm->number, DTRAIN__SENT_BEFORE);
     if (alike && theirs->parts != call.parts)
         return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                             "%s: rank %d called %s with other per-rank counts or offsets than this rank %d; give every "
@@ -27201,8 +27245,9 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order%s",
                         mine.text, peer, other.text, comm->rank, mine.text,
-                        dtrain__op_call_whole(theirs).kind != dtrain__op_call_whole(&call).kind &&
-                                !dtrain__op_is_message(op)
+                        message ? ""
+                        : sent  ? DTRAIN__SENT_BEFORE
+                        : dtrain__op_call_whole(theirs).kind != dtrain__op_call_whole(&call).kind
                             ? DTRAIN__ONE_RANK_ALONE
                             : "");
 }
@@ -31639,6 +31684,8 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
                             dtrain__op_text(comm, op).text, comm->rank, step->from);
     if (!whole && came.check != dtrain__message_header_sum(&came))
         return dtrain__message_damaged(comm, op, step->from, "the header");
+    if (dtrain__op_is_message(op) && (came.tag != 0 || comm->missed != 0 || op->salvages))
+        mine.root = came.call.root; /* a rank has left: the last collective may have ended well on one side */
     if (memcmp(&came.call, &mine, sizeof mine) != 0 || (came.tag != step->tag_in && !dtrain__op_is_message(op)))
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
     if (came.bytes != step->recv_bytes)
@@ -32115,13 +32162,37 @@ static size_t dtrain__queue_progress(const dtrain__op *op)
     return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
 }
 
+/* A rank waits for a peer's post. Returns 1 if that peer has sent it a message before: nobody receives it any more, and
+ * a large one keeps its sender from the collective. */
+static int dtrain__queue_crossed(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__message_header came;
+    dtrain_transfer in = {op->awaited, (unsigned char *)&came, sizeof came, 0, 0};
+    if (!dtrain__op_is_fused(op) || op->phase != DTRAIN__FUSED_GATHER || op->awaited < 0 ||
+        comm->plane->untaken == NULL || comm->missed != 0 ||
+        comm->plane->untaken(comm->transport.self, op->awaited) < sizeof came ||
+        dtrain__fused_arrived(comm, op, op->awaited)) /* else it may have sent it after the collective */
+        return 0;
+    if (dtrain__message_transfer(comm, NULL, &in, 0) != DTRAIN_OK || came.magic != DTRAIN__MESSAGE_MAGIC)
+        return 0;
+    dtrain__op_mismatch(comm, op, op->awaited, &came.call);
+    dtrain__fused_break(comm, op);
+    return 1;
+}
+
+/* Ends an operation whose deadline has passed, or that waits in vain. Returns 1 if it has ended. */
+static int dtrain__queue_late(dtrain_comm *comm, dtrain__op *op)
+{
+    return dtrain__queue_crossed(comm, op) || (dtrain__recorder_late(comm, op) && dtrain__queue_expire(comm, op));
+}
+
 /* Advances one operation and checks its deadline; returns 1 at its end. Sets *moved if it made progress. */
 static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *moved)
 {
     size_t before = dtrain__queue_progress(op);
     int ended = dtrain__queue_advance(comm, op, wait_ns);
-    if (!ended && dtrain__recorder_late(comm, op))
-        ended = dtrain__queue_expire(comm, op);
+    if (!ended)
+        ended = dtrain__queue_late(comm, op);
     *moved |= ended || dtrain__queue_progress(op) != before;
     return ended;
 }
@@ -32372,7 +32443,7 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
             turn = 0;
         progress = dtrain__queue_progress(op);
         if (turn > spins || !bell) {
-            if (message == NULL && dtrain__recorder_late(comm, op) && dtrain__queue_expire(comm, op))
+            if (message == NULL && dtrain__queue_late(comm, op))
                 return 1;
             if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
                 return 0;

@@ -171,8 +171,7 @@
  *     tags, MPI_ANY_SOURCE     There are none. Messages from one rank to another keep their order. Independent streams
  *                              need a group each. If a rank does not know who sends, exchange the counts first.
  *     MPI_Isend, MPI_Barrier,  A collective starts after all earlier calls of the rank. Receive a message before the
- *       MPI_Recv               next collective that both ranks call. If not, the collective is a DTRAIN_ERR_MISMATCH, or
- *                              ends at its deadline. Only a small message may get through.
+ *       MPI_Recv               next collective. If not, the collective or the receive is a DTRAIN_ERR_MISMATCH.
  *     MPI_Request_free         There is none. Call dtrain_work_wait once for each handle.
  *     MPI_Abort                Calls return a status and no process is killed. dtrain_comm_abort ends a group everywhere.
  *

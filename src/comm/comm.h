@@ -551,7 +551,8 @@ DTRAIN_API_MUST dtrain_status dtrain_barrier(dtrain_comm *comm);
 
 /* Sends `count` elements to rank peer, which calls dtrain_recv with the same count and dtype.
  *
- * Messages from one rank to another keep their order. The call may return before the peer has received.
+ * Messages from one rank to another keep their order. The call may return before the peer has received. Send and
+ * receive a message between the same two collectives of the group, or one call returns DTRAIN_ERR_MISMATCH.
  *
  *   in       count elements
  *   dtype    any of whole bytes

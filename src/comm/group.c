@@ -45,7 +45,7 @@ typedef struct dtrain__call {
     uint64_t dtype;
     uint64_t op;
     uint64_t count;
-    uint64_t root;
+    uint64_t root;      /* of a message: the collectives before it */
     uint64_t algorithm; /* and everything else that its steps depend on: see dtrain__op_way */
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or elements of a row; 0: shards as of dtrain_shard */

@@ -125,7 +125,7 @@ static void dtrain__op_call(const dtrain_comm *comm, const dtrain__op *op, int r
     call->count = other ? op->in_count : op->count;
     if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL)
         call->count = 0; /* every rank has a count of its own */
-    call->root = message ? 0 : (uint64_t)op->root;
+    call->root = message ? comm->number : (uint64_t)op->root;
     call->algorithm = message ? 0 : dtrain__op_way(comm, op);
     call->ranks = (uint64_t)comm->size;
     call->parts = message ? 0 : dtrain__op_parts_hash(comm, op);
@@ -231,6 +231,7 @@ static dtrain__text dtrain__op_way_text(uint64_t way)
     return out;
 }
 
+#define DTRAIN__SENT_BEFORE " (receive a message before the next collective)"
 /* A frequent mistake: a collective call under a condition that holds on some ranks only. */
 #define DTRAIN__ONE_RANK_ALONE " (is one of them inside an if (rank == 0)?)"
 
@@ -240,6 +241,7 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     dtrain__text mine = dtrain__op_text(comm, op), other = dtrain__op_call_text(theirs);
     dtrain__call call;
     dtrain__op_call(comm, op, 0, &call);
+    int message = dtrain__op_is_message(op), sent = theirs->kind == DTRAIN__SEND;
     int alike = theirs->kind == call.kind && theirs->number == call.number && theirs->dtype == call.dtype &&
                 theirs->op == call.op && theirs->root == call.root &&
                 (theirs->count == call.count || call.form >= DTRAIN__ON_DEVICE) && theirs->form == call.form &&
@@ -255,6 +257,11 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
             "%s: rank %d called %s in group %llx, this rank %d %s in group %llx; make the call on the same group",
             mine.text, peer, other.text, (unsigned long long)theirs->group, comm->rank, mine.text,
             (unsigned long long)comm->group);
+    if (message && sent && theirs->root != comm->number)
+        return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
+                            "%s: rank %d called %s after %llu collectives of the group, this rank %d %s after %llu%s",
+                            mine.text, peer, other.text, (unsigned long long)theirs->root, comm->rank, mine.text,
+                            (unsigned long long)comm->number, DTRAIN__SENT_BEFORE);
     if (alike && theirs->parts != call.parts)
         return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                             "%s: rank %d called %s with other per-rank counts or offsets than this rank %d; give every "
@@ -269,8 +276,9 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s: rank %d called %s, this rank %d %s; both must make the same calls in the same order%s",
                         mine.text, peer, other.text, comm->rank, mine.text,
-                        dtrain__op_call_whole(theirs).kind != dtrain__op_call_whole(&call).kind &&
-                                !dtrain__op_is_message(op)
+                        message ? ""
+                        : sent  ? DTRAIN__SENT_BEFORE
+                        : dtrain__op_call_whole(theirs).kind != dtrain__op_call_whole(&call).kind
                             ? DTRAIN__ONE_RANK_ALONE
                             : "");
 }

@@ -89,13 +89,37 @@ static size_t dtrain__queue_progress(const dtrain__op *op)
     return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
 }
 
+/* A rank waits for a peer's post. Returns 1 if that peer has sent it a message before: nobody receives it any more, and
+ * a large one keeps its sender from the collective. */
+static int dtrain__queue_crossed(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__message_header came;
+    dtrain_transfer in = {op->awaited, (unsigned char *)&came, sizeof came, 0, 0};
+    if (!dtrain__op_is_fused(op) || op->phase != DTRAIN__FUSED_GATHER || op->awaited < 0 ||
+        comm->plane->untaken == NULL || comm->missed != 0 ||
+        comm->plane->untaken(comm->transport.self, op->awaited) < sizeof came ||
+        dtrain__fused_arrived(comm, op, op->awaited)) /* else it may have sent it after the collective */
+        return 0;
+    if (dtrain__message_transfer(comm, NULL, &in, 0) != DTRAIN_OK || came.magic != DTRAIN__MESSAGE_MAGIC)
+        return 0;
+    dtrain__op_mismatch(comm, op, op->awaited, &came.call);
+    dtrain__fused_break(comm, op);
+    return 1;
+}
+
+/* Ends an operation whose deadline has passed, or that waits in vain. Returns 1 if it has ended. */
+static int dtrain__queue_late(dtrain_comm *comm, dtrain__op *op)
+{
+    return dtrain__queue_crossed(comm, op) || (dtrain__recorder_late(comm, op) && dtrain__queue_expire(comm, op));
+}
+
 /* Advances one operation and checks its deadline; returns 1 at its end. Sets *moved if it made progress. */
 static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *moved)
 {
     size_t before = dtrain__queue_progress(op);
     int ended = dtrain__queue_advance(comm, op, wait_ns);
-    if (!ended && dtrain__recorder_late(comm, op))
-        ended = dtrain__queue_expire(comm, op);
+    if (!ended)
+        ended = dtrain__queue_late(comm, op);
     *moved |= ended || dtrain__queue_progress(op) != before;
     return ended;
 }
@@ -346,7 +370,7 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
             turn = 0;
         progress = dtrain__queue_progress(op);
         if (turn > spins || !bell) {
-            if (message == NULL && dtrain__recorder_late(comm, op) && dtrain__queue_expire(comm, op))
+            if (message == NULL && dtrain__queue_late(comm, op))
                 return 1;
             if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
                 return 0;

@@ -23,7 +23,7 @@
 #include "../transport/shm.c"
 #include "plane.c"
 
-#define DTRAIN__WIRE_VERSION 10u
+#define DTRAIN__WIRE_VERSION 11u
 #define DTRAIN__HELLO_BYTES \
     128 /* this and the next are the same in every version, so that each side can name both \
          * versions */

@@ -269,9 +269,18 @@ static const dtrain__sharing dtrain__mux_sharing = {dtrain__mux_plane_offer, dtr
                                                     dtrain__mux_plane_open, dtrain__mux_plane_keep,
                                                     dtrain__mux_plane_doze};
 
-static const dtrain__plane dtrain__mux_plane = {
-    0,    1,    dtrain__mux_plane_group, dtrain__mux_plane_host, NULL, dtrain__mux_plane_way, NULL, NULL,
-    NULL, NULL, &dtrain__mux_sharing};
+static const dtrain__plane dtrain__mux_plane = {0,
+                                                1,
+                                                dtrain__mux_plane_group,
+                                                dtrain__mux_plane_host,
+                                                NULL,
+                                                dtrain__mux_plane_way,
+                                                NULL,
+                                                NULL,
+                                                NULL,
+                                                NULL,
+                                                &dtrain__mux_sharing,
+                                                NULL};
 
 /* Makes this rank's end of the world over a user's table, which stays the user's on an error. */
 static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,

@@ -261,6 +261,8 @@ struct dtrain__plane {
     void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, if known */
     void (*rest)(void *self); /* the service thread is about to look at this group's work */
     const dtrain__sharing *sharing;
+    /* Returns how many bytes of messages have come from a rank that shares posts, and were not taken. */
+    size_t (*untaken)(void *self, int rank);
 };
 
 /* Returns a number that this process gives to no other group. */

@@ -161,6 +161,17 @@ static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offe
                                                        dtrain__socket_plane_open, dtrain__socket_plane_keep,
                                                        dtrain__socket_plane_doze};
 
+static size_t dtrain__socket_plane_untaken(void *self, int rank)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__os_lock(&channel->hub->mutex);
+    const dtrain__lane *lanes = channel->peers[rank].lanes;
+    const dtrain__shm *shm = lanes != NULL ? &lanes->stream.shm : NULL;
+    size_t bytes = shm != NULL && shm->page != NULL ? (size_t)dtrain__shm_held(shm, 1 - shm->side) : 0;
+    dtrain__os_unlock(&channel->hub->mutex);
+    return bytes;
+}
+
 static const dtrain__plane dtrain__socket_plane = {0,
                                                    0,
                                                    dtrain__socket_plane_group,
@@ -171,7 +182,8 @@ static const dtrain__plane dtrain__socket_plane = {0,
                                                    dtrain__socket_plane_last,
                                                    dtrain__socket_plane_suspect,
                                                    dtrain__socket_plane_rest,
-                                                   &dtrain__socket_sharing};
+                                                   &dtrain__socket_sharing,
+                                                   dtrain__socket_plane_untaken};
 
 /* Makes this process's end of a new world, which is still to form. */
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,

@@ -111,9 +111,7 @@ static unsigned char *dtrain__shm_ring(const dtrain__shm *shm, int side)
 /* Returns the bytes in the ring that a side fills. */
 static uint64_t dtrain__shm_held(const dtrain__shm *shm, int side)
 {
-    const dtrain__threads_ring *ring = &shm->page->ways[side];
-    uint64_t read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    return __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - read;
+    return dtrain__threads_held(&shm->page->ways[side]);
 }
 
 /* Looks at the connection after nothing could be moved. Returns 0, or -1 with errno if the connection has ended or the

@@ -186,6 +186,13 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
     return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
 }
 
+/* Returns the bytes in a ring. */
+static uint64_t dtrain__threads_held(const dtrain__threads_ring *ring)
+{
+    uint64_t read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - read;
+}
+
 /* Moves bytes into the ring, whose `size` bytes are at `held`, or out of it. Returns how many. None if the counters
  * cannot be right: they may lie in memory of another process (see >>shm). */
 static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *held, size_t size, int put,
@@ -221,7 +228,7 @@ static int dtrain__threads_ready(void *pointer)
         return 1;
     if (ring == NULL)
         return 0;
-    uint64_t held = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    uint64_t held = dtrain__threads_held(ring);
     return way->sending ? held < dtrain__threads_room(way->mine->group) : held > 0;
 }
 
@@ -526,8 +533,17 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
     return record != NULL ? other->tell(record, (unsigned char *)out, capacity, &awaits) : 0;
 }
 
+static size_t dtrain__threads_untaken(void *self, int rank)
+{
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    dtrain__threads_ring *ring =
+        __atomic_load_n(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), __ATOMIC_ACQUIRE);
+    return ring != NULL ? (size_t)dtrain__threads_held(ring) : 0;
+}
+
 static const dtrain__plane dtrain__threads_plane = {
-    1, 0, dtrain__threads_join, NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL, NULL};
+    1,    0,    dtrain__threads_join,   NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL,
+    NULL, NULL, dtrain__threads_untaken};
 
 /* Makes a new world, and a group that `size` ranks have joined. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)

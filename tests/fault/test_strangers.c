@@ -127,10 +127,10 @@ TEST(another_version_or_byte_order_is_named)
 {
     parley p;
     parley_begin(&p);
-    p.initiator.out[8] = 11;
+    p.initiator.out[8] = 12;
     hand(&p.acceptor, &p.keys[1], p.initiator.out);
     CHECK_EQ(p.acceptor.error.status, DTRAIN_ERR_MISMATCH);
-    CHECK_CONTAINS(p.acceptor.error.text, "wire version 11, this rank 10: build both from one dtrain.h");
+    CHECK_CONTAINS(p.acceptor.error.text, "wire version 12, this rank 11: build both from one dtrain.h");
     CHECK_EQ(p.acceptor.out_bytes, DTRAIN__CHALLENGE_BYTES); /* the other side hears our version */
     parley_begin(&p);
     p.initiator.out[10] = (unsigned char)(3 - p.initiator.out[10]);
@@ -138,10 +138,10 @@ TEST(another_version_or_byte_order_is_named)
     CHECK_CONTAINS(p.acceptor.error.text, "ranks of one group need one byte order");
     parley_begin(&p);
     memcpy(p.said[1], p.initiator.out, DTRAIN__CHALLENGE_BYTES); /* begins alike */
-    p.said[1][8] = 11;
+    p.said[1][8] = 12;
     hand(&p.initiator, &p.keys[0], p.said[1]);
     CHECK_EQ(p.initiator.error.status, DTRAIN_ERR_MISMATCH);
-    CHECK_CONTAINS(p.initiator.error.text, "wire version 11");
+    CHECK_CONTAINS(p.initiator.error.text, "wire version 12");
 }
 
 /* One attacker, at the port of s->root, until killed. */

@@ -332,6 +332,52 @@ TEST(messages_between_two_ranks_keep_their_order)
     everywhere(2, one_after_another);
 }
 
+/* Rank 1 sends, and rank `to` receives after a collective that both call in between. */
+static void across(dtrain_comm *world, size_t count, int to)
+{
+    int rank = dtrain_comm_rank(world);
+    float *x = values(rank, count), y[4] = {0};
+    dtrain_work *work = NULL;
+    dtrain_status met = DTRAIN_OK, came = DTRAIN_OK;
+    if (rank == 1)
+        CHECK_EQ(dtrain_send_async(world, x, count, DTRAIN_F32, to, &work), DTRAIN_OK);
+    met = dtrain_broadcast(world, y, 4, DTRAIN_F32, 0);
+    CHECK(met == DTRAIN_OK || met == DTRAIN_ERR_MISMATCH);
+    if (rank == to) {
+        came = dtrain_recv(world, x, count, DTRAIN_F32, 1);
+        CHECK_EQ(came, DTRAIN_ERR_MISMATCH);
+        CHECK(strstr(dtrain_last_error(), "receive a message before the next collective") != NULL);
+    }
+    if (rank == 1) {
+        came = dtrain_work_wait(work);
+        CHECK(came == DTRAIN_OK || came == DTRAIN_ERR_MISMATCH);
+    }
+    free(x);
+}
+
+static void small_across(dtrain_comm *world)
+{
+    across(world, 1, 0);
+}
+
+static void large_across(dtrain_comm *world)
+{
+    across(world, 100000, 0);
+}
+
+/* A broadcast moves nothing between ranks 1 and 2. */
+static void across_apart(dtrain_comm *world)
+{
+    across(world, 1, 2);
+}
+
+TEST(a_message_that_a_collective_parts_is_a_mismatch_on_every_transport)
+{
+    everywhere(2, small_across);
+    everywhere(2, large_across);
+    everywhere(3, across_apart);
+}
+
 /* ---- many messages ---- */
 
 enum { OUTSTANDING = 30000, LOOKS = 200 };

@@ -150,7 +150,7 @@ TEST(rank_0_and_an_older_rank_both_name_both_wire_versions)
     s.desc.token = token;
     s.desc.timeout_ms = 1500;
     dtrain_set_log(quiet, NULL);
-    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "speaks wire version 2, this rank 10: build both");
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "speaks wire version 2, this rank 11: build both");
     CHECK_EQ(dtrain__net_look_up(s.root, 0, &address, &count), DTRAIN_OK);
     for (;;) { /* until rank 0 listens */
         fd = socket(AF_INET, SOCK_STREAM, 0);
@@ -162,7 +162,7 @@ TEST(rank_0_and_an_older_rank_both_name_both_wire_versions)
     version_2(hello, sizeof hello);
     CHECK(whole(fd, hello, sizeof hello, 1));
     CHECK(whole(fd, challenge, sizeof challenge, 0)); /* from it the older rank makes its own error */
-    CHECK(memcmp(challenge, "dtrain\r\n\12\0", 10) == 0);
+    CHECK(memcmp(challenge, "dtrain\r\n\13\0", 10) == 0);
     CHECK(!whole(fd, challenge, 1, 0));
     close(fd);
     CHECK_EQ(end_of(root, 20), 0);
@@ -182,10 +182,10 @@ TEST(a_rank_and_an_older_rank_0_both_name_both_wire_versions)
     CHECK_EQ(dtrain__net_look_up(s.root, 0, &address, &count), DTRAIN_OK);
     int listener = socket(AF_INET, SOCK_STREAM, 0);
     CHECK(bind(listener, &address.at.any, address.bytes) == 0 && listen(listener, 1) == 0);
-    pid_t one = start_refused(&s, 1, DTRAIN_ERR_MISMATCH, "speaks wire version 2, this rank 10: build both");
+    pid_t one = start_refused(&s, 1, DTRAIN_ERR_MISMATCH, "speaks wire version 2, this rank 11: build both");
     int fd = accept(listener, NULL, NULL);
     CHECK(whole(fd, hello, sizeof hello, 0)); /* all that the older rank 0 waits for */
-    CHECK(memcmp(hello, "dtrain\r\n\12\0", 10) == 0);
+    CHECK(memcmp(hello, "dtrain\r\n\13\0", 10) == 0);
     version_2(challenge, sizeof challenge);
     CHECK(whole(fd, challenge, sizeof challenge, 1));
     CHECK_EQ(end_of(one, 20), 0);
@@ -752,7 +752,7 @@ TEST(a_strangers_time_runs_while_the_rank_polls_and_what_has_come_is_read_first)
         CHECK_EQ(dtrain_comm_poll(world, 0), DTRAIN_OK);
     usleep(150000); /* the rank computes */
     memset(hello, 0, sizeof hello);
-    memcpy(hello, "dtrain\r\n\12\0", 10);
+    memcpy(hello, "dtrain\r\n\13\0", 10);
     hello[10] = dtrain__byte_order();
     CHECK(whole(fd, hello, sizeof hello, 1));
     CHECK_EQ(dtrain_comm_poll(world, 0), DTRAIN_OK);
