@@ -6280,7 +6280,29 @@ typedef struct dtrain__error {
     char text[DTRAIN__ERROR_BYTES];
 } dtrain__error;
 
-static __thread dtrain__error dtrain__thread_error;
+/* What belongs to a process is declared by the first two of these, and what belongs to a thread by the third. name()
+ * returns its address. Nothing above base/ has another variable that changes, so a system may have many processes in
+ * one. All begin with zeros, and mutexes free. */
+#define DTRAIN__OF_PROCESS(type, name) DTRAIN__OF(type, name, static type state)
+#define DTRAIN__MUTEX_OF_PROCESS(name) \
+    DTRAIN__OF(dtrain__os_mutex, name, static dtrain__os_mutex state = DTRAIN__OS_MUTEX)
+#define DTRAIN__OF_THREAD(type, name) DTRAIN__OF(type, name, static __thread type state)
+#define DTRAIN__OF(type, name, declaration) \
+    static type *name(void) \
+    { \
+        declaration; \
+        return &state; \
+    }
+
+typedef struct dtrain__thread {
+    dtrain__error error; /* the last one */
+    int logs;            /* it writes lines of the log */
+} dtrain__thread;
+
+/* A thread's address is also its name. */
+DTRAIN__OF_THREAD(dtrain__thread, dtrain__thread_self)
+
+#define dtrain__thread_error (dtrain__thread_self()->error)
 
 /* Returns the length of the well-formed UTF-8 sequence that starts text, or 0. Source: Unicode 15, table 3-7. */
 static size_t dtrain__utf8(const unsigned char *text, size_t length)
@@ -6438,9 +6460,26 @@ DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 
 #define DTRAIN__CACHE_LINE 64
 
+/* Atomic accesses of any integer or pointer. The last argument is the order: SEQ_CST, ACQUIRE, RELEASE, RELAXED. ADD
+ * and SUB return the new value, the others the old one. COMPARE_EXCHANGE returns whether *at was *expected and is
+ * `value` now; else it sets *expected. */
+#define DTRAIN__ATOMIC_LOAD(at, order) __atomic_load_n(at, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_STORE(at, value, order) __atomic_store_n(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_ADD(at, value, order) __atomic_add_fetch(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_SUB(at, value, order) __atomic_sub_fetch(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_EXCHANGE(at, value, order) __atomic_exchange_n(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_FETCH_OR(at, value, order) __atomic_fetch_or(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_FETCH_AND(at, value, order) __atomic_fetch_and(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_COMPARE_EXCHANGE(at, expected, value, order) \
+    __atomic_compare_exchange_n(at, expected, value, 0, __ATOMIC_##order, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_FENCE() __sync_synchronize()
+
 #ifndef DTRAIN__TUNED
 #define DTRAIN__TUNED(name, value) (value) /* a size or time that tests may set by its name */
 #endif
+
+/* Returns a variable of the environment, or NULL. */
+static const char *dtrain__os_getenv(const char *name);
 
 /* ---- features that not every machine has ---- */
 
@@ -6462,7 +6501,7 @@ static size_t dtrain__os_without_find(const char *name, size_t bytes)
 
 static uint32_t dtrain__os_without_read(void)
 {
-    const char *text = getenv("DTRAIN_WITHOUT");
+    const char *text = dtrain__os_getenv("DTRAIN_WITHOUT");
     uint32_t mask = DTRAIN__OS_WITHOUT_READ;
     for (size_t bytes; text != NULL && *text != 0; text += bytes + (text[bytes] == ',')) {
         bytes = strcspn(text, ",");
@@ -6481,10 +6520,10 @@ static uint32_t dtrain__os_without_read(void)
 /* Returns whether DTRAIN_WITHOUT names `what`, a thing that not every machine has. */
 static int dtrain__without(const char *what)
 {
-    uint32_t mask = __atomic_load_n(&dtrain__os_without_mask, __ATOMIC_RELAXED);
+    uint32_t mask = DTRAIN__ATOMIC_LOAD(&dtrain__os_without_mask, RELAXED);
     if (mask == 0) {
         mask = dtrain__os_without_read();
-        __atomic_store_n(&dtrain__os_without_mask, mask, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&dtrain__os_without_mask, mask, RELAXED);
     }
     if (mask == DTRAIN__OS_WITHOUT_READ)
         return 0;
@@ -6576,6 +6615,11 @@ typedef struct dtrain__os_range {
 #define DTRAIN__OS_POSIX
 #ifndef _WIN32
 
+static const char *dtrain__os_getenv(const char *name)
+{
+    return getenv(name);
+}
+
 /* ---- time ---- */
 
 static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
@@ -6630,23 +6674,23 @@ static uint32_t dtrain__os_pid_state; /* 0: nobody has asked; 2: a fork makes it
 
 static void dtrain__os_forget_pid(void)
 {
-    __atomic_store_n(&dtrain__os_known_pid, 0, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&dtrain__os_known_pid, 0, RELAXED);
 }
 
 /* Returns this process, and a forked child itself, without a call of the system where one costs more than 100 ns. */
 static long dtrain__os_pid(void)
 {
     uint32_t nobody = 0;
-    long pid = __atomic_load_n(&dtrain__os_known_pid, __ATOMIC_RELAXED);
+    long pid = DTRAIN__ATOMIC_LOAD(&dtrain__os_known_pid, RELAXED);
     if (pid != 0)
         return pid;
     pid = dtrain__os_self();
 #ifdef __linux__
-    if (__atomic_compare_exchange_n(&dtrain__os_pid_state, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) &&
+    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&dtrain__os_pid_state, &nobody, 1u, SEQ_CST) &&
         pthread_atfork(NULL, NULL, dtrain__os_forget_pid) == 0)
-        __atomic_store_n(&dtrain__os_pid_state, 2u, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&dtrain__os_pid_state, __ATOMIC_SEQ_CST) == 2)
-        __atomic_store_n(&dtrain__os_known_pid, pid, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&dtrain__os_pid_state, 2u, SEQ_CST);
+    if (DTRAIN__ATOMIC_LOAD(&dtrain__os_pid_state, SEQ_CST) == 2)
+        DTRAIN__ATOMIC_STORE(&dtrain__os_known_pid, pid, RELAXED);
 #else
     (void)nobody;
     (void)dtrain__os_forget_pid;
@@ -7157,7 +7201,7 @@ static void dtrain__os_place_wait(const uint32_t *word, uint32_t value, int64_t 
     struct timespec until = dtrain__os_timespec(dtrain__os_now_ns() + ns);
 #endif
     pthread_mutex_lock(&place->mutex);
-    if (__atomic_load_n(word, __ATOMIC_SEQ_CST) == value)
+    if (DTRAIN__ATOMIC_LOAD(word, SEQ_CST) == value)
 #ifdef __APPLE__
         pthread_cond_timedwait_relative_np(&place->woken, &place->mutex, &span);
 #else
@@ -8076,16 +8120,6 @@ static int dtrain__os_close(int fd)
     return close(fd) == 0 || errno == EINTR ? 0 : -1;
 }
 
-/* Opens a stream on a copy of the descriptor, for writing. */
-static FILE *dtrain__os_stream(int fd)
-{
-    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    FILE *file = copy >= 0 ? fdopen(copy, "w") : NULL;
-    if (file == NULL && copy >= 0)
-        close(copy);
-    return file;
-}
-
 static void dtrain__os_tell(const struct stat *status, dtrain__os_facts *facts)
 {
     facts->kind = S_ISREG(status->st_mode)   ? DTRAIN__OS_IS_FILE
@@ -8312,7 +8346,7 @@ static __thread int dtrain__os_orphaned; /* this thread of a forked child frees 
 static void dtrain__os_disown(void)
 {
     for (int i = 0; i < DTRAIN__OS_OWNED / 32; i++) {
-        uint32_t bits = __atomic_exchange_n(&dtrain__os_owned[i], 0u, __ATOMIC_SEQ_CST);
+        uint32_t bits = DTRAIN__ATOMIC_EXCHANGE(&dtrain__os_owned[i], 0u, SEQ_CST);
         for (int k = 0; bits >> k != 0 && k < 32; k++)
             if ((bits >> k & 1) != 0)
                 close(32 * i + k);
@@ -8325,9 +8359,9 @@ static int dtrain__os_own(int fd)
     uint32_t nobody = 0;
     if (fd < 0 || fd >= DTRAIN__OS_OWNED)
         return fd;
-    if (__atomic_compare_exchange_n(&dtrain__os_owns, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&dtrain__os_owns, &nobody, 1u, SEQ_CST))
         pthread_atfork(NULL, NULL, dtrain__os_disown);
-    __atomic_fetch_or(&dtrain__os_owned[fd / 32], (uint32_t)1 << fd % 32, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_FETCH_OR(&dtrain__os_owned[fd / 32], (uint32_t)1 << fd % 32, SEQ_CST);
     return fd;
 }
 
@@ -8337,7 +8371,7 @@ static void dtrain__os_hang_up(int fd)
     uint32_t bit = (uint32_t)1 << fd % 32;
     if (fd < DTRAIN__OS_OWNED && dtrain__os_orphaned)
         return;
-    if (fd >= DTRAIN__OS_OWNED || (__atomic_fetch_and(&dtrain__os_owned[fd / 32], ~bit, __ATOMIC_SEQ_CST) & bit) != 0)
+    if (fd >= DTRAIN__OS_OWNED || (DTRAIN__ATOMIC_FETCH_AND(&dtrain__os_owned[fd / 32], ~bit, SEQ_CST) & bit) != 0)
         close(fd);
 }
 
@@ -8405,7 +8439,7 @@ static int dtrain__os_socket(int family, int *fd)
 /* Writes the directory for the sockets of one user's processes on this host. */
 static void dtrain__os_socket_directory(char *out, size_t capacity)
 {
-    const char *base = getenv("TMPDIR");
+    const char *base = dtrain__os_getenv("TMPDIR");
     if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
         base = "/tmp";
     snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
@@ -8798,6 +8832,11 @@ static socklen_t dtrain__os_host_address(int index, struct sockaddr_storage *out
 #define DTRAIN__OS_WINDOWS
 #ifdef _WIN32
 
+static const char *dtrain__os_getenv(const char *name)
+{
+    return getenv(name);
+}
+
 /* ---- errors ---- */
 
 typedef struct dtrain__os_error {
@@ -9045,7 +9084,7 @@ static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
 {
     dtrain__os_place *place = dtrain__os_place_of(word);
     AcquireSRWLockExclusive(&place->lock);
-    if (__atomic_load_n(word, __ATOMIC_SEQ_CST) == value)
+    if (DTRAIN__ATOMIC_LOAD(word, SEQ_CST) == value)
         SleepConditionVariableSRW(&place->woken, &place->lock, dtrain__os_ms(ns), 0);
     ReleaseSRWLockExclusive(&place->lock);
 }
@@ -9489,16 +9528,6 @@ static int dtrain__os_close(int fd)
     return _close(fd);
 }
 
-/* Opens a stream on a copy of the descriptor, for writing. */
-static FILE *dtrain__os_stream(int fd)
-{
-    int copy = _dup(fd);
-    FILE *file = copy >= 0 ? _fdopen(copy, "wb") : NULL;
-    if (file == NULL && copy >= 0)
-        _close(copy);
-    return file;
-}
-
 static int dtrain__os_tell(HANDLE file, dtrain__os_facts *facts, int follow)
 {
     BY_HANDLE_FILE_INFORMATION about;
@@ -9825,10 +9854,10 @@ static void dtrain__os_sockets(void)
 {
     static uint32_t started;
     WSADATA about;
-    if (__atomic_load_n(&started, __ATOMIC_ACQUIRE))
+    if (DTRAIN__ATOMIC_LOAD(&started, ACQUIRE))
         return;
     WSAStartup(MAKEWORD(2, 2), &about);
-    __atomic_store_n(&started, 1u, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&started, 1u, RELEASE);
 }
 
 /* Returns why the last call of a socket failed, as an errno. */
@@ -10189,6 +10218,90 @@ static int dtrain__os_lock_beside(const char *path)
 #endif
 #endif
 
+/* ---- >>os sockets ----
+ * The calls of sockets that POSIX and Windows share. Errors are those of errno. */
+#ifndef DTRAIN__OS_SOCKETS
+#define DTRAIN__OS_SOCKETS
+
+/* Gives a socket's own address, or with peers 1 its peer's. *bytes: also in, the room. Returns 0 or an errno. */
+static int dtrain__os_end(int fd, int peers, struct sockaddr *at, socklen_t *bytes)
+{
+    return (peers ? getpeername(DTRAIN__OS_SOCKET(fd), at, bytes) : getsockname(DTRAIN__OS_SOCKET(fd), at, bytes)) != 0
+               ? dtrain__os_socket_error()
+               : 0;
+}
+
+static int dtrain__os_bind(int fd, const struct sockaddr *at, socklen_t bytes)
+{
+    return bind(DTRAIN__OS_SOCKET(fd), at, bytes) == 0 ? 0 : dtrain__os_socket_error();
+}
+
+static int dtrain__os_listen(int fd)
+{
+    return listen(DTRAIN__OS_SOCKET(fd), 1024) == 0 ? 0 : dtrain__os_socket_error();
+}
+
+/* Returns the errno with which a connection failed; 0: it has been made. */
+static int dtrain__os_connected(int fd)
+{
+    int error = 0;
+    socklen_t bytes = sizeof error;
+    if (getsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
+        return dtrain__os_socket_error();
+    return dtrain__os_errno(error);
+}
+
+static void dtrain__os_option(int fd, int level, int option, int value)
+{
+    setsockopt(DTRAIN__OS_SOCKET(fd), level, option, (const char *)&value, sizeof value);
+}
+
+/* Sends small messages at once. */
+static void dtrain__os_no_delay(int fd)
+{
+    dtrain__os_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+}
+
+static void dtrain__os_buffers(int fd, int bytes)
+{
+    dtrain__os_option(fd, SOL_SOCKET, SO_SNDBUF, bytes);
+    dtrain__os_option(fd, SOL_SOCKET, SO_RCVBUF, bytes);
+}
+
+/* Whether an IPv6 socket takes no IPv4 connections. */
+static void dtrain__os_apart(int fd, int apart)
+{
+    dtrain__os_option(fd, IPPROTO_IPV6, IPV6_V6ONLY, apart);
+}
+
+/* Writes an IP address and its port in numbers. Returns whether it is one. */
+static int dtrain__os_spell(const struct sockaddr *at, socklen_t bytes, char host[128], char port[16])
+{
+    return getnameinfo(at, bytes, host, 128, port, 16, NI_NUMERICHOST | NI_NUMERICSERV) == 0;
+}
+
+typedef struct addrinfo dtrain__os_found; /* a list of addresses */
+
+/* Finds the stream addresses of a host, with a port in numbers. An empty host is every address of this one. numbers:
+ * the host is in numbers, too, and nobody waits. Returns why there are none, or NULL: then release the list. */
+static const char *dtrain__os_resolve(const char *host, const char *port, int numbers, dtrain__os_found **list)
+{
+    struct addrinfo hints;
+    memset(&hints, 0, sizeof hints);
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = (numbers ? AI_NUMERICHOST : 0) | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
+    dtrain__os_sockets();
+    int error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, list);
+    return error != 0 ? gai_strerror(error) : NULL;
+}
+
+static void dtrain__os_resolved(dtrain__os_found *list)
+{
+    freeaddrinfo(list);
+}
+
+#endif
+
 /* ---- >>os files ----
  * Replacing a file in one step, and closing pipes, on any system. */
 #ifndef DTRAIN__OS_FILES
@@ -10252,20 +10365,18 @@ static int dtrain__os_put_in_place(int fd, const char *beside, const char *path,
     return error;
 }
 
-/* Replaces a file by what `write` writes. Returns 0 or an errno: then the old file is unchanged. */
-static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, const void *user), const void *user)
+/* Replaces a file by one with these bytes. Returns 0 or an errno: then the old file is unchanged. */
+static int dtrain__os_replace_file(const char *path, const void *data, size_t bytes)
 {
-    char beside[1100];
-    int fd = dtrain__os_open_beside(DTRAIN__OS_HERE, path, beside, sizeof beside);
+    char beside[DTRAIN__OS_PATH_BYTES + 32];
+    int fd = dtrain__os_open_beside(DTRAIN__OS_HERE, path, beside, sizeof beside), error = 0;
     if (fd < 0)
         return errno;
-    FILE *file = dtrain__os_stream(fd);
-    int error = file == NULL ? errno : 0;
-    if (file != NULL) {
-        write(file, user);
-        error = ferror(file) ? EIO : 0;
-        if (fclose(file) != 0)
+    for (size_t at = 0; at < bytes && error == 0;) {
+        ssize_t n = dtrain__os_write(fd, (const char *)data + at, bytes - at);
+        if (n < 0 && errno != EINTR)
             error = errno;
+        at += n > 0 ? (size_t)n : 0;
     }
     return dtrain__os_put_in_place(fd, beside, path, error);
 }
@@ -10293,6 +10404,10 @@ typedef struct dtrain__log_line {
 } dtrain__log_line;
 
 typedef struct dtrain__log_state {
+    dtrain__os_mutex mutex; /* made at its first use in each process, see log_lock */
+    int chosen, at_exit;    /* the program has set a callback; exit() waits for late lines */
+    dtrain_log_fn call;     /* the program's */
+    void *user;
     dtrain_log_fn calling; /* what the thread has called now; NULL: nothing */
     uint64_t calls;        /* the number of that call */
     long process;          /* the process of the thread; a forked child starts with nothing */
@@ -10304,12 +10419,7 @@ typedef struct dtrain__log_state {
     dtrain__log_line lines[DTRAIN__LOG_LINES];
 } dtrain__log_state;
 
-static void dtrain__log_stderr(void *user, dtrain_log_level level, const char *text);
-static dtrain_log_fn dtrain__log_call = dtrain__log_stderr;
-static void *dtrain__log_user;
-static dtrain__log_state dtrain__log_now;
-static dtrain__os_mutex dtrain__log_mutex = DTRAIN__OS_MUTEX;
-static __thread int dtrain__log_inside; /* this thread writes lines */
+DTRAIN__OF_PROCESS(dtrain__log_state, dtrain__log_now)
 
 /* Writes without the lock of stderr: exit() takes that, and would wait for a write that blocks. */
 static void dtrain__log_stderr(void *user, dtrain_log_level level, const char *text)
@@ -10328,47 +10438,51 @@ static void dtrain__log_stderr(void *user, dtrain_log_level level, const char *t
     }
 }
 
+static dtrain_log_fn dtrain__log_target(const dtrain__log_state *log)
+{
+    return log->chosen ? log->call : dtrain__log_stderr;
+}
+
 /* Takes the mutex. In a forked child it makes it anew first: a thread of the parent may hold it. */
 static void dtrain__log_lock(void)
 {
-    dtrain__log_state *log = &dtrain__log_now;
-    long self = dtrain__os_pid(), before = __atomic_load_n(&log->process, __ATOMIC_ACQUIRE);
-    if (before != self && before >= 0 &&
-        __atomic_compare_exchange_n(&log->process, &before, -1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        dtrain__os_mutex_init(&dtrain__log_mutex);
+    dtrain__log_state *log = dtrain__log_now();
+    long self = dtrain__os_pid(), before = DTRAIN__ATOMIC_LOAD(&log->process, ACQUIRE);
+    if (before != self && before >= 0 && DTRAIN__ATOMIC_COMPARE_EXCHANGE(&log->process, &before, -1, SEQ_CST)) {
+        dtrain__os_mutex_init(&log->mutex);
         log->calling = NULL;
         log->started = 0;
         log->running = log->late = 0;
-        dtrain__log_inside = 0;
+        dtrain__thread_self()->logs = 0;
         log->put = log->written = log->lost = 0;
-        __atomic_store_n(&log->process, self, __ATOMIC_RELEASE);
+        DTRAIN__ATOMIC_STORE(&log->process, self, RELEASE);
     }
-    while (__atomic_load_n(&log->process, __ATOMIC_ACQUIRE) != self)
+    while (DTRAIN__ATOMIC_LOAD(&log->process, ACQUIRE) != self)
         dtrain__os_yield();
-    dtrain__os_lock(&dtrain__log_mutex);
+    dtrain__os_lock(&log->mutex);
 }
 
 /* Gives one line to the callback. The caller holds the mutex, which is free meanwhile. */
 static void dtrain__log_give(const dtrain__log_line *line)
 {
-    dtrain__log_state *log = &dtrain__log_now;
-    dtrain_log_fn call = log->calling = dtrain__log_call;
-    void *user = dtrain__log_user;
+    dtrain__log_state *log = dtrain__log_now();
+    dtrain_log_fn call = log->calling = dtrain__log_target(log);
+    void *user = log->user;
     log->calls++;
-    dtrain__os_unlock(&dtrain__log_mutex);
+    dtrain__os_unlock(&log->mutex);
     if (call != NULL)
         call(user, line->level, line->text);
-    dtrain__os_lock(&dtrain__log_mutex);
+    dtrain__os_lock(&log->mutex);
     log->calling = NULL;
 }
 
 static void dtrain__log_body(void *unused)
 {
-    dtrain__log_state *log = &dtrain__log_now;
-    int inside = dtrain__log_inside;
+    dtrain__log_state *log = dtrain__log_now();
+    int inside = dtrain__thread_self()->logs;
     (void)unused;
-    dtrain__log_inside = 1;
-    dtrain__os_lock(&dtrain__log_mutex);
+    dtrain__thread_self()->logs = 1;
+    dtrain__os_lock(&log->mutex);
     while (log->written < log->put || log->lost > 0) {
         dtrain__log_line note;
         int is_line = log->written < log->put;
@@ -10380,20 +10494,20 @@ static void dtrain__log_body(void *unused)
         }
         dtrain__log_give(is_line ? &log->lines[log->written % DTRAIN__LOG_LINES] : &note);
         if (is_line)
-            __atomic_add_fetch(&log->written, 1, __ATOMIC_SEQ_CST);
+            DTRAIN__ATOMIC_ADD(&log->written, 1, SEQ_CST);
     }
-    __atomic_store_n(&log->late, 0u, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&log->running, 0u, __ATOMIC_SEQ_CST);
-    dtrain__os_unlock(&dtrain__log_mutex);
-    dtrain__log_inside = inside;
+    DTRAIN__ATOMIC_STORE(&log->late, 0u, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&log->running, 0u, SEQ_CST);
+    dtrain__os_unlock(&log->mutex);
+    dtrain__thread_self()->logs = inside;
 }
 
 /* Waits until `line` lines are written, for at most ns. Returns whether they are. */
 static int dtrain__log_wait(uint64_t line, int64_t ns)
 {
-    const dtrain__log_state *log = &dtrain__log_now;
+    const dtrain__log_state *log = dtrain__log_now();
     int64_t until = dtrain__os_now_ns() + ns;
-    for (int64_t span = 20000; __atomic_load_n(&log->written, __ATOMIC_SEQ_CST) < line; span *= 2) {
+    for (int64_t span = 20000; DTRAIN__ATOMIC_LOAD(&log->written, SEQ_CST) < line; span *= 2) {
         if (dtrain__os_now_ns() >= until)
             return 0;
         dtrain__os_sleep(span < 2000000 ? span : 2000000);
@@ -10405,20 +10519,20 @@ static int dtrain__log_wait(uint64_t line, int64_t ns)
 /* Waits for lines that are late, for at most ns, and for the end of the thread. */
 static void dtrain__log_flush(int64_t ns)
 {
-    dtrain__log_state *log = &dtrain__log_now;
+    dtrain__log_state *log = dtrain__log_now();
     dtrain__log_lock();
     uint64_t put = log->put;
-    dtrain__os_unlock(&dtrain__log_mutex);
-    if (dtrain__log_inside || !dtrain__log_wait(put, ns))
+    dtrain__os_unlock(&log->mutex);
+    if (dtrain__thread_self()->logs || !dtrain__log_wait(put, ns))
         return;
-    for (int i = 0; i < 100 && __atomic_load_n(&log->running, __ATOMIC_SEQ_CST); i++)
+    for (int i = 0; i < 100 && DTRAIN__ATOMIC_LOAD(&log->running, SEQ_CST); i++)
         dtrain__os_sleep(1000000);
     dtrain__log_lock();
     if (log->started && !log->running) {
         dtrain__os_thread_join(&log->thread);
         log->started = 0;
     }
-    dtrain__os_unlock(&dtrain__log_mutex);
+    dtrain__os_unlock(&log->mutex);
 }
 
 static void dtrain__log_at_exit(void)
@@ -10429,30 +10543,31 @@ static void dtrain__log_at_exit(void)
 /* Starts the thread. Without one, this thread writes the lines. */
 static void dtrain__log_start(void)
 {
-    static int at_exit;
-    dtrain__log_state *log = &dtrain__log_now;
+    dtrain__log_state *log = dtrain__log_now();
     if (log->started)
         dtrain__os_thread_join(&log->thread);
-    if (!at_exit)
-        at_exit = atexit(dtrain__log_at_exit) == 0;
+    if (!log->at_exit)
+        log->at_exit = atexit(dtrain__log_at_exit) == 0;
     log->running = 1;
     log->started = dtrain__os_thread_start(&log->thread, dtrain__log_body, NULL, (size_t)8 << 20) == 0;
     if (log->started)
         return;
-    dtrain__os_unlock(&dtrain__log_mutex);
+    dtrain__os_unlock(&log->mutex);
     dtrain__log_body(NULL);
-    dtrain__os_lock(&dtrain__log_mutex);
+    dtrain__os_lock(&log->mutex);
 }
 
 DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char *format, ...)
 {
-    dtrain__log_state *log = &dtrain__log_now;
+    dtrain__log_state *log = dtrain__log_now();
     int error = errno;
     va_list arguments;
-    if (dtrain__log_call == NULL || (dtrain__log_call == dtrain__log_stderr && level < DTRAIN_LOG_WARN))
+    dtrain_log_fn target = dtrain__log_target(log);
+    if (target == NULL || (target == dtrain__log_stderr && level < DTRAIN_LOG_WARN))
         return;
     dtrain__log_lock();
-    int full = log->put - log->written == DTRAIN__LOG_LINES, waits = !full && !log->late && !dtrain__log_inside;
+    int full = log->put - log->written == DTRAIN__LOG_LINES,
+        waits = !full && !log->late && !dtrain__thread_self()->logs;
     if (full) {
         log->lost++;
     } else {
@@ -10467,26 +10582,28 @@ DTRAIN__PRINTF(2, 3) static void dtrain__log(dtrain_log_level level, const char 
     uint64_t mine = log->put;
     if (!log->running)
         dtrain__log_start();
-    dtrain__os_unlock(&dtrain__log_mutex);
+    dtrain__os_unlock(&log->mutex);
     if (waits && !dtrain__log_wait(mine, DTRAIN__LOG_WAIT_NS))
-        __atomic_store_n(&log->late, 1u, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(&log->late, 1u, SEQ_CST);
     errno = error;
 }
 
-DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
+DTRAIN_API void dtrain_set_log(dtrain_log_fn call, void *user)
 {
-    dtrain__log_state *now = &dtrain__log_now;
+    dtrain__log_state *log = dtrain__log_now();
     dtrain__log_flush(DTRAIN__LOG_EXIT_NS);
     dtrain__log_lock();
-    dtrain__log_call = log;
-    dtrain__log_user = user;
-    uint64_t last = now->calls;
-    while (now->calls == last && now->calling != NULL && now->calling != dtrain__log_stderr && !dtrain__log_inside) {
-        dtrain__os_unlock(&dtrain__log_mutex); /* the callback may use `user` of before */
+    log->chosen = 1;
+    log->call = call;
+    log->user = user;
+    uint64_t last = log->calls;
+    while (log->calls == last && log->calling != NULL && log->calling != dtrain__log_stderr &&
+           !dtrain__thread_self()->logs) {
+        dtrain__os_unlock(&log->mutex); /* the callback may use `user` of before */
         dtrain__os_sleep(1000000);
-        dtrain__os_lock(&dtrain__log_mutex);
+        dtrain__os_lock(&log->mutex);
     }
-    dtrain__os_unlock(&dtrain__log_mutex);
+    dtrain__os_unlock(&log->mutex);
 }
 
 #endif
@@ -10562,10 +10679,9 @@ static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_b
 /* Adds to the bytes in use. To subtract, pass a number that wraps around. */
 static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
 {
-    size_t in_use = __atomic_add_fetch(&allocator->bytes, more, __ATOMIC_RELAXED);
-    size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
-    while (in_use > peak &&
-           !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    size_t in_use = DTRAIN__ATOMIC_ADD(&allocator->bytes, more, RELAXED);
+    size_t peak = DTRAIN__ATOMIC_LOAD(&allocator->peak_bytes, RELAXED);
+    while (in_use > peak && !DTRAIN__ATOMIC_COMPARE_EXCHANGE(&allocator->peak_bytes, &peak, in_use, RELAXED))
         continue;
 }
 
@@ -10682,8 +10798,8 @@ typedef struct dtrain__bell {
 static void dtrain__bell_ring(dtrain__bell *bell)
 {
     for (; bell != NULL; bell = bell->also)
-        if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) > 0) {
-            __atomic_add_fetch(&bell->rings, 1, __ATOMIC_SEQ_CST);
+        if (DTRAIN__ATOMIC_LOAD(&bell->sleepers, SEQ_CST) > 0) {
+            DTRAIN__ATOMIC_ADD(&bell->rings, 1, SEQ_CST);
             dtrain__os_wake_word(&bell->rings);
         }
 }
@@ -10704,11 +10820,11 @@ static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadlin
     int64_t span = deadline_ns > now ? deadline_ns - now : 0;
     if (span > 100000000)
         span = 100000000;
-    __atomic_add_fetch(&bell->sleepers, 1, __ATOMIC_SEQ_CST);
-    uint32_t rings = __atomic_load_n(&bell->rings, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&bell->sleepers, 1, SEQ_CST);
+    uint32_t rings = DTRAIN__ATOMIC_LOAD(&bell->rings, SEQ_CST);
     if (span > 0 && !ready(context))
         dtrain__os_wait_word(&bell->rings, rings, span);
-    __atomic_sub_fetch(&bell->sleepers, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_SUB(&bell->sleepers, 1, SEQ_CST);
 }
 
 /* ---- the thread ---- */
@@ -10735,7 +10851,7 @@ typedef struct dtrain__worker {
 
 static int dtrain__worker_stopping(const dtrain__worker *worker)
 {
-    return __atomic_load_n(&worker->stop, __ATOMIC_SEQ_CST) != 0;
+    return DTRAIN__ATOMIC_LOAD(&worker->stop, SEQ_CST) != 0;
 }
 
 /* Performs the next job. Returns 0 if there is none. */
@@ -10743,7 +10859,7 @@ static int dtrain__worker_next(dtrain__worker *worker)
 {
     dtrain__worker_job *job = worker->first, *none = NULL, *last = NULL;
     if (job == NULL)
-        last = __atomic_exchange_n(&worker->inbox, none, __ATOMIC_SEQ_CST);
+        last = DTRAIN__ATOMIC_EXCHANGE(&worker->inbox, none, SEQ_CST);
     while (last != NULL) {
         dtrain__worker_job *before = last->next;
         last->next = job;
@@ -10755,7 +10871,7 @@ static int dtrain__worker_next(dtrain__worker *worker)
     uint64_t number = job->number;
     worker->first = job->next;
     worker->perform(worker->owner, job);
-    __atomic_store_n(&worker->done, number, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&worker->done, number, SEQ_CST);
     dtrain__bell_ring(&worker->bell);
     return 1;
 }
@@ -10769,14 +10885,13 @@ typedef struct dtrain__worker_goal {
 static int dtrain__worker_called(void *argument)
 {
     const dtrain__worker_goal *goal = (const dtrain__worker_goal *)argument;
-    return dtrain__worker_stopping(goal->worker) ||
-           __atomic_load_n(&goal->worker->posted, __ATOMIC_SEQ_CST) != goal->number;
+    return dtrain__worker_stopping(goal->worker) || DTRAIN__ATOMIC_LOAD(&goal->worker->posted, SEQ_CST) != goal->number;
 }
 
 static int dtrain__worker_reached(void *argument)
 {
     const dtrain__worker_goal *goal = (const dtrain__worker_goal *)argument;
-    return __atomic_load_n(&goal->worker->done, __ATOMIC_SEQ_CST) >= goal->number;
+    return DTRAIN__ATOMIC_LOAD(&goal->worker->done, SEQ_CST) >= goal->number;
 }
 
 static void dtrain__worker_body(void *argument)
@@ -10785,7 +10900,7 @@ static void dtrain__worker_body(void *argument)
     dtrain__worker_goal called = {worker, 0};
     for (;;) {
         int64_t until = INT64_MAX;
-        called.number = __atomic_load_n(&worker->posted, __ATOMIC_SEQ_CST);
+        called.number = DTRAIN__ATOMIC_LOAD(&worker->posted, SEQ_CST);
         if (dtrain__worker_stopping(worker))
             return;
         if (worker->turn != NULL)
@@ -10818,7 +10933,7 @@ static int dtrain__worker_runs(const dtrain__worker *worker)
 /* Wakes a sleeping worker for a turn. */
 static void dtrain__worker_call(dtrain__worker *worker)
 {
-    __atomic_add_fetch(&worker->posted, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&worker->posted, 1, SEQ_CST);
     dtrain__bell_ring(&worker->bell);
 }
 
@@ -10826,8 +10941,8 @@ static void dtrain__worker_call(dtrain__worker *worker)
 static void dtrain__worker_post(dtrain__worker *worker, dtrain__worker_job *job)
 {
     job->number = worker->posted + 1;
-    job->next = __atomic_load_n(&worker->inbox, __ATOMIC_SEQ_CST);
-    while (!__atomic_compare_exchange_n(&worker->inbox, &job->next, job, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    job->next = DTRAIN__ATOMIC_LOAD(&worker->inbox, SEQ_CST);
+    while (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(&worker->inbox, &job->next, job, SEQ_CST))
         continue;
     dtrain__worker_call(worker);
 }
@@ -10855,7 +10970,7 @@ static int dtrain__worker_wait(dtrain__worker *worker, uint64_t number, int64_t 
 /* Tells the thread to end. */
 static void dtrain__worker_stop(dtrain__worker *worker)
 {
-    __atomic_store_n(&worker->stop, 1u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&worker->stop, 1u, SEQ_CST);
     dtrain__bell_ring(&worker->bell);
 }
 
@@ -10892,14 +11007,18 @@ typedef void (*dtrain__faults_fn)(dtrain__faults_line *line, uintptr_t address, 
 
 enum { DTRAIN__FAULTS_GUARDS = 0, DTRAIN__FAULTS_GROUPS, DTRAIN__FAULTS_WATCHERS };
 
-static dtrain__faults_fn dtrain__faults_watchers[DTRAIN__FAULTS_WATCHERS];
-static uint32_t dtrain__faults_readers; /* handlers that read the lists */
-static uint32_t dtrain__faults_owner;   /* the process that is changing a list; 0: none. A child may inherit it */
+typedef struct dtrain__faults_state {
+    dtrain__faults_fn watchers[DTRAIN__FAULTS_WATCHERS];
+    uint32_t readers; /* handlers that read the lists */
+    uint32_t owner;   /* the process that is changing a list; 0: none. A child may inherit it */
+} dtrain__faults_state;
+
+DTRAIN__OF_PROCESS(dtrain__faults_state, dtrain__faults)
 
 /* Whether the environment asks for checks that help to find mistakes. */
 static int dtrain__faults_asked(void)
 {
-    const char *text = getenv("DTRAIN_DEBUG");
+    const char *text = dtrain__os_getenv("DTRAIN_DEBUG");
     return text != NULL && text[0] != 0 && strcmp(text, "0") != 0;
 }
 
@@ -10933,13 +11052,13 @@ static void dtrain__faults_report(uintptr_t address, int writes)
 {
     dtrain__faults_line line;
     line.bytes = 0;
-    __atomic_add_fetch(&dtrain__faults_readers, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&dtrain__faults()->readers, 1, SEQ_CST);
     for (int i = 0; i < DTRAIN__FAULTS_WATCHERS && line.bytes == 0; i++) {
-        dtrain__faults_fn watcher = __atomic_load_n(&dtrain__faults_watchers[i], __ATOMIC_SEQ_CST);
+        dtrain__faults_fn watcher = DTRAIN__ATOMIC_LOAD(&dtrain__faults()->watchers[i], SEQ_CST);
         if (watcher != NULL)
             watcher(&line, address, writes);
     }
-    __atomic_sub_fetch(&dtrain__faults_readers, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_SUB(&dtrain__faults()->readers, 1, SEQ_CST);
     if (line.bytes > 0) {
         line.text[line.bytes++] = '\n';
         ssize_t ignored = dtrain__os_write(2, line.text, line.bytes);
@@ -10953,7 +11072,7 @@ static void dtrain__faults_report(uintptr_t address, int writes)
 static void dtrain__faults_lock(void)
 {
     uint32_t mine = (uint32_t)dtrain__os_self(), owner = 0;
-    while (!__atomic_compare_exchange_n(&dtrain__faults_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    while (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(&dtrain__faults()->owner, &owner, mine, SEQ_CST)) {
         if (owner == mine) { /* else the parent was changing a list when it forked this process */
             dtrain__os_yield();
             owner = 0;
@@ -10963,16 +11082,16 @@ static void dtrain__faults_lock(void)
 
 static void dtrain__faults_unlock(void)
 {
-    __atomic_store_n(&dtrain__faults_owner, 0u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&dtrain__faults()->owner, 0u, SEQ_CST);
 }
 
 /* Begins to ask one who knows, or ends that (NULL). Calls may repeat. The caller holds the lock. */
 static void dtrain__faults_watch(int who, dtrain__faults_fn watcher)
 {
     int watched = 0;
-    __atomic_store_n(&dtrain__faults_watchers[who], watcher, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&dtrain__faults()->watchers[who], watcher, SEQ_CST);
     for (int i = 0; i < DTRAIN__FAULTS_WATCHERS; i++)
-        watched |= dtrain__faults_watchers[i] != NULL;
+        watched |= dtrain__faults()->watchers[i] != NULL;
     if (watched)
         dtrain__os_watch_faults(dtrain__faults_report);
     else
@@ -10984,7 +11103,7 @@ static void dtrain__faults_watch(int who, dtrain__faults_fn watcher)
 static void dtrain__faults_settle(void)
 {
     int64_t until_ns = dtrain__os_now_ns() + 1000000000;
-    while (__atomic_load_n(&dtrain__faults_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
+    while (DTRAIN__ATOMIC_LOAD(&dtrain__faults()->readers, SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
         dtrain__os_yield();
 }
 
@@ -11613,6 +11732,15 @@ static DTRAIN__NOINLINE void dtrain__json_member_u64(dtrain__json_writer *writer
     dtrain__json_write_u64(writer, value);
 }
 
+/* Writes nanoseconds as microseconds, exactly. */
+static DTRAIN__NOINLINE void dtrain__json_member_us(dtrain__json_writer *writer, const char *key, uint64_t ns)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
+    dtrain__json_member(writer, key);
+    dtrain__json_write_word(writer, text);
+}
+
 static DTRAIN__NOINLINE void dtrain__json_member_text(dtrain__json_writer *writer, const char *key, const char *text)
 {
     dtrain__json_member(writer, key);
@@ -11688,18 +11816,19 @@ static const char *dtrain__isa_text(int isa)
     return names[isa];
 }
 
+DTRAIN__OF_PROCESS(int, dtrain__isa_chosen)
+
 static DTRAIN__NOINLINE int dtrain__isa(void)
 {
-    static int chosen;
-    int isa = DTRAIN__TUNED(isa, __atomic_load_n(&chosen, __ATOMIC_RELAXED));
+    int isa = DTRAIN__TUNED(isa, DTRAIN__ATOMIC_LOAD(dtrain__isa_chosen(), RELAXED));
     if (isa != 0)
         return isa;
-    const char *asked = getenv("DTRAIN_ISA");
+    const char *asked = dtrain__os_getenv("DTRAIN_ISA");
     isa = dtrain__isa_widest();
     for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i <= DTRAIN__ISA_AVX512; i++)
         if (strcmp(asked, dtrain__isa_text(i)) == 0 && dtrain__isa_has(i))
             isa = i;
-    __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(dtrain__isa_chosen(), isa, RELAXED);
     return isa;
 }
 
@@ -13144,7 +13273,7 @@ DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device)
 }
 
 /* The event of a NULL device, whose work is done at once. */
-static char dtrain__device_event_cpu;
+static const char dtrain__device_event_cpu = 0;
 
 static dtrain_status dtrain__device_event_create(dtrain_device *device, dtrain_device_event **event)
 {
@@ -16906,7 +17035,7 @@ static void dtrain__membership_free(dtrain__membership *members, dtrain_allocato
 
 static int dtrain__membership_broken(const dtrain__membership *members)
 {
-    return __atomic_load_n(&members->broken, __ATOMIC_SEQ_CST) != 0;
+    return DTRAIN__ATOMIC_LOAD(&members->broken, SEQ_CST) != 0;
 }
 
 /* Returns what has broken the group; NULL: nothing. */
@@ -16914,21 +17043,21 @@ static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtra
 {
     if (!dtrain__membership_broken(members))
         return NULL;
-    while (__atomic_load_n(&members->broken, __ATOMIC_ACQUIRE) != 2)
+    while (DTRAIN__ATOMIC_LOAD(&members->broken, ACQUIRE) != 2)
         dtrain__os_yield();
     return &members->cause;
 }
 
 static int dtrain__membership_left(const dtrain__membership *members, int rank)
 {
-    return __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST) > 0 &&
-           __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST) != 0;
+    return DTRAIN__ATOMIC_LOAD(&members->leavers, SEQ_CST) > 0 &&
+           DTRAIN__ATOMIC_LOAD(&members->ranks[rank].left, SEQ_CST) != 0;
 }
 
 static void dtrain__membership_leave(dtrain__membership *members, int rank)
 {
-    uint32_t turn = __atomic_add_fetch(&members->leavers, 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&members->ranks[rank].left, turn, __ATOMIC_SEQ_CST);
+    uint32_t turn = DTRAIN__ATOMIC_ADD(&members->leavers, 1, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&members->ranks[rank].left, turn, SEQ_CST);
 }
 
 /* Returns the first rank to leave of those that left before collective `number`; -1: none. It looks again if ranks have
@@ -16937,12 +17066,12 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 {
     uint32_t leavers, seen = 0;
     int missing = -1;
-    while ((leavers = __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST)) != seen) {
+    while ((leavers = DTRAIN__ATOMIC_LOAD(&members->leavers, SEQ_CST)) != seen) {
         uint32_t first = UINT32_MAX;
         seen = leavers;
         missing = -1;
         for (int rank = 0; rank < members->size; rank++) {
-            uint32_t left = __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST);
+            uint32_t left = DTRAIN__ATOMIC_LOAD(&members->ranks[rank].left, SEQ_CST);
             if (left == 0 || left >= first || members->ranks[rank].calls >= number)
                 continue;
             first = left;
@@ -17112,7 +17241,7 @@ struct dtrain__plane {
 /* Returns a number that this process gives to no other group. */
 static uint64_t dtrain__origin_serial(dtrain__origin *origin)
 {
-    return __atomic_add_fetch(&origin->serial, 1, __ATOMIC_SEQ_CST);
+    return DTRAIN__ATOMIC_ADD(&origin->serial, 1, SEQ_CST);
 }
 
 /* The last group is gone: stops the service. */
@@ -17219,13 +17348,13 @@ typedef struct dtrain__store {
 
 /* Told the serial of a council that has ended; NULL: nobody asks. */
 typedef void (*dtrain__council_close)(uint64_t serial);
-static dtrain__council_close dtrain__council_closing;
+DTRAIN__OF_PROCESS(dtrain__council_close, dtrain__council_closing)
+DTRAIN__OF_PROCESS(uint64_t, dtrain__council_count)
 
 /* Returns a number that no other council of this process has, for one whose ranks share memory. */
 static uint64_t dtrain__council_number(void)
 {
-    static uint64_t councils;
-    return __atomic_add_fetch(&councils, 1, __ATOMIC_SEQ_CST);
+    return DTRAIN__ATOMIC_ADD(dtrain__council_count(), 1, SEQ_CST);
 }
 
 typedef struct dtrain__consent dtrain__consent;
@@ -17352,7 +17481,7 @@ static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint6
 /* Lets whoever is left go on, in all groups of the world. */
 static void dtrain__seat_any_quorum(dtrain__seat *seat)
 {
-    __atomic_store_n(&seat->council->any_quorum, 1u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&seat->council->any_quorum, 1u, SEQ_CST);
 }
 
 static void dtrain__seat_free(dtrain__seat *seat)
@@ -17385,12 +17514,12 @@ static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
 {
     dtrain__membership *members = seat->members;
     uint32_t whole = 0;
-    if (!__atomic_compare_exchange_n(&members->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    if (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(&members->broken, &whole, 1, SEQ_CST))
         return 0;
     members->cause = *cause;
-    __atomic_store_n(&members->broken, 2, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&members->broken, 2, SEQ_CST);
     for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
-        if (__atomic_load_n(&other->leader, __ATOMIC_SEQ_CST) == seat->id + 1)
+        if (DTRAIN__ATOMIC_LOAD(&other->leader, SEQ_CST) == seat->id + 1)
             dtrain__seat_break(other, cause);
     seat->council->tell(seat->council->self);
     return 1;
@@ -17553,8 +17682,8 @@ static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
 static void dtrain__seat_follow(dtrain__seat *seat, const dtrain__seat *leader)
 {
     dtrain__seat_lock(seat, 1);
-    __atomic_store_n(&seat->leader, leader->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as the thread that breaks a
-                                                                        * group does */
+    DTRAIN__ATOMIC_STORE(&seat->leader, leader->id + 1, SEQ_CST); /* before it looks, as the thread that breaks a
+                                                                   * group does */
     if (dtrain__membership_broken(leader->members))
         dtrain__seat_break(seat, dtrain__membership_cause(leader->members));
     dtrain__seat_lock(seat, 0);
@@ -18217,7 +18346,7 @@ static int dtrain__consent_majority(dtrain__council *council, dtrain__consent *c
         lowest = lowest < 0 ? yes : lowest;
         lowest_left = lowest_left < 0 && (yes || !vote->dead) ? yes : lowest_left;
     }
-    int any = __atomic_load_n(&council->any_quorum, __ATOMIC_SEQ_CST) != 0, all = here + lost + (beside ? 0 : dead);
+    int any = DTRAIN__ATOMIC_LOAD(&council->any_quorum, SEQ_CST) != 0, all = here + lost + (beside ? 0 : dead);
     *doubtful = beside && lost > 0;
     *torn = !any && all > here;
     return any || 2 * here > all || (2 * here == all && (beside ? lowest_left : lowest) == 1);
@@ -18432,7 +18561,7 @@ static void dtrain__council_free(dtrain__council *council)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)
         dtrain__consent_drop(council, &council->spare_consents);
-    dtrain__council_close ended = __atomic_load_n(&dtrain__council_closing, __ATOMIC_SEQ_CST);
+    dtrain__council_close ended = DTRAIN__ATOMIC_LOAD(dtrain__council_closing(), SEQ_CST);
     if (ended != NULL && council->serial != 0)
         ended(council->serial);
 }
@@ -18590,7 +18719,7 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     dtrain__council *council = seat->council;
     int ended, late = 0;
     for (unsigned turn = 0;; turn++) {
-        uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
+        uint64_t seen = DTRAIN__ATOMIC_LOAD(&council->news, SEQ_CST);
         dtrain__seat_lock(seat, 1);
         ended = agreement != NULL ? dtrain__consent_decided(seat, agreement)
                                   : dtrain__council_ended(seat, call, late, status);
@@ -18733,8 +18862,8 @@ static void dtrain__shared_ring(dtrain__shared *shared, int rank)
     }
     for (int peer = 0; peer < shared->members->size; peer++) {
         uint32_t *asleep = &shared->slots[peer].asleep;
-        if (peer != rank && __atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 &&
-            __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
+        if (peer != rank && DTRAIN__ATOMIC_LOAD(asleep, SEQ_CST) != 0 &&
+            DTRAIN__ATOMIC_EXCHANGE(asleep, 0u, SEQ_CST) != 0)
             dtrain__os_poke(shared->doorbells[peer]);
     }
 }
@@ -18744,23 +18873,23 @@ static int dtrain__shared_closed(const dtrain__shared *shared)
 {
     int closed = dtrain__membership_broken(shared->members);
     for (int rank = 0; shared->doorbells != NULL && rank < shared->members->size; rank++)
-        closed |= __atomic_load_n(&shared->slots[rank].closed, __ATOMIC_SEQ_CST) != 0;
+        closed |= DTRAIN__ATOMIC_LOAD(&shared->slots[rank].closed, SEQ_CST) != 0;
     return closed;
 }
 
 /* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
 static int dtrain__shared_enter(dtrain__shared *shared, int rank)
 {
-    __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 1, SEQ_CST);
     if (!dtrain__shared_closed(shared))
         return 1;
-    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, SEQ_CST);
     return 0;
 }
 
 static void dtrain__shared_leave(dtrain__shared *shared, int rank)
 {
-    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, RELEASE);
 }
 
 /* ---- groups ---- */
@@ -18832,8 +18961,8 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
 /* Returns the bytes in a ring. */
 static uint64_t dtrain__threads_held(const dtrain__threads_ring *ring)
 {
-    uint64_t read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    return __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - read;
+    uint64_t read = DTRAIN__ATOMIC_LOAD(&ring->read, SEQ_CST);
+    return DTRAIN__ATOMIC_LOAD(&ring->written, SEQ_CST) - read;
 }
 
 /* Moves bytes into the ring, whose `size` bytes are at `held`, or out of it. Returns how many. None if the counters
@@ -18842,8 +18971,8 @@ static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *he
                                    unsigned char *data, size_t bytes)
 {
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
-    uint64_t moved = __atomic_load_n(mine, __ATOMIC_RELAXED);
-    uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
+    uint64_t moved = DTRAIN__ATOMIC_LOAD(mine, RELAXED);
+    uint64_t ahead = moved - DTRAIN__ATOMIC_LOAD(theirs, SEQ_CST);
     uint64_t room = put ? size - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
     size_t n = bytes < room ? bytes : (size_t)room;
     size_t at = (size_t)moved % size, first = size - at;
@@ -18852,7 +18981,7 @@ static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *he
     first = first < n ? first : n;
     memcpy(put ? held + at : data, put ? data : held + at, first);
     memcpy(put ? held : data + first, put ? data + first : held, n - first);
-    __atomic_store_n(mine, moved + n, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(mine, moved + n, SEQ_CST);
     return n;
 }
 
@@ -18865,7 +18994,7 @@ typedef struct dtrain__threads_way {
 static int dtrain__threads_ready(void *pointer)
 {
     const dtrain__threads_way *way = (dtrain__threads_way *)pointer;
-    dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
+    dtrain__threads_ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
     const dtrain__membership *members = way->mine->seat.members;
     if (dtrain__membership_broken(members) || dtrain__membership_left(members, way->peer))
         return 1;
@@ -18885,7 +19014,7 @@ static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned cha
     *moved = 0;
     for (unsigned turn = 0;; turn++) {
         int left = dtrain__membership_left(seat->members, way->peer);
-        dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
+        dtrain__threads_ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
         size_t n = 0;
         if (ring != NULL && !(way->sending && left))
             n = dtrain__threads_copy(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
@@ -18919,7 +19048,7 @@ static dtrain_status dtrain__threads_send(void *self, int peer, const void *data
         if (ring == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
                                 whole, mine->seat.rank, peer);
-        __atomic_store_n(way.ring, ring, __ATOMIC_RELEASE);
+        DTRAIN__ATOMIC_STORE(way.ring, ring, RELEASE);
     }
     return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);
 }
@@ -18937,7 +19066,7 @@ static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size
 static void dtrain__threads_tell(void *self)
 {
     dtrain__threads_world *world = (dtrain__threads_world *)self;
-    __atomic_add_fetch(&world->council.news, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&world->council.news, 1, SEQ_CST);
     for (dtrain__seat *seat = world->council.seats; seat != NULL; seat = seat->next)
         dtrain__bell_ring(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell);
 }
@@ -18956,7 +19085,7 @@ typedef struct dtrain__threads_look {
 static int dtrain__threads_news(void *pointer)
 {
     const dtrain__threads_look *look = (const dtrain__threads_look *)pointer;
-    return __atomic_load_n(&look->council->news, __ATOMIC_SEQ_CST) != look->seen;
+    return DTRAIN__ATOMIC_LOAD(&look->council->news, SEQ_CST) != look->seen;
 }
 
 static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
@@ -19163,13 +19292,13 @@ static void dtrain__threads_publish(void *self, dtrain__tell tell, void *record)
     if (tell == NULL)
         return;
     mine->tell = tell;
-    __atomic_store_n(&mine->record, record, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&mine->record, record, RELEASE);
 }
 
 static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
 {
     const dtrain__threads_rank *other = &((dtrain__threads_rank *)self)->group->ranks[rank];
-    void *record = __atomic_load_n(&other->record, __ATOMIC_ACQUIRE);
+    void *record = DTRAIN__ATOMIC_LOAD(&other->record, ACQUIRE);
     int awaits;
     (void)after_ns;
     *age_ns = 0;
@@ -19180,7 +19309,7 @@ static size_t dtrain__threads_untaken(void *self, int rank)
 {
     dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
     dtrain__threads_ring *ring =
-        __atomic_load_n(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), __ATOMIC_ACQUIRE);
+        DTRAIN__ATOMIC_LOAD(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), ACQUIRE);
     return ring != NULL ? (size_t)dtrain__threads_held(ring) : 0;
 }
 
@@ -19985,8 +20114,7 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
                  : abstract ? "unix:@"
                             : "unix:",
                  most, named ? path + abstract : "");
-    } else if (address->bytes == 0 || getnameinfo(&address->at.any, address->bytes, host, sizeof host, port,
-                                                  sizeof port, NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    } else if (address->bytes == 0 || !dtrain__os_spell(&address->at.any, address->bytes, host, port)) {
         snprintf(out.text, sizeof out.text, "an unknown address");
     } else {
         snprintf(out.text, sizeof out.text, family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
@@ -20012,10 +20140,7 @@ static int dtrain__net_end(int fd, int peers, dtrain__address *out)
 {
     memset(out, 0, sizeof *out);
     out->bytes = (socklen_t)sizeof out->at.storage;
-    return (peers ? getpeername(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)
-                  : getsockname(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)) != 0
-               ? dtrain__os_socket_error()
-               : 0;
+    return dtrain__os_end(fd, peers, &out->at.any, &out->bytes);
 }
 
 /* Returns whether a connection goes to another host. It compares the connection's two addresses. */
@@ -20135,7 +20260,7 @@ static int dtrain__net_has_names(void)
     if (!good)
         return 0;
     dtrain__net_any_name(&any);
-    good = bind(DTRAIN__OS_SOCKET(fd), &any.at.any, any.bytes) == 0;
+    good = dtrain__os_bind(fd, &any.at.any, any.bytes) == 0;
     dtrain__os_hang_up(fd);
     return good;
 #else
@@ -20204,14 +20329,13 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
 
 /* Finds the addresses of a text.
  *
- *   flags   0: a name may wait for the system's resolver; AI_NUMERICHOST: numbers only, never waits
- *   out     DTRAIN__MAX_ADDRESSES
- *   count   out: how many it has found */
-static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__address *out, int *count)
+ *   numbers   0: a name may wait for the system's resolver; 1: numbers only, never waits
+ *   out       DTRAIN__MAX_ADDRESSES
+ *   count     out: how many it has found */
+static dtrain_status dtrain__net_look_up(const char *text, int numbers, dtrain__address *out, int *count)
 {
     char host[DTRAIN__ADDRESS_BYTES], port[8];
-    struct addrinfo hints, *list = NULL;
-    int error;
+    dtrain__os_found *list = NULL;
     *count = 0;
     if (strncmp(text, "unix:", 5) == 0) {
         *count = 1;
@@ -20224,24 +20348,20 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "\"%.200s\" is not an address, expected host:port, [address]:port, unix:/path or unix:@name", text);
-    memset(&hints, 0, sizeof hints);
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
-    dtrain__os_sockets();
-    error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
-    if (error != 0)
+    const char *why = dtrain__os_resolve(host, port, numbers, &list);
+    if (why != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
                             "%.200s: the name cannot be looked up (%s): correct it, or give the address in numbers",
-                            text, gai_strerror(error));
-    for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
+                            text, why);
+    for (const dtrain__os_found *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
         if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->at.storage ||
-            (flags == 0 && !dtrain__net_has(at->ai_family))) /* an address in numbers has no alternative */
+            (!numbers && !dtrain__net_has(at->ai_family))) /* an address in numbers has no alternative */
             continue;
         memset(&out[*count], 0, sizeof *out);
         memcpy(&out[*count].at.storage, at->ai_addr, at->ai_addrlen);
         out[(*count)++].bytes = (socklen_t)at->ai_addrlen;
     }
-    freeaddrinfo(list);
+    dtrain__os_resolved(list);
     return *count > 0 ? DTRAIN_OK
                       : dtrain__fail(NULL, DTRAIN_ERR_IO,
                                      "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
@@ -20252,7 +20372,7 @@ static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
 {
     dtrain__address found[DTRAIN__MAX_ADDRESSES];
     int count;
-    dtrain_status status = dtrain__net_look_up(text, AI_NUMERICHOST, found, &count);
+    dtrain_status status = dtrain__net_look_up(text, 1, found, &count);
     if (status == DTRAIN_OK)
         *out = found[0];
     return status;
@@ -20271,7 +20391,7 @@ typedef struct dtrain__look_up {
 
 static void dtrain__look_up_release(dtrain__look_up *look_up)
 {
-    if (__atomic_sub_fetch(&look_up->holders, 1u, __ATOMIC_SEQ_CST) == 0)
+    if (DTRAIN__ATOMIC_SUB(&look_up->holders, 1u, SEQ_CST) == 0)
         dtrain__os_free(look_up);
 }
 
@@ -20280,7 +20400,7 @@ static void dtrain__look_up_body(void *argument)
     dtrain__look_up *look_up = (dtrain__look_up *)argument;
     if (dtrain__net_look_up(look_up->text, 0, look_up->found, &look_up->count) != DTRAIN_OK)
         look_up->error = dtrain__thread_error;
-    __atomic_store_n(&look_up->done, 1u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&look_up->done, 1u, SEQ_CST);
     dtrain__look_up_release(look_up);
 }
 
@@ -20331,15 +20451,12 @@ static void dtrain__net_unplain(int fd)
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes, int64_t patience_ns)
 {
     const int64_t most_ns = 7200000000000;
-    int one = 1, buffer = (int)buffer_bytes;
-    setsockopt(DTRAIN__OS_SOCKET(fd), IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
+    dtrain__os_no_delay(fd);
     if (!same_host)
         dtrain__net_unplain(fd);
     dtrain__os_keep_alive(fd, (int)((patience_ns < most_ns ? patience_ns : most_ns) / 1000000000));
-    if (buffer > 0) {
-        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
-        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
-    }
+    if (buffer_bytes > 0)
+        dtrain__os_buffers(fd, (int)buffer_bytes);
 }
 
 /* Removes a unix socket on which nobody listens. */
@@ -20363,15 +20480,15 @@ static int dtrain__net_listen(dtrain__address *address, int apart, int *fd)
     if (error != 0)
         return error;
     if (any->sa_family == AF_INET6)
-        setsockopt(DTRAIN__OS_SOCKET(*fd), IPPROTO_IPV6, IPV6_V6ONLY, (const char *)&apart, sizeof apart);
+        dtrain__os_apart(*fd, apart);
     dtrain__os_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);
     else
         dtrain__os_reuse(*fd);
-    error = bind(DTRAIN__OS_SOCKET(*fd), any, address->bytes) == 0 && listen(DTRAIN__OS_SOCKET(*fd), 1024) == 0
-                ? 0
-                : dtrain__os_socket_error();
+    error = dtrain__os_bind(*fd, any, address->bytes);
+    if (error == 0)
+        error = dtrain__os_listen(*fd);
     if (error == 0)
         error = dtrain__net_end(*fd, 0, address);
     if (error != 0) {
@@ -20389,7 +20506,7 @@ static int dtrain__net_is_here(const dtrain__address *address)
     if (error != 0)
         return error != EAFNOSUPPORT;
     dtrain__net_set_port(&at, 0);
-    error = bind(DTRAIN__OS_SOCKET(fd), &at.at.any, at.bytes) == 0 ? 0 : dtrain__os_socket_error();
+    error = dtrain__os_bind(fd, &at.at.any, at.bytes);
     dtrain__os_hang_up(fd);
     return error != EADDRNOTAVAIL;
 }
@@ -20465,13 +20582,9 @@ static int dtrain__net_writable(int fd)
 /* Returns 0 if the connection has been made, EINPROGRESS if not yet, else the errno with which it failed. */
 static int dtrain__net_connected(int fd)
 {
-    int error = 0;
-    socklen_t bytes = sizeof error;
     if (!dtrain__net_writable(fd))
         return EINPROGRESS;
-    if (getsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
-        return dtrain__os_socket_error();
-    error = dtrain__os_errno(error);
+    int error = dtrain__os_connected(fd);
     return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 
@@ -20627,7 +20740,7 @@ static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_
 static void dtrain__shm_wake(dtrain__shm *shm, int fd)
 {
     uint32_t *asleep = &shm->page->asleep[1 - shm->side];
-    if (__atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 && __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
+    if (DTRAIN__ATOMIC_LOAD(asleep, SEQ_CST) != 0 && DTRAIN__ATOMIC_EXCHANGE(asleep, 0u, SEQ_CST) != 0)
         dtrain__os_send(fd, "", 1, 0);
 }
 
@@ -20695,7 +20808,7 @@ static int dtrain__shm_arm(dtrain__shm *shm, int sending)
 {
     int side = sending ? shm->side : 1 - shm->side;
     shm->look = 1;
-    __atomic_store_n(&shm->page->asleep[shm->side], 1u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&shm->page->asleep[shm->side], 1u, SEQ_CST);
     uint64_t held = dtrain__shm_held(shm, side);
     return sending ? held != shm->ring_bytes : held != 0;
 }
@@ -21708,18 +21821,18 @@ static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
 /* Tells callers that something has come that they may wait for. The caller holds the mutex. */
 static void dtrain__hub_tell(dtrain__hub *hub)
 {
-    __atomic_add_fetch(&hub->council.news, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&hub->council.news, 1, SEQ_CST);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))
-        if (__atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
+        if (DTRAIN__ATOMIC_LOAD(&channel->waiting, SEQ_CST))
             dtrain__os_poke(channel->wake[1]);
 }
 
 /* Asks whoever steps to look again. A thread that is about to step will look anyway. */
 static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 {
-    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
+    DTRAIN__ATOMIC_STORE(&hub->kicked, 1, SEQ_CST);
+    if (DTRAIN__ATOMIC_LOAD(&hub->stepping, SEQ_CST))
         dtrain__os_poke(hub->kick[1]);
 }
 
@@ -21727,9 +21840,9 @@ static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 static void dtrain__channel_awake(dtrain__channel *channel, int service)
 {
     dtrain__os_drain(channel->wake[0]);
-    if (service && __atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
+    if (service && DTRAIN__ATOMIC_LOAD(&channel->waiting, SEQ_CST))
         dtrain__os_poke(channel->wake[1]);
-    if (!service && __atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
+    if (!service && DTRAIN__ATOMIC_LOAD(&channel->dozing, SEQ_CST))
         dtrain__hub_kick(channel->hub);
 }
 
@@ -23244,7 +23357,7 @@ static dtrain_status dtrain__root_found(dtrain__hub *hub)
 static dtrain_status dtrain__root_find(dtrain__hub *hub)
 {
     dtrain__error cause;
-    dtrain_status status = dtrain__net_look_up(hub->root, AI_NUMERICHOST, hub->root_addresses, &hub->root_count);
+    dtrain_status status = dtrain__net_look_up(hub->root, 1, hub->root_addresses, &hub->root_count);
     hub->root_named = status == DTRAIN_ERR_IO;
     if (status == DTRAIN_OK)
         return dtrain__root_choose(hub);
@@ -23255,10 +23368,9 @@ static dtrain_status dtrain__root_find(dtrain__hub *hub)
     int64_t now = dtrain__os_now_ns(), until = now + DTRAIN__ROOT_SOON_NS;
     if (hub->rank == 0)
         dtrain__root_ask(hub, now);
-    while (hub->look_up != NULL && !__atomic_load_n(&hub->look_up->done, __ATOMIC_SEQ_CST) &&
-           dtrain__os_now_ns() < until)
+    while (hub->look_up != NULL && !DTRAIN__ATOMIC_LOAD(&hub->look_up->done, SEQ_CST) && dtrain__os_now_ns() < until)
         dtrain__os_sleep(200000);
-    if (hub->look_up == NULL || !__atomic_load_n(&hub->look_up->done, __ATOMIC_SEQ_CST) || hub->look_up->count == 0)
+    if (hub->look_up == NULL || !DTRAIN__ATOMIC_LOAD(&hub->look_up->done, SEQ_CST) || hub->look_up->count == 0)
         return DTRAIN_OK;
     status = dtrain__root_found(hub);
     dtrain__look_up_release(hub->look_up);
@@ -23455,7 +23567,7 @@ static void dtrain__root_take(dtrain__hub *hub)
 /* Looks up the name, at most once a second: at first, and when no address of it has led to rank 0. */
 static void dtrain__root_step(dtrain__hub *hub, int64_t now)
 {
-    if (hub->look_up != NULL && __atomic_load_n(&hub->look_up->done, __ATOMIC_SEQ_CST))
+    if (hub->look_up != NULL && DTRAIN__ATOMIC_LOAD(&hub->look_up->done, SEQ_CST))
         dtrain__root_take(hub);
     if (!hub->root_named || hub->formed || hub->look_up != NULL || now < hub->look_ns ||
         hub->root_turn < hub->root_count)
@@ -24109,27 +24221,27 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
         dtrain__hub_watch(hub, &count, (int)extra[i].fd, extra[i].events);
-    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    int serviced = DTRAIN__ATOMIC_LOAD(&hub->serviced, ACQUIRE) != 0;
     for (dtrain__channel *channel = dtrain__channel_first(hub); serviced && channel != NULL;
          channel = dtrain__channel_next(channel)) {
         if (dtrain__hub_watch_awaited(channel, &count))
             until_ns = 0;
-        if (__atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
+        if (DTRAIN__ATOMIC_LOAD(&channel->dozing, SEQ_CST))
             dtrain__hub_watch(hub, &count, channel->wake[0], POLLIN);
     }
-    __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&hub->stepping, 1, SEQ_CST);
     dtrain__os_unlock(&hub->mutex);
-    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+    if (DTRAIN__ATOMIC_LOAD(&hub->kicked, SEQ_CST))
         until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
-    __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&hub->stepping, 0, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&hub->kicked, 0, SEQ_CST);
     if (hub->fds[0].revents != 0)
         dtrain__os_drain(hub->kick[0]);
     dtrain__os_lock(&hub->mutex);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))
-        if (__atomic_exchange_n(&channel->dozing, 0u, __ATOMIC_SEQ_CST) != 0)
+        if (DTRAIN__ATOMIC_EXCHANGE(&channel->dozing, 0u, SEQ_CST) != 0)
             dtrain__channel_awake(channel, 1);
     dtrain__hub_work(hub);
     if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined || hub->notes.address)
@@ -24319,25 +24431,25 @@ static void dtrain__channel_destroy(void *self)
 static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
     dtrain__hub *hub = channel->hub;
-    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    int serviced = DTRAIN__ATOMIC_LOAD(&hub->serviced, ACQUIRE) != 0;
     int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
     if (!serviced && dtrain__os_try_lock(&hub->step_mutex)) {
         dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
-        if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen)
+        if (DTRAIN__ATOMIC_LOAD(&hub->council.news, SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
         dtrain__os_unlock(&hub->step_mutex);
         if (channel->arena != NULL)
             dtrain__channel_awake(channel, 0);
         return;
     }
-    __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen) {
+    DTRAIN__ATOMIC_STORE(&channel->waiting, 1, SEQ_CST);
+    if (DTRAIN__ATOMIC_LOAD(&hub->council.news, SEQ_CST) == seen) {
         dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
         dtrain__hub_poll(fds, count, until_ns < soon ? until_ns : soon);
         if (fds[count - 1].revents != 0)
             dtrain__channel_awake(channel, 0);
     }
-    __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&channel->waiting, 0, SEQ_CST);
 }
 
 static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
@@ -24538,7 +24650,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     dtrain__channel *channel = (dtrain__channel *)self;
     int64_t sleep_ns = 0, now;
     for (;;) {
-        uint64_t seen = __atomic_load_n(&channel->hub->council.news, __ATOMIC_SEQ_CST);
+        uint64_t seen = DTRAIN__ATOMIC_LOAD(&channel->hub->council.news, SEQ_CST);
         int moved = 0;
         dtrain_status status = dtrain__socket_turn(channel, out, in, deadline_ns == 0, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
@@ -24564,7 +24676,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
 static void dtrain__socket_step(dtrain__origin *origin, int64_t deadline_ns)
 {
     dtrain__hub *hub = (dtrain__hub *)(void *)origin;
-    __atomic_store_n(&hub->serviced, 1, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&hub->serviced, 1, RELEASE);
     if (!dtrain__os_try_lock(&hub->step_mutex)) {
         dtrain__hub_kick(hub);
         dtrain__os_lock(&hub->step_mutex);
@@ -24830,7 +24942,7 @@ static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t 
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     for (;;) {
-        uint64_t seen = __atomic_load_n(&channel->hub->council.news, __ATOMIC_SEQ_CST);
+        uint64_t seen = DTRAIN__ATOMIC_LOAD(&channel->hub->council.news, SEQ_CST);
         struct pollfd none[1];
         dtrain_status status = dtrain__socket_formed(channel, formed, started_ns, deadline_ns);
         if (*formed || status != DTRAIN_OK || !wait)
@@ -24947,7 +25059,7 @@ static dtrain__shared *dtrain__socket_plane_keep(void *self, const unsigned char
 /* The service thread will sleep; the doorbell is to wake it. */
 static void dtrain__socket_plane_doze(void *self)
 {
-    __atomic_store_n(&((dtrain__channel *)self)->dozing, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&((dtrain__channel *)self)->dozing, 1, SEQ_CST);
 }
 
 static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offer, dtrain__socket_plane_prepare,
@@ -25177,21 +25289,21 @@ struct dtrain__mux {
 static void dtrain__mux_enter(dtrain__mux *mux)
 {
     if (!dtrain__os_try_lock(&mux->turn)) {
-        __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&mux->waiting, 1, SEQ_CST);
         dtrain__os_lock(&mux->turn);
-        __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_SUB(&mux->waiting, 1, SEQ_CST);
         mux->crowded_ns = dtrain__os_now_ns() + DTRAIN__MUX_CROWDED_NS;
     }
-    __atomic_store_n(&mux->turns, mux->turns + 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&mux->turns, mux->turns + 1, SEQ_CST);
 }
 
 /* Gives the next turn to a thread that waits: a mutex is not fair. */
 static void dtrain__mux_exit(dtrain__mux *mux)
 {
-    uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
+    uint64_t turns = DTRAIN__ATOMIC_LOAD(&mux->turns, SEQ_CST);
     dtrain__os_unlock(&mux->turn);
-    for (int i = 0; i < 200 && __atomic_load_n(&mux->waiting, __ATOMIC_SEQ_CST) > 0 &&
-                    __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST) == turns;
+    for (int i = 0; i < 200 && DTRAIN__ATOMIC_LOAD(&mux->waiting, SEQ_CST) > 0 &&
+                    DTRAIN__ATOMIC_LOAD(&mux->turns, SEQ_CST) == turns;
          i++)
         dtrain__os_yield();
 }
@@ -25211,7 +25323,7 @@ static void dtrain__mux_frame(unsigned char *out, uint64_t lane, int kind, const
 static void dtrain__mux_ring(dtrain__mux *mux)
 {
     dtrain__bell_ring(&mux->bell);
-    if (__atomic_load_n(&mux->resting, __ATOMIC_SEQ_CST) > 0)
+    if (DTRAIN__ATOMIC_LOAD(&mux->resting, SEQ_CST) > 0)
         dtrain__os_poke(mux->doorbell[1]);
 }
 
@@ -25862,9 +25974,9 @@ static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns
 {
     int64_t soon = dtrain__os_now_ns() + span_ns;
     if (mux->doorbell[0] >= 0) {
-        __atomic_add_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&mux->resting, 1, SEQ_CST);
         dtrain__os_rest(mux->doorbell[0], soon < until_ns ? span_ns : until_ns - dtrain__os_now_ns());
-        __atomic_sub_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_SUB(&mux->resting, 1, SEQ_CST);
         return;
     }
     dtrain__bell_wait(&mux->bell, DTRAIN__BELL_YIELDS, soon < until_ns ? soon : until_ns, dtrain__mux_never, NULL);
@@ -26546,7 +26658,7 @@ static dtrain__shared *dtrain__mux_plane_keep(void *self, const unsigned char *v
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__os_crowd crowd = {dtrain__mux_plane_process, lane->mux, lane->mux->table.size};
     dtrain__shared *shared = dtrain__arena_keep(&lane->arena, &lane->seat, dtrain__os_crowded(&crowd), verdicts);
-    __atomic_store_n(&lane->shares, shared != NULL, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&lane->shares, shared != NULL, SEQ_CST);
     return shared;
 }
 
@@ -26555,7 +26667,7 @@ static void dtrain__mux_plane_way(void *self, int rank, char *text, size_t capac
     const dtrain__mux_lane *lane = (const dtrain__mux_lane *)self;
     (void)rank;
     snprintf(text, capacity, "%s of the transport, %s", lane->own.send != NULL ? "a stream" : "frames",
-             __atomic_load_n(&lane->shares, __ATOMIC_SEQ_CST) ? "collectives in shared memory" : "no shared memory");
+             DTRAIN__ATOMIC_LOAD(&lane->shares, SEQ_CST) ? "collectives in shared memory" : "no shared memory");
 }
 
 /* A thread that rests is always woken by the doorbell. */
@@ -26846,7 +26958,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: the group is NULL; check the status of the call that makes it", call);
-    if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
+    if (DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
@@ -26900,19 +27012,19 @@ static void dtrain__group_set_timeout(dtrain_comm *comm, int64_t ms)
 /* The calling thread enters a call of the group. *entered: it must leave; a call inside another one need not. */
 static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, int *entered)
 {
-    uintptr_t me = (uintptr_t)&dtrain__thread_error, other = 0;
+    uintptr_t me = (uintptr_t)dtrain__thread_self(), other = 0;
     const char *calling;
     *entered = 0;
-    if (comm == NULL || __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) != DTRAIN__COMM_MARK)
         return dtrain__group_alive(comm, call);
-    if (__atomic_compare_exchange_n(&comm->caller, &other, me, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
-        __atomic_store_n(&comm->calling, call, __ATOMIC_RELAXED);
+    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&comm->caller, &other, me, ACQUIRE)) {
+        DTRAIN__ATOMIC_STORE(&comm->calling, call, RELAXED);
         *entered = 1;
         return DTRAIN_OK;
     }
     if (other == me)
         return DTRAIN_OK;
-    calling = __atomic_load_n(&comm->calling, __ATOMIC_RELAXED);
+    calling = DTRAIN__ATOMIC_LOAD(&comm->calling, RELAXED);
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "two threads called dtrain_%s and dtrain_%s on one group at once (rank %d of %d): give each "
                         "thread a group of its own (dtrain_comm_split)",
@@ -26922,7 +27034,7 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
 static void dtrain__group_exit(dtrain_comm *comm, int entered)
 {
     if (entered)
-        __atomic_store_n(&comm->caller, 0, __ATOMIC_RELEASE);
+        DTRAIN__ATOMIC_STORE(&comm->caller, 0, RELEASE);
 }
 
 /* What has broken the group, as its transport knows; NULL: nothing. */
@@ -27515,7 +27627,7 @@ DTRAIN__FAST_END
 #ifndef DTRAIN__WATCH
 #define DTRAIN__WATCH
 
-static dtrain_comm *dtrain__watch_first;
+DTRAIN__OF_PROCESS(dtrain_comm *, dtrain__watch_list)
 
 /* Says which buffer of an operation an address is in, if it is in one. */
 static void dtrain__watch_look(dtrain__faults_line *line, const dtrain_comm *comm, const dtrain__op *op,
@@ -27562,14 +27674,14 @@ static void dtrain__watch_look(dtrain__faults_line *line, const dtrain_comm *com
  * until dtrain_fuse_end returns. */
 static void dtrain__watch_report(dtrain__faults_line *line, uintptr_t address, int writes)
 {
-    const dtrain_comm *comm = __atomic_load_n(&dtrain__watch_first, __ATOMIC_SEQ_CST);
-    for (; comm != NULL && line->bytes == 0; comm = __atomic_load_n(&comm->next_watched, __ATOMIC_SEQ_CST)) {
-        const dtrain__op *running = __atomic_load_n(&comm->running, __ATOMIC_SEQ_CST);
-        const dtrain_work *work = __atomic_load_n(&comm->newest, __ATOMIC_SEQ_CST);
+    const dtrain_comm *comm = DTRAIN__ATOMIC_LOAD(dtrain__watch_list(), SEQ_CST);
+    for (; comm != NULL && line->bytes == 0; comm = DTRAIN__ATOMIC_LOAD(&comm->next_watched, SEQ_CST)) {
+        const dtrain__op *running = DTRAIN__ATOMIC_LOAD(&comm->running, SEQ_CST);
+        const dtrain_work *work = DTRAIN__ATOMIC_LOAD(&comm->newest, SEQ_CST);
         if (running != NULL)
             dtrain__watch_look(line, comm, running, address, writes);
         for (; work != NULL && line->bytes == 0; work = work->older)
-            if (work->mark == DTRAIN__WORK_MARK && !__atomic_load_n(&work->done, __ATOMIC_SEQ_CST))
+            if (work->mark == DTRAIN__WORK_MARK && !DTRAIN__ATOMIC_LOAD(&work->done, SEQ_CST))
                 dtrain__watch_look(line, comm, &work->op, address, writes);
         for (size_t i = 0; !comm->fusing && i < comm->noted && line->bytes == 0; i++)
             dtrain__watch_look(line, comm, &comm->notes[i].op, address, writes);
@@ -27590,22 +27702,22 @@ static void dtrain__watch_add(dtrain_comm *comm)
         return;
     comm->watched = 1;
     dtrain__faults_lock();
-    comm->next_watched = dtrain__watch_first;
-    __atomic_store_n(&dtrain__watch_first, comm, __ATOMIC_SEQ_CST);
+    comm->next_watched = *dtrain__watch_list();
+    DTRAIN__ATOMIC_STORE(dtrain__watch_list(), comm, SEQ_CST);
     dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, dtrain__watch_report);
     dtrain__faults_unlock();
 }
 
 static void dtrain__watch_remove(dtrain_comm *comm)
 {
-    dtrain_comm **at = &dtrain__watch_first;
+    dtrain_comm **at = dtrain__watch_list();
     if (!comm->watched)
         return;
     dtrain__faults_lock();
     while (*at != comm)
         at = &(*at)->next_watched;
-    __atomic_store_n(at, comm->next_watched, __ATOMIC_SEQ_CST);
-    if (dtrain__watch_first == NULL)
+    DTRAIN__ATOMIC_STORE(at, comm->next_watched, SEQ_CST);
+    if (*dtrain__watch_list() == NULL)
         dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, NULL);
     dtrain__faults_unlock();
     dtrain__faults_settle();
@@ -27704,10 +27816,10 @@ static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, 
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
     const uint64_t *words = (const uint64_t *)record; /* not copied: see dtrain__op_call */
     uint64_t version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
-    __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&place->version, version - 1, RELAXED);
     for (size_t i = first; i < DTRAIN__RECORD_WORDS; i++)
-        __atomic_store_n(&place->words[i], words[i], __ATOMIC_RELEASE);
-    __atomic_store_n(&place->version, version, __ATOMIC_RELEASE);
+        DTRAIN__ATOMIC_STORE(&place->words[i], words[i], RELEASE);
+    DTRAIN__ATOMIC_STORE(&place->version, version, RELEASE);
 }
 
 /* Copies record `serial`. Returns 0 if it is overwritten, or its writer was stopped in the middle. */
@@ -27716,12 +27828,12 @@ static int dtrain__recorder_read(dtrain__recorder *recorder, uint64_t serial, dt
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
     uint64_t words[DTRAIN__RECORD_WORDS];
     for (int turn = 0; turn < 1000; turn++) {
-        uint64_t version = __atomic_load_n(&place->version, __ATOMIC_ACQUIRE);
+        uint64_t version = DTRAIN__ATOMIC_LOAD(&place->version, ACQUIRE);
         if (version > 4 * serial + 4)
             return 0;
         for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
-            words[i] = __atomic_load_n(&place->words[i], __ATOMIC_ACQUIRE);
-        if (version > 4 * serial && version % 2 == 0 && __atomic_load_n(&place->version, __ATOMIC_RELAXED) == version) {
+            words[i] = DTRAIN__ATOMIC_LOAD(&place->words[i], ACQUIRE);
+        if (version > 4 * serial && version % 2 == 0 && DTRAIN__ATOMIC_LOAD(&place->version, RELAXED) == version) {
             memcpy(out, words, sizeof words);
             return 1;
         }
@@ -27738,14 +27850,14 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     dtrain__record record;
     if (op->serial == 0) {
         op->serial = recorder->begun + 1;
-        __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
+        DTRAIN__ATOMIC_STORE(&recorder->begun, op->serial, RELEASE);
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
         return; /* later records have overwritten a message that they overtook */
     if (!known)
         dtrain__op_called(comm, op, &record.call);
     op->noted = op->algorithm;
-    record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+    record.awaited = awaited > 0 ? awaited : DTRAIN__ATOMIC_LOAD(&recorder->awaited, RELAXED);
     record.status = (uint64_t)op->error.status;
     record.async = (uint64_t)op->async;
     record.called_ns = (uint64_t)op->started_ns;
@@ -27762,7 +27874,7 @@ static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
     if (op->serial != 0)
         return;
     op->run_ns = op->queued ? dtrain__os_now_ns() : op->started_ns;
-    __atomic_store_n(&comm->recorder->awaited, 0, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&comm->recorder->awaited, 0, RELAXED);
     dtrain__recorder_note(comm, op, 0);
 }
 
@@ -27785,7 +27897,7 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
     if (op->run_ns == 0)
         op->run_ns = op->queued ? now : op->started_ns;
     dtrain__recorder_note(comm, op, now);
-    __atomic_store_n(&recorder->awaited, 0, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&recorder->awaited, 0, RELAXED);
     if (op->error.status == DTRAIN_OK) {
         recorder->good = op->serial;
         return;
@@ -27802,7 +27914,7 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
 static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
 {
     dtrain__record record;
-    uint64_t serial = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    uint64_t serial = DTRAIN__ATOMIC_LOAD(&recorder->begun, ACQUIRE);
     memset(out, 0, sizeof *out);
     if (serial == 0)
         return 1;
@@ -27810,7 +27922,7 @@ static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
         return 0;
     out->call = record.call;
     out->state = record.ended_ns != 0 ? DTRAIN__LAST_ENDED : DTRAIN__LAST_UNDER_WAY;
-    out->awaited = record.ended_ns == 0 ? __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED) : record.awaited;
+    out->awaited = record.ended_ns == 0 ? DTRAIN__ATOMIC_LOAD(&recorder->awaited, RELAXED) : record.awaited;
     out->moved = record.moved_ns != 0;
     out->status = record.status;
     out->since_ms = record.ended_ns != 0 ? record.ended_ns : record.started_ns;
@@ -27980,7 +28092,7 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
 {
     int64_t now;
     if (op->awaited >= 0)
-        __atomic_store_n(&comm->recorder->awaited, (uint32_t)(op->awaited + 1), __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&comm->recorder->awaited, (uint32_t)(op->awaited + 1), RELAXED);
     if (op->deadline_ns == INT64_MAX)
         return 0;
     now = dtrain__os_now_ns();
@@ -28028,7 +28140,7 @@ typedef struct dtrain__trace_file {
     int error; /* errno of the first thing that went wrong; 0: none */
     uint32_t done;
     dtrain__os_thread thread;
-    char path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
+    char path[DTRAIN__TRACE_PATH_BYTES + 64];
 } dtrain__trace_file;
 
 typedef struct dtrain__trace {
@@ -28086,15 +28198,6 @@ static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, u
         dtrain__json_write_word(&trace->json, "null");
 }
 
-/* Writes nanoseconds as microseconds, exactly. */
-static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
-{
-    char text[32];
-    snprintf(text, sizeof text, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
-    dtrain__json_member(&trace->json, key);
-    dtrain__json_write_word(&trace->json, text);
-}
-
 /* Begins an event with what all events have; the caller adds its args. */
 static void dtrain__trace_event(dtrain__trace *trace, const char *name, const char *phase)
 {
@@ -28131,7 +28234,7 @@ static void dtrain__trace_ways(dtrain__trace *trace)
         if (way[0] == 0)
             continue;
         dtrain__trace_event(trace, "transport", "i");
-        dtrain__trace_us(trace, "ts", (uint64_t)trace->now);
+        dtrain__json_member_us(&trace->json, "ts", (uint64_t)trace->now);
         dtrain__trace_args(trace);
         dtrain__json_member_u64(&trace->json, "peer", (uint64_t)rank);
         dtrain__json_member_text(&trace->json, "way", way);
@@ -28159,8 +28262,8 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__json_member_u64(&trace->json, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
     dtrain__json_member_u64(&trace->json, "realtime_ns", (uint64_t)recorder->realtime_ns);
     dtrain__json_member_u64(&trace->json, "written_ns", (uint64_t)trace->now);
-    dtrain__json_member_u64(&trace->json, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
-    dtrain__json_member_u64(&trace->json, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
+    dtrain__json_member_u64(&trace->json, "operations", DTRAIN__ATOMIC_LOAD(&recorder->begun, ACQUIRE));
+    dtrain__json_member_u64(&trace->json, "queued", DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST));
     dtrain__trace_end(trace, events);
     snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, comm->process, host);
     dtrain__trace_title(trace, "process_name", title);
@@ -28204,7 +28307,7 @@ static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtra
 static void dtrain__trace_operations(dtrain__trace *trace)
 {
     dtrain__recorder *recorder = trace->comm->recorder;
-    uint64_t last = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    uint64_t last = DTRAIN__ATOMIC_LOAD(&recorder->begun, ACQUIRE);
     uint64_t serial = last > DTRAIN__RECORDS ? last - DTRAIN__RECORDS + 1 : 1;
     for (; serial <= last; serial++) {
         dtrain__record record;
@@ -28212,20 +28315,20 @@ static void dtrain__trace_operations(dtrain__trace *trace)
         if (!dtrain__recorder_read(recorder, serial, &record))
             continue;
         if (record.ended_ns == 0 && serial == last)
-            record.awaited = __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+            record.awaited = DTRAIN__ATOMIC_LOAD(&recorder->awaited, RELAXED);
         uint64_t ended = record.ended_ns != 0 ? record.ended_ns : (uint64_t)trace->now;
         snprintf(name, sizeof name, "%s #%llu", dtrain__op_kind_name(record.call.kind),
                  (unsigned long long)record.call.number);
         dtrain__trace_event(trace, name, "X");
         dtrain__json_member_text(&trace->json, "cat",
                                  dtrain__op_kind_is_message(record.call.kind) ? "message" : "collective");
-        dtrain__trace_us(trace, "ts", record.started_ns);
-        dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
+        dtrain__json_member_us(&trace->json, "ts", record.started_ns);
+        dtrain__json_member_us(&trace->json, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
         dtrain__trace_call(trace, serial, &record);
         dtrain__trace_end(trace, ",\n");
     }
     dtrain__trace_event(trace, "written", "i");
-    dtrain__trace_us(trace, "ts", (uint64_t)trace->now);
+    dtrain__json_member_us(&trace->json, "ts", (uint64_t)trace->now);
     dtrain__trace_end(trace, "\n]}\n");
 }
 
@@ -28256,28 +28359,18 @@ static dtrain__trace_file *dtrain__trace_make(dtrain_comm *comm, const char *pat
 static void dtrain__trace_write(void *pointer)
 {
     dtrain__trace_file *file = (dtrain__trace_file *)pointer;
-    int fd =
-        file->error == 0 ? dtrain__os_open_beside(DTRAIN__OS_HERE, file->path, file->beside, sizeof file->beside) : -1;
-    if (fd < 0 && file->error == 0)
-        file->error = errno;
-    for (size_t at = 0; fd >= 0 && at < file->bytes && file->error == 0;) {
-        ssize_t n = dtrain__os_write(fd, file->text + at, file->bytes - at);
-        if (n < 0 && errno != EINTR)
-            file->error = errno;
-        at += n > 0 ? (size_t)n : 0;
-    }
-    if (fd >= 0)
-        file->error = dtrain__os_put_in_place(fd, file->beside, file->path, file->error);
-    __atomic_store_n(&file->done, 1u, __ATOMIC_RELEASE);
+    if (file->error == 0)
+        file->error = dtrain__os_replace_file(file->path, file->text, file->bytes);
+    DTRAIN__ATOMIC_STORE(&file->done, 1u, RELEASE);
 }
 
 /* Waits for a file that another thread writes, for a bounded time. Returns whether it is done. */
 static int dtrain__trace_wait(const dtrain__trace_file *file)
 {
     int64_t until = dtrain__os_now_ns() + DTRAIN__TRACE_WAIT_NS;
-    while (!__atomic_load_n(&file->done, __ATOMIC_ACQUIRE) && dtrain__os_now_ns() < until)
+    while (!DTRAIN__ATOMIC_LOAD(&file->done, ACQUIRE) && dtrain__os_now_ns() < until)
         dtrain__os_sleep(500000);
-    return __atomic_load_n(&file->done, __ATOMIC_ACQUIRE) != 0;
+    return DTRAIN__ATOMIC_LOAD(&file->done, ACQUIRE) != 0;
 }
 
 static void dtrain__trace_free(dtrain__trace_file *file)
@@ -28317,7 +28410,7 @@ static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
 {
     const char *from = prefix != NULL ? "desc.trace_on_failure" : "DTRAIN_TRACE";
     if (prefix == NULL)
-        prefix = getenv("DTRAIN_TRACE");
+        prefix = dtrain__os_getenv("DTRAIN_TRACE");
     if (prefix == NULL)
         prefix = "";
     if (strlen(prefix) >= sizeof comm->recorder->prefix)
@@ -28336,7 +28429,7 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
     char group[40] = "", path[DTRAIN__TRACE_PATH_BYTES + 64];
     uint32_t nobody = 0;
     if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched) ||
-        !__atomic_compare_exchange_n(&recorder->written, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        !DTRAIN__ATOMIC_COMPARE_EXCHANGE(&recorder->written, &nobody, 1u, SEQ_CST))
         return;
     if (comm->group != 0)
         snprintf(group, sizeof group, ".group-%llu", (unsigned long long)comm->group);
@@ -28391,7 +28484,7 @@ typedef struct dtrain__place {
 /* The value of a variable; an empty one counts as unset. */
 static DTRAIN__NOINLINE const char *dtrain__place_get(const char *name)
 {
-    const char *value = name != NULL ? getenv(name) : NULL;
+    const char *value = name != NULL ? dtrain__os_getenv(name) : NULL;
     return value != NULL && value[0] != 0 ? value : NULL;
 }
 
@@ -28755,8 +28848,9 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
     size_t bytes;
     dtrain_status status;
     if (token == NULL && environment) {
-        token = getenv("DTRAIN_TOKEN"); /* a variable that is set and empty is an error: a secret is missing */
-        file = token == NULL ? getenv("DTRAIN_TOKEN_FILE") : NULL;
+        token =
+            dtrain__os_getenv("DTRAIN_TOKEN"); /* a variable that is set and empty is an error: a secret is missing */
+        file = token == NULL ? dtrain__os_getenv("DTRAIN_TOKEN_FILE") : NULL;
         from = file != NULL ? "DTRAIN_TOKEN_FILE" : "DTRAIN_TOKEN";
     }
     if (token == NULL && file == NULL)
@@ -30082,20 +30176,24 @@ typedef struct dtrain__window {
 } dtrain__window;
 
 /* All windows of this process. A forked child has them too, but none of the other threads. */
-static dtrain__window *dtrain__windows;
-static dtrain__os_mutex dtrain__window_mutex = DTRAIN__OS_MUTEX;
-static uint64_t dtrain__window_epoch; /* counts what changes in any of them */
-static long dtrain__window_process;
+typedef struct dtrain__window_all {
+    dtrain__window *first;
+    uint64_t epoch; /* counts what changes in any of them */
+    long process;
+} dtrain__window_all;
+
+DTRAIN__OF_PROCESS(dtrain__window_all, dtrain__windows)
+DTRAIN__MUTEX_OF_PROCESS(dtrain__window_mutex)
 
 static void dtrain__window_lock(int lock)
 {
-    long process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    long process = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->process, RELAXED);
     if (process != 0 && process != dtrain__os_pid())
         return; /* the parent's threads may have held it */
     if (lock)
-        dtrain__os_lock(&dtrain__window_mutex);
+        dtrain__os_lock(dtrain__window_mutex());
     else
-        dtrain__os_unlock(&dtrain__window_mutex);
+        dtrain__os_unlock(dtrain__window_mutex());
 }
 
 static uint32_t *dtrain__window_ends(const dtrain__window *window)
@@ -30158,7 +30256,7 @@ static int dtrain__window_pages(const dtrain__window *window, const void *pointe
 static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, const dtrain_comm *comm,
                                          dtrain__window_alias *found)
 {
-    dtrain__window *window = dtrain__windows;
+    dtrain__window *window = dtrain__windows()->first;
     while (window != NULL && (!window->open || (comm != NULL && !dtrain__window_serves(window, comm)) ||
                               !dtrain__window_pages(window, pointer, bytes, found)))
         window = window->next;
@@ -30169,7 +30267,7 @@ static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, cons
  * not all ranks can reach it. */
 static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size_t bytes, size_t *at)
 {
-    uint64_t epoch = __atomic_load_n(&dtrain__window_epoch, __ATOMIC_SEQ_CST);
+    uint64_t epoch = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST);
     if (epoch == 0)
         return 0;
     if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
@@ -30201,7 +30299,7 @@ static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int ra
     int place = -1;
     dtrain__window_lock(1);
     if (window == NULL || window->id != id || !window->open)
-        for (window = dtrain__windows; window != NULL; window = window->next)
+        for (window = dtrain__windows()->first; window != NULL; window = window->next)
             if (window->open && window->id == id && window->world == comm->seat->council->serial)
                 break;
     if (window != NULL)
@@ -30224,7 +30322,7 @@ static void dtrain__window_map(const void *block, const dtrain__window_alias *al
     if (window != NULL) {
         window->aliases = aliases;
         window->alias_count = count;
-        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
     }
     dtrain__window_lock(0);
 }
@@ -30233,7 +30331,7 @@ static void dtrain__window_map(const void *block, const dtrain__window_alias *al
 static void dtrain__window_drop(dtrain__window *window)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
-    __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
     if (window->memory != NULL)
         dtrain__os_unreserve(window->memory, window->bytes);
     dtrain__free(&heap, window->begins);
@@ -30246,18 +30344,17 @@ static void dtrain__window_drop(dtrain__window *window)
  */
 static void dtrain__window_sweep(uint64_t world)
 {
-    for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next) {
+    for (dtrain__window *window = dtrain__windows()->first; window != NULL; window = window->next) {
         if (!window->open)
             continue;
         int ended = window->id == 0 || window->world == 0, left = window->count;
         if (world != 0 && window->world == world) {
-            __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+            DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
             window->world = 0;
             ended = 1;
         }
         for (int place = 0; !ended && place < window->count; place++)
-            left -= window->worlds[place] < 0 ||
-                    __atomic_load_n(&dtrain__window_ends(window)[place], __ATOMIC_SEQ_CST) != 0;
+            left -= window->worlds[place] < 0 || DTRAIN__ATOMIC_LOAD(&dtrain__window_ends(window)[place], SEQ_CST) != 0;
         if (window->freed && (ended || left == 0))
             dtrain__window_drop(window);
     }
@@ -30275,14 +30372,14 @@ static void dtrain__window_note(const dtrain_comm *comm)
 {
     const dtrain__council *council = comm->seat->council;
     unsigned char gone[DTRAIN__MAX_RANKS];
-    if (__atomic_load_n(&dtrain__window_epoch, __ATOMIC_SEQ_CST) == 0)
+    if (DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST) == 0)
         return;
     dtrain__seat_lock(comm->seat, 1);
     for (int rank = 0; rank < council->size; rank++)
         gone[rank] = council->gone(council->self, rank) != DTRAIN__PRESENT;
     dtrain__seat_lock(comm->seat, 0);
     dtrain__window_lock(1);
-    for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next)
+    for (dtrain__window *window = dtrain__windows()->first; window != NULL; window = window->next)
         for (int place = 0; window->open && window->world == council->serial && place < window->count; place++)
             if (window->worlds[place] >= 0 && gone[window->worlds[place]])
                 window->worlds[place] = -1;
@@ -30301,7 +30398,7 @@ static void dtrain__window_part_from(const void *pointer, size_t bytes)
     dtrain__window *window = bytes > 0 ? dtrain__window_of(pointer, bytes, NULL, &found) : NULL;
     if (window != NULL && window->id != 0) {
         unsigned char *pages = (unsigned char *)(uintptr_t)pointer + before;
-        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
         window->parted = 1;
         bytes = bytes > before ? (bytes - before) / page * page : 0;
         if (bytes > 0 && dtrain__os_privately(pages, bytes) != 0)
@@ -30535,7 +30632,7 @@ static int dtrain__bounce_all(const dtrain_comm *comm, dtrain__op *op, int taken
 {
     for (int rank = 0; rank < comm->size; rank++) {
         const dtrain__slot *slot = &comm->shared->slots[rank];
-        if (__atomic_load_n(taken ? &slot->taken : &slot->put, __ATOMIC_SEQ_CST) >= comm->rounds + rounds ||
+        if (DTRAIN__ATOMIC_LOAD(taken ? &slot->taken : &slot->put, SEQ_CST) >= comm->rounds + rounds ||
             !dtrain__bounce_needs(comm, op, rank, taken))
             continue;
         op->awaited = rank;
@@ -30547,7 +30644,7 @@ static int dtrain__bounce_all(const dtrain_comm *comm, dtrain__op *op, int taken
 /* Says how far this rank is, and wakes who waits for that. */
 static void dtrain__bounce_tell(const dtrain_comm *comm, uint64_t *word, size_t rounds)
 {
-    __atomic_store_n(word, comm->rounds + rounds, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(word, comm->rounds + rounds, SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
 }
 
@@ -30778,12 +30875,12 @@ static int dtrain__fused_posts_first(const dtrain_comm *comm, const dtrain__op *
 /* Shows the post to the peers, and wakes those that sleep. The clock is read while the post travels to them. */
 static void dtrain__fused_show(dtrain_comm *comm, dtrain__op *op, dtrain__post *post)
 {
-    __atomic_store_n(&post->arrived, 2 * op->turn, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&post->arrived, 2 * op->turn, RELEASE);
     for (int peer = 0; peer < comm->size && peer < DTRAIN__FUSED_ASKED; peer++)
         __builtin_prefetch(&dtrain__fused_post_of(comm, op, peer)->arrived);
     if (op->started_ns == 0)
         dtrain__op_clock(comm, op);
-    __sync_synchronize(); /* a peer that falls asleep now has seen the post, or this rank sees that it sleeps */
+    DTRAIN__ATOMIC_FENCE(); /* a peer that falls asleep now has seen the post, or this rank sees that it sleeps */
     dtrain__shared_ring(comm->shared, comm->rank);
 }
 
@@ -30806,7 +30903,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     } else if (!named && dtrain__bounce_may(comm, op) && op->count > 0) {
         dtrain__bounce_put(comm, op);
     }
-    __atomic_store_n(&slot->put, comm->rounds + op->put, __ATOMIC_RELAXED); /* peers look once it has arrived */
+    DTRAIN__ATOMIC_STORE(&slot->put, comm->rounds + op->put, RELAXED); /* peers look once it has arrived */
     dtrain__fused_show(comm, op, post);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
@@ -30814,7 +30911,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 
 static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
 {
-    return __atomic_load_n(&dtrain__fused_post_of(comm, op, peer)->arrived, __ATOMIC_SEQ_CST) == 2 * op->turn;
+    return DTRAIN__ATOMIC_LOAD(&dtrain__fused_post_of(comm, op, peer)->arrived, SEQ_CST) == 2 * op->turn;
 }
 
 #define DTRAIN__FUSED_STUCK_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
@@ -30823,7 +30920,7 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
 static int dtrain__fused_inside(const dtrain_comm *comm, int peer)
 {
     const dtrain__council *council = comm->seat->council;
-    if (peer == comm->rank || !__atomic_load_n(&comm->shared->slots[peer].inside, __ATOMIC_SEQ_CST))
+    if (peer == comm->rank || !DTRAIN__ATOMIC_LOAD(&comm->shared->slots[peer].inside, SEQ_CST))
         return 0;
     if (comm->plane->in_process)
         return 1;
@@ -30839,7 +30936,7 @@ static int dtrain__fused_inside(const dtrain_comm *comm, int peer)
 static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
 {
     int64_t until = comm->plane->in_process ? INT64_MAX : dtrain__os_now_ns() + DTRAIN__FUSED_STUCK_NS;
-    __atomic_store_n(&comm->shared->slots[comm->rank].closed, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&comm->shared->slots[comm->rank].closed, 1, SEQ_CST);
     for (int peer = 0; peer < comm->size; peer++)
         while (dtrain__fused_inside(comm, peer)) {
             if (until == INT64_MAX || dtrain__os_now_ns() < until) {
@@ -30945,8 +31042,8 @@ static int dtrain__fused_lock(dtrain_comm *comm, uint64_t *withdrawn)
 {
     uint64_t *word = &comm->shared->slots[0].withdrawn;
     int64_t until = dtrain__os_now_ns() + DTRAIN__FUSED_STOPPED_NS;
-    *withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
-    while (!__atomic_compare_exchange_n(word, withdrawn, *withdrawn + 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    *withdrawn = DTRAIN__ATOMIC_LOAD(word, SEQ_CST) & ~(uint64_t)1;
+    while (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(word, withdrawn, *withdrawn + 1, SEQ_CST)) {
         *withdrawn &= ~(uint64_t)1;
         if (!comm->plane->in_process && (dtrain__membership_broken(comm->members) || dtrain__os_now_ns() > until))
             return 0;
@@ -30966,13 +31063,13 @@ static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
         op->touched = 1;
         return op->awaited >= 0 ? op->awaited : comm->rank == 0;
     }
-    __atomic_store_n(arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(arrived, 2 * op->turn + 1, SEQ_CST);
     for (int peer = 0; peer < comm->size && missing < 0; peer++)
         if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
             missing = peer;
     if (missing < 0)
-        __atomic_store_n(arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&shared->slots[0].withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(arrived, 2 * op->turn, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&shared->slots[0].withdrawn, withdrawn + 2, SEQ_CST);
     dtrain__shared_ring(shared, comm->rank);
     return missing;
 }
@@ -30990,7 +31087,7 @@ static int dtrain__fused_cancel(dtrain_comm *comm, dtrain__op *op)
     }
     if (op->rounds > 0)
         return op->phase != DTRAIN__FUSED_FINISH;
-    while (rank < comm->size && __atomic_load_n(&comm->shared->slots[rank].finished, __ATOMIC_SEQ_CST) >= op->turn)
+    while (rank < comm->size && DTRAIN__ATOMIC_LOAD(&comm->shared->slots[rank].finished, SEQ_CST) >= op->turn)
         rank++;
     return rank < comm->size;
 }
@@ -31061,10 +31158,10 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
             return dtrain__fused_lacks(comm, op, peer, left);
     }
     op->at = 0;
-    uint64_t *word = &comm->shared->slots[0].withdrawn, withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    uint64_t *word = &comm->shared->slots[0].withdrawn, withdrawn = DTRAIN__ATOMIC_LOAD(word, SEQ_CST);
     if (!dtrain__fused_all_arrived(comm, op))
         return 0;
-    if (withdrawn % 2 != 0 || __atomic_load_n(word, __ATOMIC_SEQ_CST) != withdrawn) /* the rank that withdraws rings */
+    if (withdrawn % 2 != 0 || DTRAIN__ATOMIC_LOAD(word, SEQ_CST) != withdrawn) /* the rank that withdraws rings */
         return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
     op->awaited = -1;
     comm->turn = op->turn;
@@ -31229,7 +31326,7 @@ static void dtrain__fused_work(dtrain_comm *comm, dtrain__op *op, size_t from, s
 /* This rank has done its part of the operation. */
 static void dtrain__fused_done(dtrain_comm *comm, dtrain__op *op)
 {
-    __atomic_store_n(&comm->shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&comm->shared->slots[comm->rank].finished, op->turn, SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
     op->at = 0;
     op->phase = DTRAIN__FUSED_FINISH;
@@ -31253,7 +31350,7 @@ static int dtrain__fused_stuck(dtrain_comm *comm, dtrain__op *op, int left)
 static int dtrain__fused_shut(dtrain_comm *comm, dtrain__op *op)
 {
     for (int peer = 0; peer < comm->size; peer++)
-        if (__atomic_load_n(&comm->shared->slots[peer].closed, __ATOMIC_SEQ_CST) != 0)
+        if (DTRAIN__ATOMIC_LOAD(&comm->shared->slots[peer].closed, SEQ_CST) != 0)
             op->awaited = peer;
     return dtrain__fused_stuck(comm, op, op->awaited >= 0 && dtrain__membership_left(comm->members, op->awaited));
 }
@@ -31296,7 +31393,7 @@ static int dtrain__fused_await(dtrain_comm *comm, dtrain__op *op)
 {
     for (int peer = (int)op->at; peer < comm->size; peer++) {
         int left = dtrain__membership_left(comm->members, peer);
-        if (__atomic_load_n(&comm->shared->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
+        if (DTRAIN__ATOMIC_LOAD(&comm->shared->slots[peer].finished, SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
@@ -31326,11 +31423,11 @@ static unsigned dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t unt
     uint32_t *asleep = &comm->shared->slots[comm->rank].asleep;
     if (turn < DTRAIN__FUSED_LOOKS)
         return dtrain__fused_look(comm, turn, until_ns);
-    uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
-    __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+    uint64_t seen = DTRAIN__ATOMIC_LOAD(&council->news, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(asleep, 1, SEQ_CST);
     if (!ready(context))
         council->wait(comm->seat, turn, until_ns, seen);
-    __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(asleep, 0, SEQ_CST);
     return turn;
 }
 
@@ -31338,7 +31435,7 @@ static unsigned dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t unt
 static int dtrain__fused_doze(dtrain_comm *comm)
 {
     comm->plane->sharing->doze(comm->transport.self);
-    return __atomic_exchange_n(&comm->shared->slots[comm->rank].asleep, 1, __ATOMIC_SEQ_CST) == 0;
+    return DTRAIN__ATOMIC_EXCHANGE(&comm->shared->slots[comm->rank].asleep, 1, SEQ_CST) == 0;
 }
 
 /* Advances the operation without waiting, and not much beyond until_ns; returns 1 at its end. */
@@ -32227,8 +32324,8 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
         dtrain__queue_pop(comm);
         dtrain__os_unlock(&comm->queue_mutex);
     }
-    __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&work->done, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_SUB(&comm->pending, 1, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&work->done, 1, SEQ_CST);
     dtrain__bell_ring(comm->bell);
 }
 
@@ -32384,17 +32481,17 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
 {
     int moved = 0;
-    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || !dtrain__os_try_lock(&other->drive_mutex))
+    if (DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) == 0 || !dtrain__os_try_lock(&other->drive_mutex))
         return 0;
     /* pending work stays pending now; in a group with none, a call may run that takes no lock */
-    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0) {
+    if (DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) > 0) {
         int64_t slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
         dtrain__error kept = dtrain__thread_error;
         moved = dtrain__queue_drive(other, slice_ns < until_ns ? slice_ns : until_ns);
         dtrain__thread_error = kept;
     }
     dtrain__os_unlock(&other->drive_mutex);
-    *left |= __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0;
+    *left |= DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) > 0;
     return moved;
 }
 
@@ -32482,7 +32579,7 @@ static int64_t dtrain__service_drive(dtrain__service *service)
         int64_t most = 50000000; /* then deadlines are checked */
         if (comm->plane->rest != NULL)
             comm->plane->rest(comm->transport.self);
-        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
+        if (DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) == 0)
             continue;
         if (!dtrain__os_try_lock(&comm->drive_mutex)) {
             most = 1000000; /* whoever drives it may leave work behind */
@@ -32500,14 +32597,14 @@ static int64_t dtrain__service_drive(dtrain__service *service)
 static int dtrain__service_round(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
-    return __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0 || dtrain__service_drive(service) == 0;
+    return DTRAIN__ATOMIC_LOAD(&service->stop, SEQ_CST) != 0 || dtrain__service_drive(service) == 0;
 }
 
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     dtrain__origin *origin = service->origin;
-    for (unsigned turn = 0; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
+    for (unsigned turn = 0; !DTRAIN__ATOMIC_LOAD(&service->stop, SEQ_CST); turn++) {
         int64_t span = dtrain__service_drive(service);
         turn = span > 0 ? turn : 0;
         if (origin->step != NULL)
@@ -32527,7 +32624,7 @@ static void dtrain__service_free(dtrain__service *service)
 static void dtrain__service_stop(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
-    __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&service->stop, 1, SEQ_CST);
     dtrain__bell_ring(service->bell);
     if (service->origin->kick != NULL)
         service->origin->kick(service->origin);
@@ -32552,7 +32649,7 @@ static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
 {
     dtrain__os_lock(&service->mutex);
     comm->next_served = service->comms;
-    __atomic_store_n(&service->comms, comm, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&service->comms, comm, SEQ_CST);
     dtrain__os_unlock(&service->mutex);
     comm->service = service;
 }
@@ -32618,7 +32715,7 @@ static void dtrain__service_leave(dtrain_comm *comm, int forked)
         dtrain__os_lock(&service->mutex);
     for (at = &service->comms; *at != comm;)
         at = &(*at)->next_served;
-    __atomic_store_n(at, comm->next_served, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(at, comm->next_served, SEQ_CST);
     int last = service->comms == NULL;
     if (!forked)
         dtrain__os_unlock(&service->mutex);
@@ -32650,14 +32747,15 @@ static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
+DTRAIN__OF_PROCESS(uint32_t, dtrain__work_told)
+
 /* Logs once a process that its world has one rank, which is often a mistake. A program that runs threads makes no calls
  * on such a world, so it gets no warning. */
 static void dtrain__work_tell_alone(dtrain_comm *comm)
 {
-    static uint32_t told;
     char half[120];
     comm->alone = 0;
-    if (__atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) != 0)
+    if (DTRAIN__ATOMIC_EXCHANGE(dtrain__work_told(), 1, RELAXED) != 0)
         return;
     dtrain__place_half(half, sizeof half);
     dtrain__log(
@@ -32710,7 +32808,7 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         else
             comm->head = work;
         comm->tail = work;
-        __atomic_add_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&comm->pending, 1, SEQ_CST);
     }
     dtrain__os_unlock(&comm->queue_mutex);
     if (work == NULL)
@@ -32736,7 +32834,7 @@ static dtrain_status dtrain__work_enqueue(dtrain_comm *comm, const dtrain__op *o
 
 DTRAIN_API int dtrain_work_done(const dtrain_work *work)
 {
-    return work == NULL || __atomic_load_n(&work->done, __ATOMIC_SEQ_CST) != 0;
+    return work == NULL || DTRAIN__ATOMIC_LOAD(&work->done, SEQ_CST) != 0;
 }
 
 static int dtrain__work_ready(void *pointer)
@@ -32763,7 +32861,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                     dtrain__queue_finish(comm, head);
             }
             dtrain__os_unlock(&comm->drive_mutex);
-            if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
+            if (DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0)
                 dtrain__bell_ring(comm->bell); /* the service continues with the rest */
         } else {
             dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
@@ -32777,7 +32875,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
 static void dtrain__work_blocked(dtrain_comm *comm, int64_t ns)
 {
     for (dtrain__blocked *blocked = comm->blocked; blocked != NULL; blocked = blocked->above)
-        __atomic_add_fetch(&blocked->ns, ns, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_ADD(&blocked->ns, ns, RELAXED);
 }
 
 /* The same for a wait inside a call of the group. */
@@ -32789,7 +32887,7 @@ static void dtrain__work_blocked_in(dtrain_comm *comm, int64_t ns)
 
 static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_allocator *allocator)
 {
-    while (blocked != NULL && __atomic_sub_fetch(&blocked->held, 1, __ATOMIC_ACQ_REL) == 0) {
+    while (blocked != NULL && DTRAIN__ATOMIC_SUB(&blocked->held, 1, ACQ_REL) == 0) {
         dtrain__blocked *above = blocked->above;
         dtrain__free(allocator, blocked);
         blocked = above;
@@ -32799,7 +32897,7 @@ static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_alloca
 /* Refuses a handle that was waited for, or whose group is gone. Best effort: a later call may use the handle again. */
 static dtrain_status dtrain__work_alive(const dtrain_work *work, const char *call)
 {
-    uint32_t mark = __atomic_load_n(&work->mark, __ATOMIC_RELAXED);
+    uint32_t mark = DTRAIN__ATOMIC_LOAD(&work->mark, RELAXED);
     if (mark == DTRAIN__WORK_MARK)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s", call,
@@ -32831,7 +32929,7 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
     comm->waited_ns[0] = work->op.run_ns;
     comm->waited_ns[1] = work->op.ended_ns;
     dtrain__os_lock(&comm->queue_mutex);
-    __atomic_store_n(&work->mark, 0, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&work->mark, 0, RELAXED);
     work->next = comm->spare;
     comm->spare = work;
     dtrain__os_unlock(&comm->queue_mutex);
@@ -32882,7 +32980,7 @@ static void dtrain__work_drive(dtrain_comm *comm, int64_t until, int64_t patienc
         dtrain__os_pause();
         now = dtrain__os_now_ns();
         awake = moved ? now + patience_ns : awake;
-    } while (now < until && now < awake && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0);
+    } while (now < until && now < awake && DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0);
 }
 
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
@@ -32944,7 +33042,7 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
                             dtrain__op_kind_name(op->kind), comm->rank);
     if (comm->fusing)
         return dtrain__work_note(comm, op);
-    int waits = work != NULL || __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
+    int waits = work != NULL || DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0;
     if (waits || !dtrain__fused_posts_first(comm, op))
         dtrain__op_clock(comm, op);
     if (work != NULL)
@@ -32953,9 +33051,9 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
         status = dtrain__work_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
-    __atomic_store_n(&comm->running, op, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&comm->running, op, RELEASE);
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
-    __atomic_store_n(&comm->running, (const dtrain__op *)NULL, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&comm->running, (const dtrain__op *)NULL, RELEASE);
     now = dtrain__os_now_ns();
     if (op->started_ns == 0) /* the group was broken, so it was not posted */
         op->started_ns = now;
@@ -32998,7 +33096,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     while (comm->newest != NULL) {
         dtrain_work *work = comm->newest;
         comm->newest = work->older;
-        __atomic_store_n(&work->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&work->mark, DTRAIN__GONE, RELAXED);
         dtrain__free(allocator, work);
     }
     dtrain__free(allocator, comm->directions);
@@ -33012,7 +33110,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->meet);
     dtrain__os_mutex_free(&comm->queue_mutex);
     dtrain__os_mutex_free(&comm->drive_mutex);
-    __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&comm->mark, DTRAIN__GONE, RELAXED);
     dtrain__free(allocator, comm);
 }
 
@@ -33030,7 +33128,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     comm->node_ranks = ranks < comm->size ? (int)ranks : comm->size;
-    dtrain_status status = dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
+    dtrain_status status = dtrain__plan_ask(comm, dtrain__os_getenv("DTRAIN_ALGORITHM"));
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         if (comm->asked[kind] == DTRAIN_ALGORITHM_MPI && (comm->transport.offload == NULL || comm->size == 1))
             comm->asked[kind] = DTRAIN_ALGORITHM_AUTO;
@@ -33093,11 +33191,12 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     return status;
 }
 
+DTRAIN__OF_PROCESS(dtrain_comm_desc, dtrain__create_defaults) /* only read */
+
 /* Checks a desc. NULL becomes a desc with all defaults. */
 static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
 {
-    static dtrain_comm_desc defaults; /* only read */
-    const dtrain_comm_desc *desc = *given != NULL ? *given : &defaults;
+    const dtrain_comm_desc *desc = *given != NULL ? *given : dtrain__create_defaults();
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     *given = desc;
     if (algorithm != DTRAIN_ALGORITHM_AUTO && (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_MPI))
@@ -33152,17 +33251,19 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
     return DTRAIN_OK;
 }
 
+DTRAIN__OF_PROCESS(uint32_t, dtrain__create_told)
+
 /* Logs once that threads make a world of their own in each process that a launcher has started, often by mistake. */
 static void dtrain__create_tell_apart(int ranks)
 {
-    static uint32_t told;
     dtrain__error kept = dtrain__thread_error;
     dtrain__place place;
     int launcher;
     memset(&place, 0, sizeof place);
     dtrain_status status = dtrain__place_launcher(&place, &launcher);
     dtrain__thread_error = kept;
-    if (status == DTRAIN_OK && place.keys.world_size > 1 && __atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
+    if (status == DTRAIN_OK && place.keys.world_size > 1 &&
+        DTRAIN__ATOMIC_EXCHANGE(dtrain__create_told(), 1, RELAXED) == 0)
         dtrain__log(
             DTRAIN_LOG_WARN,
             "a launcher started this process as one of %d ranks (%s), and its %d threads are a world apart from "
@@ -33373,9 +33474,9 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm)
 
 DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
 {
-    if (comm == NULL || __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) != DTRAIN__COMM_MARK)
         return 0;
-    return __atomic_load_n(&comm->blocked->ns, __ATOMIC_RELAXED);
+    return DTRAIN__ATOMIC_LOAD(&comm->blocked->ns, RELAXED);
 }
 
 #define DTRAIN__LEAST_STACK 65536
@@ -33400,7 +33501,7 @@ static void dtrain__create_runner_main(void *pointer)
         dtrain__error last = dtrain__thread_error;
         dtrain__fail(&runner->error, status, "rank %d: %.600s", rank,
                      last.text[0] != 0 ? last.text : dtrain_status_name(status));
-        runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
+        runner->place = DTRAIN__ATOMIC_ADD(runner->failures, 1, SEQ_CST);
     }
     if (dtrain__group_alive(runner->comm, "run_threads") != DTRAIN_OK) {
         dtrain__log(DTRAIN_LOG_ERROR, "run_threads: rank %d has destroyed its world; leave that to run_threads", rank);
@@ -33666,25 +33767,27 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Ialltoallv)
 
 /* MPI belongs to the process, and so does this. */
-static struct dtrain__mpi {
+typedef struct dtrain__mpi_state {
     dtrain__mpi_calls call;
     int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
     int watched, over;     /* over: MPI_Finalize has begun, so nothing here may call MPI */
     int worlds;            /* first lanes that are open */
     long owner;            /* the process in which dtrain has initialised it; 0: the program has */
     char library[256 + 1]; /* what was loaded */
-} dtrain__mpi;
+} dtrain__mpi_state;
+
+DTRAIN__OF_PROCESS(dtrain__mpi_state, dtrain__mpi)
 
 /* SERIALIZED: one thread at a time is in MPI, for all groups. It also guards the struct above. */
-static dtrain__os_mutex dtrain__mpi_mutex = DTRAIN__OS_MUTEX;
+DTRAIN__MUTEX_OF_PROCESS(dtrain__mpi_mutex)
 
 #ifdef DTRAIN_MPI_HEADER
 static dtrain_status dtrain__mpi_find(void)
 {
-#define DTRAIN__MPI_TAKE(name) dtrain__mpi.call.name = MPI_##name;
+#define DTRAIN__MPI_TAKE(name) dtrain__mpi()->call.name = MPI_##name;
     DTRAIN__MPI_TAKE_ALL
 #undef DTRAIN__MPI_TAKE
-    snprintf(dtrain__mpi.library, sizeof dtrain__mpi.library, "the MPI of DTRAIN_MPI_HEADER");
+    snprintf(dtrain__mpi()->library, sizeof dtrain__mpi()->library, "the MPI of DTRAIN_MPI_HEADER");
     return DTRAIN_OK;
 }
 #else
@@ -33692,13 +33795,13 @@ static dtrain_status dtrain__mpi_find(void)
 static void *dtrain__mpi_library(void)
 {
     static const char *const names[] = {"libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so", "libmpi_abi.dylib"};
-    const char *asked = getenv("DTRAIN_MPI_LIBRARY");
+    const char *asked = dtrain__os_getenv("DTRAIN_MPI_LIBRARY");
     int given = asked != NULL && asked[0] != 0;
     void *library = NULL;
     for (size_t i = 0; library == NULL && i < (given ? 1 : sizeof names / sizeof names[0]); i++) {
         const char *name = given ? asked : names[i];
         library = dtrain__os_library(name);
-        snprintf(dtrain__mpi.library, sizeof dtrain__mpi.library, "%.256s", name);
+        snprintf(dtrain__mpi()->library, sizeof dtrain__mpi()->library, "%.256s", name);
     }
     if (library != NULL)
         return library;
@@ -33719,7 +33822,7 @@ static dtrain_status dtrain__mpi_find(void)
 #define DTRAIN__MPI_TAKE(name) \
     found = dtrain__os_symbol(library, "MPI_" #name); \
     missing |= found == NULL; \
-    memcpy(&dtrain__mpi.call.name, &found, sizeof found);
+    memcpy(&dtrain__mpi()->call.name, &found, sizeof found);
     DTRAIN__MPI_TAKE_ALL
 #undef DTRAIN__MPI_TAKE
     found = dtrain__os_symbol(library, "MPI_Abi_get_version");
@@ -33730,7 +33833,7 @@ static dtrain_status dtrain__mpi_find(void)
         NULL, DTRAIN_ERR_UNSUPPORTED,
         "MPI: %s does not have the standard ABI, version 1 (it says %d.%d): take libmpi_abi of MPICH 5, "
         "Intel MPI 2021.18 or later, or compile with DTRAIN_MPI_HEADER",
-        dtrain__mpi.library, major, minor);
+        dtrain__mpi()->library, major, minor);
 }
 #endif
 
@@ -33739,8 +33842,8 @@ static dtrain_status dtrain__mpi_error(const char *call, int code)
 {
     char text[DTRAIN__MPI_TEXT + 1] = "";
     int length = 0;
-    dtrain__mpi.failed = 1;
-    if (dtrain__mpi.call.Error_string(code, text, &length) != 0)
+    dtrain__mpi()->failed = 1;
+    if (dtrain__mpi()->call.Error_string(code, text, &length) != 0)
         snprintf(text, sizeof text, "error %d", code);
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI_%s: %.300s", call, text);
 }
@@ -33749,13 +33852,13 @@ static dtrain_status dtrain__mpi_error(const char *call, int code)
  * ends with an open world has failed: its launcher is to see that, and its service thread is still in MPI. */
 static void dtrain__mpi_finalize(void)
 {
-    if (dtrain__mpi.owner != dtrain__os_pid()) /* a forked child */
+    if (dtrain__mpi()->owner != dtrain__os_pid()) /* a forked child */
         return;
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    int ends = !dtrain__mpi.failed && dtrain__mpi.worlds == 0 && !dtrain__mpi.over;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
+    int ends = !dtrain__mpi()->failed && dtrain__mpi()->worlds == 0 && !dtrain__mpi()->over;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     if (ends)
-        dtrain__mpi.call.Finalize();
+        dtrain__mpi()->call.Finalize();
 }
 
 static int dtrain__mpi_attr_none(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag)
@@ -33769,10 +33872,10 @@ static int dtrain__mpi_attr_none(dtrain__mpi_comm comm, int key, void *extra, vo
 static int dtrain__mpi_attr_ends(dtrain__mpi_comm comm, int key, void *value, void *extra)
 {
     (void)comm, (void)key, (void)value, (void)extra;
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    dtrain__mpi.over = 1;
-    int worlds = dtrain__mpi.worlds;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain__mpi()->over = 1;
+    int worlds = dtrain__mpi()->worlds;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     if (worlds > 0)
         dtrain__log(DTRAIN_LOG_WARN,
                     "MPI: MPI_Finalize was called while %d worlds over MPI are open, so their calls fail now: call "
@@ -33784,17 +33887,17 @@ static int dtrain__mpi_attr_ends(dtrain__mpi_comm comm, int key, void *value, vo
 static dtrain_status dtrain__mpi_watch(void)
 {
     int key = 0;
-    int code = dtrain__mpi.call.Comm_create_keyval(dtrain__mpi_attr_none, dtrain__mpi_attr_ends, &key, NULL);
+    int code = dtrain__mpi()->call.Comm_create_keyval(dtrain__mpi_attr_none, dtrain__mpi_attr_ends, &key, NULL);
     if (code == 0)
-        code = dtrain__mpi.call.Comm_set_attr(DTRAIN__MPI_SELF, key, NULL);
-    dtrain__mpi.watched = code == 0;
+        code = dtrain__mpi()->call.Comm_set_attr(DTRAIN__MPI_SELF, key, NULL);
+    dtrain__mpi()->watched = code == 0;
     return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_set_attr", code);
 }
 
 /* Whether MPI_Finalize has begun; the caller holds the lock. */
 static dtrain_status dtrain__mpi_usable(void)
 {
-    return !dtrain__mpi.over
+    return !dtrain__mpi()->over
                ? DTRAIN_OK
                : dtrain__fail(NULL, DTRAIN_ERR_IO,
                               "MPI: the program has called MPI_Finalize, which ends groups over MPI: call "
@@ -33805,12 +33908,12 @@ static dtrain_status dtrain__mpi_usable(void)
 static dtrain_status dtrain__mpi_level(int polls)
 {
     int level = 0, main_thread = 0, good;
-    if (dtrain__mpi.call.Query_thread(&level) != 0 || dtrain__mpi.call.Is_thread_main(&main_thread) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI: %s does not say its level of threads", dtrain__mpi.library);
+    if (dtrain__mpi()->call.Query_thread(&level) != 0 || dtrain__mpi()->call.Is_thread_main(&main_thread) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI: %s does not say its level of threads", dtrain__mpi()->library);
     if (polls)
         good = level >= DTRAIN__MPI_SERIALIZED || main_thread;
     else
-        good = level >= (dtrain__mpi.owner != 0 ? DTRAIN__MPI_SERIALIZED : DTRAIN__MPI_MULTIPLE);
+        good = level >= (dtrain__mpi()->owner != 0 ? DTRAIN__MPI_SERIALIZED : DTRAIN__MPI_MULTIPLE);
     if (good)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -33825,36 +33928,36 @@ static dtrain_status dtrain__mpi_level(int polls)
 static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offloads)
 {
     int on = 0, over = 0, level, code;
-    dtrain_status status = dtrain__mpi.loaded ? DTRAIN_OK : dtrain__mpi_find();
+    dtrain_status status = dtrain__mpi()->loaded ? DTRAIN_OK : dtrain__mpi_find();
     if (status != DTRAIN_OK)
         return status;
-    dtrain__mpi.loaded = 1;
-    if (dtrain__mpi.call.Initialized(&on) != 0 || dtrain__mpi.call.Finalized(&over) != 0 || over)
+    dtrain__mpi()->loaded = 1;
+    if (dtrain__mpi()->call.Initialized(&on) != 0 || dtrain__mpi()->call.Finalized(&over) != 0 || over)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "MPI: %s was finalised already: make groups before that",
-                            dtrain__mpi.library);
+                            dtrain__mpi()->library);
     if (!on && !initialises)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_from_mpi: the program has not initialised %s; if it uses another MPI, compile with "
                             "DTRAIN_MPI_HEADER",
-                            dtrain__mpi.library);
+                            dtrain__mpi()->library);
     if (!on) {
         level = offloads && !polls ? DTRAIN__MPI_MULTIPLE : DTRAIN__MPI_SERIALIZED;
-        code = dtrain__mpi.call.Init_thread(NULL, NULL, level, &level);
+        code = dtrain__mpi()->call.Init_thread(NULL, NULL, level, &level);
         if (code != 0)
             return dtrain__mpi_error("Init_thread", code);
-        dtrain__mpi.owner = dtrain__os_pid();
+        dtrain__mpi()->owner = dtrain__os_pid();
         atexit(dtrain__mpi_finalize);
     }
-    status = dtrain__mpi.watched ? DTRAIN_OK : dtrain__mpi_watch();
+    status = dtrain__mpi()->watched ? DTRAIN_OK : dtrain__mpi_watch();
     return status == DTRAIN_OK ? dtrain__mpi_level(polls) : status;
 }
 
 /* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
 static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
 {
-    dtrain__os_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
     dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(dtrain__mpi_mutex());
     return status;
 }
 
@@ -33958,7 +34061,7 @@ static int dtrain__mpi_ended(dtrain__mpi_flight *flight)
     int flag = 0, code;
     if (flight->bytes == 0)
         return 1;
-    code = dtrain__mpi.call.Test(&flight->request, &flag, DTRAIN__MPI_NO_STATUS);
+    code = dtrain__mpi()->call.Test(&flight->request, &flag, DTRAIN__MPI_NO_STATUS);
     if (code != 0) {
         dtrain__mpi_error("Test", code);
         return -1;
@@ -33971,8 +34074,8 @@ static int dtrain__mpi_ended(dtrain__mpi_flight *flight)
 static dtrain_status dtrain__mpi_fly(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t bytes,
                                      dtrain__mpi_flight *flight)
 {
-    int code = dtrain__mpi.call.Isend(memory, (int)bytes, DTRAIN__MPI_BYTE, lane->ranks[peer], tag, lane->comm,
-                                      &flight->request);
+    int code = dtrain__mpi()->call.Isend(memory, (int)bytes, DTRAIN__MPI_BYTE, lane->ranks[peer], tag, lane->comm,
+                                         &flight->request);
     if (code != 0)
         return dtrain__mpi_error("Isend", code);
     flight->memory = memory;
@@ -33990,13 +34093,13 @@ static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag,
     dtrain__mpi_status status;
     size_t room = *bytes;
     int flag = 0, count = 0;
-    int code = dtrain__mpi.call.Improbe(lane->ranks[peer], tag, lane->comm, &flag, &message, &status);
+    int code = dtrain__mpi()->call.Improbe(lane->ranks[peer], tag, lane->comm, &flag, &message, &status);
     *bytes = 0;
     if (code != 0)
         return dtrain__mpi_error("Improbe", code);
     if (!flag)
         return DTRAIN_OK;
-    if (dtrain__mpi.call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
+    if (dtrain__mpi()->call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: a message of rank %d has %d bytes", peer, count);
     if ((size_t)count > room && tag != lane->tag)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: an offer of rank %d has %d bytes, expected at most %zu",
@@ -34008,7 +34111,7 @@ static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag,
                                 peer);
         stream->stage = memory;
     }
-    code = dtrain__mpi.call.Imrecv(memory, count, DTRAIN__MPI_BYTE, &message, &flight->request);
+    code = dtrain__mpi()->call.Imrecv(memory, count, DTRAIN__MPI_BYTE, &message, &flight->request);
     if (code != 0)
         return dtrain__mpi_error("Imrecv", code);
     flight->memory = memory;
@@ -34019,7 +34122,7 @@ static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag,
 /* A call was given up while MPI used its memory. */
 static dtrain_status dtrain__mpi_given_up(int peer, const dtrain__mpi_flight *flight, const char *way)
 {
-    dtrain__mpi.failed = 1;
+    dtrain__mpi()->failed = 1;
     return dtrain__fail(NULL, DTRAIN_ERR_IO,
                         "MPI still %s %zu bytes at %p that a call which was given up had named; keep that memory "
                         "until the process ends (peer %d)",
@@ -34179,13 +34282,13 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
     for (unsigned turn = 0;; turn++) {
         size_t sent = 0, received = 0;
-        dtrain__os_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(dtrain__mpi_mutex());
         dtrain_status status = dtrain__mpi_usable();
         if (status == DTRAIN_OK && in != NULL)
             status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, &received);
         if (status == DTRAIN_OK && out != NULL)
             status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
-        dtrain__os_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(dtrain__mpi_mutex());
         if (in != NULL)
             in->moved += received;
         if (out != NULL)
@@ -34228,13 +34331,13 @@ static void dtrain__mpi_lane_destroy(void *self)
     int left = 1;
     if (lane->process != dtrain__os_pid())
         return; /* MPI is its parent's */
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    dtrain__mpi.worlds -= lane->groups > 0;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain__mpi()->worlds -= lane->groups > 0;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     while (left) {
         left = 0;
-        dtrain__os_lock(&dtrain__mpi_mutex);
-        int dead = dtrain__mpi.failed || dtrain__mpi.over;
+        dtrain__os_lock(dtrain__mpi_mutex());
+        int dead = dtrain__mpi()->failed || dtrain__mpi()->over;
         for (int peer = 0; peer < lane->size && !dead; peer++) {
             dtrain__mpi_stream *stream = &lane->streams[peer];
             for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
@@ -34246,9 +34349,9 @@ static void dtrain__mpi_lane_destroy(void *self)
         left += !dead && dtrain__mpi_ended(&lane->collective) == 0;
         left += !dead && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
-        dtrain__mpi.failed |= stuck;
-        left = dtrain__mpi.failed || dead ? -1 : left;
-        dtrain__os_unlock(&dtrain__mpi_mutex);
+        dtrain__mpi()->failed |= stuck;
+        left = dtrain__mpi()->failed || dead ? -1 : left;
+        dtrain__os_unlock(dtrain__mpi_mutex());
         if (stuck)
             dtrain__log(DTRAIN_LOG_WARN,
                         "MPI: messages of a group that was destroyed never ended, so MPI_Finalize would "
@@ -34287,7 +34390,7 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
 static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
 {
     const dtrain__mpi_lane *all = (const dtrain__mpi_lane *)self;
-    const char *staged = getenv("DTRAIN_MPI_STAGED");
+    const char *staged = dtrain__os_getenv("DTRAIN_MPI_STAGED");
     if (group >= (uint64_t)all->groups)
         return DTRAIN_OK;
     dtrain__mpi_lane *made =
@@ -34311,8 +34414,8 @@ static int dtrain__mpi_alive(void *self, int peer)
     int lost = 0;
     if (lane->heartbeat_ns == 0)
         return -1;
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    int over = dtrain__mpi.over; /* a call that needs the peer says it better */
+    dtrain__os_lock(dtrain__mpi_mutex());
+    int over = dtrain__mpi()->over; /* a call that needs the peer says it better */
     for (size_t bytes = 1; bytes > 0 && !lost && !over;) {
         dtrain__mpi_flight coming;
         memset(&coming, 0, sizeof coming);
@@ -34329,8 +34432,8 @@ static int dtrain__mpi_alive(void *self, int peer)
         stream->told_ns = now;
     }
     lost = lost || (!over && now - stream->heard_ns > lane->heartbeat_ns);
-    dtrain__mpi.failed |= lost;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__mpi()->failed |= lost;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     return lost ? -2 : 1;
 }
 
@@ -34343,7 +34446,7 @@ static uint64_t dtrain__mpi_host(void *self, int rank)
  * MPI moves all bytes. */
 static dtrain_status dtrain__mpi_learn_hosts(dtrain__mpi_lane *lane, int rank, int64_t deadline_ns)
 {
-    const char *shm = getenv("DTRAIN_MPI_SHM");
+    const char *shm = dtrain__os_getenv("DTRAIN_MPI_SHM");
     int n = lane->size;
     lane->hosts = (uint64_t *)dtrain__alloc(&lane->heap, (size_t)n * sizeof *lane->hosts);
     if (lane->hosts == NULL)
@@ -34376,13 +34479,13 @@ static dtrain_status dtrain__mpi_copy_begin(dtrain__mpi_copy *copy, dtrain__mpi_
     dtrain_status status = dtrain__mpi_usable();
     if (status != DTRAIN_OK)
         return status;
-    int code = given != DTRAIN__MPI_NULL ? dtrain__mpi.call.Comm_test_inter(given, &inter) : 0;
+    int code = given != DTRAIN__MPI_NULL ? dtrain__mpi()->call.Comm_test_inter(given, &inter) : 0;
     if (given == DTRAIN__MPI_NULL || inter)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_from_mpi: the communicator is %s; give one of which this rank is a member",
                             inter ? "between two groups" : "MPI_COMM_NULL, as MPI_Comm_split gives for MPI_UNDEFINED");
     if (code == 0)
-        code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request);
+        code = dtrain__mpi()->call.Comm_idup(given, &copy->comm, &copy->flight.request);
     copy->flight.bytes = 1;
     return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_idup", code);
 }
@@ -34390,17 +34493,17 @@ static dtrain_status dtrain__mpi_copy_begin(dtrain__mpi_copy *copy, dtrain__mpi_
 /* Waits until all ranks have come to make the copy. Returns 0 with an error. */
 static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
 {
-    dtrain__os_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
     int ended = dtrain__mpi_copy_begin(copy, given) == DTRAIN_OK ? 0 : -1;
     while (ended == 0 && dtrain__os_now_ns() < until) {
         ended = dtrain__mpi_usable() == DTRAIN_OK ? dtrain__mpi_ended(&copy->flight) : -1;
-        dtrain__os_unlock(&dtrain__mpi_mutex); /* others may have to move for a rank to come here */
+        dtrain__os_unlock(dtrain__mpi_mutex()); /* others may have to move for a rank to come here */
         if (ended == 0)
             dtrain__os_sleep(50000);
-        dtrain__os_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(dtrain__mpi_mutex());
     }
-    dtrain__mpi.failed |= ended == 0;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__mpi()->failed |= ended == 0;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     if (ended == 0)
         dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                      "MPI: not all ranks of the communicator have come to make the group within %lld ms",
@@ -34413,20 +34516,20 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
                                           int64_t heartbeat_ns)
 {
     int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
-    dtrain__os_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
     dtrain_status status = dtrain__mpi_usable();
-    int code = status == DTRAIN_OK ? dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
+    int code = status == DTRAIN_OK ? dtrain__mpi()->call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
     if (code == 0)
-        code = dtrain__mpi.call.Comm_rank(comm, &rank);
+        code = dtrain__mpi()->call.Comm_rank(comm, &rank);
     if (code == 0)
-        code = dtrain__mpi.call.Comm_size(comm, &size);
+        code = dtrain__mpi()->call.Comm_size(comm, &size);
     if (code == 0)
-        code = dtrain__mpi.call.Query_thread(&level);
+        code = dtrain__mpi()->call.Query_thread(&level);
     if (code == 0)
-        code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
+        code = dtrain__mpi()->call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
     if (code != 0 && status == DTRAIN_OK)
         status = dtrain__mpi_error("Comm_get_attr", code);
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(dtrain__mpi_mutex());
     if (status != DTRAIN_OK)
         return status;
     dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
@@ -34435,9 +34538,9 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     lane->groups = (flag ? *most : 32767) / 2 - 1;
     lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
     lane->heartbeat_ns = heartbeat_ns;
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    dtrain__mpi.worlds++;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain__mpi()->worlds++;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;
@@ -34559,14 +34662,14 @@ static void dtrain__mpi_make(void *pointer)
 {
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)pointer;
     dtrain__mpi_maker *maker = &lane->maker;
-    maker->code = dtrain__mpi.call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
-    __atomic_store_n(&maker->done, 1, __ATOMIC_RELEASE);
+    maker->code = dtrain__mpi()->call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
+    DTRAIN__ATOMIC_STORE(&maker->done, 1, RELEASE);
 }
 
 /* Whether the thread has ended; it holds no lock of dtrain's, as MPI's level is MULTIPLE. */
 static int dtrain__mpi_made(dtrain__mpi_lane *lane)
 {
-    if (!__atomic_load_n(&lane->maker.done, __ATOMIC_ACQUIRE))
+    if (!DTRAIN__ATOMIC_LOAD(&lane->maker.done, ACQUIRE))
         return 0;
     dtrain__os_thread_join(&lane->maker.thread);
     lane->maker.state = DTRAIN__MPI_MADE;
@@ -34576,7 +34679,7 @@ static int dtrain__mpi_made(dtrain__mpi_lane *lane)
 /* Starts to make the group's communicator. */
 static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
 {
-    const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
+    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
     dtrain__mpi_maker *maker = &lane->maker;
     dtrain__mpi_group all;
     int code = mpi->Comm_group(lane->comm, &all);
@@ -34592,7 +34695,7 @@ static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
                             "MPI: the system refused a thread that makes a communicator (%s; see ulimit -u and "
                             "pids.max); choose another "
                             "algorithm than MPI",
-                            strerror(code));
+                            dtrain__os_error_text(code));
     maker->state = DTRAIN__MPI_MAKING;
     return DTRAIN_OK;
 }
@@ -34606,18 +34709,18 @@ static dtrain_status dtrain__mpi_find_comm(dtrain__mpi_lane *lane, dtrain__mpi_c
     *ready = maker->state != DTRAIN__MPI_MAKING;
     if (status != DTRAIN_OK || *ready || !dtrain__mpi_made(lane))
         return status;
-    dtrain__mpi.call.Group_free(&maker->members);
+    dtrain__mpi()->call.Group_free(&maker->members);
     *comm = maker->comm;
     *ready = 1;
     if (maker->code == 0)
-        maker->code = dtrain__mpi.call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
+        maker->code = dtrain__mpi()->call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
     return maker->code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_create_group", maker->code);
 }
 
 /* Gives a collective to MPI, once there is a communicator for it. */
 static dtrain_status dtrain__mpi_offload_begin(dtrain__mpi_lane *lane, const dtrain_offload *call)
 {
-    const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
+    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
     dtrain__mpi_flight *flight = &lane->collective;
     int n = lane->size, code, same = call->in == call->out;
     const char *name;
@@ -34662,13 +34765,13 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
     for (unsigned turn = 0;; turn++) {
         int ended = -1;
-        dtrain__os_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(dtrain__mpi_mutex());
         dtrain_status status = dtrain__mpi_usable();
         if (status == DTRAIN_OK && lane->collective.bytes == 0)
             status = dtrain__mpi_offload_begin(lane, call);
         if (status == DTRAIN_OK)
             ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
-        dtrain__os_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(dtrain__mpi_mutex());
         if (ended < 0)
             return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;
         if (ended > 0)
@@ -34695,7 +34798,7 @@ static int dtrain__from_mpi_launched(const char **name)
     static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_NRANKS", "SLURM_STEP_NUM_TASKS",
                                         "DTRAIN_WORLD_SIZE"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        const char *text = getenv(names[i]);
+        const char *text = dtrain__os_getenv(names[i]);
         *name = names[i];
         if (text != NULL && atoi(text) > 0)
             return atoi(text);
@@ -34724,7 +34827,7 @@ static int64_t dtrain__from_mpi_heartbeat(const dtrain_comm_desc *desc)
 /* Whether some calls may go to MPI's collectives. Then groups need MPI_THREAD_MULTIPLE to make communicators. */
 static int dtrain__from_mpi_offloads(const dtrain_comm_desc *desc)
 {
-    const char *asked = getenv("DTRAIN_ALGORITHM");
+    const char *asked = dtrain__os_getenv("DTRAIN_ALGORITHM");
     return desc->algorithm == DTRAIN_ALGORITHM_MPI || (asked != NULL && strstr(asked, "mpi") != NULL);
 }
 
@@ -34744,7 +34847,7 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "comm_create: %s is %d, but MPI has a world of one rank: %s is not of the launcher's MPI; "
                             "set DTRAIN_MPI_LIBRARY to that one's%s",
-                            from, launched, dtrain__mpi.library,
+                            from, launched, dtrain__mpi()->library,
                             strncmp(from, "SLURM", 5) == 0 ? ", or give srun --mpi=pmi2 or --mpi=pmix" : "");
     }
     return dtrain__from_mpi_make(comm, &table, desc);
@@ -35207,7 +35310,7 @@ DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, v
 {
     int64_t began = dtrain__os_now_ns();
     dtrain_status status = dtrain__store_do(comm, DTRAIN__STORE_WAIT, key, value, capacity, bytes);
-    if (comm != NULL && __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
+    if (comm != NULL && DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) == DTRAIN__COMM_MARK)
         dtrain__work_blocked_in(comm, dtrain__os_now_ns() - began);
     return status;
 }
@@ -35742,7 +35845,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
     split->call = call;
     split->parent = parent;
     split->rank = -1;
-    split->entries = (dtrain__split_entry *)__atomic_exchange_n(&parent->split_room, NULL, __ATOMIC_SEQ_CST);
+    split->entries = (dtrain__split_entry *)DTRAIN__ATOMIC_EXCHANGE(&parent->split_room, NULL, SEQ_CST);
     if (split->entries != NULL)
         memset((void *)split->entries, 0, bytes);
     else
@@ -35759,7 +35862,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
 /* Keeps the block for the next split of the group, which needs as much. */
 static void dtrain__split_end(dtrain__split_state *split)
 {
-    void *entries = __atomic_exchange_n(&split->parent->split_room, (void *)split->entries, __ATOMIC_SEQ_CST);
+    void *entries = DTRAIN__ATOMIC_EXCHANGE(&split->parent->split_room, (void *)split->entries, SEQ_CST);
     dtrain__free(split->parent->allocator, entries);
 }
 
@@ -35852,7 +35955,7 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
     dtrain__blocked *above = split->replaces ? parent->blocked->above : parent->blocked;
     if (above != NULL && (*group)->allocator == parent->allocator) { /* the group's waits count there, too */
         (*group)->blocked->above = above;
-        __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_ADD(&above->held, 1, RELAXED);
     }
     (*group)->apart = parent->apart;
     (*group)->part = parent->part || (!split->replaces && split->size < parent->size); /* survivors are all there are */
@@ -35946,22 +36049,22 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     size_t count = (size_t)group->size;
     size_t *begins = (size_t *)dtrain__alloc(&heap, (2 * count + 1) * sizeof(size_t) + count * sizeof(int));
     dtrain__window_note(group);
-    long process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    long process = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->process, RELAXED);
     if (process != 0 && process != dtrain__os_pid()) /* a forked child's: threads of its parent may have held it */
-        dtrain__os_mutex_init(&dtrain__window_mutex);
-    __atomic_store_n(&dtrain__window_process, dtrain__os_pid(), __ATOMIC_RELAXED);
+        dtrain__os_mutex_init(dtrain__window_mutex());
+    DTRAIN__ATOMIC_STORE(&dtrain__windows()->process, dtrain__os_pid(), RELAXED);
     dtrain__window_lock(1);
     dtrain__window_sweep(0);
-    for (window = dtrain__windows; window != NULL && window->used;)
+    for (window = dtrain__windows()->first; window != NULL && window->used;)
         window = window->next;
     if (window == NULL && begins != NULL && (window = (dtrain__window *)dtrain__alloc(&heap, sizeof *window)) != NULL) {
-        window->next = dtrain__windows;
-        dtrain__windows = window;
+        window->next = dtrain__windows()->first;
+        dtrain__windows()->first = window;
     }
     if (window != NULL && begins != NULL) {
         window->process = dtrain__os_pid();
         dtrain__council_close closing = dtrain__window_world_ended;
-        __atomic_store_n(&dtrain__council_closing, closing, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(dtrain__council_closing(), closing, SEQ_CST);
         window->used = 1;
         window->freed = window->parted = 0;
         window->alias_count = 0;
@@ -36089,7 +36192,7 @@ static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dt
         dtrain__window_lock(0);
         window = status == DTRAIN_OK ? window : NULL;
     }
-    __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
     *out = window;
     return status;
 }
@@ -36151,7 +36254,7 @@ DTRAIN_API void dtrain_comm_free(void *pointer)
     if (pointer == NULL)
         return;
     dtrain__window_lock(1);
-    for (window = dtrain__windows; window != NULL; window = window->next)
+    for (window = dtrain__windows()->first; window != NULL; window = window->next)
         if (window->open && !window->freed && window->memory + window->begins[window->rank] == pointer)
             break;
     if (window != NULL) {
@@ -36159,10 +36262,10 @@ DTRAIN_API void dtrain_comm_free(void *pointer)
         window->freed = 1;
         window->alias_count = 0;
         if (window->id != 0 && !forked)
-            __atomic_store_n(&dtrain__window_ends(window)[window->rank], 1u, __ATOMIC_SEQ_CST);
+            DTRAIN__ATOMIC_STORE(&dtrain__window_ends(window)[window->rank], 1u, SEQ_CST);
         if (forked)
             dtrain__window_drop(window);
-        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
         dtrain__window_sweep(0);
     }
     dtrain__window_lock(0);
@@ -37188,7 +37291,7 @@ static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
     if (own->began == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc: mount it");
     own->passed[0] = own->passed[1] = DTRAIN__PROCESSES_NUMBER;
-    __atomic_store_n(&own->process, (uint64_t)dtrain__os_self(), __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&own->process, (uint64_t)dtrain__os_self(), SEQ_CST);
     return DTRAIN_OK;
 }
 
@@ -37236,7 +37339,7 @@ static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group
     const dtrain__processes_words *ranks = group->processes->page->ranks;
     for (int rank = 0; rank < group->comm->size; rank++) {
         int known;
-        uint64_t process = __atomic_load_n(&ranks[rank].process, __ATOMIC_SEQ_CST);
+        uint64_t process = DTRAIN__ATOMIC_LOAD(&ranks[rank].process, SEQ_CST);
         if (process == 0 || dtrain__os_process_began((long)process, &known) != ranks[rank].began)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "it cannot see rank %d's process", rank);
         for (int other = 0; other < rank; other++)
@@ -37275,8 +37378,7 @@ static void dtrain__processes_break(dtrain_device_group *group, const dtrain__er
         return;
     own->why = *cause;
     own->told = 1;
-    __atomic_compare_exchange_n(&page->broken, &whole, (uint32_t)group->comm->rank + 1, 0, __ATOMIC_SEQ_CST,
-                                __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_COMPARE_EXCHANGE(&page->broken, &whole, (uint32_t)group->comm->rank + 1, SEQ_CST);
 }
 
 /* Returns whether to stop waiting for a peer: its process has ended, or it was lost two seconds ago. */
@@ -37344,7 +37446,7 @@ static dtrain_status dtrain__processes_await(dtrain_device_group *group, int ran
 {
     uint32_t mark = (uint32_t)group->processes->buffers[rank].mark;
     uint32_t number = second ? dtrain__processes_second(turn) : mark;
-    __atomic_store_n(&group->processes->peers[rank].awaited[second], number, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&group->processes->peers[rank].awaited[second], number, SEQ_CST);
     return group->device->ops->word_await(group->device, dtrain__processes_word(group, rank, second), number);
 }
 
@@ -37352,9 +37454,9 @@ static dtrain_status dtrain__processes_await(dtrain_device_group *group, int ran
 static int dtrain__processes_is_in(dtrain_device_group *group, int rank)
 {
     const dtrain__processes_words *words = &group->processes->page->ranks[rank];
-    if (__atomic_load_n(&words->device.inside, __ATOMIC_SEQ_CST) == 0) {
-        uint32_t second = dtrain__processes_second(__atomic_load_n(&words->device.turn, __ATOMIC_SEQ_CST));
-        if ((int32_t)(__atomic_load_n(&words->passed[1], __ATOMIC_SEQ_CST) - second) >= 0)
+    if (DTRAIN__ATOMIC_LOAD(&words->device.inside, SEQ_CST) == 0) {
+        uint32_t second = dtrain__processes_second(DTRAIN__ATOMIC_LOAD(&words->device.turn, SEQ_CST));
+        if ((int32_t)(DTRAIN__ATOMIC_LOAD(&words->passed[1], SEQ_CST) - second) >= 0)
             return 0;
     }
     return !dtrain__processes_is_out(group, rank);
@@ -37363,9 +37465,8 @@ static int dtrain__processes_is_in(dtrain_device_group *group, int rank)
 /* Lets all go on that wait for this number or an earlier one. */
 static void dtrain__processes_pass(uint32_t *word, uint32_t number)
 {
-    uint32_t now = __atomic_load_n(word, __ATOMIC_SEQ_CST);
-    while ((int32_t)(now - number) < 0 &&
-           !__atomic_compare_exchange_n(word, &now, number, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    uint32_t now = DTRAIN__ATOMIC_LOAD(word, SEQ_CST);
+    while ((int32_t)(now - number) < 0 && !DTRAIN__ATOMIC_COMPARE_EXCHANGE(word, &now, number, SEQ_CST))
         continue;
 }
 
@@ -37375,8 +37476,7 @@ static void dtrain__processes_stop(const dtrain_device_group *group, int rank)
     uint64_t failure = (uint64_t)(group->comm->rank + 1) << 16 | (uint64_t)(rank + 1);
     for (int other = 0; other < group->comm->size; other++) {
         uint64_t none = 0;
-        __atomic_compare_exchange_n(&group->processes->page->ranks[other].failure, &none, failure, 0, __ATOMIC_SEQ_CST,
-                                    __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_COMPARE_EXCHANGE(&group->processes->page->ranks[other].failure, &none, failure, SEQ_CST);
     }
 }
 
@@ -37387,8 +37487,8 @@ static int dtrain__processes_waits(const dtrain_device_group *group, int rank)
     const uint32_t *awaited = group->processes->peers[rank].awaited;
     int waits = 0;
     for (int second = 0; second < 2 && rank != group->comm->rank; second++)
-        waits |= (int32_t)(__atomic_load_n(&passed[second], __ATOMIC_SEQ_CST) -
-                           __atomic_load_n(&awaited[second], __ATOMIC_SEQ_CST)) < 0;
+        waits |= (int32_t)(DTRAIN__ATOMIC_LOAD(&passed[second], SEQ_CST) -
+                           DTRAIN__ATOMIC_LOAD(&awaited[second], SEQ_CST)) < 0;
     return waits;
 }
 
@@ -37397,11 +37497,11 @@ static int dtrain__processes_waits(const dtrain_device_group *group, int rank)
 static void dtrain__processes_release(dtrain_device_group *group, int rank)
 {
     const dtrain__processes *all = group->processes;
-    __atomic_store_n(&all->page->missed, (uint32_t)rank + 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&all->page->missed, (uint32_t)rank + 1, SEQ_CST);
     dtrain__processes_stop(group, rank);
     for (int second = 0; second < 2; second++)
         dtrain__processes_pass(&all->page->ranks[rank].passed[second],
-                               __atomic_load_n(&all->peers[rank].awaited[second], __ATOMIC_SEQ_CST));
+                               DTRAIN__ATOMIC_LOAD(&all->peers[rank].awaited[second], SEQ_CST));
 }
 
 /* Waits for this rank's queue, and ends its waits for peers that are out. From until_ns on it ends its waits for all
@@ -37447,16 +37547,15 @@ static int dtrain__processes_missed(dtrain_device_group *group, int rank)
 {
     uint32_t none = 0;
     if (dtrain__processes_gone(group, rank) || dtrain__group_has_left(group->comm, rank))
-        __atomic_compare_exchange_n(&group->processes->page->missed, &none, (uint32_t)rank + 1, 0, __ATOMIC_SEQ_CST,
-                                    __ATOMIC_SEQ_CST);
-    return __atomic_load_n(&group->processes->page->missed, __ATOMIC_SEQ_CST) != 0;
+        DTRAIN__ATOMIC_COMPARE_EXCHANGE(&group->processes->page->missed, &none, (uint32_t)rank + 1, SEQ_CST);
+    return DTRAIN__ATOMIC_LOAD(&group->processes->page->missed, SEQ_CST) != 0;
 }
 
 /* Makes an error of a wait that was ended because a peer was lost: results since then are undefined. */
 static dtrain_status dtrain__processes_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
-    uint32_t missed = __atomic_load_n(&group->processes->page->missed, __ATOMIC_SEQ_CST);
+    uint32_t missed = DTRAIN__ATOMIC_LOAD(&group->processes->page->missed, SEQ_CST);
     int rank = dtrain__processes_named(group, missed);
     if (missed == 0)
         return DTRAIN_OK;
@@ -37768,13 +37867,13 @@ static dtrain__device_word *dtrain__events_word(dtrain_device_group *group, int 
 
 static void dtrain__events_set(dtrain_device_group *group, uint32_t inside)
 {
-    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->inside, inside, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&dtrain__events_word(group, group->comm->rank)->inside, inside, SEQ_CST);
 }
 
 /* Returns whether no rank may enter the others' memory any more. */
 static int dtrain__events_ended(dtrain_device_group *group)
 {
-    return group->processes != NULL ? __atomic_load_n(&group->processes->page->broken, __ATOMIC_SEQ_CST) != 0
+    return group->processes != NULL ? DTRAIN__ATOMIC_LOAD(&group->processes->page->broken, SEQ_CST) != 0
                                     : dtrain__membership_broken(group->comm->members);
 }
 
@@ -37783,8 +37882,7 @@ static dtrain__error dtrain__events_cause(dtrain_device_group *group)
     if (group->processes == NULL)
         return *dtrain__group_cause(group->comm);
     dtrain__processes_page *page = group->processes->page;
-    dtrain__error why =
-        page->ranks[dtrain__processes_named(group, __atomic_load_n(&page->broken, __ATOMIC_SEQ_CST))].why;
+    dtrain__error why = page->ranks[dtrain__processes_named(group, DTRAIN__ATOMIC_LOAD(&page->broken, SEQ_CST))].why;
     why.status = dtrain__status_told((uint64_t)why.status);
     why.text[sizeof why.text - 1] = 0;
     return why;
@@ -37803,7 +37901,7 @@ static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 {
     for (int rank = 0; rank < group->comm->size; rank++) {
         const uint32_t *word = &dtrain__events_word(group, rank)->inside;
-        for (unsigned turn = 0; rank != group->comm->rank && __atomic_load_n(word, __ATOMIC_SEQ_CST) > inside; turn++) {
+        for (unsigned turn = 0; rank != group->comm->rank && DTRAIN__ATOMIC_LOAD(word, SEQ_CST) > inside; turn++) {
             if (group->processes != NULL && turn >= DTRAIN__BELL_YIELDS && dtrain__processes_is_out(group, rank))
                 break;
             dtrain__processes_sleep(group->comm, turn);
@@ -37831,7 +37929,7 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
     const dtrain_comm *comm = group->comm;
     dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        uint64_t theirs = __atomic_load_n(&dtrain__events_word(group, rank)->turn, __ATOMIC_SEQ_CST);
+        uint64_t theirs = DTRAIN__ATOMIC_LOAD(&dtrain__events_word(group, rank)->turn, SEQ_CST);
         int gone = group->processes != NULL && group->processes->peers[rank].gone;
         if (rank == comm->rank || (second && theirs < turn) || gone)
             continue;
@@ -37998,7 +38096,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     status = dtrain__events_work(group, op, turn);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
-    __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&word->turn, turn, SEQ_CST);
     dtrain__op parting = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
     status = dtrain__device_step(group, op, 1, &parting); /* waits until every rank has recorded its second event */
     if (status != DTRAIN_OK)                              /* all ranks have work under way */
@@ -38111,7 +38209,7 @@ static void dtrain__flags_set(dtrain_device_group *group, uint32_t state)
     if (group->processes != NULL)
         dtrain__events_set(group, state);
     else
-        __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(&group->flags->state[group->comm->rank], state, SEQ_CST);
 }
 
 /* Returns the number of the last call that this rank's queue was given. */
@@ -38125,7 +38223,7 @@ static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 {
     if (group->processes != NULL)
         return dtrain__processes_is_in(group, rank);
-    uint32_t state = __atomic_load_n(&group->flags->state[rank], __ATOMIC_SEQ_CST);
+    uint32_t state = DTRAIN__ATOMIC_LOAD(&group->flags->state[rank], SEQ_CST);
     int done = 0;
     if (state != DTRAIN__FLAGS_LEFT)
         return state == DTRAIN__FLAGS_INSIDE;
@@ -38258,7 +38356,7 @@ static dtrain_status dtrain__flags_join(dtrain_device_group *group)
         return dtrain__flags_open(group);
     if (rank != 0) {
         group->flags = group->notes[0].flags;
-        __atomic_add_fetch(&group->flags->members, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&group->flags->members, 1, SEQ_CST);
     }
     group->flags->event[rank] = group->mine.events[1];
     group->flags->words[rank] = group->words;
@@ -38274,9 +38372,9 @@ static void dtrain__flags_leave(dtrain_device_group *group)
     if (shared != NULL) {
         dtrain__flags_settle(group);
         for (int rank = 0; rank < group->comm->size; rank++)
-            while (__atomic_load_n(&shared->state[rank], __ATOMIC_SEQ_CST) == DTRAIN__FLAGS_NAMED)
+            while (DTRAIN__ATOMIC_LOAD(&shared->state[rank], SEQ_CST) == DTRAIN__FLAGS_NAMED)
                 dtrain__os_yield();
-        if (__atomic_sub_fetch(&shared->members, 1, __ATOMIC_SEQ_CST) == 0)
+        if (DTRAIN__ATOMIC_SUB(&shared->members, 1, SEQ_CST) == 0)
             dtrain__free(&heap, shared);
         group->flags = NULL;
     }
@@ -38350,7 +38448,7 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
     group->epoch++;
     uint32_t second = dtrain__processes_second(dtrain__flags_turn(group)); /* this kernel waits for it on all peers */
     for (int rank = 0; rank < size && group->processes != NULL; rank++)
-        __atomic_store_n(&group->processes->peers[rank].awaited[1], second, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(&group->processes->peers[rank].awaited[1], second, SEQ_CST);
     group->part_at_once = dtrain__flags_at_once(group, op);
     group->part_blocks = dtrain__flags_blocks(group, op, group->part_at_once);
     group->part_queued = 0;
@@ -38371,7 +38469,7 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
 static dtrain_status dtrain__flags_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
-    uint64_t failure = group->failure != NULL ? __atomic_load_n(group->failure, __ATOMIC_ACQUIRE) : 0;
+    uint64_t failure = group->failure != NULL ? DTRAIN__ATOMIC_LOAD(group->failure, ACQUIRE) : 0;
     int rank = dtrain__processes_named(group, failure >> 16 & 0xffff);
     int peer = dtrain__processes_named(group, failure & 0xffff);
     if (failure == 0)
@@ -38402,9 +38500,8 @@ static void dtrain__flags_give_up(dtrain_device_group *group)
     uint64_t rank = (uint64_t)group->comm->rank + 1, failure = (uint64_t)group->epoch << 32 | rank << 16 | rank;
     for (int other = 0; other < group->comm->size && group->processes == NULL; other++) {
         uint64_t none = 0;
-        if (__atomic_load_n(&group->flags->state[other], __ATOMIC_SEQ_CST) >= DTRAIN__FLAGS_INSIDE)
-            __atomic_compare_exchange_n(group->flags->errors[other], &none, failure, 0, __ATOMIC_SEQ_CST,
-                                        __ATOMIC_SEQ_CST);
+        if (DTRAIN__ATOMIC_LOAD(&group->flags->state[other], SEQ_CST) >= DTRAIN__FLAGS_INSIDE)
+            DTRAIN__ATOMIC_COMPARE_EXCHANGE(group->flags->errors[other], &none, failure, SEQ_CST);
     }
 }
 
@@ -38431,8 +38528,7 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
         return dtrain__flags_retreat(group, status);
     }
     if (group->processes != NULL) /* all can see when the device's work will have ended */
-        __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group),
-                         __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group), SEQ_CST);
     dtrain__flags_set(group, group->processes != NULL ? DTRAIN__FLAGS_FREE : DTRAIN__FLAGS_LEFT);
     return DTRAIN_OK;
 }
@@ -44182,12 +44278,13 @@ static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t ste
     return left < each ? left : each;
 }
 
+DTRAIN__OF_PROCESS(uint32_t, dtrain__sampler_told)
+
 /* Says once a process that some ranks have no examples, which nothing else shows: the weights are equal all the same.
  */
 static void dtrain__sampler_tell_idle(int micro_batches, int ranks)
 {
-    static uint32_t told;
-    if (micro_batches < ranks && __atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
+    if (micro_batches < ranks && DTRAIN__ATOMIC_EXCHANGE(dtrain__sampler_told(), 1, RELAXED) == 0)
         dtrain__log(
             DTRAIN_LOG_WARN,
             "sampler: a step has %d micro-batches for %d ranks, so some ranks have no examples; set micro_batches "
@@ -46949,7 +47046,7 @@ typedef struct dtrain__guard {
     int rank, off; /* off: all pages are open for good */
 } dtrain__guard;
 
-static dtrain__guard *dtrain__guard_first;
+DTRAIN__OF_PROCESS(dtrain__guard *, dtrain__guard_list)
 
 /* ---- the handler ---- */
 
@@ -46962,7 +47059,7 @@ static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard,
             continue;
         const dtrain__guard_region *region = &guard->regions[range->region];
         if (address >= region->begin && address < region->end &&
-            __atomic_load_n(&region->open[(address - region->begin) / guard->page], __ATOMIC_RELAXED) == 0)
+            DTRAIN__ATOMIC_LOAD(&region->open[(address - region->begin) / guard->page], RELAXED) == 0)
             return range;
     }
     return NULL;
@@ -46995,8 +47092,8 @@ static void dtrain__guard_describe(dtrain__faults_line *line, const dtrain__guar
 /* Says which closed range a fault was in. It runs in the handler. */
 static void dtrain__guard_report(dtrain__faults_line *line, uintptr_t address, int writes)
 {
-    const dtrain__guard *guard = __atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST);
-    for (; guard != NULL && line->bytes == 0; guard = __atomic_load_n(&guard->next, __ATOMIC_SEQ_CST)) {
+    const dtrain__guard *guard = DTRAIN__ATOMIC_LOAD(dtrain__guard_list(), SEQ_CST);
+    for (; guard != NULL && line->bytes == 0; guard = DTRAIN__ATOMIC_LOAD(&guard->next, SEQ_CST)) {
         const dtrain__guard_range *range = dtrain__guard_find(guard, address);
         if (range != NULL)
             dtrain__guard_describe(line, guard, range, writes);
@@ -47010,7 +47107,7 @@ static void dtrain__guard_skip_shared(dtrain__guard *guard)
 {
     for (size_t i = 0; i < guard->region_count; i++) {
         dtrain__guard_region *region = &guard->regions[i];
-        for (const dtrain__guard *other = dtrain__guard_first; other != NULL; other = other->next)
+        for (const dtrain__guard *other = *dtrain__guard_list(); other != NULL; other = other->next)
             for (size_t k = 0; k < other->region_count; k++)
                 if (region->begin < other->regions[k].end && other->regions[k].begin < region->end)
                     region->end = region->begin;
@@ -47020,10 +47117,10 @@ static void dtrain__guard_skip_shared(dtrain__guard *guard)
 /* Opens guarded regions for good that a new object will use too. */
 static void dtrain__guard_share(uintptr_t begin, uintptr_t end)
 {
-    if (__atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST) == NULL)
+    if (DTRAIN__ATOMIC_LOAD(dtrain__guard_list(), SEQ_CST) == NULL)
         return;
     dtrain__faults_lock();
-    for (dtrain__guard *guard = dtrain__guard_first; guard != NULL; guard = guard->next)
+    for (dtrain__guard *guard = *dtrain__guard_list(); guard != NULL; guard = guard->next)
         for (size_t i = 0; i < guard->region_count; i++) {
             dtrain__guard_region *region = &guard->regions[i];
             if (region->begin >= end || begin >= region->end || region->shared)
@@ -47039,8 +47136,8 @@ static void dtrain__guard_add(dtrain__guard *guard)
 {
     dtrain__faults_lock();
     dtrain__guard_skip_shared(guard);
-    guard->next = dtrain__guard_first;
-    __atomic_store_n(&dtrain__guard_first, guard, __ATOMIC_SEQ_CST);
+    guard->next = *dtrain__guard_list();
+    DTRAIN__ATOMIC_STORE(dtrain__guard_list(), guard, SEQ_CST);
     dtrain__faults_watch(DTRAIN__FAULTS_GUARDS, dtrain__guard_report);
     dtrain__faults_unlock();
 }
@@ -47048,12 +47145,12 @@ static void dtrain__guard_add(dtrain__guard *guard)
 static void dtrain__guard_remove(dtrain__guard *guard)
 {
     dtrain__faults_lock();
-    dtrain__guard **at = &dtrain__guard_first;
+    dtrain__guard **at = dtrain__guard_list();
     while (*at != NULL && *at != guard)
         at = &(*at)->next;
     if (*at == guard)
-        __atomic_store_n(at, guard->next, __ATOMIC_SEQ_CST);
-    if (dtrain__guard_first == NULL)
+        DTRAIN__ATOMIC_STORE(at, guard->next, SEQ_CST);
+    if (*dtrain__guard_list() == NULL)
         dtrain__faults_watch(DTRAIN__FAULTS_GUARDS, NULL);
     dtrain__faults_unlock();
     dtrain__faults_settle();
@@ -47161,7 +47258,7 @@ static void dtrain__guard_count(dtrain__guard *guard, size_t index, uintptr_t be
     size_t at = (begin - region->begin) / guard->page, last = (end - 1 - region->begin) / guard->page, run = at;
     for (; at <= last; at++) {
         uint16_t users = region->open[at];
-        __atomic_store_n(&region->open[at], (uint16_t)(open ? users + 1 : users - 1), __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&region->open[at], (uint16_t)(open ? users + 1 : users - 1), RELAXED);
         if (users == !open)
             continue;
         dtrain__guard_protect(guard, region, run, at, open);
@@ -50437,34 +50534,66 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-static void dtrain__fsdp_write_events(FILE *file, const void *user)
+static void dtrain__fsdp_write_meta(dtrain__json_writer *json, const char *what, int rank, int lane, const char *name)
 {
-    const dtrain_fsdp *fsdp = (const dtrain_fsdp *)user;
+    dtrain__json_begin(json, 1);
+    dtrain__json_member_text(json, "name", what);
+    dtrain__json_member_text(json, "ph", "M");
+    dtrain__json_member_u64(json, "pid", (uint64_t)rank);
+    dtrain__json_member_u64(json, "tid", (uint64_t)lane);
+    dtrain__json_member(json, "args");
+    dtrain__json_begin(json, 1);
+    dtrain__json_member_text(json, "name", name);
+    dtrain__json_end(json);
+    dtrain__json_end(json);
+}
+
+static void dtrain__fsdp_write_event(dtrain__json_writer *json, int rank, const char *lane,
+                                     const dtrain__fsdp_event *event)
+{
+    char name[40];
+    if (event->unit >= 0)
+        snprintf(name, sizeof name, "%s unit %d", lane, event->unit);
+    else
+        snprintf(name, sizeof name, "%s all units", lane);
+    dtrain__json_begin(json, 1);
+    dtrain__json_member_text(json, "name", name);
+    dtrain__json_member_text(json, "ph", "X");
+    dtrain__json_member_u64(json, "pid", (uint64_t)rank);
+    dtrain__json_member_u64(json, "tid", (uint64_t)event->lane);
+    dtrain__json_member_us(json, "ts", (uint64_t)event->begin_ns);
+    dtrain__json_member_us(json, "dur", (uint64_t)(event->end_ns - event->begin_ns));
+    if (event->dense_bytes > 0) {
+        dtrain__json_member(json, "args");
+        dtrain__json_begin(json, 1);
+        dtrain__json_member_u64(json, "dense_bytes", event->dense_bytes);
+        dtrain__json_member_u64(json, "sent_bytes", event->sent_bytes);
+        dtrain__json_end(json);
+    }
+    dtrain__json_end(json);
+}
+
+/* Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU */
+static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, dtrain__json_writer *json)
+{
     static const char *const lanes[DTRAIN__FSDP_LANES] = {"compute", "gather", "reduce", "wait"};
-    size_t most = fsdp->desc.trace_events;
-    size_t first = fsdp->event_count > most ? fsdp->event_count - most : 0;
+    size_t most = fsdp->desc.trace_events, first = fsdp->event_count > most ? fsdp->event_count - most : 0;
     int rank = dtrain__fsdp_rank(fsdp);
-    fprintf(file,
-            "{\"traceEvents\":[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}",
-            rank, rank);
+    char title[32];
+    snprintf(title, sizeof title, "rank %d", rank);
+    dtrain__json_begin(json, 1);
+    dtrain__json_member(json, "traceEvents");
+    dtrain__json_begin(json, 0);
+    dtrain__fsdp_write_meta(json, "process_name", rank, 0, title);
     for (int lane = 0; lane < DTRAIN__FSDP_LANES; lane++)
-        fprintf(file, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
-                rank, lane, lanes[lane]);
+        dtrain__fsdp_write_meta(json, "thread_name", rank, lane, lanes[lane]);
     for (size_t i = first; i < fsdp->event_count; i++) {
         const dtrain__fsdp_event *event = &fsdp->events[i % most];
-        char name[24] = "all units";
-        if (event->unit >= 0)
-            snprintf(name, sizeof name, "unit %d", event->unit);
-        fprintf(file, ",\n{\"name\":\"%s %s\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d",
-                lanes[event->lane], name, rank, event->lane, (long long)(event->begin_ns / 1000),
-                (int)(event->begin_ns % 1000), (long long)((event->end_ns - event->begin_ns) / 1000),
-                (int)((event->end_ns - event->begin_ns) % 1000));
-        if (event->dense_bytes > 0)
-            fprintf(file, ",\"args\":{\"dense_bytes\":%llu,\"sent_bytes\":%llu}",
-                    (unsigned long long)event->dense_bytes, (unsigned long long)event->sent_bytes);
-        fputc('}', file);
+        dtrain__json_put(json, "\n", 1); /* a line for each */
+        dtrain__fsdp_write_event(json, rank, lanes[event->lane], event);
     }
-    fprintf(file, "\n]}\n");
+    dtrain__json_end(json);
+    dtrain__json_end(json);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
@@ -50487,7 +50616,18 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
                             fsdp == NULL   ? "fsdp is NULL"
                             : path == NULL ? "path is NULL"
                                            : "desc.trace_events was 0");
-    int error = dtrain__os_replace_file(path, dtrain__fsdp_write_events, fsdp);
+    dtrain__json_writer json;
+    dtrain__json_write_start(&json, NULL, 0); /* counts */
+    dtrain__fsdp_write_events(fsdp, &json);
+    size_t bytes = json.bytes;
+    void *text = dtrain__os_alloc(bytes, 64);
+    int error = ENOMEM;
+    if (text != NULL) {
+        dtrain__json_write_start(&json, text, bytes);
+        dtrain__fsdp_write_events(fsdp, &json);
+        error = dtrain__os_replace_file(path, text, bytes);
+    }
+    dtrain__os_free(text);
     if (error == 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_fsdp_trace: rank %d cannot write %s: %s", dtrain__fsdp_rank(fsdp),
@@ -56522,7 +56662,7 @@ static int dtrain__rounds_stopping(const dtrain_local_sgd *local)
 /* Wakes the training thread: something has changed. */
 static void dtrain__rounds_tell(dtrain_local_sgd *local)
 {
-    __atomic_add_fetch(&local->news, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&local->news, 1, SEQ_CST);
     dtrain__bell_ring(&local->to_caller);
 }
 
@@ -57627,14 +57767,14 @@ typedef struct dtrain__rounds_wait {
 static int dtrain__rounds_has_news(void *pointer)
 {
     const dtrain__rounds_wait *wait = (const dtrain__rounds_wait *)pointer;
-    return __atomic_load_n(&wait->local->news, __ATOMIC_SEQ_CST) != wait->news;
+    return DTRAIN__ATOMIC_LOAD(&wait->local->news, SEQ_CST) != wait->news;
 }
 
 /* Whether a fragment's difference is handed in or in a round; -1: that of any fragment. *news: its value before. */
 static int dtrain__rounds_under_way(dtrain_local_sgd *local, int fragment, uint32_t *news)
 {
     int under_way = 0;
-    *news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+    *news = DTRAIN__ATOMIC_LOAD(&local->news, SEQ_CST);
     dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         under_way |= (fragment < 0 || i == fragment) && (local->fragments[i].state == DTRAIN__ROUNDS_READY ||
@@ -57767,7 +57907,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_finish(dtrain_local_sgd *local)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_finish: the object is NULL: create it first");
     int64_t until = dtrain__rounds_deadline(local, 0);
     for (;;) {
-        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        uint32_t news = DTRAIN__ATOMIC_LOAD(&local->news, SEQ_CST);
         if (dtrain__rounds_close(local, &made))
             return DTRAIN_OK;
         until = made != before ? dtrain__rounds_deadline(local, 0) : until;
@@ -57811,7 +57951,7 @@ static int dtrain__rounds_take_back(dtrain_local_sgd *local)
 {
     int64_t until = dtrain__rounds_deadline(local, 0);
     for (;;) {
-        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        uint32_t news = DTRAIN__ATOMIC_LOAD(&local->news, SEQ_CST);
         dtrain__os_lock(&local->mutex);
         int flying = dtrain__rounds_withdraw(local);
         dtrain__os_unlock(&local->mutex);
@@ -57831,7 +57971,7 @@ static int dtrain__rounds_recall(dtrain_local_sgd *local)
     dtrain__os_unlock(&local->mutex);
     dtrain__worker_call(&local->worker);
     for (;;) {
-        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        uint32_t news = DTRAIN__ATOMIC_LOAD(&local->news, SEQ_CST);
         dtrain__os_lock(&local->mutex);
         local->recalls &= local->up != NULL && dtrain_comm_rank(local->up) == 0;
         int waits = local->recalls;
@@ -60730,7 +60870,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
             dtrain__save_read_why(ckpt, directory, marks.failed, why);
         if (marks.failed >= 0)
             return dtrain__save_failed(ckpt, marks.failed, why);
-        if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
+        if (for_index ? marks.visible || DTRAIN__ATOMIC_LOAD(&ckpt->leaving, ACQUIRE) : marks.count == ckpt->ranks)
             return DTRAIN_OK;
         int64_t now = dtrain__os_now_ns();
         if (marks.count > before)
@@ -62892,7 +63032,7 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
 {
     if (ckpt == NULL)
         return;
-    __atomic_store_n(&ckpt->leaving, 1, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&ckpt->leaving, 1, RELEASE);
     dtrain__checkpoint_join(ckpt);
     dtrain__lock_release(&ckpt->lock);
     if (ckpt->directory != ckpt->base)

@@ -20,14 +20,18 @@ typedef void (*dtrain__faults_fn)(dtrain__faults_line *line, uintptr_t address, 
 
 enum { DTRAIN__FAULTS_GUARDS = 0, DTRAIN__FAULTS_GROUPS, DTRAIN__FAULTS_WATCHERS };
 
-static dtrain__faults_fn dtrain__faults_watchers[DTRAIN__FAULTS_WATCHERS];
-static uint32_t dtrain__faults_readers; /* handlers that read the lists */
-static uint32_t dtrain__faults_owner;   /* the process that is changing a list; 0: none. A child may inherit it */
+typedef struct dtrain__faults_state {
+    dtrain__faults_fn watchers[DTRAIN__FAULTS_WATCHERS];
+    uint32_t readers; /* handlers that read the lists */
+    uint32_t owner;   /* the process that is changing a list; 0: none. A child may inherit it */
+} dtrain__faults_state;
+
+DTRAIN__OF_PROCESS(dtrain__faults_state, dtrain__faults)
 
 /* Whether the environment asks for checks that help to find mistakes. */
 static int dtrain__faults_asked(void)
 {
-    const char *text = getenv("DTRAIN_DEBUG");
+    const char *text = dtrain__os_getenv("DTRAIN_DEBUG");
     return text != NULL && text[0] != 0 && strcmp(text, "0") != 0;
 }
 
@@ -61,13 +65,13 @@ static void dtrain__faults_report(uintptr_t address, int writes)
 {
     dtrain__faults_line line;
     line.bytes = 0;
-    __atomic_add_fetch(&dtrain__faults_readers, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&dtrain__faults()->readers, 1, SEQ_CST);
     for (int i = 0; i < DTRAIN__FAULTS_WATCHERS && line.bytes == 0; i++) {
-        dtrain__faults_fn watcher = __atomic_load_n(&dtrain__faults_watchers[i], __ATOMIC_SEQ_CST);
+        dtrain__faults_fn watcher = DTRAIN__ATOMIC_LOAD(&dtrain__faults()->watchers[i], SEQ_CST);
         if (watcher != NULL)
             watcher(&line, address, writes);
     }
-    __atomic_sub_fetch(&dtrain__faults_readers, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_SUB(&dtrain__faults()->readers, 1, SEQ_CST);
     if (line.bytes > 0) {
         line.text[line.bytes++] = '\n';
         ssize_t ignored = dtrain__os_write(2, line.text, line.bytes);
@@ -81,7 +85,7 @@ static void dtrain__faults_report(uintptr_t address, int writes)
 static void dtrain__faults_lock(void)
 {
     uint32_t mine = (uint32_t)dtrain__os_self(), owner = 0;
-    while (!__atomic_compare_exchange_n(&dtrain__faults_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    while (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(&dtrain__faults()->owner, &owner, mine, SEQ_CST)) {
         if (owner == mine) { /* else the parent was changing a list when it forked this process */
             dtrain__os_yield();
             owner = 0;
@@ -91,16 +95,16 @@ static void dtrain__faults_lock(void)
 
 static void dtrain__faults_unlock(void)
 {
-    __atomic_store_n(&dtrain__faults_owner, 0u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&dtrain__faults()->owner, 0u, SEQ_CST);
 }
 
 /* Begins to ask one who knows, or ends that (NULL). Calls may repeat. The caller holds the lock. */
 static void dtrain__faults_watch(int who, dtrain__faults_fn watcher)
 {
     int watched = 0;
-    __atomic_store_n(&dtrain__faults_watchers[who], watcher, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&dtrain__faults()->watchers[who], watcher, SEQ_CST);
     for (int i = 0; i < DTRAIN__FAULTS_WATCHERS; i++)
-        watched |= dtrain__faults_watchers[i] != NULL;
+        watched |= dtrain__faults()->watchers[i] != NULL;
     if (watched)
         dtrain__os_watch_faults(dtrain__faults_report);
     else
@@ -112,7 +116,7 @@ static void dtrain__faults_watch(int who, dtrain__faults_fn watcher)
 static void dtrain__faults_settle(void)
 {
     int64_t until_ns = dtrain__os_now_ns() + 1000000000;
-    while (__atomic_load_n(&dtrain__faults_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
+    while (DTRAIN__ATOMIC_LOAD(&dtrain__faults()->readers, SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
         dtrain__os_yield();
 }
 

@@ -214,6 +214,15 @@ static DTRAIN__NOINLINE void dtrain__json_member_u64(dtrain__json_writer *writer
     dtrain__json_write_u64(writer, value);
 }
 
+/* Writes nanoseconds as microseconds, exactly. */
+static DTRAIN__NOINLINE void dtrain__json_member_us(dtrain__json_writer *writer, const char *key, uint64_t ns)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
+    dtrain__json_member(writer, key);
+    dtrain__json_write_word(writer, text);
+}
+
 static DTRAIN__NOINLINE void dtrain__json_member_text(dtrain__json_writer *writer, const char *key, const char *text)
 {
     dtrain__json_member(writer, key);

@@ -72,10 +72,9 @@ static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_b
 /* Adds to the bytes in use. To subtract, pass a number that wraps around. */
 static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
 {
-    size_t in_use = __atomic_add_fetch(&allocator->bytes, more, __ATOMIC_RELAXED);
-    size_t peak = __atomic_load_n(&allocator->peak_bytes, __ATOMIC_RELAXED);
-    while (in_use > peak &&
-           !__atomic_compare_exchange_n(&allocator->peak_bytes, &peak, in_use, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    size_t in_use = DTRAIN__ATOMIC_ADD(&allocator->bytes, more, RELAXED);
+    size_t peak = DTRAIN__ATOMIC_LOAD(&allocator->peak_bytes, RELAXED);
+    while (in_use > peak && !DTRAIN__ATOMIC_COMPARE_EXCHANGE(&allocator->peak_bytes, &peak, in_use, RELAXED))
         continue;
 }
 

@@ -14,9 +14,26 @@
 
 #define DTRAIN__CACHE_LINE 64
 
+/* Atomic accesses of any integer or pointer. The last argument is the order: SEQ_CST, ACQUIRE, RELEASE, RELAXED. ADD
+ * and SUB return the new value, the others the old one. COMPARE_EXCHANGE returns whether *at was *expected and is
+ * `value` now; else it sets *expected. */
+#define DTRAIN__ATOMIC_LOAD(at, order) __atomic_load_n(at, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_STORE(at, value, order) __atomic_store_n(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_ADD(at, value, order) __atomic_add_fetch(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_SUB(at, value, order) __atomic_sub_fetch(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_EXCHANGE(at, value, order) __atomic_exchange_n(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_FETCH_OR(at, value, order) __atomic_fetch_or(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_FETCH_AND(at, value, order) __atomic_fetch_and(at, value, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_COMPARE_EXCHANGE(at, expected, value, order) \
+    __atomic_compare_exchange_n(at, expected, value, 0, __ATOMIC_##order, __ATOMIC_##order)
+#define DTRAIN__ATOMIC_FENCE() __sync_synchronize()
+
 #ifndef DTRAIN__TUNED
 #define DTRAIN__TUNED(name, value) (value) /* a size or time that tests may set by its name */
 #endif
+
+/* Returns a variable of the environment, or NULL. */
+static const char *dtrain__os_getenv(const char *name);
 
 /* ---- features that not every machine has ---- */
 
@@ -38,7 +55,7 @@ static size_t dtrain__os_without_find(const char *name, size_t bytes)
 
 static uint32_t dtrain__os_without_read(void)
 {
-    const char *text = getenv("DTRAIN_WITHOUT");
+    const char *text = dtrain__os_getenv("DTRAIN_WITHOUT");
     uint32_t mask = DTRAIN__OS_WITHOUT_READ;
     for (size_t bytes; text != NULL && *text != 0; text += bytes + (text[bytes] == ',')) {
         bytes = strcspn(text, ",");
@@ -57,10 +74,10 @@ static uint32_t dtrain__os_without_read(void)
 /* Returns whether DTRAIN_WITHOUT names `what`, a thing that not every machine has. */
 static int dtrain__without(const char *what)
 {
-    uint32_t mask = __atomic_load_n(&dtrain__os_without_mask, __ATOMIC_RELAXED);
+    uint32_t mask = DTRAIN__ATOMIC_LOAD(&dtrain__os_without_mask, RELAXED);
     if (mask == 0) {
         mask = dtrain__os_without_read();
-        __atomic_store_n(&dtrain__os_without_mask, mask, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&dtrain__os_without_mask, mask, RELAXED);
     }
     if (mask == DTRAIN__OS_WITHOUT_READ)
         return 0;

@@ -66,20 +66,18 @@ static int dtrain__os_put_in_place(int fd, const char *beside, const char *path,
     return error;
 }
 
-/* Replaces a file by what `write` writes. Returns 0 or an errno: then the old file is unchanged. */
-static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, const void *user), const void *user)
+/* Replaces a file by one with these bytes. Returns 0 or an errno: then the old file is unchanged. */
+static int dtrain__os_replace_file(const char *path, const void *data, size_t bytes)
 {
-    char beside[1100];
-    int fd = dtrain__os_open_beside(DTRAIN__OS_HERE, path, beside, sizeof beside);
+    char beside[DTRAIN__OS_PATH_BYTES + 32];
+    int fd = dtrain__os_open_beside(DTRAIN__OS_HERE, path, beside, sizeof beside), error = 0;
     if (fd < 0)
         return errno;
-    FILE *file = dtrain__os_stream(fd);
-    int error = file == NULL ? errno : 0;
-    if (file != NULL) {
-        write(file, user);
-        error = ferror(file) ? EIO : 0;
-        if (fclose(file) != 0)
+    for (size_t at = 0; at < bytes && error == 0;) {
+        ssize_t n = dtrain__os_write(fd, (const char *)data + at, bytes - at);
+        if (n < 0 && errno != EINTR)
             error = errno;
+        at += n > 0 ? (size_t)n : 0;
     }
     return dtrain__os_put_in_place(fd, beside, path, error);
 }

@@ -6,6 +6,11 @@
 #include "os.c"
 #ifndef _WIN32
 
+static const char *dtrain__os_getenv(const char *name)
+{
+    return getenv(name);
+}
+
 /* ---- time ---- */
 
 static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
@@ -60,23 +65,23 @@ static uint32_t dtrain__os_pid_state; /* 0: nobody has asked; 2: a fork makes it
 
 static void dtrain__os_forget_pid(void)
 {
-    __atomic_store_n(&dtrain__os_known_pid, 0, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&dtrain__os_known_pid, 0, RELAXED);
 }
 
 /* Returns this process, and a forked child itself, without a call of the system where one costs more than 100 ns. */
 static long dtrain__os_pid(void)
 {
     uint32_t nobody = 0;
-    long pid = __atomic_load_n(&dtrain__os_known_pid, __ATOMIC_RELAXED);
+    long pid = DTRAIN__ATOMIC_LOAD(&dtrain__os_known_pid, RELAXED);
     if (pid != 0)
         return pid;
     pid = dtrain__os_self();
 #ifdef __linux__
-    if (__atomic_compare_exchange_n(&dtrain__os_pid_state, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) &&
+    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&dtrain__os_pid_state, &nobody, 1u, SEQ_CST) &&
         pthread_atfork(NULL, NULL, dtrain__os_forget_pid) == 0)
-        __atomic_store_n(&dtrain__os_pid_state, 2u, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&dtrain__os_pid_state, __ATOMIC_SEQ_CST) == 2)
-        __atomic_store_n(&dtrain__os_known_pid, pid, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&dtrain__os_pid_state, 2u, SEQ_CST);
+    if (DTRAIN__ATOMIC_LOAD(&dtrain__os_pid_state, SEQ_CST) == 2)
+        DTRAIN__ATOMIC_STORE(&dtrain__os_known_pid, pid, RELAXED);
 #else
     (void)nobody;
     (void)dtrain__os_forget_pid;

@@ -25,16 +25,6 @@ static int dtrain__os_close(int fd)
     return close(fd) == 0 || errno == EINTR ? 0 : -1;
 }
 
-/* Opens a stream on a copy of the descriptor, for writing. */
-static FILE *dtrain__os_stream(int fd)
-{
-    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    FILE *file = copy >= 0 ? fdopen(copy, "w") : NULL;
-    if (file == NULL && copy >= 0)
-        close(copy);
-    return file;
-}
-
 static void dtrain__os_tell(const struct stat *status, dtrain__os_facts *facts)
 {
     facts->kind = S_ISREG(status->st_mode)   ? DTRAIN__OS_IS_FILE

@@ -37,7 +37,7 @@ static __thread int dtrain__os_orphaned; /* this thread of a forked child frees 
 static void dtrain__os_disown(void)
 {
     for (int i = 0; i < DTRAIN__OS_OWNED / 32; i++) {
-        uint32_t bits = __atomic_exchange_n(&dtrain__os_owned[i], 0u, __ATOMIC_SEQ_CST);
+        uint32_t bits = DTRAIN__ATOMIC_EXCHANGE(&dtrain__os_owned[i], 0u, SEQ_CST);
         for (int k = 0; bits >> k != 0 && k < 32; k++)
             if ((bits >> k & 1) != 0)
                 close(32 * i + k);
@@ -50,9 +50,9 @@ static int dtrain__os_own(int fd)
     uint32_t nobody = 0;
     if (fd < 0 || fd >= DTRAIN__OS_OWNED)
         return fd;
-    if (__atomic_compare_exchange_n(&dtrain__os_owns, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&dtrain__os_owns, &nobody, 1u, SEQ_CST))
         pthread_atfork(NULL, NULL, dtrain__os_disown);
-    __atomic_fetch_or(&dtrain__os_owned[fd / 32], (uint32_t)1 << fd % 32, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_FETCH_OR(&dtrain__os_owned[fd / 32], (uint32_t)1 << fd % 32, SEQ_CST);
     return fd;
 }
 
@@ -62,7 +62,7 @@ static void dtrain__os_hang_up(int fd)
     uint32_t bit = (uint32_t)1 << fd % 32;
     if (fd < DTRAIN__OS_OWNED && dtrain__os_orphaned)
         return;
-    if (fd >= DTRAIN__OS_OWNED || (__atomic_fetch_and(&dtrain__os_owned[fd / 32], ~bit, __ATOMIC_SEQ_CST) & bit) != 0)
+    if (fd >= DTRAIN__OS_OWNED || (DTRAIN__ATOMIC_FETCH_AND(&dtrain__os_owned[fd / 32], ~bit, SEQ_CST) & bit) != 0)
         close(fd);
 }
 
@@ -130,7 +130,7 @@ static int dtrain__os_socket(int family, int *fd)
 /* Writes the directory for the sockets of one user's processes on this host. */
 static void dtrain__os_socket_directory(char *out, size_t capacity)
 {
-    const char *base = getenv("TMPDIR");
+    const char *base = dtrain__os_getenv("TMPDIR");
     if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
         base = "/tmp";
     snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());

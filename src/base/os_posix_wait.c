@@ -170,7 +170,7 @@ static void dtrain__os_place_wait(const uint32_t *word, uint32_t value, int64_t 
     struct timespec until = dtrain__os_timespec(dtrain__os_now_ns() + ns);
 #endif
     pthread_mutex_lock(&place->mutex);
-    if (__atomic_load_n(word, __ATOMIC_SEQ_CST) == value)
+    if (DTRAIN__ATOMIC_LOAD(word, SEQ_CST) == value)
 #ifdef __APPLE__
         pthread_cond_timedwait_relative_np(&place->woken, &place->mutex, &span);
 #else

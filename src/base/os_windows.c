@@ -6,6 +6,11 @@
 #include "os.c"
 #ifdef _WIN32
 
+static const char *dtrain__os_getenv(const char *name)
+{
+    return getenv(name);
+}
+
 /* ---- errors ---- */
 
 typedef struct dtrain__os_error {
@@ -253,7 +258,7 @@ static void dtrain__os_wait_word(uint32_t *word, uint32_t value, int64_t ns)
 {
     dtrain__os_place *place = dtrain__os_place_of(word);
     AcquireSRWLockExclusive(&place->lock);
-    if (__atomic_load_n(word, __ATOMIC_SEQ_CST) == value)
+    if (DTRAIN__ATOMIC_LOAD(word, SEQ_CST) == value)
         SleepConditionVariableSRW(&place->woken, &place->lock, dtrain__os_ms(ns), 0);
     ReleaseSRWLockExclusive(&place->lock);
 }

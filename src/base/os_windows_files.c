@@ -100,16 +100,6 @@ static int dtrain__os_close(int fd)
     return _close(fd);
 }
 
-/* Opens a stream on a copy of the descriptor, for writing. */
-static FILE *dtrain__os_stream(int fd)
-{
-    int copy = _dup(fd);
-    FILE *file = copy >= 0 ? _fdopen(copy, "wb") : NULL;
-    if (file == NULL && copy >= 0)
-        _close(copy);
-    return file;
-}
-
 static int dtrain__os_tell(HANDLE file, dtrain__os_facts *facts, int follow)
 {
     BY_HANDLE_FILE_INFORMATION about;

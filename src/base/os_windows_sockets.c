@@ -13,10 +13,10 @@ static void dtrain__os_sockets(void)
 {
     static uint32_t started;
     WSADATA about;
-    if (__atomic_load_n(&started, __ATOMIC_ACQUIRE))
+    if (DTRAIN__ATOMIC_LOAD(&started, ACQUIRE))
         return;
     WSAStartup(MAKEWORD(2, 2), &about);
-    __atomic_store_n(&started, 1u, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&started, 1u, RELEASE);
 }
 
 /* Returns why the last call of a socket failed, as an errno. */

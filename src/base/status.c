@@ -104,7 +104,29 @@ typedef struct dtrain__error {
     char text[DTRAIN__ERROR_BYTES];
 } dtrain__error;
 
-static __thread dtrain__error dtrain__thread_error;
+/* What belongs to a process is declared by the first two of these, and what belongs to a thread by the third. name()
+ * returns its address. Nothing above base/ has another variable that changes, so a system may have many processes in
+ * one. All begin with zeros, and mutexes free. */
+#define DTRAIN__OF_PROCESS(type, name) DTRAIN__OF(type, name, static type state)
+#define DTRAIN__MUTEX_OF_PROCESS(name) \
+    DTRAIN__OF(dtrain__os_mutex, name, static dtrain__os_mutex state = DTRAIN__OS_MUTEX)
+#define DTRAIN__OF_THREAD(type, name) DTRAIN__OF(type, name, static __thread type state)
+#define DTRAIN__OF(type, name, declaration) \
+    static type *name(void) \
+    { \
+        declaration; \
+        return &state; \
+    }
+
+typedef struct dtrain__thread {
+    dtrain__error error; /* the last one */
+    int logs;            /* it writes lines of the log */
+} dtrain__thread;
+
+/* A thread's address is also its name. */
+DTRAIN__OF_THREAD(dtrain__thread, dtrain__thread_self)
+
+#define dtrain__thread_error (dtrain__thread_self()->error)
 
 /* Returns the length of the well-formed UTF-8 sequence that starts text, or 0. Source: Unicode 15, table 3-7. */
 static size_t dtrain__utf8(const unsigned char *text, size_t length)

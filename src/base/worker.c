@@ -24,8 +24,8 @@ typedef struct dtrain__bell {
 static void dtrain__bell_ring(dtrain__bell *bell)
 {
     for (; bell != NULL; bell = bell->also)
-        if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) > 0) {
-            __atomic_add_fetch(&bell->rings, 1, __ATOMIC_SEQ_CST);
+        if (DTRAIN__ATOMIC_LOAD(&bell->sleepers, SEQ_CST) > 0) {
+            DTRAIN__ATOMIC_ADD(&bell->rings, 1, SEQ_CST);
             dtrain__os_wake_word(&bell->rings);
         }
 }
@@ -46,11 +46,11 @@ static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadlin
     int64_t span = deadline_ns > now ? deadline_ns - now : 0;
     if (span > 100000000)
         span = 100000000;
-    __atomic_add_fetch(&bell->sleepers, 1, __ATOMIC_SEQ_CST);
-    uint32_t rings = __atomic_load_n(&bell->rings, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&bell->sleepers, 1, SEQ_CST);
+    uint32_t rings = DTRAIN__ATOMIC_LOAD(&bell->rings, SEQ_CST);
     if (span > 0 && !ready(context))
         dtrain__os_wait_word(&bell->rings, rings, span);
-    __atomic_sub_fetch(&bell->sleepers, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_SUB(&bell->sleepers, 1, SEQ_CST);
 }
 
 /* ---- the thread ---- */
@@ -77,7 +77,7 @@ typedef struct dtrain__worker {
 
 static int dtrain__worker_stopping(const dtrain__worker *worker)
 {
-    return __atomic_load_n(&worker->stop, __ATOMIC_SEQ_CST) != 0;
+    return DTRAIN__ATOMIC_LOAD(&worker->stop, SEQ_CST) != 0;
 }
 
 /* Performs the next job. Returns 0 if there is none. */
@@ -85,7 +85,7 @@ static int dtrain__worker_next(dtrain__worker *worker)
 {
     dtrain__worker_job *job = worker->first, *none = NULL, *last = NULL;
     if (job == NULL)
-        last = __atomic_exchange_n(&worker->inbox, none, __ATOMIC_SEQ_CST);
+        last = DTRAIN__ATOMIC_EXCHANGE(&worker->inbox, none, SEQ_CST);
     while (last != NULL) {
         dtrain__worker_job *before = last->next;
         last->next = job;
@@ -97,7 +97,7 @@ static int dtrain__worker_next(dtrain__worker *worker)
     uint64_t number = job->number;
     worker->first = job->next;
     worker->perform(worker->owner, job);
-    __atomic_store_n(&worker->done, number, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&worker->done, number, SEQ_CST);
     dtrain__bell_ring(&worker->bell);
     return 1;
 }
@@ -111,14 +111,13 @@ typedef struct dtrain__worker_goal {
 static int dtrain__worker_called(void *argument)
 {
     const dtrain__worker_goal *goal = (const dtrain__worker_goal *)argument;
-    return dtrain__worker_stopping(goal->worker) ||
-           __atomic_load_n(&goal->worker->posted, __ATOMIC_SEQ_CST) != goal->number;
+    return dtrain__worker_stopping(goal->worker) || DTRAIN__ATOMIC_LOAD(&goal->worker->posted, SEQ_CST) != goal->number;
 }
 
 static int dtrain__worker_reached(void *argument)
 {
     const dtrain__worker_goal *goal = (const dtrain__worker_goal *)argument;
-    return __atomic_load_n(&goal->worker->done, __ATOMIC_SEQ_CST) >= goal->number;
+    return DTRAIN__ATOMIC_LOAD(&goal->worker->done, SEQ_CST) >= goal->number;
 }
 
 static void dtrain__worker_body(void *argument)
@@ -127,7 +126,7 @@ static void dtrain__worker_body(void *argument)
     dtrain__worker_goal called = {worker, 0};
     for (;;) {
         int64_t until = INT64_MAX;
-        called.number = __atomic_load_n(&worker->posted, __ATOMIC_SEQ_CST);
+        called.number = DTRAIN__ATOMIC_LOAD(&worker->posted, SEQ_CST);
         if (dtrain__worker_stopping(worker))
             return;
         if (worker->turn != NULL)
@@ -160,7 +159,7 @@ static int dtrain__worker_runs(const dtrain__worker *worker)
 /* Wakes a sleeping worker for a turn. */
 static void dtrain__worker_call(dtrain__worker *worker)
 {
-    __atomic_add_fetch(&worker->posted, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&worker->posted, 1, SEQ_CST);
     dtrain__bell_ring(&worker->bell);
 }
 
@@ -168,8 +167,8 @@ static void dtrain__worker_call(dtrain__worker *worker)
 static void dtrain__worker_post(dtrain__worker *worker, dtrain__worker_job *job)
 {
     job->number = worker->posted + 1;
-    job->next = __atomic_load_n(&worker->inbox, __ATOMIC_SEQ_CST);
-    while (!__atomic_compare_exchange_n(&worker->inbox, &job->next, job, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    job->next = DTRAIN__ATOMIC_LOAD(&worker->inbox, SEQ_CST);
+    while (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(&worker->inbox, &job->next, job, SEQ_CST))
         continue;
     dtrain__worker_call(worker);
 }
@@ -197,7 +196,7 @@ static int dtrain__worker_wait(dtrain__worker *worker, uint64_t number, int64_t 
 /* Tells the thread to end. */
 static void dtrain__worker_stop(dtrain__worker *worker)
 {
-    __atomic_store_n(&worker->stop, 1u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&worker->stop, 1u, SEQ_CST);
     dtrain__bell_ring(&worker->bell);
 }
 

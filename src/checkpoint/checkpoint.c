@@ -235,7 +235,7 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
 {
     if (ckpt == NULL)
         return;
-    __atomic_store_n(&ckpt->leaving, 1, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&ckpt->leaving, 1, RELEASE);
     dtrain__checkpoint_join(ckpt);
     dtrain__lock_release(&ckpt->lock);
     if (ckpt->directory != ckpt->base)

@@ -409,7 +409,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
             dtrain__save_read_why(ckpt, directory, marks.failed, why);
         if (marks.failed >= 0)
             return dtrain__save_failed(ckpt, marks.failed, why);
-        if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
+        if (for_index ? marks.visible || DTRAIN__ATOMIC_LOAD(&ckpt->leaving, ACQUIRE) : marks.count == ckpt->ranks)
             return DTRAIN_OK;
         int64_t now = dtrain__os_now_ns();
         if (marks.count > before)

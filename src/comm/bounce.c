@@ -220,7 +220,7 @@ static int dtrain__bounce_all(const dtrain_comm *comm, dtrain__op *op, int taken
 {
     for (int rank = 0; rank < comm->size; rank++) {
         const dtrain__slot *slot = &comm->shared->slots[rank];
-        if (__atomic_load_n(taken ? &slot->taken : &slot->put, __ATOMIC_SEQ_CST) >= comm->rounds + rounds ||
+        if (DTRAIN__ATOMIC_LOAD(taken ? &slot->taken : &slot->put, SEQ_CST) >= comm->rounds + rounds ||
             !dtrain__bounce_needs(comm, op, rank, taken))
             continue;
         op->awaited = rank;
@@ -232,7 +232,7 @@ static int dtrain__bounce_all(const dtrain_comm *comm, dtrain__op *op, int taken
 /* Says how far this rank is, and wakes who waits for that. */
 static void dtrain__bounce_tell(const dtrain_comm *comm, uint64_t *word, size_t rounds)
 {
-    __atomic_store_n(word, comm->rounds + rounds, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(word, comm->rounds + rounds, SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
 }
 

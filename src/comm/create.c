@@ -19,7 +19,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     while (comm->newest != NULL) {
         dtrain_work *work = comm->newest;
         comm->newest = work->older;
-        __atomic_store_n(&work->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&work->mark, DTRAIN__GONE, RELAXED);
         dtrain__free(allocator, work);
     }
     dtrain__free(allocator, comm->directions);
@@ -33,7 +33,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->meet);
     dtrain__os_mutex_free(&comm->queue_mutex);
     dtrain__os_mutex_free(&comm->drive_mutex);
-    __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&comm->mark, DTRAIN__GONE, RELAXED);
     dtrain__free(allocator, comm);
 }
 
@@ -51,7 +51,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     comm->node_ranks = ranks < comm->size ? (int)ranks : comm->size;
-    dtrain_status status = dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
+    dtrain_status status = dtrain__plan_ask(comm, dtrain__os_getenv("DTRAIN_ALGORITHM"));
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         if (comm->asked[kind] == DTRAIN_ALGORITHM_MPI && (comm->transport.offload == NULL || comm->size == 1))
             comm->asked[kind] = DTRAIN_ALGORITHM_AUTO;
@@ -114,11 +114,12 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     return status;
 }
 
+DTRAIN__OF_PROCESS(dtrain_comm_desc, dtrain__create_defaults) /* only read */
+
 /* Checks a desc. NULL becomes a desc with all defaults. */
 static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
 {
-    static dtrain_comm_desc defaults; /* only read */
-    const dtrain_comm_desc *desc = *given != NULL ? *given : &defaults;
+    const dtrain_comm_desc *desc = *given != NULL ? *given : dtrain__create_defaults();
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     *given = desc;
     if (algorithm != DTRAIN_ALGORITHM_AUTO && (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_MPI))
@@ -173,17 +174,19 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
     return DTRAIN_OK;
 }
 
+DTRAIN__OF_PROCESS(uint32_t, dtrain__create_told)
+
 /* Logs once that threads make a world of their own in each process that a launcher has started, often by mistake. */
 static void dtrain__create_tell_apart(int ranks)
 {
-    static uint32_t told;
     dtrain__error kept = dtrain__thread_error;
     dtrain__place place;
     int launcher;
     memset(&place, 0, sizeof place);
     dtrain_status status = dtrain__place_launcher(&place, &launcher);
     dtrain__thread_error = kept;
-    if (status == DTRAIN_OK && place.keys.world_size > 1 && __atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
+    if (status == DTRAIN_OK && place.keys.world_size > 1 &&
+        DTRAIN__ATOMIC_EXCHANGE(dtrain__create_told(), 1, RELAXED) == 0)
         dtrain__log(
             DTRAIN_LOG_WARN,
             "a launcher started this process as one of %d ranks (%s), and its %d threads are a world apart from "
@@ -394,9 +397,9 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm)
 
 DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
 {
-    if (comm == NULL || __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) != DTRAIN__COMM_MARK)
         return 0;
-    return __atomic_load_n(&comm->blocked->ns, __ATOMIC_RELAXED);
+    return DTRAIN__ATOMIC_LOAD(&comm->blocked->ns, RELAXED);
 }
 
 #define DTRAIN__LEAST_STACK 65536
@@ -421,7 +424,7 @@ static void dtrain__create_runner_main(void *pointer)
         dtrain__error last = dtrain__thread_error;
         dtrain__fail(&runner->error, status, "rank %d: %.600s", rank,
                      last.text[0] != 0 ? last.text : dtrain_status_name(status));
-        runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
+        runner->place = DTRAIN__ATOMIC_ADD(runner->failures, 1, SEQ_CST);
     }
     if (dtrain__group_alive(runner->comm, "run_threads") != DTRAIN_OK) {
         dtrain__log(DTRAIN_LOG_ERROR, "run_threads: rank %d has destroyed its world; leave that to run_threads", rank);

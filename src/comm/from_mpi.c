@@ -12,7 +12,7 @@ static int dtrain__from_mpi_launched(const char **name)
     static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PALS_NRANKS", "SLURM_STEP_NUM_TASKS",
                                         "DTRAIN_WORLD_SIZE"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        const char *text = getenv(names[i]);
+        const char *text = dtrain__os_getenv(names[i]);
         *name = names[i];
         if (text != NULL && atoi(text) > 0)
             return atoi(text);
@@ -41,7 +41,7 @@ static int64_t dtrain__from_mpi_heartbeat(const dtrain_comm_desc *desc)
 /* Whether some calls may go to MPI's collectives. Then groups need MPI_THREAD_MULTIPLE to make communicators. */
 static int dtrain__from_mpi_offloads(const dtrain_comm_desc *desc)
 {
-    const char *asked = getenv("DTRAIN_ALGORITHM");
+    const char *asked = dtrain__os_getenv("DTRAIN_ALGORITHM");
     return desc->algorithm == DTRAIN_ALGORITHM_MPI || (asked != NULL && strstr(asked, "mpi") != NULL);
 }
 
@@ -61,7 +61,7 @@ static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_com
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "comm_create: %s is %d, but MPI has a world of one rank: %s is not of the launcher's MPI; "
                             "set DTRAIN_MPI_LIBRARY to that one's%s",
-                            from, launched, dtrain__mpi.library,
+                            from, launched, dtrain__mpi()->library,
                             strncmp(from, "SLURM", 5) == 0 ? ", or give srun --mpi=pmi2 or --mpi=pmix" : "");
     }
     return dtrain__from_mpi_make(comm, &table, desc);

@@ -190,12 +190,12 @@ static int dtrain__fused_posts_first(const dtrain_comm *comm, const dtrain__op *
 /* Shows the post to the peers, and wakes those that sleep. The clock is read while the post travels to them. */
 static void dtrain__fused_show(dtrain_comm *comm, dtrain__op *op, dtrain__post *post)
 {
-    __atomic_store_n(&post->arrived, 2 * op->turn, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&post->arrived, 2 * op->turn, RELEASE);
     for (int peer = 0; peer < comm->size && peer < DTRAIN__FUSED_ASKED; peer++)
         __builtin_prefetch(&dtrain__fused_post_of(comm, op, peer)->arrived);
     if (op->started_ns == 0)
         dtrain__op_clock(comm, op);
-    __sync_synchronize(); /* a peer that falls asleep now has seen the post, or this rank sees that it sleeps */
+    DTRAIN__ATOMIC_FENCE(); /* a peer that falls asleep now has seen the post, or this rank sees that it sleeps */
     dtrain__shared_ring(comm->shared, comm->rank);
 }
 
@@ -218,7 +218,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
     } else if (!named && dtrain__bounce_may(comm, op) && op->count > 0) {
         dtrain__bounce_put(comm, op);
     }
-    __atomic_store_n(&slot->put, comm->rounds + op->put, __ATOMIC_RELAXED); /* peers look once it has arrived */
+    DTRAIN__ATOMIC_STORE(&slot->put, comm->rounds + op->put, RELAXED); /* peers look once it has arrived */
     dtrain__fused_show(comm, op, post);
     op->phase = DTRAIN__FUSED_GATHER;
     op->at = 0;
@@ -226,7 +226,7 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 
 static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
 {
-    return __atomic_load_n(&dtrain__fused_post_of(comm, op, peer)->arrived, __ATOMIC_SEQ_CST) == 2 * op->turn;
+    return DTRAIN__ATOMIC_LOAD(&dtrain__fused_post_of(comm, op, peer)->arrived, SEQ_CST) == 2 * op->turn;
 }
 
 #define DTRAIN__FUSED_STUCK_NS 200000000 /* inside a peer's buffers, where a rank is for a few milliseconds at most */
@@ -235,7 +235,7 @@ static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, 
 static int dtrain__fused_inside(const dtrain_comm *comm, int peer)
 {
     const dtrain__council *council = comm->seat->council;
-    if (peer == comm->rank || !__atomic_load_n(&comm->shared->slots[peer].inside, __ATOMIC_SEQ_CST))
+    if (peer == comm->rank || !DTRAIN__ATOMIC_LOAD(&comm->shared->slots[peer].inside, SEQ_CST))
         return 0;
     if (comm->plane->in_process)
         return 1;
@@ -251,7 +251,7 @@ static int dtrain__fused_inside(const dtrain_comm *comm, int peer)
 static void dtrain__fused_revoke(dtrain_comm *comm, const dtrain__op *op)
 {
     int64_t until = comm->plane->in_process ? INT64_MAX : dtrain__os_now_ns() + DTRAIN__FUSED_STUCK_NS;
-    __atomic_store_n(&comm->shared->slots[comm->rank].closed, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&comm->shared->slots[comm->rank].closed, 1, SEQ_CST);
     for (int peer = 0; peer < comm->size; peer++)
         while (dtrain__fused_inside(comm, peer)) {
             if (until == INT64_MAX || dtrain__os_now_ns() < until) {
@@ -357,8 +357,8 @@ static int dtrain__fused_lock(dtrain_comm *comm, uint64_t *withdrawn)
 {
     uint64_t *word = &comm->shared->slots[0].withdrawn;
     int64_t until = dtrain__os_now_ns() + DTRAIN__FUSED_STOPPED_NS;
-    *withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
-    while (!__atomic_compare_exchange_n(word, withdrawn, *withdrawn + 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    *withdrawn = DTRAIN__ATOMIC_LOAD(word, SEQ_CST) & ~(uint64_t)1;
+    while (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(word, withdrawn, *withdrawn + 1, SEQ_CST)) {
         *withdrawn &= ~(uint64_t)1;
         if (!comm->plane->in_process && (dtrain__membership_broken(comm->members) || dtrain__os_now_ns() > until))
             return 0;
@@ -378,13 +378,13 @@ static int dtrain__fused_retract(dtrain_comm *comm, dtrain__op *op)
         op->touched = 1;
         return op->awaited >= 0 ? op->awaited : comm->rank == 0;
     }
-    __atomic_store_n(arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(arrived, 2 * op->turn + 1, SEQ_CST);
     for (int peer = 0; peer < comm->size && missing < 0; peer++)
         if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
             missing = peer;
     if (missing < 0)
-        __atomic_store_n(arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&shared->slots[0].withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(arrived, 2 * op->turn, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&shared->slots[0].withdrawn, withdrawn + 2, SEQ_CST);
     dtrain__shared_ring(shared, comm->rank);
     return missing;
 }
@@ -402,7 +402,7 @@ static int dtrain__fused_cancel(dtrain_comm *comm, dtrain__op *op)
     }
     if (op->rounds > 0)
         return op->phase != DTRAIN__FUSED_FINISH;
-    while (rank < comm->size && __atomic_load_n(&comm->shared->slots[rank].finished, __ATOMIC_SEQ_CST) >= op->turn)
+    while (rank < comm->size && DTRAIN__ATOMIC_LOAD(&comm->shared->slots[rank].finished, SEQ_CST) >= op->turn)
         rank++;
     return rank < comm->size;
 }
@@ -473,10 +473,10 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
             return dtrain__fused_lacks(comm, op, peer, left);
     }
     op->at = 0;
-    uint64_t *word = &comm->shared->slots[0].withdrawn, withdrawn = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    uint64_t *word = &comm->shared->slots[0].withdrawn, withdrawn = DTRAIN__ATOMIC_LOAD(word, SEQ_CST);
     if (!dtrain__fused_all_arrived(comm, op))
         return 0;
-    if (withdrawn % 2 != 0 || __atomic_load_n(word, __ATOMIC_SEQ_CST) != withdrawn) /* the rank that withdraws rings */
+    if (withdrawn % 2 != 0 || DTRAIN__ATOMIC_LOAD(word, SEQ_CST) != withdrawn) /* the rank that withdraws rings */
         return dtrain__membership_broken(comm->members) && dtrain__fused_end_broken(comm, op);
     op->awaited = -1;
     comm->turn = op->turn;
@@ -641,7 +641,7 @@ static void dtrain__fused_work(dtrain_comm *comm, dtrain__op *op, size_t from, s
 /* This rank has done its part of the operation. */
 static void dtrain__fused_done(dtrain_comm *comm, dtrain__op *op)
 {
-    __atomic_store_n(&comm->shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&comm->shared->slots[comm->rank].finished, op->turn, SEQ_CST);
     dtrain__shared_ring(comm->shared, comm->rank);
     op->at = 0;
     op->phase = DTRAIN__FUSED_FINISH;
@@ -665,7 +665,7 @@ static int dtrain__fused_stuck(dtrain_comm *comm, dtrain__op *op, int left)
 static int dtrain__fused_shut(dtrain_comm *comm, dtrain__op *op)
 {
     for (int peer = 0; peer < comm->size; peer++)
-        if (__atomic_load_n(&comm->shared->slots[peer].closed, __ATOMIC_SEQ_CST) != 0)
+        if (DTRAIN__ATOMIC_LOAD(&comm->shared->slots[peer].closed, SEQ_CST) != 0)
             op->awaited = peer;
     return dtrain__fused_stuck(comm, op, op->awaited >= 0 && dtrain__membership_left(comm->members, op->awaited));
 }
@@ -708,7 +708,7 @@ static int dtrain__fused_await(dtrain_comm *comm, dtrain__op *op)
 {
     for (int peer = (int)op->at; peer < comm->size; peer++) {
         int left = dtrain__membership_left(comm->members, peer);
-        if (__atomic_load_n(&comm->shared->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
+        if (DTRAIN__ATOMIC_LOAD(&comm->shared->slots[peer].finished, SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
@@ -738,11 +738,11 @@ static unsigned dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t unt
     uint32_t *asleep = &comm->shared->slots[comm->rank].asleep;
     if (turn < DTRAIN__FUSED_LOOKS)
         return dtrain__fused_look(comm, turn, until_ns);
-    uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
-    __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+    uint64_t seen = DTRAIN__ATOMIC_LOAD(&council->news, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(asleep, 1, SEQ_CST);
     if (!ready(context))
         council->wait(comm->seat, turn, until_ns, seen);
-    __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(asleep, 0, SEQ_CST);
     return turn;
 }
 
@@ -750,7 +750,7 @@ static unsigned dtrain__fused_wait(dtrain_comm *comm, unsigned turn, int64_t unt
 static int dtrain__fused_doze(dtrain_comm *comm)
 {
     comm->plane->sharing->doze(comm->transport.self);
-    return __atomic_exchange_n(&comm->shared->slots[comm->rank].asleep, 1, __ATOMIC_SEQ_CST) == 0;
+    return DTRAIN__ATOMIC_EXCHANGE(&comm->shared->slots[comm->rank].asleep, 1, SEQ_CST) == 0;
 }
 
 /* Advances the operation without waiting, and not much beyond until_ns; returns 1 at its end. */

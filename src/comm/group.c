@@ -241,7 +241,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: the group is NULL; check the status of the call that makes it", call);
-    if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
+    if (DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
@@ -295,19 +295,19 @@ static void dtrain__group_set_timeout(dtrain_comm *comm, int64_t ms)
 /* The calling thread enters a call of the group. *entered: it must leave; a call inside another one need not. */
 static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, int *entered)
 {
-    uintptr_t me = (uintptr_t)&dtrain__thread_error, other = 0;
+    uintptr_t me = (uintptr_t)dtrain__thread_self(), other = 0;
     const char *calling;
     *entered = 0;
-    if (comm == NULL || __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) != DTRAIN__COMM_MARK)
         return dtrain__group_alive(comm, call);
-    if (__atomic_compare_exchange_n(&comm->caller, &other, me, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
-        __atomic_store_n(&comm->calling, call, __ATOMIC_RELAXED);
+    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&comm->caller, &other, me, ACQUIRE)) {
+        DTRAIN__ATOMIC_STORE(&comm->calling, call, RELAXED);
         *entered = 1;
         return DTRAIN_OK;
     }
     if (other == me)
         return DTRAIN_OK;
-    calling = __atomic_load_n(&comm->calling, __ATOMIC_RELAXED);
+    calling = DTRAIN__ATOMIC_LOAD(&comm->calling, RELAXED);
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "two threads called dtrain_%s and dtrain_%s on one group at once (rank %d of %d): give each "
                         "thread a group of its own (dtrain_comm_split)",
@@ -317,7 +317,7 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
 static void dtrain__group_exit(dtrain_comm *comm, int entered)
 {
     if (entered)
-        __atomic_store_n(&comm->caller, 0, __ATOMIC_RELEASE);
+        DTRAIN__ATOMIC_STORE(&comm->caller, 0, RELEASE);
 }
 
 /* What has broken the group, as its transport knows; NULL: nothing. */

@@ -21,7 +21,7 @@ typedef struct dtrain__place {
 /* The value of a variable; an empty one counts as unset. */
 static DTRAIN__NOINLINE const char *dtrain__place_get(const char *name)
 {
-    const char *value = name != NULL ? getenv(name) : NULL;
+    const char *value = name != NULL ? dtrain__os_getenv(name) : NULL;
     return value != NULL && value[0] != 0 ? value : NULL;
 }
 
@@ -385,8 +385,9 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
     size_t bytes;
     dtrain_status status;
     if (token == NULL && environment) {
-        token = getenv("DTRAIN_TOKEN"); /* a variable that is set and empty is an error: a secret is missing */
-        file = token == NULL ? getenv("DTRAIN_TOKEN_FILE") : NULL;
+        token =
+            dtrain__os_getenv("DTRAIN_TOKEN"); /* a variable that is set and empty is an error: a secret is missing */
+        file = token == NULL ? dtrain__os_getenv("DTRAIN_TOKEN_FILE") : NULL;
         from = file != NULL ? "DTRAIN_TOKEN_FILE" : "DTRAIN_TOKEN";
     }
     if (token == NULL && file == NULL)

@@ -154,8 +154,8 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
         dtrain__queue_pop(comm);
         dtrain__os_unlock(&comm->queue_mutex);
     }
-    __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&work->done, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_SUB(&comm->pending, 1, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&work->done, 1, SEQ_CST);
     dtrain__bell_ring(comm->bell);
 }
 
@@ -311,17 +311,17 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
 {
     int moved = 0;
-    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || !dtrain__os_try_lock(&other->drive_mutex))
+    if (DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) == 0 || !dtrain__os_try_lock(&other->drive_mutex))
         return 0;
     /* pending work stays pending now; in a group with none, a call may run that takes no lock */
-    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0) {
+    if (DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) > 0) {
         int64_t slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
         dtrain__error kept = dtrain__thread_error;
         moved = dtrain__queue_drive(other, slice_ns < until_ns ? slice_ns : until_ns);
         dtrain__thread_error = kept;
     }
     dtrain__os_unlock(&other->drive_mutex);
-    *left |= __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0;
+    *left |= DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) > 0;
     return moved;
 }
 
@@ -409,7 +409,7 @@ static int64_t dtrain__service_drive(dtrain__service *service)
         int64_t most = 50000000; /* then deadlines are checked */
         if (comm->plane->rest != NULL)
             comm->plane->rest(comm->transport.self);
-        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
+        if (DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) == 0)
             continue;
         if (!dtrain__os_try_lock(&comm->drive_mutex)) {
             most = 1000000; /* whoever drives it may leave work behind */
@@ -427,14 +427,14 @@ static int64_t dtrain__service_drive(dtrain__service *service)
 static int dtrain__service_round(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
-    return __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0 || dtrain__service_drive(service) == 0;
+    return DTRAIN__ATOMIC_LOAD(&service->stop, SEQ_CST) != 0 || dtrain__service_drive(service) == 0;
 }
 
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     dtrain__origin *origin = service->origin;
-    for (unsigned turn = 0; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
+    for (unsigned turn = 0; !DTRAIN__ATOMIC_LOAD(&service->stop, SEQ_CST); turn++) {
         int64_t span = dtrain__service_drive(service);
         turn = span > 0 ? turn : 0;
         if (origin->step != NULL)
@@ -454,7 +454,7 @@ static void dtrain__service_free(dtrain__service *service)
 static void dtrain__service_stop(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
-    __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&service->stop, 1, SEQ_CST);
     dtrain__bell_ring(service->bell);
     if (service->origin->kick != NULL)
         service->origin->kick(service->origin);
@@ -479,7 +479,7 @@ static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
 {
     dtrain__os_lock(&service->mutex);
     comm->next_served = service->comms;
-    __atomic_store_n(&service->comms, comm, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&service->comms, comm, SEQ_CST);
     dtrain__os_unlock(&service->mutex);
     comm->service = service;
 }
@@ -545,7 +545,7 @@ static void dtrain__service_leave(dtrain_comm *comm, int forked)
         dtrain__os_lock(&service->mutex);
     for (at = &service->comms; *at != comm;)
         at = &(*at)->next_served;
-    __atomic_store_n(at, comm->next_served, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(at, comm->next_served, SEQ_CST);
     int last = service->comms == NULL;
     if (!forked)
         dtrain__os_unlock(&service->mutex);

@@ -90,10 +90,10 @@ static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, 
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
     const uint64_t *words = (const uint64_t *)record; /* not copied: see dtrain__op_call */
     uint64_t version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
-    __atomic_store_n(&place->version, version - 1, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&place->version, version - 1, RELAXED);
     for (size_t i = first; i < DTRAIN__RECORD_WORDS; i++)
-        __atomic_store_n(&place->words[i], words[i], __ATOMIC_RELEASE);
-    __atomic_store_n(&place->version, version, __ATOMIC_RELEASE);
+        DTRAIN__ATOMIC_STORE(&place->words[i], words[i], RELEASE);
+    DTRAIN__ATOMIC_STORE(&place->version, version, RELEASE);
 }
 
 /* Copies record `serial`. Returns 0 if it is overwritten, or its writer was stopped in the middle. */
@@ -102,12 +102,12 @@ static int dtrain__recorder_read(dtrain__recorder *recorder, uint64_t serial, dt
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
     uint64_t words[DTRAIN__RECORD_WORDS];
     for (int turn = 0; turn < 1000; turn++) {
-        uint64_t version = __atomic_load_n(&place->version, __ATOMIC_ACQUIRE);
+        uint64_t version = DTRAIN__ATOMIC_LOAD(&place->version, ACQUIRE);
         if (version > 4 * serial + 4)
             return 0;
         for (size_t i = 0; i < DTRAIN__RECORD_WORDS; i++)
-            words[i] = __atomic_load_n(&place->words[i], __ATOMIC_ACQUIRE);
-        if (version > 4 * serial && version % 2 == 0 && __atomic_load_n(&place->version, __ATOMIC_RELAXED) == version) {
+            words[i] = DTRAIN__ATOMIC_LOAD(&place->words[i], ACQUIRE);
+        if (version > 4 * serial && version % 2 == 0 && DTRAIN__ATOMIC_LOAD(&place->version, RELAXED) == version) {
             memcpy(out, words, sizeof words);
             return 1;
         }
@@ -124,14 +124,14 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     dtrain__record record;
     if (op->serial == 0) {
         op->serial = recorder->begun + 1;
-        __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
+        DTRAIN__ATOMIC_STORE(&recorder->begun, op->serial, RELEASE);
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
         return; /* later records have overwritten a message that they overtook */
     if (!known)
         dtrain__op_called(comm, op, &record.call);
     op->noted = op->algorithm;
-    record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+    record.awaited = awaited > 0 ? awaited : DTRAIN__ATOMIC_LOAD(&recorder->awaited, RELAXED);
     record.status = (uint64_t)op->error.status;
     record.async = (uint64_t)op->async;
     record.called_ns = (uint64_t)op->started_ns;
@@ -148,7 +148,7 @@ static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
     if (op->serial != 0)
         return;
     op->run_ns = op->queued ? dtrain__os_now_ns() : op->started_ns;
-    __atomic_store_n(&comm->recorder->awaited, 0, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&comm->recorder->awaited, 0, RELAXED);
     dtrain__recorder_note(comm, op, 0);
 }
 
@@ -171,7 +171,7 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
     if (op->run_ns == 0)
         op->run_ns = op->queued ? now : op->started_ns;
     dtrain__recorder_note(comm, op, now);
-    __atomic_store_n(&recorder->awaited, 0, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&recorder->awaited, 0, RELAXED);
     if (op->error.status == DTRAIN_OK) {
         recorder->good = op->serial;
         return;
@@ -188,7 +188,7 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
 static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
 {
     dtrain__record record;
-    uint64_t serial = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    uint64_t serial = DTRAIN__ATOMIC_LOAD(&recorder->begun, ACQUIRE);
     memset(out, 0, sizeof *out);
     if (serial == 0)
         return 1;
@@ -196,7 +196,7 @@ static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
         return 0;
     out->call = record.call;
     out->state = record.ended_ns != 0 ? DTRAIN__LAST_ENDED : DTRAIN__LAST_UNDER_WAY;
-    out->awaited = record.ended_ns == 0 ? __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED) : record.awaited;
+    out->awaited = record.ended_ns == 0 ? DTRAIN__ATOMIC_LOAD(&recorder->awaited, RELAXED) : record.awaited;
     out->moved = record.moved_ns != 0;
     out->status = record.status;
     out->since_ms = record.ended_ns != 0 ? record.ended_ns : record.started_ns;
@@ -366,7 +366,7 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
 {
     int64_t now;
     if (op->awaited >= 0)
-        __atomic_store_n(&comm->recorder->awaited, (uint32_t)(op->awaited + 1), __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&comm->recorder->awaited, (uint32_t)(op->awaited + 1), RELAXED);
     if (op->deadline_ns == INT64_MAX)
         return 0;
     now = dtrain__os_now_ns();

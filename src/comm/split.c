@@ -42,7 +42,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
     split->call = call;
     split->parent = parent;
     split->rank = -1;
-    split->entries = (dtrain__split_entry *)__atomic_exchange_n(&parent->split_room, NULL, __ATOMIC_SEQ_CST);
+    split->entries = (dtrain__split_entry *)DTRAIN__ATOMIC_EXCHANGE(&parent->split_room, NULL, SEQ_CST);
     if (split->entries != NULL)
         memset((void *)split->entries, 0, bytes);
     else
@@ -59,7 +59,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
 /* Keeps the block for the next split of the group, which needs as much. */
 static void dtrain__split_end(dtrain__split_state *split)
 {
-    void *entries = __atomic_exchange_n(&split->parent->split_room, (void *)split->entries, __ATOMIC_SEQ_CST);
+    void *entries = DTRAIN__ATOMIC_EXCHANGE(&split->parent->split_room, (void *)split->entries, SEQ_CST);
     dtrain__free(split->parent->allocator, entries);
 }
 
@@ -152,7 +152,7 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
     dtrain__blocked *above = split->replaces ? parent->blocked->above : parent->blocked;
     if (above != NULL && (*group)->allocator == parent->allocator) { /* the group's waits count there, too */
         (*group)->blocked->above = above;
-        __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_ADD(&above->held, 1, RELAXED);
     }
     (*group)->apart = parent->apart;
     (*group)->part = parent->part || (!split->replaces && split->size < parent->size); /* survivors are all there are */

@@ -26,7 +26,7 @@ typedef struct dtrain__trace_file {
     int error; /* errno of the first thing that went wrong; 0: none */
     uint32_t done;
     dtrain__os_thread thread;
-    char path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
+    char path[DTRAIN__TRACE_PATH_BYTES + 64];
 } dtrain__trace_file;
 
 typedef struct dtrain__trace {
@@ -84,15 +84,6 @@ static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, u
         dtrain__json_write_word(&trace->json, "null");
 }
 
-/* Writes nanoseconds as microseconds, exactly. */
-static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
-{
-    char text[32];
-    snprintf(text, sizeof text, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
-    dtrain__json_member(&trace->json, key);
-    dtrain__json_write_word(&trace->json, text);
-}
-
 /* Begins an event with what all events have; the caller adds its args. */
 static void dtrain__trace_event(dtrain__trace *trace, const char *name, const char *phase)
 {
@@ -129,7 +120,7 @@ static void dtrain__trace_ways(dtrain__trace *trace)
         if (way[0] == 0)
             continue;
         dtrain__trace_event(trace, "transport", "i");
-        dtrain__trace_us(trace, "ts", (uint64_t)trace->now);
+        dtrain__json_member_us(&trace->json, "ts", (uint64_t)trace->now);
         dtrain__trace_args(trace);
         dtrain__json_member_u64(&trace->json, "peer", (uint64_t)rank);
         dtrain__json_member_text(&trace->json, "way", way);
@@ -157,8 +148,8 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__json_member_u64(&trace->json, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
     dtrain__json_member_u64(&trace->json, "realtime_ns", (uint64_t)recorder->realtime_ns);
     dtrain__json_member_u64(&trace->json, "written_ns", (uint64_t)trace->now);
-    dtrain__json_member_u64(&trace->json, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
-    dtrain__json_member_u64(&trace->json, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
+    dtrain__json_member_u64(&trace->json, "operations", DTRAIN__ATOMIC_LOAD(&recorder->begun, ACQUIRE));
+    dtrain__json_member_u64(&trace->json, "queued", DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST));
     dtrain__trace_end(trace, events);
     snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, comm->process, host);
     dtrain__trace_title(trace, "process_name", title);
@@ -202,7 +193,7 @@ static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtra
 static void dtrain__trace_operations(dtrain__trace *trace)
 {
     dtrain__recorder *recorder = trace->comm->recorder;
-    uint64_t last = __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE);
+    uint64_t last = DTRAIN__ATOMIC_LOAD(&recorder->begun, ACQUIRE);
     uint64_t serial = last > DTRAIN__RECORDS ? last - DTRAIN__RECORDS + 1 : 1;
     for (; serial <= last; serial++) {
         dtrain__record record;
@@ -210,20 +201,20 @@ static void dtrain__trace_operations(dtrain__trace *trace)
         if (!dtrain__recorder_read(recorder, serial, &record))
             continue;
         if (record.ended_ns == 0 && serial == last)
-            record.awaited = __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
+            record.awaited = DTRAIN__ATOMIC_LOAD(&recorder->awaited, RELAXED);
         uint64_t ended = record.ended_ns != 0 ? record.ended_ns : (uint64_t)trace->now;
         snprintf(name, sizeof name, "%s #%llu", dtrain__op_kind_name(record.call.kind),
                  (unsigned long long)record.call.number);
         dtrain__trace_event(trace, name, "X");
         dtrain__json_member_text(&trace->json, "cat",
                                  dtrain__op_kind_is_message(record.call.kind) ? "message" : "collective");
-        dtrain__trace_us(trace, "ts", record.started_ns);
-        dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
+        dtrain__json_member_us(&trace->json, "ts", record.started_ns);
+        dtrain__json_member_us(&trace->json, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
         dtrain__trace_call(trace, serial, &record);
         dtrain__trace_end(trace, ",\n");
     }
     dtrain__trace_event(trace, "written", "i");
-    dtrain__trace_us(trace, "ts", (uint64_t)trace->now);
+    dtrain__json_member_us(&trace->json, "ts", (uint64_t)trace->now);
     dtrain__trace_end(trace, "\n]}\n");
 }
 
@@ -254,28 +245,18 @@ static dtrain__trace_file *dtrain__trace_make(dtrain_comm *comm, const char *pat
 static void dtrain__trace_write(void *pointer)
 {
     dtrain__trace_file *file = (dtrain__trace_file *)pointer;
-    int fd =
-        file->error == 0 ? dtrain__os_open_beside(DTRAIN__OS_HERE, file->path, file->beside, sizeof file->beside) : -1;
-    if (fd < 0 && file->error == 0)
-        file->error = errno;
-    for (size_t at = 0; fd >= 0 && at < file->bytes && file->error == 0;) {
-        ssize_t n = dtrain__os_write(fd, file->text + at, file->bytes - at);
-        if (n < 0 && errno != EINTR)
-            file->error = errno;
-        at += n > 0 ? (size_t)n : 0;
-    }
-    if (fd >= 0)
-        file->error = dtrain__os_put_in_place(fd, file->beside, file->path, file->error);
-    __atomic_store_n(&file->done, 1u, __ATOMIC_RELEASE);
+    if (file->error == 0)
+        file->error = dtrain__os_replace_file(file->path, file->text, file->bytes);
+    DTRAIN__ATOMIC_STORE(&file->done, 1u, RELEASE);
 }
 
 /* Waits for a file that another thread writes, for a bounded time. Returns whether it is done. */
 static int dtrain__trace_wait(const dtrain__trace_file *file)
 {
     int64_t until = dtrain__os_now_ns() + DTRAIN__TRACE_WAIT_NS;
-    while (!__atomic_load_n(&file->done, __ATOMIC_ACQUIRE) && dtrain__os_now_ns() < until)
+    while (!DTRAIN__ATOMIC_LOAD(&file->done, ACQUIRE) && dtrain__os_now_ns() < until)
         dtrain__os_sleep(500000);
-    return __atomic_load_n(&file->done, __ATOMIC_ACQUIRE) != 0;
+    return DTRAIN__ATOMIC_LOAD(&file->done, ACQUIRE) != 0;
 }
 
 static void dtrain__trace_free(dtrain__trace_file *file)
@@ -315,7 +296,7 @@ static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
 {
     const char *from = prefix != NULL ? "desc.trace_on_failure" : "DTRAIN_TRACE";
     if (prefix == NULL)
-        prefix = getenv("DTRAIN_TRACE");
+        prefix = dtrain__os_getenv("DTRAIN_TRACE");
     if (prefix == NULL)
         prefix = "";
     if (strlen(prefix) >= sizeof comm->recorder->prefix)
@@ -334,7 +315,7 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
     char group[40] = "", path[DTRAIN__TRACE_PATH_BYTES + 64];
     uint32_t nobody = 0;
     if (recorder->prefix[0] == 0 || (op->error.status == DTRAIN_ERR_TIMEOUT && !op->touched) ||
-        !__atomic_compare_exchange_n(&recorder->written, &nobody, 1u, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        !DTRAIN__ATOMIC_COMPARE_EXCHANGE(&recorder->written, &nobody, 1u, SEQ_CST))
         return;
     if (comm->group != 0)
         snprintf(group, sizeof group, ".group-%llu", (unsigned long long)comm->group);

@@ -7,7 +7,7 @@
 #include "../base/faults.c"
 #include "op.c"
 
-static dtrain_comm *dtrain__watch_first;
+DTRAIN__OF_PROCESS(dtrain_comm *, dtrain__watch_list)
 
 /* Says which buffer of an operation an address is in, if it is in one. */
 static void dtrain__watch_look(dtrain__faults_line *line, const dtrain_comm *comm, const dtrain__op *op,
@@ -54,14 +54,14 @@ static void dtrain__watch_look(dtrain__faults_line *line, const dtrain_comm *com
  * until dtrain_fuse_end returns. */
 static void dtrain__watch_report(dtrain__faults_line *line, uintptr_t address, int writes)
 {
-    const dtrain_comm *comm = __atomic_load_n(&dtrain__watch_first, __ATOMIC_SEQ_CST);
-    for (; comm != NULL && line->bytes == 0; comm = __atomic_load_n(&comm->next_watched, __ATOMIC_SEQ_CST)) {
-        const dtrain__op *running = __atomic_load_n(&comm->running, __ATOMIC_SEQ_CST);
-        const dtrain_work *work = __atomic_load_n(&comm->newest, __ATOMIC_SEQ_CST);
+    const dtrain_comm *comm = DTRAIN__ATOMIC_LOAD(dtrain__watch_list(), SEQ_CST);
+    for (; comm != NULL && line->bytes == 0; comm = DTRAIN__ATOMIC_LOAD(&comm->next_watched, SEQ_CST)) {
+        const dtrain__op *running = DTRAIN__ATOMIC_LOAD(&comm->running, SEQ_CST);
+        const dtrain_work *work = DTRAIN__ATOMIC_LOAD(&comm->newest, SEQ_CST);
         if (running != NULL)
             dtrain__watch_look(line, comm, running, address, writes);
         for (; work != NULL && line->bytes == 0; work = work->older)
-            if (work->mark == DTRAIN__WORK_MARK && !__atomic_load_n(&work->done, __ATOMIC_SEQ_CST))
+            if (work->mark == DTRAIN__WORK_MARK && !DTRAIN__ATOMIC_LOAD(&work->done, SEQ_CST))
                 dtrain__watch_look(line, comm, &work->op, address, writes);
         for (size_t i = 0; !comm->fusing && i < comm->noted && line->bytes == 0; i++)
             dtrain__watch_look(line, comm, &comm->notes[i].op, address, writes);
@@ -82,22 +82,22 @@ static void dtrain__watch_add(dtrain_comm *comm)
         return;
     comm->watched = 1;
     dtrain__faults_lock();
-    comm->next_watched = dtrain__watch_first;
-    __atomic_store_n(&dtrain__watch_first, comm, __ATOMIC_SEQ_CST);
+    comm->next_watched = *dtrain__watch_list();
+    DTRAIN__ATOMIC_STORE(dtrain__watch_list(), comm, SEQ_CST);
     dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, dtrain__watch_report);
     dtrain__faults_unlock();
 }
 
 static void dtrain__watch_remove(dtrain_comm *comm)
 {
-    dtrain_comm **at = &dtrain__watch_first;
+    dtrain_comm **at = dtrain__watch_list();
     if (!comm->watched)
         return;
     dtrain__faults_lock();
     while (*at != comm)
         at = &(*at)->next_watched;
-    __atomic_store_n(at, comm->next_watched, __ATOMIC_SEQ_CST);
-    if (dtrain__watch_first == NULL)
+    DTRAIN__ATOMIC_STORE(at, comm->next_watched, SEQ_CST);
+    if (*dtrain__watch_list() == NULL)
         dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, NULL);
     dtrain__faults_unlock();
     dtrain__faults_settle();

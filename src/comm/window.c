@@ -37,20 +37,24 @@ typedef struct dtrain__window {
 } dtrain__window;
 
 /* All windows of this process. A forked child has them too, but none of the other threads. */
-static dtrain__window *dtrain__windows;
-static dtrain__os_mutex dtrain__window_mutex = DTRAIN__OS_MUTEX;
-static uint64_t dtrain__window_epoch; /* counts what changes in any of them */
-static long dtrain__window_process;
+typedef struct dtrain__window_all {
+    dtrain__window *first;
+    uint64_t epoch; /* counts what changes in any of them */
+    long process;
+} dtrain__window_all;
+
+DTRAIN__OF_PROCESS(dtrain__window_all, dtrain__windows)
+DTRAIN__MUTEX_OF_PROCESS(dtrain__window_mutex)
 
 static void dtrain__window_lock(int lock)
 {
-    long process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    long process = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->process, RELAXED);
     if (process != 0 && process != dtrain__os_pid())
         return; /* the parent's threads may have held it */
     if (lock)
-        dtrain__os_lock(&dtrain__window_mutex);
+        dtrain__os_lock(dtrain__window_mutex());
     else
-        dtrain__os_unlock(&dtrain__window_mutex);
+        dtrain__os_unlock(dtrain__window_mutex());
 }
 
 static uint32_t *dtrain__window_ends(const dtrain__window *window)
@@ -113,7 +117,7 @@ static int dtrain__window_pages(const dtrain__window *window, const void *pointe
 static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, const dtrain_comm *comm,
                                          dtrain__window_alias *found)
 {
-    dtrain__window *window = dtrain__windows;
+    dtrain__window *window = dtrain__windows()->first;
     while (window != NULL && (!window->open || (comm != NULL && !dtrain__window_serves(window, comm)) ||
                               !dtrain__window_pages(window, pointer, bytes, found)))
         window = window->next;
@@ -124,7 +128,7 @@ static dtrain__window *dtrain__window_of(const void *pointer, size_t bytes, cons
  * not all ranks can reach it. */
 static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size_t bytes, size_t *at)
 {
-    uint64_t epoch = __atomic_load_n(&dtrain__window_epoch, __ATOMIC_SEQ_CST);
+    uint64_t epoch = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST);
     if (epoch == 0)
         return 0;
     if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
@@ -156,7 +160,7 @@ static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int ra
     int place = -1;
     dtrain__window_lock(1);
     if (window == NULL || window->id != id || !window->open)
-        for (window = dtrain__windows; window != NULL; window = window->next)
+        for (window = dtrain__windows()->first; window != NULL; window = window->next)
             if (window->open && window->id == id && window->world == comm->seat->council->serial)
                 break;
     if (window != NULL)
@@ -179,7 +183,7 @@ static void dtrain__window_map(const void *block, const dtrain__window_alias *al
     if (window != NULL) {
         window->aliases = aliases;
         window->alias_count = count;
-        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
     }
     dtrain__window_lock(0);
 }
@@ -188,7 +192,7 @@ static void dtrain__window_map(const void *block, const dtrain__window_alias *al
 static void dtrain__window_drop(dtrain__window *window)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
-    __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
     if (window->memory != NULL)
         dtrain__os_unreserve(window->memory, window->bytes);
     dtrain__free(&heap, window->begins);
@@ -201,18 +205,17 @@ static void dtrain__window_drop(dtrain__window *window)
  */
 static void dtrain__window_sweep(uint64_t world)
 {
-    for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next) {
+    for (dtrain__window *window = dtrain__windows()->first; window != NULL; window = window->next) {
         if (!window->open)
             continue;
         int ended = window->id == 0 || window->world == 0, left = window->count;
         if (world != 0 && window->world == world) {
-            __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+            DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
             window->world = 0;
             ended = 1;
         }
         for (int place = 0; !ended && place < window->count; place++)
-            left -= window->worlds[place] < 0 ||
-                    __atomic_load_n(&dtrain__window_ends(window)[place], __ATOMIC_SEQ_CST) != 0;
+            left -= window->worlds[place] < 0 || DTRAIN__ATOMIC_LOAD(&dtrain__window_ends(window)[place], SEQ_CST) != 0;
         if (window->freed && (ended || left == 0))
             dtrain__window_drop(window);
     }
@@ -230,14 +233,14 @@ static void dtrain__window_note(const dtrain_comm *comm)
 {
     const dtrain__council *council = comm->seat->council;
     unsigned char gone[DTRAIN__MAX_RANKS];
-    if (__atomic_load_n(&dtrain__window_epoch, __ATOMIC_SEQ_CST) == 0)
+    if (DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST) == 0)
         return;
     dtrain__seat_lock(comm->seat, 1);
     for (int rank = 0; rank < council->size; rank++)
         gone[rank] = council->gone(council->self, rank) != DTRAIN__PRESENT;
     dtrain__seat_lock(comm->seat, 0);
     dtrain__window_lock(1);
-    for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next)
+    for (dtrain__window *window = dtrain__windows()->first; window != NULL; window = window->next)
         for (int place = 0; window->open && window->world == council->serial && place < window->count; place++)
             if (window->worlds[place] >= 0 && gone[window->worlds[place]])
                 window->worlds[place] = -1;
@@ -256,7 +259,7 @@ static void dtrain__window_part_from(const void *pointer, size_t bytes)
     dtrain__window *window = bytes > 0 ? dtrain__window_of(pointer, bytes, NULL, &found) : NULL;
     if (window != NULL && window->id != 0) {
         unsigned char *pages = (unsigned char *)(uintptr_t)pointer + before;
-        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
         window->parted = 1;
         bytes = bytes > before ? (bytes - before) / page * page : 0;
         if (bytes > 0 && dtrain__os_privately(pages, bytes) != 0)

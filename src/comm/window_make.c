@@ -14,22 +14,22 @@ static dtrain__window *dtrain__window_take(dtrain_comm *group)
     size_t count = (size_t)group->size;
     size_t *begins = (size_t *)dtrain__alloc(&heap, (2 * count + 1) * sizeof(size_t) + count * sizeof(int));
     dtrain__window_note(group);
-    long process = __atomic_load_n(&dtrain__window_process, __ATOMIC_RELAXED);
+    long process = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->process, RELAXED);
     if (process != 0 && process != dtrain__os_pid()) /* a forked child's: threads of its parent may have held it */
-        dtrain__os_mutex_init(&dtrain__window_mutex);
-    __atomic_store_n(&dtrain__window_process, dtrain__os_pid(), __ATOMIC_RELAXED);
+        dtrain__os_mutex_init(dtrain__window_mutex());
+    DTRAIN__ATOMIC_STORE(&dtrain__windows()->process, dtrain__os_pid(), RELAXED);
     dtrain__window_lock(1);
     dtrain__window_sweep(0);
-    for (window = dtrain__windows; window != NULL && window->used;)
+    for (window = dtrain__windows()->first; window != NULL && window->used;)
         window = window->next;
     if (window == NULL && begins != NULL && (window = (dtrain__window *)dtrain__alloc(&heap, sizeof *window)) != NULL) {
-        window->next = dtrain__windows;
-        dtrain__windows = window;
+        window->next = dtrain__windows()->first;
+        dtrain__windows()->first = window;
     }
     if (window != NULL && begins != NULL) {
         window->process = dtrain__os_pid();
         dtrain__council_close closing = dtrain__window_world_ended;
-        __atomic_store_n(&dtrain__council_closing, closing, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(dtrain__council_closing(), closing, SEQ_CST);
         window->used = 1;
         window->freed = window->parted = 0;
         window->alias_count = 0;
@@ -157,7 +157,7 @@ static dtrain_status dtrain__window_on_host(dtrain_comm *group, size_t bytes, dt
         dtrain__window_lock(0);
         window = status == DTRAIN_OK ? window : NULL;
     }
-    __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
     *out = window;
     return status;
 }
@@ -219,7 +219,7 @@ DTRAIN_API void dtrain_comm_free(void *pointer)
     if (pointer == NULL)
         return;
     dtrain__window_lock(1);
-    for (window = dtrain__windows; window != NULL; window = window->next)
+    for (window = dtrain__windows()->first; window != NULL; window = window->next)
         if (window->open && !window->freed && window->memory + window->begins[window->rank] == pointer)
             break;
     if (window != NULL) {
@@ -227,10 +227,10 @@ DTRAIN_API void dtrain_comm_free(void *pointer)
         window->freed = 1;
         window->alias_count = 0;
         if (window->id != 0 && !forked)
-            __atomic_store_n(&dtrain__window_ends(window)[window->rank], 1u, __ATOMIC_SEQ_CST);
+            DTRAIN__ATOMIC_STORE(&dtrain__window_ends(window)[window->rank], 1u, SEQ_CST);
         if (forked)
             dtrain__window_drop(window);
-        __atomic_add_fetch(&dtrain__window_epoch, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&dtrain__windows()->epoch, 1, SEQ_CST);
         dtrain__window_sweep(0);
     }
     dtrain__window_lock(0);

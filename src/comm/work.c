@@ -23,14 +23,15 @@ static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
+DTRAIN__OF_PROCESS(uint32_t, dtrain__work_told)
+
 /* Logs once a process that its world has one rank, which is often a mistake. A program that runs threads makes no calls
  * on such a world, so it gets no warning. */
 static void dtrain__work_tell_alone(dtrain_comm *comm)
 {
-    static uint32_t told;
     char half[120];
     comm->alone = 0;
-    if (__atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) != 0)
+    if (DTRAIN__ATOMIC_EXCHANGE(dtrain__work_told(), 1, RELAXED) != 0)
         return;
     dtrain__place_half(half, sizeof half);
     dtrain__log(
@@ -83,7 +84,7 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         else
             comm->head = work;
         comm->tail = work;
-        __atomic_add_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&comm->pending, 1, SEQ_CST);
     }
     dtrain__os_unlock(&comm->queue_mutex);
     if (work == NULL)
@@ -109,7 +110,7 @@ static dtrain_status dtrain__work_enqueue(dtrain_comm *comm, const dtrain__op *o
 
 DTRAIN_API int dtrain_work_done(const dtrain_work *work)
 {
-    return work == NULL || __atomic_load_n(&work->done, __ATOMIC_SEQ_CST) != 0;
+    return work == NULL || DTRAIN__ATOMIC_LOAD(&work->done, SEQ_CST) != 0;
 }
 
 static int dtrain__work_ready(void *pointer)
@@ -136,7 +137,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                     dtrain__queue_finish(comm, head);
             }
             dtrain__os_unlock(&comm->drive_mutex);
-            if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
+            if (DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0)
                 dtrain__bell_ring(comm->bell); /* the service continues with the rest */
         } else {
             dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
@@ -150,7 +151,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
 static void dtrain__work_blocked(dtrain_comm *comm, int64_t ns)
 {
     for (dtrain__blocked *blocked = comm->blocked; blocked != NULL; blocked = blocked->above)
-        __atomic_add_fetch(&blocked->ns, ns, __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_ADD(&blocked->ns, ns, RELAXED);
 }
 
 /* The same for a wait inside a call of the group. */
@@ -162,7 +163,7 @@ static void dtrain__work_blocked_in(dtrain_comm *comm, int64_t ns)
 
 static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_allocator *allocator)
 {
-    while (blocked != NULL && __atomic_sub_fetch(&blocked->held, 1, __ATOMIC_ACQ_REL) == 0) {
+    while (blocked != NULL && DTRAIN__ATOMIC_SUB(&blocked->held, 1, ACQ_REL) == 0) {
         dtrain__blocked *above = blocked->above;
         dtrain__free(allocator, blocked);
         blocked = above;
@@ -172,7 +173,7 @@ static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_alloca
 /* Refuses a handle that was waited for, or whose group is gone. Best effort: a later call may use the handle again. */
 static dtrain_status dtrain__work_alive(const dtrain_work *work, const char *call)
 {
-    uint32_t mark = __atomic_load_n(&work->mark, __ATOMIC_RELAXED);
+    uint32_t mark = DTRAIN__ATOMIC_LOAD(&work->mark, RELAXED);
     if (mark == DTRAIN__WORK_MARK)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s", call,
@@ -204,7 +205,7 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
     comm->waited_ns[0] = work->op.run_ns;
     comm->waited_ns[1] = work->op.ended_ns;
     dtrain__os_lock(&comm->queue_mutex);
-    __atomic_store_n(&work->mark, 0, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(&work->mark, 0, RELAXED);
     work->next = comm->spare;
     comm->spare = work;
     dtrain__os_unlock(&comm->queue_mutex);
@@ -255,7 +256,7 @@ static void dtrain__work_drive(dtrain_comm *comm, int64_t until, int64_t patienc
         dtrain__os_pause();
         now = dtrain__os_now_ns();
         awake = moved ? now + patience_ns : awake;
-    } while (now < until && now < awake && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0);
+    } while (now < until && now < awake && DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0);
 }
 
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
@@ -317,7 +318,7 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
                             dtrain__op_kind_name(op->kind), comm->rank);
     if (comm->fusing)
         return dtrain__work_note(comm, op);
-    int waits = work != NULL || __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
+    int waits = work != NULL || DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0;
     if (waits || !dtrain__fused_posts_first(comm, op))
         dtrain__op_clock(comm, op);
     if (work != NULL)
@@ -326,9 +327,9 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
         status = dtrain__work_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
-    __atomic_store_n(&comm->running, op, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&comm->running, op, RELEASE);
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
-    __atomic_store_n(&comm->running, (const dtrain__op *)NULL, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&comm->running, (const dtrain__op *)NULL, RELEASE);
     now = dtrain__os_now_ns();
     if (op->started_ns == 0) /* the group was broken, so it was not posted */
         op->started_ns = now;

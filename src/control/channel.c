@@ -167,25 +167,25 @@ static void dtrain__channel_destroy(void *self)
 static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
     dtrain__hub *hub = channel->hub;
-    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    int serviced = DTRAIN__ATOMIC_LOAD(&hub->serviced, ACQUIRE) != 0;
     int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
     if (!serviced && dtrain__os_try_lock(&hub->step_mutex)) {
         dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
-        if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen)
+        if (DTRAIN__ATOMIC_LOAD(&hub->council.news, SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
         dtrain__os_unlock(&hub->step_mutex);
         if (channel->arena != NULL)
             dtrain__channel_awake(channel, 0);
         return;
     }
-    __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen) {
+    DTRAIN__ATOMIC_STORE(&channel->waiting, 1, SEQ_CST);
+    if (DTRAIN__ATOMIC_LOAD(&hub->council.news, SEQ_CST) == seen) {
         dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
         dtrain__hub_poll(fds, count, until_ns < soon ? until_ns : soon);
         if (fds[count - 1].revents != 0)
             dtrain__channel_awake(channel, 0);
     }
-    __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&channel->waiting, 0, SEQ_CST);
 }
 
 static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)

@@ -268,7 +268,7 @@ static int dtrain__consent_majority(dtrain__council *council, dtrain__consent *c
         lowest = lowest < 0 ? yes : lowest;
         lowest_left = lowest_left < 0 && (yes || !vote->dead) ? yes : lowest_left;
     }
-    int any = __atomic_load_n(&council->any_quorum, __ATOMIC_SEQ_CST) != 0, all = here + lost + (beside ? 0 : dead);
+    int any = DTRAIN__ATOMIC_LOAD(&council->any_quorum, SEQ_CST) != 0, all = here + lost + (beside ? 0 : dead);
     *doubtful = beside && lost > 0;
     *torn = !any && all > here;
     return any || 2 * here > all || (2 * here == all && (beside ? lowest_left : lowest) == 1);
@@ -483,7 +483,7 @@ static void dtrain__council_free(dtrain__council *council)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)
         dtrain__consent_drop(council, &council->spare_consents);
-    dtrain__council_close ended = __atomic_load_n(&dtrain__council_closing, __ATOMIC_SEQ_CST);
+    dtrain__council_close ended = DTRAIN__ATOMIC_LOAD(dtrain__council_closing(), SEQ_CST);
     if (ended != NULL && council->serial != 0)
         ended(council->serial);
 }
@@ -641,7 +641,7 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     dtrain__council *council = seat->council;
     int ended, late = 0;
     for (unsigned turn = 0;; turn++) {
-        uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
+        uint64_t seen = DTRAIN__ATOMIC_LOAD(&council->news, SEQ_CST);
         dtrain__seat_lock(seat, 1);
         ended = agreement != NULL ? dtrain__consent_decided(seat, agreement)
                                   : dtrain__council_ended(seat, call, late, status);

@@ -57,13 +57,13 @@ typedef struct dtrain__store {
 
 /* Told the serial of a council that has ended; NULL: nobody asks. */
 typedef void (*dtrain__council_close)(uint64_t serial);
-static dtrain__council_close dtrain__council_closing;
+DTRAIN__OF_PROCESS(dtrain__council_close, dtrain__council_closing)
+DTRAIN__OF_PROCESS(uint64_t, dtrain__council_count)
 
 /* Returns a number that no other council of this process has, for one whose ranks share memory. */
 static uint64_t dtrain__council_number(void)
 {
-    static uint64_t councils;
-    return __atomic_add_fetch(&councils, 1, __ATOMIC_SEQ_CST);
+    return DTRAIN__ATOMIC_ADD(dtrain__council_count(), 1, SEQ_CST);
 }
 
 typedef struct dtrain__consent dtrain__consent;
@@ -190,7 +190,7 @@ static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint6
 /* Lets whoever is left go on, in all groups of the world. */
 static void dtrain__seat_any_quorum(dtrain__seat *seat)
 {
-    __atomic_store_n(&seat->council->any_quorum, 1u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&seat->council->any_quorum, 1u, SEQ_CST);
 }
 
 static void dtrain__seat_free(dtrain__seat *seat)
@@ -223,12 +223,12 @@ static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
 {
     dtrain__membership *members = seat->members;
     uint32_t whole = 0;
-    if (!__atomic_compare_exchange_n(&members->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    if (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(&members->broken, &whole, 1, SEQ_CST))
         return 0;
     members->cause = *cause;
-    __atomic_store_n(&members->broken, 2, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&members->broken, 2, SEQ_CST);
     for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
-        if (__atomic_load_n(&other->leader, __ATOMIC_SEQ_CST) == seat->id + 1)
+        if (DTRAIN__ATOMIC_LOAD(&other->leader, SEQ_CST) == seat->id + 1)
             dtrain__seat_break(other, cause);
     seat->council->tell(seat->council->self);
     return 1;
@@ -391,8 +391,8 @@ static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
 static void dtrain__seat_follow(dtrain__seat *seat, const dtrain__seat *leader)
 {
     dtrain__seat_lock(seat, 1);
-    __atomic_store_n(&seat->leader, leader->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as the thread that breaks a
-                                                                        * group does */
+    DTRAIN__ATOMIC_STORE(&seat->leader, leader->id + 1, SEQ_CST); /* before it looks, as the thread that breaks a
+                                                                   * group does */
     if (dtrain__membership_broken(leader->members))
         dtrain__seat_break(seat, dtrain__membership_cause(leader->members));
     dtrain__seat_lock(seat, 0);

@@ -171,18 +171,18 @@ static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
 /* Tells callers that something has come that they may wait for. The caller holds the mutex. */
 static void dtrain__hub_tell(dtrain__hub *hub)
 {
-    __atomic_add_fetch(&hub->council.news, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&hub->council.news, 1, SEQ_CST);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))
-        if (__atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
+        if (DTRAIN__ATOMIC_LOAD(&channel->waiting, SEQ_CST))
             dtrain__os_poke(channel->wake[1]);
 }
 
 /* Asks whoever steps to look again. A thread that is about to step will look anyway. */
 static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 {
-    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
+    DTRAIN__ATOMIC_STORE(&hub->kicked, 1, SEQ_CST);
+    if (DTRAIN__ATOMIC_LOAD(&hub->stepping, SEQ_CST))
         dtrain__os_poke(hub->kick[1]);
 }
 
@@ -190,9 +190,9 @@ static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 static void dtrain__channel_awake(dtrain__channel *channel, int service)
 {
     dtrain__os_drain(channel->wake[0]);
-    if (service && __atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
+    if (service && DTRAIN__ATOMIC_LOAD(&channel->waiting, SEQ_CST))
         dtrain__os_poke(channel->wake[1]);
-    if (!service && __atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
+    if (!service && DTRAIN__ATOMIC_LOAD(&channel->dozing, SEQ_CST))
         dtrain__hub_kick(channel->hub);
 }
 

@@ -133,21 +133,21 @@ struct dtrain__mux {
 static void dtrain__mux_enter(dtrain__mux *mux)
 {
     if (!dtrain__os_try_lock(&mux->turn)) {
-        __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&mux->waiting, 1, SEQ_CST);
         dtrain__os_lock(&mux->turn);
-        __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_SUB(&mux->waiting, 1, SEQ_CST);
         mux->crowded_ns = dtrain__os_now_ns() + DTRAIN__MUX_CROWDED_NS;
     }
-    __atomic_store_n(&mux->turns, mux->turns + 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&mux->turns, mux->turns + 1, SEQ_CST);
 }
 
 /* Gives the next turn to a thread that waits: a mutex is not fair. */
 static void dtrain__mux_exit(dtrain__mux *mux)
 {
-    uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
+    uint64_t turns = DTRAIN__ATOMIC_LOAD(&mux->turns, SEQ_CST);
     dtrain__os_unlock(&mux->turn);
-    for (int i = 0; i < 200 && __atomic_load_n(&mux->waiting, __ATOMIC_SEQ_CST) > 0 &&
-                    __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST) == turns;
+    for (int i = 0; i < 200 && DTRAIN__ATOMIC_LOAD(&mux->waiting, SEQ_CST) > 0 &&
+                    DTRAIN__ATOMIC_LOAD(&mux->turns, SEQ_CST) == turns;
          i++)
         dtrain__os_yield();
 }
@@ -167,7 +167,7 @@ static void dtrain__mux_frame(unsigned char *out, uint64_t lane, int kind, const
 static void dtrain__mux_ring(dtrain__mux *mux)
 {
     dtrain__bell_ring(&mux->bell);
-    if (__atomic_load_n(&mux->resting, __ATOMIC_SEQ_CST) > 0)
+    if (DTRAIN__ATOMIC_LOAD(&mux->resting, SEQ_CST) > 0)
         dtrain__os_poke(mux->doorbell[1]);
 }
 

@@ -177,9 +177,9 @@ static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns
 {
     int64_t soon = dtrain__os_now_ns() + span_ns;
     if (mux->doorbell[0] >= 0) {
-        __atomic_add_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&mux->resting, 1, SEQ_CST);
         dtrain__os_rest(mux->doorbell[0], soon < until_ns ? span_ns : until_ns - dtrain__os_now_ns());
-        __atomic_sub_fetch(&mux->resting, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_SUB(&mux->resting, 1, SEQ_CST);
         return;
     }
     dtrain__bell_wait(&mux->bell, DTRAIN__BELL_YIELDS, soon < until_ns ? soon : until_ns, dtrain__mux_never, NULL);

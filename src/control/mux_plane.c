@@ -247,7 +247,7 @@ static dtrain__shared *dtrain__mux_plane_keep(void *self, const unsigned char *v
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__os_crowd crowd = {dtrain__mux_plane_process, lane->mux, lane->mux->table.size};
     dtrain__shared *shared = dtrain__arena_keep(&lane->arena, &lane->seat, dtrain__os_crowded(&crowd), verdicts);
-    __atomic_store_n(&lane->shares, shared != NULL, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&lane->shares, shared != NULL, SEQ_CST);
     return shared;
 }
 
@@ -256,7 +256,7 @@ static void dtrain__mux_plane_way(void *self, int rank, char *text, size_t capac
     const dtrain__mux_lane *lane = (const dtrain__mux_lane *)self;
     (void)rank;
     snprintf(text, capacity, "%s of the transport, %s", lane->own.send != NULL ? "a stream" : "frames",
-             __atomic_load_n(&lane->shares, __ATOMIC_SEQ_CST) ? "collectives in shared memory" : "no shared memory");
+             DTRAIN__ATOMIC_LOAD(&lane->shares, SEQ_CST) ? "collectives in shared memory" : "no shared memory");
 }
 
 /* A thread that rests is always woken by the doorbell. */

@@ -62,7 +62,7 @@ static void dtrain__membership_free(dtrain__membership *members, dtrain_allocato
 
 static int dtrain__membership_broken(const dtrain__membership *members)
 {
-    return __atomic_load_n(&members->broken, __ATOMIC_SEQ_CST) != 0;
+    return DTRAIN__ATOMIC_LOAD(&members->broken, SEQ_CST) != 0;
 }
 
 /* Returns what has broken the group; NULL: nothing. */
@@ -70,21 +70,21 @@ static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtra
 {
     if (!dtrain__membership_broken(members))
         return NULL;
-    while (__atomic_load_n(&members->broken, __ATOMIC_ACQUIRE) != 2)
+    while (DTRAIN__ATOMIC_LOAD(&members->broken, ACQUIRE) != 2)
         dtrain__os_yield();
     return &members->cause;
 }
 
 static int dtrain__membership_left(const dtrain__membership *members, int rank)
 {
-    return __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST) > 0 &&
-           __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST) != 0;
+    return DTRAIN__ATOMIC_LOAD(&members->leavers, SEQ_CST) > 0 &&
+           DTRAIN__ATOMIC_LOAD(&members->ranks[rank].left, SEQ_CST) != 0;
 }
 
 static void dtrain__membership_leave(dtrain__membership *members, int rank)
 {
-    uint32_t turn = __atomic_add_fetch(&members->leavers, 1, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&members->ranks[rank].left, turn, __ATOMIC_SEQ_CST);
+    uint32_t turn = DTRAIN__ATOMIC_ADD(&members->leavers, 1, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&members->ranks[rank].left, turn, SEQ_CST);
 }
 
 /* Returns the first rank to leave of those that left before collective `number`; -1: none. It looks again if ranks have
@@ -93,12 +93,12 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
 {
     uint32_t leavers, seen = 0;
     int missing = -1;
-    while ((leavers = __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST)) != seen) {
+    while ((leavers = DTRAIN__ATOMIC_LOAD(&members->leavers, SEQ_CST)) != seen) {
         uint32_t first = UINT32_MAX;
         seen = leavers;
         missing = -1;
         for (int rank = 0; rank < members->size; rank++) {
-            uint32_t left = __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST);
+            uint32_t left = DTRAIN__ATOMIC_LOAD(&members->ranks[rank].left, SEQ_CST);
             if (left == 0 || left >= first || members->ranks[rank].calls >= number)
                 continue;
             first = left;
@@ -268,7 +268,7 @@ struct dtrain__plane {
 /* Returns a number that this process gives to no other group. */
 static uint64_t dtrain__origin_serial(dtrain__origin *origin)
 {
-    return __atomic_add_fetch(&origin->serial, 1, __ATOMIC_SEQ_CST);
+    return DTRAIN__ATOMIC_ADD(&origin->serial, 1, SEQ_CST);
 }
 
 /* The last group is gone: stops the service. */

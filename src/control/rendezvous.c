@@ -635,27 +635,27 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     int64_t due = dtrain__hub_prepare(hub, &count);
     for (int i = 0; i < extra_count; i++)
         dtrain__hub_watch(hub, &count, (int)extra[i].fd, extra[i].events);
-    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    int serviced = DTRAIN__ATOMIC_LOAD(&hub->serviced, ACQUIRE) != 0;
     for (dtrain__channel *channel = dtrain__channel_first(hub); serviced && channel != NULL;
          channel = dtrain__channel_next(channel)) {
         if (dtrain__hub_watch_awaited(channel, &count))
             until_ns = 0;
-        if (__atomic_load_n(&channel->dozing, __ATOMIC_SEQ_CST))
+        if (DTRAIN__ATOMIC_LOAD(&channel->dozing, SEQ_CST))
             dtrain__hub_watch(hub, &count, channel->wake[0], POLLIN);
     }
-    __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&hub->stepping, 1, SEQ_CST);
     dtrain__os_unlock(&hub->mutex);
-    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+    if (DTRAIN__ATOMIC_LOAD(&hub->kicked, SEQ_CST))
         until_ns = 0;
     dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
-    __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&hub->stepping, 0, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&hub->kicked, 0, SEQ_CST);
     if (hub->fds[0].revents != 0)
         dtrain__os_drain(hub->kick[0]);
     dtrain__os_lock(&hub->mutex);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))
-        if (__atomic_exchange_n(&channel->dozing, 0u, __ATOMIC_SEQ_CST) != 0)
+        if (DTRAIN__ATOMIC_EXCHANGE(&channel->dozing, 0u, SEQ_CST) != 0)
             dtrain__channel_awake(channel, 1);
     dtrain__hub_work(hub);
     if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined || hub->notes.address)

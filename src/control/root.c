@@ -103,7 +103,7 @@ static dtrain_status dtrain__root_found(dtrain__hub *hub)
 static dtrain_status dtrain__root_find(dtrain__hub *hub)
 {
     dtrain__error cause;
-    dtrain_status status = dtrain__net_look_up(hub->root, AI_NUMERICHOST, hub->root_addresses, &hub->root_count);
+    dtrain_status status = dtrain__net_look_up(hub->root, 1, hub->root_addresses, &hub->root_count);
     hub->root_named = status == DTRAIN_ERR_IO;
     if (status == DTRAIN_OK)
         return dtrain__root_choose(hub);
@@ -114,10 +114,9 @@ static dtrain_status dtrain__root_find(dtrain__hub *hub)
     int64_t now = dtrain__os_now_ns(), until = now + DTRAIN__ROOT_SOON_NS;
     if (hub->rank == 0)
         dtrain__root_ask(hub, now);
-    while (hub->look_up != NULL && !__atomic_load_n(&hub->look_up->done, __ATOMIC_SEQ_CST) &&
-           dtrain__os_now_ns() < until)
+    while (hub->look_up != NULL && !DTRAIN__ATOMIC_LOAD(&hub->look_up->done, SEQ_CST) && dtrain__os_now_ns() < until)
         dtrain__os_sleep(200000);
-    if (hub->look_up == NULL || !__atomic_load_n(&hub->look_up->done, __ATOMIC_SEQ_CST) || hub->look_up->count == 0)
+    if (hub->look_up == NULL || !DTRAIN__ATOMIC_LOAD(&hub->look_up->done, SEQ_CST) || hub->look_up->count == 0)
         return DTRAIN_OK;
     status = dtrain__root_found(hub);
     dtrain__look_up_release(hub->look_up);
@@ -314,7 +313,7 @@ static void dtrain__root_take(dtrain__hub *hub)
 /* Looks up the name, at most once a second: at first, and when no address of it has led to rank 0. */
 static void dtrain__root_step(dtrain__hub *hub, int64_t now)
 {
-    if (hub->look_up != NULL && __atomic_load_n(&hub->look_up->done, __ATOMIC_SEQ_CST))
+    if (hub->look_up != NULL && DTRAIN__ATOMIC_LOAD(&hub->look_up->done, SEQ_CST))
         dtrain__root_take(hub);
     if (!hub->root_named || hub->formed || hub->look_up != NULL || now < hub->look_ns ||
         hub->root_turn < hub->root_count)

@@ -37,7 +37,7 @@ static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t 
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     for (;;) {
-        uint64_t seen = __atomic_load_n(&channel->hub->council.news, __ATOMIC_SEQ_CST);
+        uint64_t seen = DTRAIN__ATOMIC_LOAD(&channel->hub->council.news, SEQ_CST);
         struct pollfd none[1];
         dtrain_status status = dtrain__socket_formed(channel, formed, started_ns, deadline_ns);
         if (*formed || status != DTRAIN_OK || !wait)
@@ -154,7 +154,7 @@ static dtrain__shared *dtrain__socket_plane_keep(void *self, const unsigned char
 /* The service thread will sleep; the doorbell is to wake it. */
 static void dtrain__socket_plane_doze(void *self)
 {
-    __atomic_store_n(&((dtrain__channel *)self)->dozing, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&((dtrain__channel *)self)->dozing, 1, SEQ_CST);
 }
 
 static const dtrain__sharing dtrain__socket_sharing = {dtrain__socket_plane_offer, dtrain__socket_plane_prepare,

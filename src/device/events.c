@@ -31,13 +31,13 @@ static dtrain__device_word *dtrain__events_word(dtrain_device_group *group, int 
 
 static void dtrain__events_set(dtrain_device_group *group, uint32_t inside)
 {
-    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->inside, inside, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&dtrain__events_word(group, group->comm->rank)->inside, inside, SEQ_CST);
 }
 
 /* Returns whether no rank may enter the others' memory any more. */
 static int dtrain__events_ended(dtrain_device_group *group)
 {
-    return group->processes != NULL ? __atomic_load_n(&group->processes->page->broken, __ATOMIC_SEQ_CST) != 0
+    return group->processes != NULL ? DTRAIN__ATOMIC_LOAD(&group->processes->page->broken, SEQ_CST) != 0
                                     : dtrain__membership_broken(group->comm->members);
 }
 
@@ -46,8 +46,7 @@ static dtrain__error dtrain__events_cause(dtrain_device_group *group)
     if (group->processes == NULL)
         return *dtrain__group_cause(group->comm);
     dtrain__processes_page *page = group->processes->page;
-    dtrain__error why =
-        page->ranks[dtrain__processes_named(group, __atomic_load_n(&page->broken, __ATOMIC_SEQ_CST))].why;
+    dtrain__error why = page->ranks[dtrain__processes_named(group, DTRAIN__ATOMIC_LOAD(&page->broken, SEQ_CST))].why;
     why.status = dtrain__status_told((uint64_t)why.status);
     why.text[sizeof why.text - 1] = 0;
     return why;
@@ -66,7 +65,7 @@ static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 {
     for (int rank = 0; rank < group->comm->size; rank++) {
         const uint32_t *word = &dtrain__events_word(group, rank)->inside;
-        for (unsigned turn = 0; rank != group->comm->rank && __atomic_load_n(word, __ATOMIC_SEQ_CST) > inside; turn++) {
+        for (unsigned turn = 0; rank != group->comm->rank && DTRAIN__ATOMIC_LOAD(word, SEQ_CST) > inside; turn++) {
             if (group->processes != NULL && turn >= DTRAIN__BELL_YIELDS && dtrain__processes_is_out(group, rank))
                 break;
             dtrain__processes_sleep(group->comm, turn);
@@ -94,7 +93,7 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
     const dtrain_comm *comm = group->comm;
     dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        uint64_t theirs = __atomic_load_n(&dtrain__events_word(group, rank)->turn, __ATOMIC_SEQ_CST);
+        uint64_t theirs = DTRAIN__ATOMIC_LOAD(&dtrain__events_word(group, rank)->turn, SEQ_CST);
         int gone = group->processes != NULL && group->processes->peers[rank].gone;
         if (rank == comm->rank || (second && theirs < turn) || gone)
             continue;
@@ -261,7 +260,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     status = dtrain__events_work(group, op, turn);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
-    __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&word->turn, turn, SEQ_CST);
     dtrain__op parting = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
     status = dtrain__device_step(group, op, 1, &parting); /* waits until every rank has recorded its second event */
     if (status != DTRAIN_OK)                              /* all ranks have work under way */

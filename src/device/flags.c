@@ -44,7 +44,7 @@ static void dtrain__flags_set(dtrain_device_group *group, uint32_t state)
     if (group->processes != NULL)
         dtrain__events_set(group, state);
     else
-        __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(&group->flags->state[group->comm->rank], state, SEQ_CST);
 }
 
 /* Returns the number of the last call that this rank's queue was given. */
@@ -58,7 +58,7 @@ static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 {
     if (group->processes != NULL)
         return dtrain__processes_is_in(group, rank);
-    uint32_t state = __atomic_load_n(&group->flags->state[rank], __ATOMIC_SEQ_CST);
+    uint32_t state = DTRAIN__ATOMIC_LOAD(&group->flags->state[rank], SEQ_CST);
     int done = 0;
     if (state != DTRAIN__FLAGS_LEFT)
         return state == DTRAIN__FLAGS_INSIDE;
@@ -191,7 +191,7 @@ static dtrain_status dtrain__flags_join(dtrain_device_group *group)
         return dtrain__flags_open(group);
     if (rank != 0) {
         group->flags = group->notes[0].flags;
-        __atomic_add_fetch(&group->flags->members, 1, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_ADD(&group->flags->members, 1, SEQ_CST);
     }
     group->flags->event[rank] = group->mine.events[1];
     group->flags->words[rank] = group->words;
@@ -207,9 +207,9 @@ static void dtrain__flags_leave(dtrain_device_group *group)
     if (shared != NULL) {
         dtrain__flags_settle(group);
         for (int rank = 0; rank < group->comm->size; rank++)
-            while (__atomic_load_n(&shared->state[rank], __ATOMIC_SEQ_CST) == DTRAIN__FLAGS_NAMED)
+            while (DTRAIN__ATOMIC_LOAD(&shared->state[rank], SEQ_CST) == DTRAIN__FLAGS_NAMED)
                 dtrain__os_yield();
-        if (__atomic_sub_fetch(&shared->members, 1, __ATOMIC_SEQ_CST) == 0)
+        if (DTRAIN__ATOMIC_SUB(&shared->members, 1, SEQ_CST) == 0)
             dtrain__free(&heap, shared);
         group->flags = NULL;
     }
@@ -283,7 +283,7 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
     group->epoch++;
     uint32_t second = dtrain__processes_second(dtrain__flags_turn(group)); /* this kernel waits for it on all peers */
     for (int rank = 0; rank < size && group->processes != NULL; rank++)
-        __atomic_store_n(&group->processes->peers[rank].awaited[1], second, __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(&group->processes->peers[rank].awaited[1], second, SEQ_CST);
     group->part_at_once = dtrain__flags_at_once(group, op);
     group->part_blocks = dtrain__flags_blocks(group, op, group->part_at_once);
     group->part_queued = 0;
@@ -304,7 +304,7 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
 static dtrain_status dtrain__flags_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
-    uint64_t failure = group->failure != NULL ? __atomic_load_n(group->failure, __ATOMIC_ACQUIRE) : 0;
+    uint64_t failure = group->failure != NULL ? DTRAIN__ATOMIC_LOAD(group->failure, ACQUIRE) : 0;
     int rank = dtrain__processes_named(group, failure >> 16 & 0xffff);
     int peer = dtrain__processes_named(group, failure & 0xffff);
     if (failure == 0)
@@ -335,9 +335,8 @@ static void dtrain__flags_give_up(dtrain_device_group *group)
     uint64_t rank = (uint64_t)group->comm->rank + 1, failure = (uint64_t)group->epoch << 32 | rank << 16 | rank;
     for (int other = 0; other < group->comm->size && group->processes == NULL; other++) {
         uint64_t none = 0;
-        if (__atomic_load_n(&group->flags->state[other], __ATOMIC_SEQ_CST) >= DTRAIN__FLAGS_INSIDE)
-            __atomic_compare_exchange_n(group->flags->errors[other], &none, failure, 0, __ATOMIC_SEQ_CST,
-                                        __ATOMIC_SEQ_CST);
+        if (DTRAIN__ATOMIC_LOAD(&group->flags->state[other], SEQ_CST) >= DTRAIN__FLAGS_INSIDE)
+            DTRAIN__ATOMIC_COMPARE_EXCHANGE(group->flags->errors[other], &none, failure, SEQ_CST);
     }
 }
 
@@ -364,8 +363,7 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
         return dtrain__flags_retreat(group, status);
     }
     if (group->processes != NULL) /* all can see when the device's work will have ended */
-        __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group),
-                         __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_STORE(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group), SEQ_CST);
     dtrain__flags_set(group, group->processes != NULL ? DTRAIN__FLAGS_FREE : DTRAIN__FLAGS_LEFT);
     return DTRAIN_OK;
 }

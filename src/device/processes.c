@@ -111,7 +111,7 @@ static dtrain_status dtrain__processes_sign(dtrain_device_group *group)
     if (own->began == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "its process cannot see itself in /proc: mount it");
     own->passed[0] = own->passed[1] = DTRAIN__PROCESSES_NUMBER;
-    __atomic_store_n(&own->process, (uint64_t)dtrain__os_self(), __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&own->process, (uint64_t)dtrain__os_self(), SEQ_CST);
     return DTRAIN_OK;
 }
 
@@ -159,7 +159,7 @@ static dtrain_status dtrain__processes_meet_all(const dtrain_device_group *group
     const dtrain__processes_words *ranks = group->processes->page->ranks;
     for (int rank = 0; rank < group->comm->size; rank++) {
         int known;
-        uint64_t process = __atomic_load_n(&ranks[rank].process, __ATOMIC_SEQ_CST);
+        uint64_t process = DTRAIN__ATOMIC_LOAD(&ranks[rank].process, SEQ_CST);
         if (process == 0 || dtrain__os_process_began((long)process, &known) != ranks[rank].began)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "it cannot see rank %d's process", rank);
         for (int other = 0; other < rank; other++)
@@ -198,8 +198,7 @@ static void dtrain__processes_break(dtrain_device_group *group, const dtrain__er
         return;
     own->why = *cause;
     own->told = 1;
-    __atomic_compare_exchange_n(&page->broken, &whole, (uint32_t)group->comm->rank + 1, 0, __ATOMIC_SEQ_CST,
-                                __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_COMPARE_EXCHANGE(&page->broken, &whole, (uint32_t)group->comm->rank + 1, SEQ_CST);
 }
 
 /* Returns whether to stop waiting for a peer: its process has ended, or it was lost two seconds ago. */
@@ -267,7 +266,7 @@ static dtrain_status dtrain__processes_await(dtrain_device_group *group, int ran
 {
     uint32_t mark = (uint32_t)group->processes->buffers[rank].mark;
     uint32_t number = second ? dtrain__processes_second(turn) : mark;
-    __atomic_store_n(&group->processes->peers[rank].awaited[second], number, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&group->processes->peers[rank].awaited[second], number, SEQ_CST);
     return group->device->ops->word_await(group->device, dtrain__processes_word(group, rank, second), number);
 }
 
@@ -275,9 +274,9 @@ static dtrain_status dtrain__processes_await(dtrain_device_group *group, int ran
 static int dtrain__processes_is_in(dtrain_device_group *group, int rank)
 {
     const dtrain__processes_words *words = &group->processes->page->ranks[rank];
-    if (__atomic_load_n(&words->device.inside, __ATOMIC_SEQ_CST) == 0) {
-        uint32_t second = dtrain__processes_second(__atomic_load_n(&words->device.turn, __ATOMIC_SEQ_CST));
-        if ((int32_t)(__atomic_load_n(&words->passed[1], __ATOMIC_SEQ_CST) - second) >= 0)
+    if (DTRAIN__ATOMIC_LOAD(&words->device.inside, SEQ_CST) == 0) {
+        uint32_t second = dtrain__processes_second(DTRAIN__ATOMIC_LOAD(&words->device.turn, SEQ_CST));
+        if ((int32_t)(DTRAIN__ATOMIC_LOAD(&words->passed[1], SEQ_CST) - second) >= 0)
             return 0;
     }
     return !dtrain__processes_is_out(group, rank);
@@ -286,9 +285,8 @@ static int dtrain__processes_is_in(dtrain_device_group *group, int rank)
 /* Lets all go on that wait for this number or an earlier one. */
 static void dtrain__processes_pass(uint32_t *word, uint32_t number)
 {
-    uint32_t now = __atomic_load_n(word, __ATOMIC_SEQ_CST);
-    while ((int32_t)(now - number) < 0 &&
-           !__atomic_compare_exchange_n(word, &now, number, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    uint32_t now = DTRAIN__ATOMIC_LOAD(word, SEQ_CST);
+    while ((int32_t)(now - number) < 0 && !DTRAIN__ATOMIC_COMPARE_EXCHANGE(word, &now, number, SEQ_CST))
         continue;
 }
 
@@ -298,8 +296,7 @@ static void dtrain__processes_stop(const dtrain_device_group *group, int rank)
     uint64_t failure = (uint64_t)(group->comm->rank + 1) << 16 | (uint64_t)(rank + 1);
     for (int other = 0; other < group->comm->size; other++) {
         uint64_t none = 0;
-        __atomic_compare_exchange_n(&group->processes->page->ranks[other].failure, &none, failure, 0, __ATOMIC_SEQ_CST,
-                                    __ATOMIC_SEQ_CST);
+        DTRAIN__ATOMIC_COMPARE_EXCHANGE(&group->processes->page->ranks[other].failure, &none, failure, SEQ_CST);
     }
 }
 
@@ -310,8 +307,8 @@ static int dtrain__processes_waits(const dtrain_device_group *group, int rank)
     const uint32_t *awaited = group->processes->peers[rank].awaited;
     int waits = 0;
     for (int second = 0; second < 2 && rank != group->comm->rank; second++)
-        waits |= (int32_t)(__atomic_load_n(&passed[second], __ATOMIC_SEQ_CST) -
-                           __atomic_load_n(&awaited[second], __ATOMIC_SEQ_CST)) < 0;
+        waits |= (int32_t)(DTRAIN__ATOMIC_LOAD(&passed[second], SEQ_CST) -
+                           DTRAIN__ATOMIC_LOAD(&awaited[second], SEQ_CST)) < 0;
     return waits;
 }
 
@@ -320,11 +317,11 @@ static int dtrain__processes_waits(const dtrain_device_group *group, int rank)
 static void dtrain__processes_release(dtrain_device_group *group, int rank)
 {
     const dtrain__processes *all = group->processes;
-    __atomic_store_n(&all->page->missed, (uint32_t)rank + 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&all->page->missed, (uint32_t)rank + 1, SEQ_CST);
     dtrain__processes_stop(group, rank);
     for (int second = 0; second < 2; second++)
         dtrain__processes_pass(&all->page->ranks[rank].passed[second],
-                               __atomic_load_n(&all->peers[rank].awaited[second], __ATOMIC_SEQ_CST));
+                               DTRAIN__ATOMIC_LOAD(&all->peers[rank].awaited[second], SEQ_CST));
 }
 
 /* Waits for this rank's queue, and ends its waits for peers that are out. From until_ns on it ends its waits for all
@@ -370,16 +367,15 @@ static int dtrain__processes_missed(dtrain_device_group *group, int rank)
 {
     uint32_t none = 0;
     if (dtrain__processes_gone(group, rank) || dtrain__group_has_left(group->comm, rank))
-        __atomic_compare_exchange_n(&group->processes->page->missed, &none, (uint32_t)rank + 1, 0, __ATOMIC_SEQ_CST,
-                                    __ATOMIC_SEQ_CST);
-    return __atomic_load_n(&group->processes->page->missed, __ATOMIC_SEQ_CST) != 0;
+        DTRAIN__ATOMIC_COMPARE_EXCHANGE(&group->processes->page->missed, &none, (uint32_t)rank + 1, SEQ_CST);
+    return DTRAIN__ATOMIC_LOAD(&group->processes->page->missed, SEQ_CST) != 0;
 }
 
 /* Makes an error of a wait that was ended because a peer was lost: results since then are undefined. */
 static dtrain_status dtrain__processes_check(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
-    uint32_t missed = __atomic_load_n(&group->processes->page->missed, __ATOMIC_SEQ_CST);
+    uint32_t missed = DTRAIN__ATOMIC_LOAD(&group->processes->page->missed, SEQ_CST);
     int rank = dtrain__processes_named(group, missed);
     if (missed == 0)
         return DTRAIN_OK;

@@ -177,14 +177,14 @@ typedef struct dtrain__rounds_wait {
 static int dtrain__rounds_has_news(void *pointer)
 {
     const dtrain__rounds_wait *wait = (const dtrain__rounds_wait *)pointer;
-    return __atomic_load_n(&wait->local->news, __ATOMIC_SEQ_CST) != wait->news;
+    return DTRAIN__ATOMIC_LOAD(&wait->local->news, SEQ_CST) != wait->news;
 }
 
 /* Whether a fragment's difference is handed in or in a round; -1: that of any fragment. *news: its value before. */
 static int dtrain__rounds_under_way(dtrain_local_sgd *local, int fragment, uint32_t *news)
 {
     int under_way = 0;
-    *news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+    *news = DTRAIN__ATOMIC_LOAD(&local->news, SEQ_CST);
     dtrain__os_lock(&local->mutex);
     for (int i = 0; i < local->desc.fragments; i++)
         under_way |= (fragment < 0 || i == fragment) && (local->fragments[i].state == DTRAIN__ROUNDS_READY ||
@@ -317,7 +317,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_finish(dtrain_local_sgd *local)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_finish: the object is NULL: create it first");
     int64_t until = dtrain__rounds_deadline(local, 0);
     for (;;) {
-        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        uint32_t news = DTRAIN__ATOMIC_LOAD(&local->news, SEQ_CST);
         if (dtrain__rounds_close(local, &made))
             return DTRAIN_OK;
         until = made != before ? dtrain__rounds_deadline(local, 0) : until;
@@ -361,7 +361,7 @@ static int dtrain__rounds_take_back(dtrain_local_sgd *local)
 {
     int64_t until = dtrain__rounds_deadline(local, 0);
     for (;;) {
-        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        uint32_t news = DTRAIN__ATOMIC_LOAD(&local->news, SEQ_CST);
         dtrain__os_lock(&local->mutex);
         int flying = dtrain__rounds_withdraw(local);
         dtrain__os_unlock(&local->mutex);
@@ -381,7 +381,7 @@ static int dtrain__rounds_recall(dtrain_local_sgd *local)
     dtrain__os_unlock(&local->mutex);
     dtrain__worker_call(&local->worker);
     for (;;) {
-        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        uint32_t news = DTRAIN__ATOMIC_LOAD(&local->news, SEQ_CST);
         dtrain__os_lock(&local->mutex);
         local->recalls &= local->up != NULL && dtrain_comm_rank(local->up) == 0;
         int waits = local->recalls;

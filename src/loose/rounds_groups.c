@@ -17,7 +17,7 @@ static int dtrain__rounds_stopping(const dtrain_local_sgd *local)
 /* Wakes the training thread: something has changed. */
 static void dtrain__rounds_tell(dtrain_local_sgd *local)
 {
-    __atomic_add_fetch(&local->news, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&local->news, 1, SEQ_CST);
     dtrain__bell_ring(&local->to_caller);
 }
 

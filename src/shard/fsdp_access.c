@@ -3,6 +3,7 @@
 #ifndef DTRAIN__FSDP_ACCESS
 #define DTRAIN__FSDP_ACCESS
 #include "fsdp_step.c"
+#include "../base/json_writer.c"
 
 #define DTRAIN__FSDP_STAGE ((size_t)1 << 13) /* elements that are broadcast at once: 32 KiB, beyond the plan */
 
@@ -239,34 +240,66 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-static void dtrain__fsdp_write_events(FILE *file, const void *user)
+static void dtrain__fsdp_write_meta(dtrain__json_writer *json, const char *what, int rank, int lane, const char *name)
 {
-    const dtrain_fsdp *fsdp = (const dtrain_fsdp *)user;
+    dtrain__json_begin(json, 1);
+    dtrain__json_member_text(json, "name", what);
+    dtrain__json_member_text(json, "ph", "M");
+    dtrain__json_member_u64(json, "pid", (uint64_t)rank);
+    dtrain__json_member_u64(json, "tid", (uint64_t)lane);
+    dtrain__json_member(json, "args");
+    dtrain__json_begin(json, 1);
+    dtrain__json_member_text(json, "name", name);
+    dtrain__json_end(json);
+    dtrain__json_end(json);
+}
+
+static void dtrain__fsdp_write_event(dtrain__json_writer *json, int rank, const char *lane,
+                                     const dtrain__fsdp_event *event)
+{
+    char name[40];
+    if (event->unit >= 0)
+        snprintf(name, sizeof name, "%s unit %d", lane, event->unit);
+    else
+        snprintf(name, sizeof name, "%s all units", lane);
+    dtrain__json_begin(json, 1);
+    dtrain__json_member_text(json, "name", name);
+    dtrain__json_member_text(json, "ph", "X");
+    dtrain__json_member_u64(json, "pid", (uint64_t)rank);
+    dtrain__json_member_u64(json, "tid", (uint64_t)event->lane);
+    dtrain__json_member_us(json, "ts", (uint64_t)event->begin_ns);
+    dtrain__json_member_us(json, "dur", (uint64_t)(event->end_ns - event->begin_ns));
+    if (event->dense_bytes > 0) {
+        dtrain__json_member(json, "args");
+        dtrain__json_begin(json, 1);
+        dtrain__json_member_u64(json, "dense_bytes", event->dense_bytes);
+        dtrain__json_member_u64(json, "sent_bytes", event->sent_bytes);
+        dtrain__json_end(json);
+    }
+    dtrain__json_end(json);
+}
+
+/* Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU */
+static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, dtrain__json_writer *json)
+{
     static const char *const lanes[DTRAIN__FSDP_LANES] = {"compute", "gather", "reduce", "wait"};
-    size_t most = fsdp->desc.trace_events;
-    size_t first = fsdp->event_count > most ? fsdp->event_count - most : 0;
+    size_t most = fsdp->desc.trace_events, first = fsdp->event_count > most ? fsdp->event_count - most : 0;
     int rank = dtrain__fsdp_rank(fsdp);
-    fprintf(file,
-            "{\"traceEvents\":[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}",
-            rank, rank);
+    char title[32];
+    snprintf(title, sizeof title, "rank %d", rank);
+    dtrain__json_begin(json, 1);
+    dtrain__json_member(json, "traceEvents");
+    dtrain__json_begin(json, 0);
+    dtrain__fsdp_write_meta(json, "process_name", rank, 0, title);
     for (int lane = 0; lane < DTRAIN__FSDP_LANES; lane++)
-        fprintf(file, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
-                rank, lane, lanes[lane]);
+        dtrain__fsdp_write_meta(json, "thread_name", rank, lane, lanes[lane]);
     for (size_t i = first; i < fsdp->event_count; i++) {
         const dtrain__fsdp_event *event = &fsdp->events[i % most];
-        char name[24] = "all units";
-        if (event->unit >= 0)
-            snprintf(name, sizeof name, "unit %d", event->unit);
-        fprintf(file, ",\n{\"name\":\"%s %s\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d",
-                lanes[event->lane], name, rank, event->lane, (long long)(event->begin_ns / 1000),
-                (int)(event->begin_ns % 1000), (long long)((event->end_ns - event->begin_ns) / 1000),
-                (int)((event->end_ns - event->begin_ns) % 1000));
-        if (event->dense_bytes > 0)
-            fprintf(file, ",\"args\":{\"dense_bytes\":%llu,\"sent_bytes\":%llu}",
-                    (unsigned long long)event->dense_bytes, (unsigned long long)event->sent_bytes);
-        fputc('}', file);
+        dtrain__json_put(json, "\n", 1); /* a line for each */
+        dtrain__fsdp_write_event(json, rank, lanes[event->lane], event);
     }
-    fprintf(file, "\n]}\n");
+    dtrain__json_end(json);
+    dtrain__json_end(json);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
@@ -289,7 +322,18 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
                             fsdp == NULL   ? "fsdp is NULL"
                             : path == NULL ? "path is NULL"
                                            : "desc.trace_events was 0");
-    int error = dtrain__os_replace_file(path, dtrain__fsdp_write_events, fsdp);
+    dtrain__json_writer json;
+    dtrain__json_write_start(&json, NULL, 0); /* counts */
+    dtrain__fsdp_write_events(fsdp, &json);
+    size_t bytes = json.bytes;
+    void *text = dtrain__os_alloc(bytes, 64);
+    int error = ENOMEM;
+    if (text != NULL) {
+        dtrain__json_write_start(&json, text, bytes);
+        dtrain__fsdp_write_events(fsdp, &json);
+        error = dtrain__os_replace_file(path, text, bytes);
+    }
+    dtrain__os_free(text);
     if (error == 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_fsdp_trace: rank %d cannot write %s: %s", dtrain__fsdp_rank(fsdp),

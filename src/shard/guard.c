@@ -34,7 +34,7 @@ typedef struct dtrain__guard {
     int rank, off; /* off: all pages are open for good */
 } dtrain__guard;
 
-static dtrain__guard *dtrain__guard_first;
+DTRAIN__OF_PROCESS(dtrain__guard *, dtrain__guard_list)
 
 /* ---- the handler ---- */
 
@@ -47,7 +47,7 @@ static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard,
             continue;
         const dtrain__guard_region *region = &guard->regions[range->region];
         if (address >= region->begin && address < region->end &&
-            __atomic_load_n(&region->open[(address - region->begin) / guard->page], __ATOMIC_RELAXED) == 0)
+            DTRAIN__ATOMIC_LOAD(&region->open[(address - region->begin) / guard->page], RELAXED) == 0)
             return range;
     }
     return NULL;
@@ -80,8 +80,8 @@ static void dtrain__guard_describe(dtrain__faults_line *line, const dtrain__guar
 /* Says which closed range a fault was in. It runs in the handler. */
 static void dtrain__guard_report(dtrain__faults_line *line, uintptr_t address, int writes)
 {
-    const dtrain__guard *guard = __atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST);
-    for (; guard != NULL && line->bytes == 0; guard = __atomic_load_n(&guard->next, __ATOMIC_SEQ_CST)) {
+    const dtrain__guard *guard = DTRAIN__ATOMIC_LOAD(dtrain__guard_list(), SEQ_CST);
+    for (; guard != NULL && line->bytes == 0; guard = DTRAIN__ATOMIC_LOAD(&guard->next, SEQ_CST)) {
         const dtrain__guard_range *range = dtrain__guard_find(guard, address);
         if (range != NULL)
             dtrain__guard_describe(line, guard, range, writes);
@@ -95,7 +95,7 @@ static void dtrain__guard_skip_shared(dtrain__guard *guard)
 {
     for (size_t i = 0; i < guard->region_count; i++) {
         dtrain__guard_region *region = &guard->regions[i];
-        for (const dtrain__guard *other = dtrain__guard_first; other != NULL; other = other->next)
+        for (const dtrain__guard *other = *dtrain__guard_list(); other != NULL; other = other->next)
             for (size_t k = 0; k < other->region_count; k++)
                 if (region->begin < other->regions[k].end && other->regions[k].begin < region->end)
                     region->end = region->begin;
@@ -105,10 +105,10 @@ static void dtrain__guard_skip_shared(dtrain__guard *guard)
 /* Opens guarded regions for good that a new object will use too. */
 static void dtrain__guard_share(uintptr_t begin, uintptr_t end)
 {
-    if (__atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST) == NULL)
+    if (DTRAIN__ATOMIC_LOAD(dtrain__guard_list(), SEQ_CST) == NULL)
         return;
     dtrain__faults_lock();
-    for (dtrain__guard *guard = dtrain__guard_first; guard != NULL; guard = guard->next)
+    for (dtrain__guard *guard = *dtrain__guard_list(); guard != NULL; guard = guard->next)
         for (size_t i = 0; i < guard->region_count; i++) {
             dtrain__guard_region *region = &guard->regions[i];
             if (region->begin >= end || begin >= region->end || region->shared)
@@ -124,8 +124,8 @@ static void dtrain__guard_add(dtrain__guard *guard)
 {
     dtrain__faults_lock();
     dtrain__guard_skip_shared(guard);
-    guard->next = dtrain__guard_first;
-    __atomic_store_n(&dtrain__guard_first, guard, __ATOMIC_SEQ_CST);
+    guard->next = *dtrain__guard_list();
+    DTRAIN__ATOMIC_STORE(dtrain__guard_list(), guard, SEQ_CST);
     dtrain__faults_watch(DTRAIN__FAULTS_GUARDS, dtrain__guard_report);
     dtrain__faults_unlock();
 }
@@ -133,12 +133,12 @@ static void dtrain__guard_add(dtrain__guard *guard)
 static void dtrain__guard_remove(dtrain__guard *guard)
 {
     dtrain__faults_lock();
-    dtrain__guard **at = &dtrain__guard_first;
+    dtrain__guard **at = dtrain__guard_list();
     while (*at != NULL && *at != guard)
         at = &(*at)->next;
     if (*at == guard)
-        __atomic_store_n(at, guard->next, __ATOMIC_SEQ_CST);
-    if (dtrain__guard_first == NULL)
+        DTRAIN__ATOMIC_STORE(at, guard->next, SEQ_CST);
+    if (*dtrain__guard_list() == NULL)
         dtrain__faults_watch(DTRAIN__FAULTS_GUARDS, NULL);
     dtrain__faults_unlock();
     dtrain__faults_settle();
@@ -246,7 +246,7 @@ static void dtrain__guard_count(dtrain__guard *guard, size_t index, uintptr_t be
     size_t at = (begin - region->begin) / guard->page, last = (end - 1 - region->begin) / guard->page, run = at;
     for (; at <= last; at++) {
         uint16_t users = region->open[at];
-        __atomic_store_n(&region->open[at], (uint16_t)(open ? users + 1 : users - 1), __ATOMIC_RELAXED);
+        DTRAIN__ATOMIC_STORE(&region->open[at], (uint16_t)(open ? users + 1 : users - 1), RELAXED);
         if (users == !open)
             continue;
         dtrain__guard_protect(guard, region, run, at, open);

@@ -189,7 +189,7 @@ DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device)
 }
 
 /* The event of a NULL device, whose work is done at once. */
-static char dtrain__device_event_cpu;
+static const char dtrain__device_event_cpu = 0;
 
 static dtrain_status dtrain__device_event_create(dtrain_device *device, dtrain_device_event **event)
 {

@@ -67,18 +67,19 @@ static const char *dtrain__isa_text(int isa)
     return names[isa];
 }
 
+DTRAIN__OF_PROCESS(int, dtrain__isa_chosen)
+
 static DTRAIN__NOINLINE int dtrain__isa(void)
 {
-    static int chosen;
-    int isa = DTRAIN__TUNED(isa, __atomic_load_n(&chosen, __ATOMIC_RELAXED));
+    int isa = DTRAIN__TUNED(isa, DTRAIN__ATOMIC_LOAD(dtrain__isa_chosen(), RELAXED));
     if (isa != 0)
         return isa;
-    const char *asked = getenv("DTRAIN_ISA");
+    const char *asked = dtrain__os_getenv("DTRAIN_ISA");
     isa = dtrain__isa_widest();
     for (int i = DTRAIN__ISA_SCALAR; asked != NULL && i <= DTRAIN__ISA_AVX512; i++)
         if (strcmp(asked, dtrain__isa_text(i)) == 0 && dtrain__isa_has(i))
             isa = i;
-    __atomic_store_n(&chosen, isa, __ATOMIC_RELAXED);
+    DTRAIN__ATOMIC_STORE(dtrain__isa_chosen(), isa, RELAXED);
     return isa;
 }
 

@@ -89,12 +89,13 @@ static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t ste
     return left < each ? left : each;
 }
 
+DTRAIN__OF_PROCESS(uint32_t, dtrain__sampler_told)
+
 /* Says once a process that some ranks have no examples, which nothing else shows: the weights are equal all the same.
  */
 static void dtrain__sampler_tell_idle(int micro_batches, int ranks)
 {
-    static uint32_t told;
-    if (micro_batches < ranks && __atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
+    if (micro_batches < ranks && DTRAIN__ATOMIC_EXCHANGE(dtrain__sampler_told(), 1, RELAXED) == 0)
         dtrain__log(
             DTRAIN_LOG_WARN,
             "sampler: a step has %d micro-batches for %d ranks, so some ranks have no examples; set micro_batches "

@@ -100,7 +100,7 @@ static int dtrain__mpi_ended(dtrain__mpi_flight *flight)
     int flag = 0, code;
     if (flight->bytes == 0)
         return 1;
-    code = dtrain__mpi.call.Test(&flight->request, &flag, DTRAIN__MPI_NO_STATUS);
+    code = dtrain__mpi()->call.Test(&flight->request, &flag, DTRAIN__MPI_NO_STATUS);
     if (code != 0) {
         dtrain__mpi_error("Test", code);
         return -1;
@@ -113,8 +113,8 @@ static int dtrain__mpi_ended(dtrain__mpi_flight *flight)
 static dtrain_status dtrain__mpi_fly(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t bytes,
                                      dtrain__mpi_flight *flight)
 {
-    int code = dtrain__mpi.call.Isend(memory, (int)bytes, DTRAIN__MPI_BYTE, lane->ranks[peer], tag, lane->comm,
-                                      &flight->request);
+    int code = dtrain__mpi()->call.Isend(memory, (int)bytes, DTRAIN__MPI_BYTE, lane->ranks[peer], tag, lane->comm,
+                                         &flight->request);
     if (code != 0)
         return dtrain__mpi_error("Isend", code);
     flight->memory = memory;
@@ -132,13 +132,13 @@ static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag,
     dtrain__mpi_status status;
     size_t room = *bytes;
     int flag = 0, count = 0;
-    int code = dtrain__mpi.call.Improbe(lane->ranks[peer], tag, lane->comm, &flag, &message, &status);
+    int code = dtrain__mpi()->call.Improbe(lane->ranks[peer], tag, lane->comm, &flag, &message, &status);
     *bytes = 0;
     if (code != 0)
         return dtrain__mpi_error("Improbe", code);
     if (!flag)
         return DTRAIN_OK;
-    if (dtrain__mpi.call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
+    if (dtrain__mpi()->call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: a message of rank %d has %d bytes", peer, count);
     if ((size_t)count > room && tag != lane->tag)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: an offer of rank %d has %d bytes, expected at most %zu",
@@ -150,7 +150,7 @@ static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag,
                                 peer);
         stream->stage = memory;
     }
-    code = dtrain__mpi.call.Imrecv(memory, count, DTRAIN__MPI_BYTE, &message, &flight->request);
+    code = dtrain__mpi()->call.Imrecv(memory, count, DTRAIN__MPI_BYTE, &message, &flight->request);
     if (code != 0)
         return dtrain__mpi_error("Imrecv", code);
     flight->memory = memory;
@@ -161,7 +161,7 @@ static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag,
 /* A call was given up while MPI used its memory. */
 static dtrain_status dtrain__mpi_given_up(int peer, const dtrain__mpi_flight *flight, const char *way)
 {
-    dtrain__mpi.failed = 1;
+    dtrain__mpi()->failed = 1;
     return dtrain__fail(NULL, DTRAIN_ERR_IO,
                         "MPI still %s %zu bytes at %p that a call which was given up had named; keep that memory "
                         "until the process ends (peer %d)",
@@ -321,13 +321,13 @@ static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtra
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
     for (unsigned turn = 0;; turn++) {
         size_t sent = 0, received = 0;
-        dtrain__os_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(dtrain__mpi_mutex());
         dtrain_status status = dtrain__mpi_usable();
         if (status == DTRAIN_OK && in != NULL)
             status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, &received);
         if (status == DTRAIN_OK && out != NULL)
             status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
-        dtrain__os_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(dtrain__mpi_mutex());
         if (in != NULL)
             in->moved += received;
         if (out != NULL)
@@ -370,13 +370,13 @@ static void dtrain__mpi_lane_destroy(void *self)
     int left = 1;
     if (lane->process != dtrain__os_pid())
         return; /* MPI is its parent's */
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    dtrain__mpi.worlds -= lane->groups > 0;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain__mpi()->worlds -= lane->groups > 0;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     while (left) {
         left = 0;
-        dtrain__os_lock(&dtrain__mpi_mutex);
-        int dead = dtrain__mpi.failed || dtrain__mpi.over;
+        dtrain__os_lock(dtrain__mpi_mutex());
+        int dead = dtrain__mpi()->failed || dtrain__mpi()->over;
         for (int peer = 0; peer < lane->size && !dead; peer++) {
             dtrain__mpi_stream *stream = &lane->streams[peer];
             for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
@@ -388,9 +388,9 @@ static void dtrain__mpi_lane_destroy(void *self)
         left += !dead && dtrain__mpi_ended(&lane->collective) == 0;
         left += !dead && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
-        dtrain__mpi.failed |= stuck;
-        left = dtrain__mpi.failed || dead ? -1 : left;
-        dtrain__os_unlock(&dtrain__mpi_mutex);
+        dtrain__mpi()->failed |= stuck;
+        left = dtrain__mpi()->failed || dead ? -1 : left;
+        dtrain__os_unlock(dtrain__mpi_mutex());
         if (stuck)
             dtrain__log(DTRAIN_LOG_WARN,
                         "MPI: messages of a group that was destroyed never ended, so MPI_Finalize would "
@@ -429,7 +429,7 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
 static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
 {
     const dtrain__mpi_lane *all = (const dtrain__mpi_lane *)self;
-    const char *staged = getenv("DTRAIN_MPI_STAGED");
+    const char *staged = dtrain__os_getenv("DTRAIN_MPI_STAGED");
     if (group >= (uint64_t)all->groups)
         return DTRAIN_OK;
     dtrain__mpi_lane *made =
@@ -453,8 +453,8 @@ static int dtrain__mpi_alive(void *self, int peer)
     int lost = 0;
     if (lane->heartbeat_ns == 0)
         return -1;
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    int over = dtrain__mpi.over; /* a call that needs the peer says it better */
+    dtrain__os_lock(dtrain__mpi_mutex());
+    int over = dtrain__mpi()->over; /* a call that needs the peer says it better */
     for (size_t bytes = 1; bytes > 0 && !lost && !over;) {
         dtrain__mpi_flight coming;
         memset(&coming, 0, sizeof coming);
@@ -471,8 +471,8 @@ static int dtrain__mpi_alive(void *self, int peer)
         stream->told_ns = now;
     }
     lost = lost || (!over && now - stream->heard_ns > lane->heartbeat_ns);
-    dtrain__mpi.failed |= lost;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__mpi()->failed |= lost;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     return lost ? -2 : 1;
 }
 
@@ -485,7 +485,7 @@ static uint64_t dtrain__mpi_host(void *self, int rank)
  * MPI moves all bytes. */
 static dtrain_status dtrain__mpi_learn_hosts(dtrain__mpi_lane *lane, int rank, int64_t deadline_ns)
 {
-    const char *shm = getenv("DTRAIN_MPI_SHM");
+    const char *shm = dtrain__os_getenv("DTRAIN_MPI_SHM");
     int n = lane->size;
     lane->hosts = (uint64_t *)dtrain__alloc(&lane->heap, (size_t)n * sizeof *lane->hosts);
     if (lane->hosts == NULL)
@@ -518,13 +518,13 @@ static dtrain_status dtrain__mpi_copy_begin(dtrain__mpi_copy *copy, dtrain__mpi_
     dtrain_status status = dtrain__mpi_usable();
     if (status != DTRAIN_OK)
         return status;
-    int code = given != DTRAIN__MPI_NULL ? dtrain__mpi.call.Comm_test_inter(given, &inter) : 0;
+    int code = given != DTRAIN__MPI_NULL ? dtrain__mpi()->call.Comm_test_inter(given, &inter) : 0;
     if (given == DTRAIN__MPI_NULL || inter)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_from_mpi: the communicator is %s; give one of which this rank is a member",
                             inter ? "between two groups" : "MPI_COMM_NULL, as MPI_Comm_split gives for MPI_UNDEFINED");
     if (code == 0)
-        code = dtrain__mpi.call.Comm_idup(given, &copy->comm, &copy->flight.request);
+        code = dtrain__mpi()->call.Comm_idup(given, &copy->comm, &copy->flight.request);
     copy->flight.bytes = 1;
     return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_idup", code);
 }
@@ -532,17 +532,17 @@ static dtrain_status dtrain__mpi_copy_begin(dtrain__mpi_copy *copy, dtrain__mpi_
 /* Waits until all ranks have come to make the copy. Returns 0 with an error. */
 static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
 {
-    dtrain__os_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
     int ended = dtrain__mpi_copy_begin(copy, given) == DTRAIN_OK ? 0 : -1;
     while (ended == 0 && dtrain__os_now_ns() < until) {
         ended = dtrain__mpi_usable() == DTRAIN_OK ? dtrain__mpi_ended(&copy->flight) : -1;
-        dtrain__os_unlock(&dtrain__mpi_mutex); /* others may have to move for a rank to come here */
+        dtrain__os_unlock(dtrain__mpi_mutex()); /* others may have to move for a rank to come here */
         if (ended == 0)
             dtrain__os_sleep(50000);
-        dtrain__os_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(dtrain__mpi_mutex());
     }
-    dtrain__mpi.failed |= ended == 0;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__mpi()->failed |= ended == 0;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     if (ended == 0)
         dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                      "MPI: not all ranks of the communicator have come to make the group within %lld ms",
@@ -555,20 +555,20 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
                                           int64_t heartbeat_ns)
 {
     int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
-    dtrain__os_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
     dtrain_status status = dtrain__mpi_usable();
-    int code = status == DTRAIN_OK ? dtrain__mpi.call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
+    int code = status == DTRAIN_OK ? dtrain__mpi()->call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
     if (code == 0)
-        code = dtrain__mpi.call.Comm_rank(comm, &rank);
+        code = dtrain__mpi()->call.Comm_rank(comm, &rank);
     if (code == 0)
-        code = dtrain__mpi.call.Comm_size(comm, &size);
+        code = dtrain__mpi()->call.Comm_size(comm, &size);
     if (code == 0)
-        code = dtrain__mpi.call.Query_thread(&level);
+        code = dtrain__mpi()->call.Query_thread(&level);
     if (code == 0)
-        code = dtrain__mpi.call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
+        code = dtrain__mpi()->call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
     if (code != 0 && status == DTRAIN_OK)
         status = dtrain__mpi_error("Comm_get_attr", code);
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(dtrain__mpi_mutex());
     if (status != DTRAIN_OK)
         return status;
     dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
@@ -577,9 +577,9 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     lane->groups = (flag ? *most : 32767) / 2 - 1;
     lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
     lane->heartbeat_ns = heartbeat_ns;
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    dtrain__mpi.worlds++;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain__mpi()->worlds++;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     dtrain__mpi_table(table, lane, rank);
     table->lanes = dtrain__mpi_lanes;
     table->alive = dtrain__mpi_alive;

@@ -139,25 +139,27 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Ialltoallv)
 
 /* MPI belongs to the process, and so does this. */
-static struct dtrain__mpi {
+typedef struct dtrain__mpi_state {
     dtrain__mpi_calls call;
     int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
     int watched, over;     /* over: MPI_Finalize has begun, so nothing here may call MPI */
     int worlds;            /* first lanes that are open */
     long owner;            /* the process in which dtrain has initialised it; 0: the program has */
     char library[256 + 1]; /* what was loaded */
-} dtrain__mpi;
+} dtrain__mpi_state;
+
+DTRAIN__OF_PROCESS(dtrain__mpi_state, dtrain__mpi)
 
 /* SERIALIZED: one thread at a time is in MPI, for all groups. It also guards the struct above. */
-static dtrain__os_mutex dtrain__mpi_mutex = DTRAIN__OS_MUTEX;
+DTRAIN__MUTEX_OF_PROCESS(dtrain__mpi_mutex)
 
 #ifdef DTRAIN_MPI_HEADER
 static dtrain_status dtrain__mpi_find(void)
 {
-#define DTRAIN__MPI_TAKE(name) dtrain__mpi.call.name = MPI_##name;
+#define DTRAIN__MPI_TAKE(name) dtrain__mpi()->call.name = MPI_##name;
     DTRAIN__MPI_TAKE_ALL
 #undef DTRAIN__MPI_TAKE
-    snprintf(dtrain__mpi.library, sizeof dtrain__mpi.library, "the MPI of DTRAIN_MPI_HEADER");
+    snprintf(dtrain__mpi()->library, sizeof dtrain__mpi()->library, "the MPI of DTRAIN_MPI_HEADER");
     return DTRAIN_OK;
 }
 #else
@@ -165,13 +167,13 @@ static dtrain_status dtrain__mpi_find(void)
 static void *dtrain__mpi_library(void)
 {
     static const char *const names[] = {"libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so", "libmpi_abi.dylib"};
-    const char *asked = getenv("DTRAIN_MPI_LIBRARY");
+    const char *asked = dtrain__os_getenv("DTRAIN_MPI_LIBRARY");
     int given = asked != NULL && asked[0] != 0;
     void *library = NULL;
     for (size_t i = 0; library == NULL && i < (given ? 1 : sizeof names / sizeof names[0]); i++) {
         const char *name = given ? asked : names[i];
         library = dtrain__os_library(name);
-        snprintf(dtrain__mpi.library, sizeof dtrain__mpi.library, "%.256s", name);
+        snprintf(dtrain__mpi()->library, sizeof dtrain__mpi()->library, "%.256s", name);
     }
     if (library != NULL)
         return library;
@@ -192,7 +194,7 @@ static dtrain_status dtrain__mpi_find(void)
 #define DTRAIN__MPI_TAKE(name) \
     found = dtrain__os_symbol(library, "MPI_" #name); \
     missing |= found == NULL; \
-    memcpy(&dtrain__mpi.call.name, &found, sizeof found);
+    memcpy(&dtrain__mpi()->call.name, &found, sizeof found);
     DTRAIN__MPI_TAKE_ALL
 #undef DTRAIN__MPI_TAKE
     found = dtrain__os_symbol(library, "MPI_Abi_get_version");
@@ -203,7 +205,7 @@ static dtrain_status dtrain__mpi_find(void)
         NULL, DTRAIN_ERR_UNSUPPORTED,
         "MPI: %s does not have the standard ABI, version 1 (it says %d.%d): take libmpi_abi of MPICH 5, "
         "Intel MPI 2021.18 or later, or compile with DTRAIN_MPI_HEADER",
-        dtrain__mpi.library, major, minor);
+        dtrain__mpi()->library, major, minor);
 }
 #endif
 
@@ -212,8 +214,8 @@ static dtrain_status dtrain__mpi_error(const char *call, int code)
 {
     char text[DTRAIN__MPI_TEXT + 1] = "";
     int length = 0;
-    dtrain__mpi.failed = 1;
-    if (dtrain__mpi.call.Error_string(code, text, &length) != 0)
+    dtrain__mpi()->failed = 1;
+    if (dtrain__mpi()->call.Error_string(code, text, &length) != 0)
         snprintf(text, sizeof text, "error %d", code);
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI_%s: %.300s", call, text);
 }
@@ -222,13 +224,13 @@ static dtrain_status dtrain__mpi_error(const char *call, int code)
  * ends with an open world has failed: its launcher is to see that, and its service thread is still in MPI. */
 static void dtrain__mpi_finalize(void)
 {
-    if (dtrain__mpi.owner != dtrain__os_pid()) /* a forked child */
+    if (dtrain__mpi()->owner != dtrain__os_pid()) /* a forked child */
         return;
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    int ends = !dtrain__mpi.failed && dtrain__mpi.worlds == 0 && !dtrain__mpi.over;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
+    int ends = !dtrain__mpi()->failed && dtrain__mpi()->worlds == 0 && !dtrain__mpi()->over;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     if (ends)
-        dtrain__mpi.call.Finalize();
+        dtrain__mpi()->call.Finalize();
 }
 
 static int dtrain__mpi_attr_none(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag)
@@ -242,10 +244,10 @@ static int dtrain__mpi_attr_none(dtrain__mpi_comm comm, int key, void *extra, vo
 static int dtrain__mpi_attr_ends(dtrain__mpi_comm comm, int key, void *value, void *extra)
 {
     (void)comm, (void)key, (void)value, (void)extra;
-    dtrain__os_lock(&dtrain__mpi_mutex);
-    dtrain__mpi.over = 1;
-    int worlds = dtrain__mpi.worlds;
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain__mpi()->over = 1;
+    int worlds = dtrain__mpi()->worlds;
+    dtrain__os_unlock(dtrain__mpi_mutex());
     if (worlds > 0)
         dtrain__log(DTRAIN_LOG_WARN,
                     "MPI: MPI_Finalize was called while %d worlds over MPI are open, so their calls fail now: call "
@@ -257,17 +259,17 @@ static int dtrain__mpi_attr_ends(dtrain__mpi_comm comm, int key, void *value, vo
 static dtrain_status dtrain__mpi_watch(void)
 {
     int key = 0;
-    int code = dtrain__mpi.call.Comm_create_keyval(dtrain__mpi_attr_none, dtrain__mpi_attr_ends, &key, NULL);
+    int code = dtrain__mpi()->call.Comm_create_keyval(dtrain__mpi_attr_none, dtrain__mpi_attr_ends, &key, NULL);
     if (code == 0)
-        code = dtrain__mpi.call.Comm_set_attr(DTRAIN__MPI_SELF, key, NULL);
-    dtrain__mpi.watched = code == 0;
+        code = dtrain__mpi()->call.Comm_set_attr(DTRAIN__MPI_SELF, key, NULL);
+    dtrain__mpi()->watched = code == 0;
     return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_set_attr", code);
 }
 
 /* Whether MPI_Finalize has begun; the caller holds the lock. */
 static dtrain_status dtrain__mpi_usable(void)
 {
-    return !dtrain__mpi.over
+    return !dtrain__mpi()->over
                ? DTRAIN_OK
                : dtrain__fail(NULL, DTRAIN_ERR_IO,
                               "MPI: the program has called MPI_Finalize, which ends groups over MPI: call "
@@ -278,12 +280,12 @@ static dtrain_status dtrain__mpi_usable(void)
 static dtrain_status dtrain__mpi_level(int polls)
 {
     int level = 0, main_thread = 0, good;
-    if (dtrain__mpi.call.Query_thread(&level) != 0 || dtrain__mpi.call.Is_thread_main(&main_thread) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI: %s does not say its level of threads", dtrain__mpi.library);
+    if (dtrain__mpi()->call.Query_thread(&level) != 0 || dtrain__mpi()->call.Is_thread_main(&main_thread) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI: %s does not say its level of threads", dtrain__mpi()->library);
     if (polls)
         good = level >= DTRAIN__MPI_SERIALIZED || main_thread;
     else
-        good = level >= (dtrain__mpi.owner != 0 ? DTRAIN__MPI_SERIALIZED : DTRAIN__MPI_MULTIPLE);
+        good = level >= (dtrain__mpi()->owner != 0 ? DTRAIN__MPI_SERIALIZED : DTRAIN__MPI_MULTIPLE);
     if (good)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -298,36 +300,36 @@ static dtrain_status dtrain__mpi_level(int polls)
 static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offloads)
 {
     int on = 0, over = 0, level, code;
-    dtrain_status status = dtrain__mpi.loaded ? DTRAIN_OK : dtrain__mpi_find();
+    dtrain_status status = dtrain__mpi()->loaded ? DTRAIN_OK : dtrain__mpi_find();
     if (status != DTRAIN_OK)
         return status;
-    dtrain__mpi.loaded = 1;
-    if (dtrain__mpi.call.Initialized(&on) != 0 || dtrain__mpi.call.Finalized(&over) != 0 || over)
+    dtrain__mpi()->loaded = 1;
+    if (dtrain__mpi()->call.Initialized(&on) != 0 || dtrain__mpi()->call.Finalized(&over) != 0 || over)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "MPI: %s was finalised already: make groups before that",
-                            dtrain__mpi.library);
+                            dtrain__mpi()->library);
     if (!on && !initialises)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_from_mpi: the program has not initialised %s; if it uses another MPI, compile with "
                             "DTRAIN_MPI_HEADER",
-                            dtrain__mpi.library);
+                            dtrain__mpi()->library);
     if (!on) {
         level = offloads && !polls ? DTRAIN__MPI_MULTIPLE : DTRAIN__MPI_SERIALIZED;
-        code = dtrain__mpi.call.Init_thread(NULL, NULL, level, &level);
+        code = dtrain__mpi()->call.Init_thread(NULL, NULL, level, &level);
         if (code != 0)
             return dtrain__mpi_error("Init_thread", code);
-        dtrain__mpi.owner = dtrain__os_pid();
+        dtrain__mpi()->owner = dtrain__os_pid();
         atexit(dtrain__mpi_finalize);
     }
-    status = dtrain__mpi.watched ? DTRAIN_OK : dtrain__mpi_watch();
+    status = dtrain__mpi()->watched ? DTRAIN_OK : dtrain__mpi_watch();
     return status == DTRAIN_OK ? dtrain__mpi_level(polls) : status;
 }
 
 /* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
 static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
 {
-    dtrain__os_lock(&dtrain__mpi_mutex);
+    dtrain__os_lock(dtrain__mpi_mutex());
     dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
-    dtrain__os_unlock(&dtrain__mpi_mutex);
+    dtrain__os_unlock(dtrain__mpi_mutex());
     return status;
 }
 

@@ -87,14 +87,14 @@ static void dtrain__mpi_make(void *pointer)
 {
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)pointer;
     dtrain__mpi_maker *maker = &lane->maker;
-    maker->code = dtrain__mpi.call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
-    __atomic_store_n(&maker->done, 1, __ATOMIC_RELEASE);
+    maker->code = dtrain__mpi()->call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
+    DTRAIN__ATOMIC_STORE(&maker->done, 1, RELEASE);
 }
 
 /* Whether the thread has ended; it holds no lock of dtrain's, as MPI's level is MULTIPLE. */
 static int dtrain__mpi_made(dtrain__mpi_lane *lane)
 {
-    if (!__atomic_load_n(&lane->maker.done, __ATOMIC_ACQUIRE))
+    if (!DTRAIN__ATOMIC_LOAD(&lane->maker.done, ACQUIRE))
         return 0;
     dtrain__os_thread_join(&lane->maker.thread);
     lane->maker.state = DTRAIN__MPI_MADE;
@@ -104,7 +104,7 @@ static int dtrain__mpi_made(dtrain__mpi_lane *lane)
 /* Starts to make the group's communicator. */
 static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
 {
-    const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
+    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
     dtrain__mpi_maker *maker = &lane->maker;
     dtrain__mpi_group all;
     int code = mpi->Comm_group(lane->comm, &all);
@@ -120,7 +120,7 @@ static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
                             "MPI: the system refused a thread that makes a communicator (%s; see ulimit -u and "
                             "pids.max); choose another "
                             "algorithm than MPI",
-                            strerror(code));
+                            dtrain__os_error_text(code));
     maker->state = DTRAIN__MPI_MAKING;
     return DTRAIN_OK;
 }
@@ -134,18 +134,18 @@ static dtrain_status dtrain__mpi_find_comm(dtrain__mpi_lane *lane, dtrain__mpi_c
     *ready = maker->state != DTRAIN__MPI_MAKING;
     if (status != DTRAIN_OK || *ready || !dtrain__mpi_made(lane))
         return status;
-    dtrain__mpi.call.Group_free(&maker->members);
+    dtrain__mpi()->call.Group_free(&maker->members);
     *comm = maker->comm;
     *ready = 1;
     if (maker->code == 0)
-        maker->code = dtrain__mpi.call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
+        maker->code = dtrain__mpi()->call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
     return maker->code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_create_group", maker->code);
 }
 
 /* Gives a collective to MPI, once there is a communicator for it. */
 static dtrain_status dtrain__mpi_offload_begin(dtrain__mpi_lane *lane, const dtrain_offload *call)
 {
-    const dtrain__mpi_calls *mpi = &dtrain__mpi.call;
+    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
     dtrain__mpi_flight *flight = &lane->collective;
     int n = lane->size, code, same = call->in == call->out;
     const char *name;
@@ -190,13 +190,13 @@ static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call,
     dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
     for (unsigned turn = 0;; turn++) {
         int ended = -1;
-        dtrain__os_lock(&dtrain__mpi_mutex);
+        dtrain__os_lock(dtrain__mpi_mutex());
         dtrain_status status = dtrain__mpi_usable();
         if (status == DTRAIN_OK && lane->collective.bytes == 0)
             status = dtrain__mpi_offload_begin(lane, call);
         if (status == DTRAIN_OK)
             ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
-        dtrain__os_unlock(&dtrain__mpi_mutex);
+        dtrain__os_unlock(dtrain__mpi_mutex());
         if (ended < 0)
             return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;
         if (ended > 0)

@@ -5,8 +5,7 @@
  * for a lock. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
-#include "../base/os_posix_sockets.c"
-#include "../base/os_windows_sockets.c"
+#include "../base/os_sockets.c"
 #include "../base/os_files.c"
 #include "../base/status.c"
 #include "../control/plane.c"
@@ -44,8 +43,7 @@ static dtrain__address_text dtrain__net_text(const dtrain__address *address)
                  : abstract ? "unix:@"
                             : "unix:",
                  most, named ? path + abstract : "");
-    } else if (address->bytes == 0 || getnameinfo(&address->at.any, address->bytes, host, sizeof host, port,
-                                                  sizeof port, NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    } else if (address->bytes == 0 || !dtrain__os_spell(&address->at.any, address->bytes, host, port)) {
         snprintf(out.text, sizeof out.text, "an unknown address");
     } else {
         snprintf(out.text, sizeof out.text, family == AF_INET6 ? "[%s]:%s" : "%s:%s", host, port);
@@ -71,10 +69,7 @@ static int dtrain__net_end(int fd, int peers, dtrain__address *out)
 {
     memset(out, 0, sizeof *out);
     out->bytes = (socklen_t)sizeof out->at.storage;
-    return (peers ? getpeername(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)
-                  : getsockname(DTRAIN__OS_SOCKET(fd), &out->at.any, &out->bytes)) != 0
-               ? dtrain__os_socket_error()
-               : 0;
+    return dtrain__os_end(fd, peers, &out->at.any, &out->bytes);
 }
 
 /* Returns whether a connection goes to another host. It compares the connection's two addresses. */
@@ -194,7 +189,7 @@ static int dtrain__net_has_names(void)
     if (!good)
         return 0;
     dtrain__net_any_name(&any);
-    good = bind(DTRAIN__OS_SOCKET(fd), &any.at.any, any.bytes) == 0;
+    good = dtrain__os_bind(fd, &any.at.any, any.bytes) == 0;
     dtrain__os_hang_up(fd);
     return good;
 #else
@@ -263,14 +258,13 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
 
 /* Finds the addresses of a text.
  *
- *   flags   0: a name may wait for the system's resolver; AI_NUMERICHOST: numbers only, never waits
- *   out     DTRAIN__MAX_ADDRESSES
- *   count   out: how many it has found */
-static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__address *out, int *count)
+ *   numbers   0: a name may wait for the system's resolver; 1: numbers only, never waits
+ *   out       DTRAIN__MAX_ADDRESSES
+ *   count     out: how many it has found */
+static dtrain_status dtrain__net_look_up(const char *text, int numbers, dtrain__address *out, int *count)
 {
     char host[DTRAIN__ADDRESS_BYTES], port[8];
-    struct addrinfo hints, *list = NULL;
-    int error;
+    dtrain__os_found *list = NULL;
     *count = 0;
     if (strncmp(text, "unix:", 5) == 0) {
         *count = 1;
@@ -283,24 +277,20 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "\"%.200s\" is not an address, expected host:port, [address]:port, unix:/path or unix:@name", text);
-    memset(&hints, 0, sizeof hints);
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
-    dtrain__os_sockets();
-    error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
-    if (error != 0)
+    const char *why = dtrain__os_resolve(host, port, numbers, &list);
+    if (why != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
                             "%.200s: the name cannot be looked up (%s): correct it, or give the address in numbers",
-                            text, gai_strerror(error));
-    for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
+                            text, why);
+    for (const dtrain__os_found *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
         if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->at.storage ||
-            (flags == 0 && !dtrain__net_has(at->ai_family))) /* an address in numbers has no alternative */
+            (!numbers && !dtrain__net_has(at->ai_family))) /* an address in numbers has no alternative */
             continue;
         memset(&out[*count], 0, sizeof *out);
         memcpy(&out[*count].at.storage, at->ai_addr, at->ai_addrlen);
         out[(*count)++].bytes = (socklen_t)at->ai_addrlen;
     }
-    freeaddrinfo(list);
+    dtrain__os_resolved(list);
     return *count > 0 ? DTRAIN_OK
                       : dtrain__fail(NULL, DTRAIN_ERR_IO,
                                      "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
@@ -311,7 +301,7 @@ static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
 {
     dtrain__address found[DTRAIN__MAX_ADDRESSES];
     int count;
-    dtrain_status status = dtrain__net_look_up(text, AI_NUMERICHOST, found, &count);
+    dtrain_status status = dtrain__net_look_up(text, 1, found, &count);
     if (status == DTRAIN_OK)
         *out = found[0];
     return status;
@@ -330,7 +320,7 @@ typedef struct dtrain__look_up {
 
 static void dtrain__look_up_release(dtrain__look_up *look_up)
 {
-    if (__atomic_sub_fetch(&look_up->holders, 1u, __ATOMIC_SEQ_CST) == 0)
+    if (DTRAIN__ATOMIC_SUB(&look_up->holders, 1u, SEQ_CST) == 0)
         dtrain__os_free(look_up);
 }
 
@@ -339,7 +329,7 @@ static void dtrain__look_up_body(void *argument)
     dtrain__look_up *look_up = (dtrain__look_up *)argument;
     if (dtrain__net_look_up(look_up->text, 0, look_up->found, &look_up->count) != DTRAIN_OK)
         look_up->error = dtrain__thread_error;
-    __atomic_store_n(&look_up->done, 1u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&look_up->done, 1u, SEQ_CST);
     dtrain__look_up_release(look_up);
 }
 
@@ -390,15 +380,12 @@ static void dtrain__net_unplain(int fd)
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes, int64_t patience_ns)
 {
     const int64_t most_ns = 7200000000000;
-    int one = 1, buffer = (int)buffer_bytes;
-    setsockopt(DTRAIN__OS_SOCKET(fd), IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
+    dtrain__os_no_delay(fd);
     if (!same_host)
         dtrain__net_unplain(fd);
     dtrain__os_keep_alive(fd, (int)((patience_ns < most_ns ? patience_ns : most_ns) / 1000000000));
-    if (buffer > 0) {
-        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_SNDBUF, (const char *)&buffer, sizeof buffer);
-        setsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_RCVBUF, (const char *)&buffer, sizeof buffer);
-    }
+    if (buffer_bytes > 0)
+        dtrain__os_buffers(fd, (int)buffer_bytes);
 }
 
 /* Removes a unix socket on which nobody listens. */
@@ -422,15 +409,15 @@ static int dtrain__net_listen(dtrain__address *address, int apart, int *fd)
     if (error != 0)
         return error;
     if (any->sa_family == AF_INET6)
-        setsockopt(DTRAIN__OS_SOCKET(*fd), IPPROTO_IPV6, IPV6_V6ONLY, (const char *)&apart, sizeof apart);
+        dtrain__os_apart(*fd, apart);
     dtrain__os_plain(*fd); /* accepted connections inherit it */
     if (any->sa_family == AF_UNIX && !dtrain__net_is_abstract(address))
         dtrain__net_remove_stale(address);
     else
         dtrain__os_reuse(*fd);
-    error = bind(DTRAIN__OS_SOCKET(*fd), any, address->bytes) == 0 && listen(DTRAIN__OS_SOCKET(*fd), 1024) == 0
-                ? 0
-                : dtrain__os_socket_error();
+    error = dtrain__os_bind(*fd, any, address->bytes);
+    if (error == 0)
+        error = dtrain__os_listen(*fd);
     if (error == 0)
         error = dtrain__net_end(*fd, 0, address);
     if (error != 0) {
@@ -448,7 +435,7 @@ static int dtrain__net_is_here(const dtrain__address *address)
     if (error != 0)
         return error != EAFNOSUPPORT;
     dtrain__net_set_port(&at, 0);
-    error = bind(DTRAIN__OS_SOCKET(fd), &at.at.any, at.bytes) == 0 ? 0 : dtrain__os_socket_error();
+    error = dtrain__os_bind(fd, &at.at.any, at.bytes);
     dtrain__os_hang_up(fd);
     return error != EADDRNOTAVAIL;
 }
@@ -524,13 +511,9 @@ static int dtrain__net_writable(int fd)
 /* Returns 0 if the connection has been made, EINPROGRESS if not yet, else the errno with which it failed. */
 static int dtrain__net_connected(int fd)
 {
-    int error = 0;
-    socklen_t bytes = sizeof error;
     if (!dtrain__net_writable(fd))
         return EINPROGRESS;
-    if (getsockopt(DTRAIN__OS_SOCKET(fd), SOL_SOCKET, SO_ERROR, (char *)&error, &bytes) != 0)
-        return dtrain__os_socket_error();
-    error = dtrain__os_errno(error);
+    int error = dtrain__os_connected(fd);
     return error == 0 && dtrain__net_is_mirror(fd) ? ECONNREFUSED : error;
 }
 

@@ -98,7 +98,7 @@ static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_
 static void dtrain__shm_wake(dtrain__shm *shm, int fd)
 {
     uint32_t *asleep = &shm->page->asleep[1 - shm->side];
-    if (__atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 && __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
+    if (DTRAIN__ATOMIC_LOAD(asleep, SEQ_CST) != 0 && DTRAIN__ATOMIC_EXCHANGE(asleep, 0u, SEQ_CST) != 0)
         dtrain__os_send(fd, "", 1, 0);
 }
 
@@ -166,7 +166,7 @@ static int dtrain__shm_arm(dtrain__shm *shm, int sending)
 {
     int side = sending ? shm->side : 1 - shm->side;
     shm->look = 1;
-    __atomic_store_n(&shm->page->asleep[shm->side], 1u, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&shm->page->asleep[shm->side], 1u, SEQ_CST);
     uint64_t held = dtrain__shm_held(shm, side);
     return sending ? held != shm->ring_bytes : held != 0;
 }

@@ -169,7 +169,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     dtrain__channel *channel = (dtrain__channel *)self;
     int64_t sleep_ns = 0, now;
     for (;;) {
-        uint64_t seen = __atomic_load_n(&channel->hub->council.news, __ATOMIC_SEQ_CST);
+        uint64_t seen = DTRAIN__ATOMIC_LOAD(&channel->hub->council.news, SEQ_CST);
         int moved = 0;
         dtrain_status status = dtrain__socket_turn(channel, out, in, deadline_ns == 0, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
@@ -195,7 +195,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
 static void dtrain__socket_step(dtrain__origin *origin, int64_t deadline_ns)
 {
     dtrain__hub *hub = (dtrain__hub *)(void *)origin;
-    __atomic_store_n(&hub->serviced, 1, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&hub->serviced, 1, RELEASE);
     if (!dtrain__os_try_lock(&hub->step_mutex)) {
         dtrain__hub_kick(hub);
         dtrain__os_lock(&hub->step_mutex);

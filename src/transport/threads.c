@@ -90,8 +90,8 @@ static void dtrain__shared_ring(dtrain__shared *shared, int rank)
     }
     for (int peer = 0; peer < shared->members->size; peer++) {
         uint32_t *asleep = &shared->slots[peer].asleep;
-        if (peer != rank && __atomic_load_n(asleep, __ATOMIC_SEQ_CST) != 0 &&
-            __atomic_exchange_n(asleep, 0u, __ATOMIC_SEQ_CST) != 0)
+        if (peer != rank && DTRAIN__ATOMIC_LOAD(asleep, SEQ_CST) != 0 &&
+            DTRAIN__ATOMIC_EXCHANGE(asleep, 0u, SEQ_CST) != 0)
             dtrain__os_poke(shared->doorbells[peer]);
     }
 }
@@ -101,23 +101,23 @@ static int dtrain__shared_closed(const dtrain__shared *shared)
 {
     int closed = dtrain__membership_broken(shared->members);
     for (int rank = 0; shared->doorbells != NULL && rank < shared->members->size; rank++)
-        closed |= __atomic_load_n(&shared->slots[rank].closed, __ATOMIC_SEQ_CST) != 0;
+        closed |= DTRAIN__ATOMIC_LOAD(&shared->slots[rank].closed, SEQ_CST) != 0;
     return closed;
 }
 
 /* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
 static int dtrain__shared_enter(dtrain__shared *shared, int rank)
 {
-    __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 1, SEQ_CST);
     if (!dtrain__shared_closed(shared))
         return 1;
-    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, SEQ_CST);
     return 0;
 }
 
 static void dtrain__shared_leave(dtrain__shared *shared, int rank)
 {
-    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, RELEASE);
 }
 
 /* ---- groups ---- */
@@ -189,8 +189,8 @@ static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group
 /* Returns the bytes in a ring. */
 static uint64_t dtrain__threads_held(const dtrain__threads_ring *ring)
 {
-    uint64_t read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    return __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - read;
+    uint64_t read = DTRAIN__ATOMIC_LOAD(&ring->read, SEQ_CST);
+    return DTRAIN__ATOMIC_LOAD(&ring->written, SEQ_CST) - read;
 }
 
 /* Moves bytes into the ring, whose `size` bytes are at `held`, or out of it. Returns how many. None if the counters
@@ -199,8 +199,8 @@ static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *he
                                    unsigned char *data, size_t bytes)
 {
     uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
-    uint64_t moved = __atomic_load_n(mine, __ATOMIC_RELAXED);
-    uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
+    uint64_t moved = DTRAIN__ATOMIC_LOAD(mine, RELAXED);
+    uint64_t ahead = moved - DTRAIN__ATOMIC_LOAD(theirs, SEQ_CST);
     uint64_t room = put ? size - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
     size_t n = bytes < room ? bytes : (size_t)room;
     size_t at = (size_t)moved % size, first = size - at;
@@ -209,7 +209,7 @@ static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *he
     first = first < n ? first : n;
     memcpy(put ? held + at : data, put ? data : held + at, first);
     memcpy(put ? held : data + first, put ? data + first : held, n - first);
-    __atomic_store_n(mine, moved + n, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_STORE(mine, moved + n, SEQ_CST);
     return n;
 }
 
@@ -222,7 +222,7 @@ typedef struct dtrain__threads_way {
 static int dtrain__threads_ready(void *pointer)
 {
     const dtrain__threads_way *way = (dtrain__threads_way *)pointer;
-    dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
+    dtrain__threads_ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
     const dtrain__membership *members = way->mine->seat.members;
     if (dtrain__membership_broken(members) || dtrain__membership_left(members, way->peer))
         return 1;
@@ -242,7 +242,7 @@ static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned cha
     *moved = 0;
     for (unsigned turn = 0;; turn++) {
         int left = dtrain__membership_left(seat->members, way->peer);
-        dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
+        dtrain__threads_ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
         size_t n = 0;
         if (ring != NULL && !(way->sending && left))
             n = dtrain__threads_copy(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
@@ -276,7 +276,7 @@ static dtrain_status dtrain__threads_send(void *self, int peer, const void *data
         if (ring == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
                                 whole, mine->seat.rank, peer);
-        __atomic_store_n(way.ring, ring, __ATOMIC_RELEASE);
+        DTRAIN__ATOMIC_STORE(way.ring, ring, RELEASE);
     }
     return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);
 }
@@ -294,7 +294,7 @@ static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size
 static void dtrain__threads_tell(void *self)
 {
     dtrain__threads_world *world = (dtrain__threads_world *)self;
-    __atomic_add_fetch(&world->council.news, 1, __ATOMIC_SEQ_CST);
+    DTRAIN__ATOMIC_ADD(&world->council.news, 1, SEQ_CST);
     for (dtrain__seat *seat = world->council.seats; seat != NULL; seat = seat->next)
         dtrain__bell_ring(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell);
 }
@@ -313,7 +313,7 @@ typedef struct dtrain__threads_look {
 static int dtrain__threads_news(void *pointer)
 {
     const dtrain__threads_look *look = (const dtrain__threads_look *)pointer;
-    return __atomic_load_n(&look->council->news, __ATOMIC_SEQ_CST) != look->seen;
+    return DTRAIN__ATOMIC_LOAD(&look->council->news, SEQ_CST) != look->seen;
 }
 
 static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
@@ -520,13 +520,13 @@ static void dtrain__threads_publish(void *self, dtrain__tell tell, void *record)
     if (tell == NULL)
         return;
     mine->tell = tell;
-    __atomic_store_n(&mine->record, record, __ATOMIC_RELEASE);
+    DTRAIN__ATOMIC_STORE(&mine->record, record, RELEASE);
 }
 
 static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
 {
     const dtrain__threads_rank *other = &((dtrain__threads_rank *)self)->group->ranks[rank];
-    void *record = __atomic_load_n(&other->record, __ATOMIC_ACQUIRE);
+    void *record = DTRAIN__ATOMIC_LOAD(&other->record, ACQUIRE);
     int awaits;
     (void)after_ns;
     *age_ns = 0;
@@ -537,7 +537,7 @@ static size_t dtrain__threads_untaken(void *self, int rank)
 {
     dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
     dtrain__threads_ring *ring =
-        __atomic_load_n(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), __ATOMIC_ACQUIRE);
+        DTRAIN__ATOMIC_LOAD(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), ACQUIRE);
     return ring != NULL ? (size_t)dtrain__threads_held(ring) : 0;
 }
 

@@ -184,8 +184,8 @@ static void ends_within(int rank)
 static void gives_calls_to_mpi(int rank)
 {
     dtrain_comm *world = offloading(0);
-    given = dtrain__mpi.call.Ireduce_scatter;
-    dtrain__mpi.call.Ireduce_scatter = counted;
+    given = dtrain__mpi()->call.Ireduce_scatter;
+    dtrain__mpi()->call.Ireduce_scatter = counted;
     sums(world, 50);
     expect(begun == 50, "each all-reduce is MPI's");
     dtrain_comm_destroy(world);

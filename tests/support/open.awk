@@ -4,7 +4,7 @@
 #   awk -v bodies=0 -f tests/support/open.awk dtrain.h  the header of those that link with it: functions are declared alone
 #
 # The code's format makes this easy: functions and their braces begin at the first column. Inline functions, constant
-# tables and what macros make are small, and stay copies in each file.
+# tables and what macros make are small, and stay copies in each file, but for the states of a process or thread.
 function put(line)
 {
     if (held != "")
@@ -19,6 +19,19 @@ BEGIN { put(bodies ? "" : "#pragma GCC system_header\n#undef DTRAIN_API\n#define
 skip != "" { # a body, or values, up to their last line
     if ($0 ~ skip)
         skip = ""
+    next
+}
+
+/^    static type \*name\(void\) / && bodies { sub(/static /, "") } # the macro that declares states
+
+/^DTRAIN__(MUTEX_)?OF_[A-Z]+\(/ && !bodies {
+    line = $0
+    sub(/ *\/\*.*/, "", line)
+    sub(/^DTRAIN__MUTEX_OF_PROCESS\(/, "(dtrain__os_mutex, ", line)
+    sub(/^[^(]*\(/, "extern ", line)
+    sub(/, /, " *", line)
+    sub(/\)$/, "(void);", line)
+    put(line)
     next
 }
 

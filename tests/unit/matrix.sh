@@ -195,6 +195,15 @@ awk '{ print } /^#define DTRAIN__STATUS$/ { print "#include \"../comm/queue.c\""
 fails_with "a later include" 'includes comm/queue.c, which stands later' $tool
 holds "nothing written" cmp dtrain.h "$root/dtrain.h"
 cp "$root/src/base/status.c" src/base/status.c
+seam() { # name, line, what the tool says
+    echo "$2" >>src/comm/queue.c
+    fails_with "$1" "src/comm/queue.c:[0-9]*: $3" $tool
+    cp "$root/src/comm/queue.c" src/comm/queue.c
+}
+seam "a header of the system above base/" '#include <unistd.h>' 'a header of the system'
+seam "a call of the system" 'static const char *home(void) { return getenv("HOME"); }' 'calls getenv'
+seam "an atomic of the compiler" 'static int look(int *at) { return __atomic_load_n(at, 0); }' 'calls __atomic_load_n'
+seam "a variable of the process" 'static int count;' 'a variable that changes'
 echo 'int x;' >src/base/stray.c
 fails_with "an unlisted file" 'src/base/stray.c is not listed' $tool
 rm src/base/stray.c

@@ -266,11 +266,6 @@ TEST(memory_that_processes_share_cannot_be_made_shorter)
     dtrain__os_unreserve(memory, 8192);
 }
 
-static void put_text(FILE *file, const void *user)
-{
-    fputs((const char *)user, file);
-}
-
 static int has_text(const char *path, const char *expected)
 {
     char text[64] = "";
@@ -303,25 +298,25 @@ TEST(links_planted_beside_a_file_that_is_replaced_are_not_followed)
     CHECK(mkdtemp(directory) != NULL);
     snprintf(path, sizeof path, "%s/trace", directory);
     snprintf(victim, sizeof victim, "%s/victim", directory);
-    CHECK_EQ(dtrain__os_replace_file(victim, put_text, "mine"), 0);
+    CHECK_EQ(dtrain__os_replace_file(victim, "mine", 4), 0);
     for (int i = 0; i < 100; i++) { /* names of this process and of those that come after it */
         static const char *const forms[] = {"%s.%ld.new", "%s.%ld.part", "%s.%ld-0-0.part", "%s.%ld.tmp"};
         snprintf(name, sizeof name, forms[i % 4], path, (long)getpid() + i / 4);
         CHECK_EQ(symlink(victim, name), 0);
     }
-    CHECK_EQ(dtrain__os_replace_file(path, put_text, "old"), 0);
-    CHECK_EQ(dtrain__os_replace_file(path, put_text, "new"), 0);
+    CHECK_EQ(dtrain__os_replace_file(path, "old", 3), 0);
+    CHECK_EQ(dtrain__os_replace_file(path, "new", 3), 0);
     CHECK(has_text(path, "new"));
     CHECK(has_text(victim, "mine"));
     CHECK(stat(path, &about) == 0 && (about.st_mode & 0777) == 0640);
     CHECK_EQ(plain_entries(directory), 2);
     unlink(path); /* a link at the place itself is replaced */
     CHECK_EQ(symlink(victim, path), 0);
-    CHECK_EQ(dtrain__os_replace_file(path, put_text, "newer"), 0);
+    CHECK_EQ(dtrain__os_replace_file(path, "newer", 5), 0);
     CHECK(has_text(path, "newer") && has_text(victim, "mine"));
     unlink(path);
     CHECK_EQ(mkdir(path, 0700), 0);
-    CHECK(dtrain__os_replace_file(path, put_text, "none") != 0);
+    CHECK(dtrain__os_replace_file(path, "none", 4) != 0);
     CHECK_EQ(plain_entries(directory), 1); /* what could not take its place is removed */
     for (int i = 0; i < 8; i++) {          /* no name comes twice */
         static char before[160];

@@ -524,7 +524,7 @@ TEST(a_buffer_that_was_taken_from_the_others_serves_all_groups)
 static int windows_in_use(void)
 {
     int count = 0;
-    for (dtrain__window *window = dtrain__windows; window != NULL; window = window->next)
+    for (dtrain__window *window = dtrain__windows()->first; window != NULL; window = window->next)
         count += window->used;
     return count;
 }
