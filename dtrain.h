@@ -16,9 +16,10 @@
  *
  * CONTENTS (search for the mark)
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
- *     >>tensor       element types, conversions, tensors, the matrix product
+ *     >>tensor       element types, conversions, tensors
  *     >>device       memory and arithmetic of GPUs: queues, copies, events, a table to fill for your own device
  *     >>pieces       lists of what objects keep, for checkpoints and file formats of your own
+ *     >>sgemm        the matrix product of layers
  *     >>transport    the table to fill for a transport of your own
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, the
  *                    store
@@ -1518,6 +1519,43 @@ DTRAIN_API_MUST dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, siz
 
 #ifdef __cplusplus
 }
+#endif
+
+#endif
+
+#ifndef DTRAIN_NO_TRAIN
+
+/* ---- >>sgemm ----
+ * The matrix product of layers, for programs that bring no BLAS. */
+#ifndef DTRAIN__SGEMM_H
+#define DTRAIN__SGEMM_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Computes c = alpha op(a) x op(b) + beta c over row-major float32 matrices of any leading dimension.
+ *
+ *   transpose_a, transpose_b   1: op transposes the matrix; 0: op(x) is x
+ *   m, n, k                    op(a) is m x k, op(b) is k x n, c is m x n; zero is legal
+ *   lda, ldb, ldc              elements from one row to the next, as stored
+ *   alpha                      0: a and b are not read
+ *   beta                       0: c is overwritten, and not read
+ *   override                   define DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c,
+ *                              ldc) before the implementation to replace the built-in product
+ *   bits                       the same for one shape under any compiler flags. avx2, avx512, neon and neon-bf16
+ *                              round each term once and agree with each other; elsewhere each is rounded twice
+ *   stack                      up to 280 KiB; musl gives a thread 128 (pthread_attr_setstacksize gives more)
+ *   source                     Goto and van de Geijn, ACM TOMS 34(3), 2008
+ *
+ * any thread; c overlaps neither a nor b; allocates nothing */
+DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc);
+
+#ifdef __cplusplus
+}
+#endif
+
 #endif
 
 #endif
@@ -4105,26 +4143,6 @@ typedef struct dtrain_step_result {
  *
  * collective when its aggregator is */
 DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result);
-
-/* ---- the matrix product of layers, for programs that bring no BLAS ---- */
-
-/* Computes c = alpha op(a) x op(b) + beta c over row-major float32 matrices of any leading dimension.
- *
- *   transpose_a, transpose_b   1: op transposes the matrix; 0: op(x) is x
- *   m, n, k                    op(a) is m x k, op(b) is k x n, c is m x n; zero is legal
- *   lda, ldb, ldc              elements from one row to the next, as stored
- *   alpha                      0: a and b are not read
- *   beta                       0: c is overwritten, and not read
- *   override                   define DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c,
- *                              ldc) before the implementation to replace the built-in product
- *   bits                       the same for one shape under any compiler flags. avx2, avx512, neon and neon-bf16 round each
- *                              term once and agree with each other; elsewhere each term is rounded twice
- *   stack                      up to 280 KiB; musl gives a thread 128 (pthread_attr_setstacksize gives more)
- *   source                     Goto and van de Geijn, ACM TOMS 34(3), 2008
- *
- * any thread; c overlaps neither a nor b; allocates nothing */
-DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
-                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc);
 
 #ifdef __cplusplus
 }
@@ -11749,6 +11767,454 @@ static DTRAIN__NOINLINE void dtrain__json_member_text(dtrain__json_writer *write
 
 #endif
 
+#ifndef DTRAIN_NO_SAFETENSORS
+
+/* ---- >>json ----
+ * A strict RFC 8259 reader. It returns one token at a time, and its input may be hostile. It neither allocates nor
+ * recurses, never reads past the end and stops at its first error. It checks every string that it passes (UTF-8,
+ * escapes, surrogate pairs). Texts have lengths, because \u0000 is a legal character. Callers check for duplicate
+ * keys. */
+#ifndef DTRAIN__JSON
+#define DTRAIN__JSON
+DTRAIN__FAST_BEGIN
+
+typedef enum dtrain__json_kind {
+    DTRAIN__JSON_ERROR, /* the reader's error and offset say what and where */
+    DTRAIN__JSON_END,   /* the value is complete, and only whitespace follows it */
+    DTRAIN__JSON_NULL,
+    DTRAIN__JSON_FALSE,
+    DTRAIN__JSON_TRUE,
+    DTRAIN__JSON_NUMBER,
+    DTRAIN__JSON_STRING,
+    DTRAIN__JSON_KEY, /* the next token is its value */
+    DTRAIN__JSON_OBJECT,
+    DTRAIN__JSON_OBJECT_END,
+    DTRAIN__JSON_ARRAY,
+    DTRAIN__JSON_ARRAY_END
+} dtrain__json_kind;
+
+typedef enum dtrain__json_expect {
+    DTRAIN__JSON_WANT_VALUE,
+    DTRAIN__JSON_WANT_VALUE_OR_END, /* after [ */
+    DTRAIN__JSON_WANT_KEY,
+    DTRAIN__JSON_WANT_KEY_OR_END, /* after { */
+    DTRAIN__JSON_WANT_COMMA_OR_END
+} dtrain__json_expect;
+
+typedef enum dtrain__json_fault {
+    DTRAIN__JSON_FAULT_SYNTAX,
+    DTRAIN__JSON_FAULT_STRING, /* a control character, escape or surrogate */
+    DTRAIN__JSON_FAULT_UTF8,
+    DTRAIN__JSON_FAULT_DEPTH
+} dtrain__json_fault;
+
+typedef struct dtrain__json_reader {
+    const unsigned char *text;
+    size_t length;
+    size_t offset;            /* of the next byte; after an error, of the wrong byte */
+    const char *error;        /* a phrase that says what is wrong; NULL: no error yet */
+    dtrain__json_fault fault; /* the kind of error */
+    int depth;
+    uint32_t objects; /* bit i: level i + 1 is an object */
+    dtrain__json_expect expect;
+} dtrain__json_reader;
+
+typedef struct dtrain__json_token {
+    dtrain__json_kind kind;
+    int escaped;       /* 1: a string that contains an escape */
+    size_t begin, end; /* where it is in the text; strings without their quotes */
+} dtrain__json_token;
+
+static void dtrain__json_open(dtrain__json_reader *reader, const void *text, size_t length)
+{
+    memset(reader, 0, sizeof *reader);
+    reader->text = (const unsigned char *)text;
+    reader->length = length;
+    reader->expect = DTRAIN__JSON_WANT_VALUE;
+}
+
+static dtrain__json_kind dtrain__json_bad_as(dtrain__json_reader *reader, dtrain__json_fault fault, size_t offset,
+                                             const char *error)
+{
+    reader->offset = offset;
+    reader->error = error;
+    reader->fault = fault;
+    return DTRAIN__JSON_ERROR;
+}
+
+static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t offset, const char *error)
+{
+    return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_SYNTAX, offset, error);
+}
+
+/* Returns the byte at offset; -1 at the end. */
+static int dtrain__json_peek(const dtrain__json_reader *reader, size_t offset)
+{
+    return offset < reader->length ? reader->text[offset] : -1;
+}
+
+/* Returns the value of the four hex digits at offset; -1 if there are none. */
+static int32_t dtrain__json_hex4(const dtrain__json_reader *reader, size_t offset)
+{
+    int32_t value = 0;
+    if (offset > reader->length || reader->length - offset < 4)
+        return -1;
+    for (size_t i = 0; i < 4; i++) {
+        int byte = reader->text[offset + i];
+        int digit = dtrain__json_in(byte, '0', '9')   ? byte - '0'
+                    : dtrain__json_in(byte, 'a', 'f') ? byte - 'a' + 10
+                    : dtrain__json_in(byte, 'A', 'F') ? byte - 'A' + 10
+                                                      : -1;
+        if (digit < 0)
+            return -1;
+        value = value * 16 + digit;
+    }
+    return value;
+}
+
+/* Decodes the escape at offset into code. Returns its length in the text; 0 if it is wrong. */
+static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offset, uint32_t *code)
+{
+    static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
+    int letter = dtrain__json_peek(reader, offset + 1);
+    if (letter != 'u') {
+        const char *found = letter > 0 ? strchr(letters, letter) : NULL;
+        *code = found != NULL ? (uint32_t)meanings[found - letters] : 0;
+        return found != NULL ? 2 : 0;
+    }
+    int32_t first = dtrain__json_hex4(reader, offset + 2);
+    if (first < 0 || dtrain__json_in(first, 0xdc00, 0xdfff))
+        return 0;
+    *code = (uint32_t)first;
+    if (!dtrain__json_in(first, 0xd800, 0xdbff))
+        return 6;
+    if (dtrain__json_peek(reader, offset + 6) != '\\' || dtrain__json_peek(reader, offset + 7) != 'u')
+        return 0;
+    int32_t second = dtrain__json_hex4(reader, offset + 8);
+    if (!dtrain__json_in(second, 0xdc00, 0xdfff))
+        return 0;
+    *code = 0x10000u + ((uint32_t)(first - 0xd800) << 10) + (uint32_t)(second - 0xdc00);
+    return 12;
+}
+
+/* Returns the offset of a string's next byte that is not a plain ASCII character. It looks at eight bytes at once: such
+ * bytes have their high bits set in `other`. A borrow may also set higher bits than the lowest of them. */
+static size_t dtrain__json_plain(const dtrain__json_reader *reader, size_t offset)
+{
+    const unsigned char *text = reader->text;
+    const uint64_t each = 0x0101010101010101u;
+    for (; reader->length - offset >= 8; offset += 8) {
+        uint64_t word = dtrain__load_le64(text + offset);
+        uint64_t other = word | (word - each * 0x20) | ((word ^ each * '"') - each) | ((word ^ each * '\\') - each);
+        other &= each * 0x80;
+        if (other != 0)
+            return offset + (size_t)__builtin_ctzll(other) / 8;
+    }
+    while (offset < reader->length && text[offset] >= 0x20 && text[offset] < 0x80 && text[offset] != '"' &&
+           text[offset] != '\\')
+        offset++;
+    return offset;
+}
+
+/* Reads the string whose opening quote is at the reader's offset. */
+static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    size_t at = reader->offset + 1;
+    token->begin = at;
+    for (;;) {
+        at = dtrain__json_plain(reader, at);
+        int byte = dtrain__json_peek(reader, at);
+        size_t step = 0;
+        uint32_t code;
+        if (byte < 0)
+            return dtrain__json_bad(reader, at, "the text ends inside a string");
+        if (byte == '"')
+            break;
+        if (byte < 0x20)
+            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "a control character inside a string");
+        token->escaped |= byte == '\\';
+        if (byte == '\\')
+            step = dtrain__json_escape(reader, at, &code);
+        else
+            step = dtrain__utf8(reader->text + at, reader->length - at);
+        if (step == 0 && byte == '\\')
+            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "an escape that JSON does not have");
+        if (step == 0)
+            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_UTF8, at, "not UTF-8");
+        at += step;
+    }
+    token->end = at;
+    reader->offset = at + 1;
+    return DTRAIN__JSON_STRING;
+}
+
+static inline size_t dtrain__json_digits(const dtrain__json_reader *reader, size_t offset)
+{
+    while (dtrain__json_in(dtrain__json_peek(reader, offset), '0', '9'))
+        offset++;
+    return offset;
+}
+
+static dtrain__json_kind dtrain__json_read_number(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    size_t at = reader->offset, begin;
+    token->begin = at;
+    at += dtrain__json_peek(reader, at) == '-';
+    begin = at;
+    at = dtrain__json_digits(reader, at);
+    if (at == begin)
+        return dtrain__json_bad(reader, at, "a number without digits");
+    if (reader->text[begin] == '0' && at - begin > 1)
+        return dtrain__json_bad(reader, begin, "a number with a leading zero");
+    if (dtrain__json_peek(reader, at) == '.') {
+        begin = at + 1;
+        at = dtrain__json_digits(reader, begin);
+        if (at == begin)
+            return dtrain__json_bad(reader, at, "a fraction without digits");
+    }
+    if (dtrain__json_peek(reader, at) == 'e' || dtrain__json_peek(reader, at) == 'E') {
+        int sign = dtrain__json_peek(reader, at + 1);
+        begin = at + 1 + (sign == '+' || sign == '-');
+        at = dtrain__json_digits(reader, begin);
+        if (at == begin)
+            return dtrain__json_bad(reader, at, "an exponent without digits");
+    }
+    token->end = reader->offset = at;
+    return DTRAIN__JSON_NUMBER;
+}
+
+static dtrain__json_kind dtrain__json_read_word(dtrain__json_reader *reader, dtrain__json_token *token,
+                                                const char *word, dtrain__json_kind kind)
+{
+    size_t bytes = strlen(word);
+    token->begin = reader->offset;
+    if (reader->length - reader->offset < bytes || memcmp(reader->text + reader->offset, word, bytes) != 0)
+        return dtrain__json_bad(reader, reader->offset, "a word that JSON does not have");
+    token->end = reader->offset += bytes;
+    return kind;
+}
+
+static dtrain__json_kind dtrain__json_enter(dtrain__json_reader *reader, int is_object)
+{
+    if (reader->depth == DTRAIN__JSON_DEPTH)
+        return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_DEPTH, reader->offset, "nested deeper than 32 levels");
+    uint32_t bit = (uint32_t)1 << reader->depth++;
+    reader->objects = is_object ? reader->objects | bit : reader->objects & ~bit;
+    reader->expect = is_object ? DTRAIN__JSON_WANT_KEY_OR_END : DTRAIN__JSON_WANT_VALUE_OR_END;
+    reader->offset++;
+    return is_object ? DTRAIN__JSON_OBJECT : DTRAIN__JSON_ARRAY;
+}
+
+static int dtrain__json_inside_object(const dtrain__json_reader *reader)
+{
+    return reader->depth > 0 && (reader->objects >> (reader->depth - 1) & 1) != 0;
+}
+
+/* Returns the offset of the next byte that is not whitespace. */
+static inline size_t dtrain__json_space(const dtrain__json_reader *reader, size_t offset)
+{
+    for (; offset < reader->length; offset++) {
+        int byte = reader->text[offset];
+        if (byte > ' ' || (byte != ' ' && byte != '\t' && byte != '\n' && byte != '\r'))
+            break;
+    }
+    return offset;
+}
+
+static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
+{
+    static const char *const words[] = {"null", "false", "true"}; /* in the order of their kinds */
+    reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
+    if (byte == '{' || byte == '[')
+        return dtrain__json_enter(reader, byte == '{');
+    if (byte == '"')
+        return dtrain__json_read_string(reader, token);
+    if (byte == '-' || dtrain__json_in(byte, '0', '9'))
+        return dtrain__json_read_number(reader, token);
+    for (int i = 0; i < 3; i++)
+        if (byte == words[i][0])
+            return dtrain__json_read_word(reader, token, words[i], (dtrain__json_kind)(DTRAIN__JSON_NULL + i));
+    return dtrain__json_bad(reader, reader->offset, byte < 0 ? "the text ends before a value" : "not a value");
+}
+
+static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
+{
+    if (byte != '"')
+        return dtrain__json_bad(reader, reader->offset, "a key was expected");
+    if (dtrain__json_read_string(reader, token) == DTRAIN__JSON_ERROR)
+        return DTRAIN__JSON_ERROR;
+    reader->offset = dtrain__json_space(reader, reader->offset);
+    if (dtrain__json_peek(reader, reader->offset) != ':')
+        return dtrain__json_bad(reader, reader->offset, "a colon was expected after a key");
+    reader->offset++;
+    reader->expect = DTRAIN__JSON_WANT_VALUE;
+    return DTRAIN__JSON_KEY;
+}
+
+/* Reads the next token and its position. It checks only what must precede the token. */
+static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    int in_object = dtrain__json_inside_object(reader);
+    int after_value = reader->expect == DTRAIN__JSON_WANT_COMMA_OR_END;
+    size_t at = dtrain__json_space(reader, reader->offset);
+    int byte = dtrain__json_peek(reader, at);
+    if (after_value && byte == ',' && reader->depth > 0) {
+        reader->expect = in_object ? DTRAIN__JSON_WANT_KEY : DTRAIN__JSON_WANT_VALUE;
+        at = dtrain__json_space(reader, at + 1);
+        byte = dtrain__json_peek(reader, at);
+        after_value = 0;
+    }
+    token->begin = token->end = reader->offset = at;
+    if (after_value && reader->depth == 0)
+        return byte < 0 ? DTRAIN__JSON_END : dtrain__json_bad(reader, at, "more text after the value");
+    if (byte == (in_object ? '}' : ']') && reader->expect != DTRAIN__JSON_WANT_VALUE &&
+        reader->expect != DTRAIN__JSON_WANT_KEY) {
+        reader->depth--;
+        reader->offset++;
+        reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
+        return in_object ? DTRAIN__JSON_OBJECT_END : DTRAIN__JSON_ARRAY_END;
+    }
+    if (after_value)
+        return dtrain__json_bad(reader, at, "a comma or the end of the list was expected");
+    if (reader->expect == DTRAIN__JSON_WANT_KEY || reader->expect == DTRAIN__JSON_WANT_KEY_OR_END)
+        return dtrain__json_read_key(reader, token, byte);
+    return dtrain__json_read_value(reader, token, byte);
+}
+
+/* A fast path for the next whole number in an array without spaces, which may hold many millions. Returns 0 and reads
+ * nothing if something else comes next. */
+static inline int dtrain__json_further(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    size_t begin = reader->offset + 1;
+    if (reader->expect != DTRAIN__JSON_WANT_COMMA_OR_END || reader->depth == 0 || dtrain__json_inside_object(reader) ||
+        dtrain__json_peek(reader, begin - 1) != ',')
+        return 0;
+    size_t end = dtrain__json_digits(reader, begin);
+    int after = dtrain__json_peek(reader, end);
+    if (end == begin || (reader->text[begin] == '0' && end > begin + 1) || (after != ',' && after != ']'))
+        return 0;
+    token->begin = begin;
+    token->end = reader->offset = end;
+    return 1;
+}
+
+/* Reads the next token. After ERROR or END, further calls return the same. */
+static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__json_token *token)
+{
+    token->begin = token->end = reader->offset;
+    token->escaped = 0;
+    token->kind = reader->error != NULL                 ? DTRAIN__JSON_ERROR
+                  : dtrain__json_further(reader, token) ? DTRAIN__JSON_NUMBER
+                                                        : dtrain__json_read(reader, token);
+    if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY)
+        token->end = reader->offset;
+    return token->kind;
+}
+
+/* Reads to the end of the value that starts with token. Returns 0 on an error. */
+static int dtrain__json_skip(dtrain__json_reader *reader, const dtrain__json_token *token)
+{
+    dtrain__json_token inner;
+    if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY) {
+        int outside = reader->depth - 1;
+        while (reader->depth > outside)
+            if (dtrain__json_next(reader, &inner) == DTRAIN__JSON_ERROR)
+                return 0;
+    }
+    return reader->error == NULL;
+}
+
+static size_t dtrain__json_encode(uint32_t code, unsigned char out[4])
+{
+    size_t bytes = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    static const unsigned char lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
+    for (size_t i = bytes; i-- > 1; code >>= 6)
+        out[i] = (unsigned char)(0x80 | (code & 0x3f));
+    out[0] = (unsigned char)(lead[bytes] | code);
+    return bytes;
+}
+
+/* Unescapes a STRING or KEY into out, without a terminator. Returns the length of the whole text. It never writes past
+ * capacity; if the result is larger, out holds only a part. */
+static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrain__json_token *token, void *out,
+                                  size_t capacity)
+{
+    size_t written = 0, length = token->end - token->begin;
+    if (!token->escaped) {
+        if (capacity > 0)
+            memmove(out, reader->text + token->begin, length < capacity ? length : capacity);
+        return length;
+    }
+    for (size_t at = token->begin; at < token->end;) {
+        unsigned char piece[4] = {reader->text[at], 0, 0, 0};
+        size_t bytes = 1, step = 1;
+        if (piece[0] == '\\') {
+            uint32_t code = 0;
+            step = dtrain__json_escape(reader, at, &code);
+            bytes = dtrain__json_encode(code, piece);
+        }
+        if (written <= capacity && bytes <= capacity - written)
+            memcpy((unsigned char *)out + written, piece, bytes);
+        written += bytes;
+        at += step;
+    }
+    return written;
+}
+
+/* Returns whether a STRING or KEY, unescaped, equals the text, which has at most 64 bytes. */
+static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
+{
+    unsigned char have[64];
+    size_t bytes = strlen(text);
+    if (token->escaped)
+        return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
+               memcmp(have, text, bytes) == 0;
+    return token->end - token->begin == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
+}
+
+/* Reads a NUMBER that is a whole number below 2^64 without sign or exponent. Returns 0 for any other token. */
+static inline int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
+{
+    uint64_t sum = 0;
+    *value = 0;
+    if (token->kind != DTRAIN__JSON_NUMBER)
+        return 0;
+    for (size_t at = token->begin; at < token->end; at++) {
+        int byte = reader->text[at];
+        uint64_t digit = (uint64_t)(byte - '0');
+        if (!dtrain__json_in(byte, '0', '9') || sum > UINT64_MAX / 10 || sum * 10 > UINT64_MAX - digit)
+            return 0;
+        sum = sum * 10 + digit;
+    }
+    *value = sum;
+    return 1;
+}
+
+/* Reads any NUMBER of fewer than 80 bytes. Returns 0 for another token. strtod needs the locale's decimal point. */
+static int dtrain__json_double(const dtrain__json_reader *reader, const dtrain__json_token *token, double *value)
+{
+    char text[80];
+    const char *point = localeconv()->decimal_point;
+    size_t length = 0, bytes = strlen(point);
+    if (token->kind != DTRAIN__JSON_NUMBER)
+        return 0;
+    for (size_t at = token->begin; at < token->end; at++) {
+        int is_point = reader->text[at] == '.';
+        if (length + bytes + 1 >= sizeof text)
+            return 0;
+        memcpy(text + length, is_point ? point : (const char *)reader->text + at, is_point ? bytes : 1);
+        length += is_point ? bytes : 1;
+    }
+    text[length] = '\0';
+    *value = strtod(text, NULL);
+    return 1;
+}
+
+DTRAIN__FAST_END
+#endif
+
+#endif
+
 /* ---- >>isa ----
  * The instruction set, which is chosen once at run time, and the floating-point mode. A kernel is written once, as
  * plain loops in an always-inlined body. DTRAIN__KERNEL compiles it for each instruction set. Each does the same
@@ -13688,451 +14154,662 @@ DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t c
 
 #endif
 
-#ifndef DTRAIN_NO_SAFETENSORS
+#ifndef DTRAIN_NO_TRAIN
 
-/* ---- >>json ----
- * A strict RFC 8259 reader. It returns one token at a time, and its input may be hostile. It neither allocates nor
- * recurses, never reads past the end and stops at its first error. It checks every string that it passes (UTF-8,
- * escapes, surrogate pairs). Texts have lengths, because \u0000 is a legal character. Callers check for duplicate
- * keys. */
-#ifndef DTRAIN__JSON
-#define DTRAIN__JSON
+/* ---- >>gemm ----
+ * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack. A kernel for each instruction set
+ * multiplies a few rows of op(a) by a packed panel in registers. The rows are read in place unless a is transposed. The
+ * stack in use stays below 280 KiB, for threads that have half a megabyte.
+ *
+ * Each element of c is a sum over k in ascending order, a block of 256 at a time. So the bits depend on the shape, and
+ * on whether a term is rounded once (AVX2, AVX-512, NEON) or twice.
+ *
+ *   source   Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015 */
+#ifndef DTRAIN__GEMM
+#define DTRAIN__GEMM
 DTRAIN__FAST_BEGIN
 
-typedef enum dtrain__json_kind {
-    DTRAIN__JSON_ERROR, /* the reader's error and offset say what and where */
-    DTRAIN__JSON_END,   /* the value is complete, and only whitespace follows it */
-    DTRAIN__JSON_NULL,
-    DTRAIN__JSON_FALSE,
-    DTRAIN__JSON_TRUE,
-    DTRAIN__JSON_NUMBER,
-    DTRAIN__JSON_STRING,
-    DTRAIN__JSON_KEY, /* the next token is its value */
-    DTRAIN__JSON_OBJECT,
-    DTRAIN__JSON_OBJECT_END,
-    DTRAIN__JSON_ARRAY,
-    DTRAIN__JSON_ARRAY_END
-} dtrain__json_kind;
+#define DTRAIN__GEMM_KC 256
+#define DTRAIN__GEMM_NC 256
+#define DTRAIN__GEMM_MC 16 /* rows of a transposed a that are packed together: one cache line of each column */
 
-typedef enum dtrain__json_expect {
-    DTRAIN__JSON_WANT_VALUE,
-    DTRAIN__JSON_WANT_VALUE_OR_END, /* after [ */
-    DTRAIN__JSON_WANT_KEY,
-    DTRAIN__JSON_WANT_KEY_OR_END, /* after { */
-    DTRAIN__JSON_WANT_COMMA_OR_END
-} dtrain__json_expect;
+/* Computes c[rows][columns] (+)= a[rows][k] x panel[k][width], with rows and columns up to the kernel's tile. */
+typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
+                                    float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
 
-typedef enum dtrain__json_fault {
-    DTRAIN__JSON_FAULT_SYNTAX,
-    DTRAIN__JSON_FAULT_STRING, /* a control character, escape or surrogate */
-    DTRAIN__JSON_FAULT_UTF8,
-    DTRAIN__JSON_FAULT_DEPTH
-} dtrain__json_fault;
+/* A kernel and the tile of c that it makes. width is at most DTRAIN__GEMM_NC, and rows at most DTRAIN__GEMM_MC. */
+typedef struct dtrain__gemm_shape {
+    dtrain__gemm_kernel kernel;
+    size_t rows, width;
+} dtrain__gemm_shape;
 
-typedef struct dtrain__json_reader {
-    const unsigned char *text;
-    size_t length;
-    size_t offset;            /* of the next byte; after an error, of the wrong byte */
-    const char *error;        /* a phrase that says what is wrong; NULL: no error yet */
-    dtrain__json_fault fault; /* the kind of error */
-    int depth;
-    uint32_t objects; /* bit i: level i + 1 is an object */
-    dtrain__json_expect expect;
-} dtrain__json_reader;
+#define DTRAIN__GEMM_PARAMETERS \
+    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows, \
+        size_t columns, int accumulate
 
-typedef struct dtrain__json_token {
-    dtrain__json_kind kind;
-    int escaped;       /* 1: a string that contains an escape */
-    size_t begin, end; /* where it is in the text; strings without their quotes */
-} dtrain__json_token;
-
-static void dtrain__json_open(dtrain__json_reader *reader, const void *text, size_t length)
+static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t ldc, size_t rows, size_t columns,
+                               int accumulate)
 {
-    memset(reader, 0, sizeof *reader);
-    reader->text = (const unsigned char *)text;
-    reader->length = length;
-    reader->expect = DTRAIN__JSON_WANT_VALUE;
+    for (size_t i = 0; i < rows; i++)
+        for (size_t j = 0; j < columns; j++)
+            c[i * ldc + j] = accumulate ? c[i * ldc + j] + tile[i * width + j] : tile[i * width + j];
 }
 
-static dtrain__json_kind dtrain__json_bad_as(dtrain__json_reader *reader, dtrain__json_fault fault, size_t offset,
-                                             const char *error)
-{
-    reader->offset = offset;
-    reader->error = error;
-    reader->fault = fault;
-    return DTRAIN__JSON_ERROR;
-}
-
-static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t offset, const char *error)
-{
-    return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_SYNTAX, offset, error);
-}
-
-/* Returns the byte at offset; -1 at the end. */
-static int dtrain__json_peek(const dtrain__json_reader *reader, size_t offset)
-{
-    return offset < reader->length ? reader->text[offset] : -1;
-}
-
-/* Returns the value of the four hex digits at offset; -1 if there are none. */
-static int32_t dtrain__json_hex4(const dtrain__json_reader *reader, size_t offset)
-{
-    int32_t value = 0;
-    if (offset > reader->length || reader->length - offset < 4)
-        return -1;
-    for (size_t i = 0; i < 4; i++) {
-        int byte = reader->text[offset + i];
-        int digit = dtrain__json_in(byte, '0', '9')   ? byte - '0'
-                    : dtrain__json_in(byte, 'a', 'f') ? byte - 'a' + 10
-                    : dtrain__json_in(byte, 'A', 'F') ? byte - 'A' + 10
-                                                      : -1;
-        if (digit < 0)
-            return -1;
-        value = value * 16 + digit;
+/* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
+ * and those of the panel's padding, are not stored. fmadd takes its first factor as spread(float), a `factor`. */
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, factor, spread, fmadd) \
+    attributes static __attribute__((noinline)) void name(DTRAIN__GEMM_PARAMETERS) \
+    { \
+        vector sum[ROWS][VECTORS]; \
+        const float *row[ROWS]; \
+        for (size_t i = 0; i < ROWS; i++) { \
+            row[i] = a + (i < rows ? i : rows - 1) * a_row; \
+            for (size_t v = 0; v < VECTORS; v++) \
+                sum[i][v] = op##_set1_ps(0); \
+        } \
+        for (size_t p = 0; p < k; p++) { \
+            vector b[VECTORS]; \
+            for (size_t v = 0; v < VECTORS; v++) \
+                b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES); \
+            for (size_t i = 0; i < ROWS; i++) { \
+                factor x = spread(row[i][p * a_column]); \
+                for (size_t v = 0; v < VECTORS; v++) \
+                    sum[i][v] = fmadd(x, b[v], sum[i][v]); \
+            } \
+        } \
+        if (rows == ROWS && columns == VECTORS * LANES) { \
+            for (size_t i = 0; i < ROWS; i++) \
+                for (size_t v = 0; v < VECTORS; v++) { \
+                    float *to = c + i * ldc + v * LANES; \
+                    if (accumulate) \
+                        sum[i][v] = op##_loadu_ps(to) + sum[i][v]; \
+                    op##_storeu_ps(to, sum[i][v]); \
+                } \
+        } else { \
+            float tile[ROWS * VECTORS * LANES]; \
+            for (size_t i = 0; i < ROWS; i++) \
+                for (size_t v = 0; v < VECTORS; v++) \
+                    op##_storeu_ps(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]); \
+            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate); \
+        } \
     }
-    return value;
+
+DTRAIN__EXACT_BEGIN
+
+#if defined(DTRAIN__X86)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, __m512,
+                    _mm512_set1_ps, _mm512_fmadd_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, __m256,
+                    _mm256_set1_ps, _mm256_fmadd_ps)
+#endif
+
+#if defined(DTRAIN__NEON)
+/* Multiplies by a lane, so that the factor need not be spread over a vector. */
+DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(float a, dtrain__x4 b, dtrain__x4 c)
+{
+    __asm__("fmla %0.4s, %2.4s, %1.s[0]" : "+w"(c) : "w"(a), "w"(b));
+    return c;
 }
 
-/* Decodes the escape at offset into code. Returns its length in the text; 0 if it is wrong. */
-static size_t dtrain__json_escape(const dtrain__json_reader *reader, size_t offset, uint32_t *code)
+/* 24 accumulators and their operands fill 28 of the 32 registers. */
+DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 3, dtrain__x4, float, , dtrain__gemm_fused)
+#endif
+
+/* Two roundings, as on processors without a fused product. */
+DTRAIN__INLINE dtrain__x4 dtrain__gemm_rounded(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
 {
-    static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
-    int letter = dtrain__json_peek(reader, offset + 1);
-    if (letter != 'u') {
-        const char *found = letter > 0 ? strchr(letters, letter) : NULL;
-        *code = found != NULL ? (uint32_t)meanings[found - letters] : 0;
-        return found != NULL ? 2 : 0;
+    dtrain__x4 product = a * b;
+#if defined(__clang__) && defined(DTRAIN__X86)
+    __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
+#elif defined(__clang__) && defined(__aarch64__)
+    __asm__("" : "+w"(product));
+#elif defined(__clang__) && defined(__ARM_FP) && defined(__arm__)
+    for (int i = 0; i < 4; i++) {
+        float lane = product[i];
+        __asm__("" : "+t"(lane));
+        product[i] = lane;
     }
-    int32_t first = dtrain__json_hex4(reader, offset + 2);
-    if (first < 0 || dtrain__json_in(first, 0xdc00, 0xdfff))
-        return 0;
-    *code = (uint32_t)first;
-    if (!dtrain__json_in(first, 0xd800, 0xdbff))
-        return 6;
-    if (dtrain__json_peek(reader, offset + 6) != '\\' || dtrain__json_peek(reader, offset + 7) != 'u')
-        return 0;
-    int32_t second = dtrain__json_hex4(reader, offset + 8);
-    if (!dtrain__json_in(second, 0xdc00, 0xdfff))
-        return 0;
-    *code = 0x10000u + ((uint32_t)(first - 0xd800) << 10) + (uint32_t)(second - 0xdc00);
-    return 12;
+#endif
+    return product + c;
 }
 
-/* Returns the offset of a string's next byte that is not a plain ASCII character. It looks at eight bytes at once: such
- * bytes have their high bits set in `other`. A borrow may also set higher bits than the lowest of them. */
-static size_t dtrain__json_plain(const dtrain__json_reader *reader, size_t offset)
-{
-    const unsigned char *text = reader->text;
-    const uint64_t each = 0x0101010101010101u;
-    for (; reader->length - offset >= 8; offset += 8) {
-        uint64_t word = dtrain__load_le64(text + offset);
-        uint64_t other = word | (word - each * 0x20) | ((word ^ each * '"') - each) | ((word ^ each * '\\') - each);
-        other &= each * 0x80;
-        if (other != 0)
-            return offset + (size_t)__builtin_ctzll(other) / 8;
+/* 8 accumulators and their operands fill the 16 registers of SSE2. */
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__x4, dtrain__x4_set1_ps,
+                    dtrain__gemm_rounded)
+
+DTRAIN__EXACT_END
+
+/* Interleaves the lower halves of two vectors, or the upper ones. */
+#ifdef __clang__
+#define DTRAIN__GEMM_LACE(name, i, j, k, l) \
+    DTRAIN__INLINE dtrain__x4 name(dtrain__x4 a, dtrain__x4 b) \
+    { \
+        return __builtin_shufflevector(a, b, i, j, k, l); \
     }
-    while (offset < reader->length && text[offset] >= 0x20 && text[offset] < 0x80 && text[offset] != '"' &&
-           text[offset] != '\\')
-        offset++;
-    return offset;
+#else
+#define DTRAIN__GEMM_LACE(name, i, j, k, l) \
+    DTRAIN__INLINE dtrain__x4 name(dtrain__x4 a, dtrain__x4 b) \
+    { \
+        const dtrain__u32x4 lanes = {i, j, k, l}; \
+        return __builtin_shuffle(a, b, lanes); \
+    }
+#endif
+DTRAIN__GEMM_LACE(dtrain__gemm_lace_low, 0, 4, 1, 5)
+DTRAIN__GEMM_LACE(dtrain__gemm_lace_high, 2, 6, 3, 7)
+
+/* Copies k pieces of n floats that lie from_row floats apart, and then to_row. A constant size is a few moves, not a
+ * call. */
+static void dtrain__gemm_copy(float *to, size_t to_row, const float *from, size_t from_row, size_t k, size_t n)
+{
+    if (n == 32)
+        for (size_t p = 0; p < k; p++)
+            memcpy(to + p * to_row, from + p * from_row, 32 * sizeof(float));
+    else if (n == 16)
+        for (size_t p = 0; p < k; p++)
+            memcpy(to + p * to_row, from + p * from_row, 16 * sizeof(float));
+    else
+        for (size_t p = 0; p < k; p++)
+            memcpy(to + p * to_row, from + p * from_row, n * sizeof(float));
 }
 
-/* Reads the string whose opening quote is at the reader's offset. */
-static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, dtrain__json_token *token)
+/* out[4][4], rows `width` floats apart, = the transpose of four columns of four floats. */
+DTRAIN__INLINE void dtrain__gemm_turn_four(const float *columns, size_t apart, float *out, size_t width)
 {
-    size_t at = reader->offset + 1;
-    token->begin = at;
-    for (;;) {
-        at = dtrain__json_plain(reader, at);
-        int byte = dtrain__json_peek(reader, at);
-        size_t step = 0;
-        uint32_t code;
-        if (byte < 0)
-            return dtrain__json_bad(reader, at, "the text ends inside a string");
-        if (byte == '"')
-            break;
-        if (byte < 0x20)
-            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "a control character inside a string");
-        token->escaped |= byte == '\\';
-        if (byte == '\\')
-            step = dtrain__json_escape(reader, at, &code);
+    dtrain__x4 v[4], low[2], high[2];
+    for (size_t i = 0; i < 4; i++)
+        v[i] = dtrain__x4_loadu_ps(columns + i * apart);
+    for (size_t i = 0; i < 2; i++) {
+        low[i] = dtrain__gemm_lace_low(v[i], v[i + 2]);
+        high[i] = dtrain__gemm_lace_high(v[i], v[i + 2]);
+    }
+    dtrain__x4_storeu_ps(out, dtrain__gemm_lace_low(low[0], low[1]));
+    dtrain__x4_storeu_ps(out + width, dtrain__gemm_lace_high(low[0], low[1]));
+    dtrain__x4_storeu_ps(out + 2 * width, dtrain__gemm_lace_low(high[0], high[1]));
+    dtrain__x4_storeu_ps(out + 3 * width, dtrain__gemm_lace_high(high[0], high[1]));
+}
+
+/* Transposes n columns of k floats into a panel. */
+static void dtrain__gemm_turn(const float *columns, size_t apart, size_t k, size_t n, size_t width, float *panel)
+{
+    const size_t line = DTRAIN__CACHE_LINE / sizeof(float);
+    size_t deep = k - k % 4, wide = n - n % 4;
+    for (size_t p = 0; p < deep; p += line) /* a cache line of each column at a time */
+        for (size_t i = 0; i < wide; i += 4)
+            for (size_t q = p; q < p + line && q < deep; q += 4)
+                dtrain__gemm_turn_four(columns + i * apart + q, apart, panel + q * width + i, width);
+    for (size_t i = 0; i < n; i++)
+        for (size_t q = i < wide ? deep : 0; q < k; q++)
+            panel[q * width + i] = columns[i * apart + q];
+}
+
+/* Packs alpha x op(b)[0 .. k)[0 .. n) into panels of `width` columns, zero beyond n. */
+static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, size_t k, size_t n, size_t width,
+                              float alpha, float *pack)
+{
+    for (size_t j = 0; j < n; j += width) {
+        size_t columns = n - j < width ? n - j : width;
+        float *panel = pack + j * k;
+        if (columns < width)
+            memset(panel, 0, k * width * sizeof(float));
+        if (b_column == 1)
+            dtrain__gemm_copy(panel, width, b + j, b_row, k, columns);
         else
-            step = dtrain__utf8(reader->text + at, reader->length - at);
-        if (step == 0 && byte == '\\')
-            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "an escape that JSON does not have");
-        if (step == 0)
-            return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_UTF8, at, "not UTF-8");
-        at += step;
+            dtrain__gemm_turn(b + j * b_column, b_column, k, columns, width, panel);
+        if (alpha != 1)
+            dtrain__fold_weigh_f32(panel, (double)alpha, panel, k * width);
     }
-    token->end = at;
-    reader->offset = at + 1;
-    return DTRAIN__JSON_STRING;
 }
 
-static inline size_t dtrain__json_digits(const dtrain__json_reader *reader, size_t offset)
+/* Asks for a row of a that a later tile reads. Processors do not foresee it, as rows may lie pages apart. */
+static void dtrain__gemm_fetch(const float *row, size_t k)
 {
-    while (dtrain__json_in(dtrain__json_peek(reader, offset), '0', '9'))
-        offset++;
-    return offset;
+    for (size_t p = 0; p < k; p += DTRAIN__CACHE_LINE / sizeof(float))
+        __builtin_prefetch(row + p);
 }
 
-static dtrain__json_kind dtrain__json_read_number(dtrain__json_reader *reader, dtrain__json_token *token)
+/* Asks for a tile of c, to which a kernel stores at its end. */
+static void dtrain__gemm_expect(float *c, size_t ldc, size_t rows, size_t columns)
 {
-    size_t at = reader->offset, begin;
-    token->begin = at;
-    at += dtrain__json_peek(reader, at) == '-';
-    begin = at;
-    at = dtrain__json_digits(reader, at);
-    if (at == begin)
-        return dtrain__json_bad(reader, at, "a number without digits");
-    if (reader->text[begin] == '0' && at - begin > 1)
-        return dtrain__json_bad(reader, begin, "a number with a leading zero");
-    if (dtrain__json_peek(reader, at) == '.') {
-        begin = at + 1;
-        at = dtrain__json_digits(reader, begin);
-        if (at == begin)
-            return dtrain__json_bad(reader, at, "a fraction without digits");
-    }
-    if (dtrain__json_peek(reader, at) == 'e' || dtrain__json_peek(reader, at) == 'E') {
-        int sign = dtrain__json_peek(reader, at + 1);
-        begin = at + 1 + (sign == '+' || sign == '-');
-        at = dtrain__json_digits(reader, begin);
-        if (at == begin)
-            return dtrain__json_bad(reader, at, "an exponent without digits");
-    }
-    token->end = reader->offset = at;
-    return DTRAIN__JSON_NUMBER;
+    for (size_t i = 0; i < rows; i++)
+        for (size_t j = 0; j < columns; j += DTRAIN__CACHE_LINE / sizeof(float))
+            __builtin_prefetch(c + i * ldc + j, 1);
 }
 
-static dtrain__json_kind dtrain__json_read_word(dtrain__json_reader *reader, dtrain__json_token *token,
-                                                const char *word, dtrain__json_kind kind)
+/* Computes c (+)= op(a) x the packed nc columns of op(b). */
+static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, size_t lda, int transpose_a, size_t m,
+                               size_t nc, size_t kc, const float *pack, float *c, size_t ldc, int accumulate)
 {
-    size_t bytes = strlen(word);
-    token->begin = reader->offset;
-    if (reader->length - reader->offset < bytes || memcmp(reader->text + reader->offset, word, bytes) != 0)
-        return dtrain__json_bad(reader, reader->offset, "a word that JSON does not have");
-    token->end = reader->offset += bytes;
-    return kind;
-}
-
-static dtrain__json_kind dtrain__json_enter(dtrain__json_reader *reader, int is_object)
-{
-    if (reader->depth == DTRAIN__JSON_DEPTH)
-        return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_DEPTH, reader->offset, "nested deeper than 32 levels");
-    uint32_t bit = (uint32_t)1 << reader->depth++;
-    reader->objects = is_object ? reader->objects | bit : reader->objects & ~bit;
-    reader->expect = is_object ? DTRAIN__JSON_WANT_KEY_OR_END : DTRAIN__JSON_WANT_VALUE_OR_END;
-    reader->offset++;
-    return is_object ? DTRAIN__JSON_OBJECT : DTRAIN__JSON_ARRAY;
-}
-
-static int dtrain__json_inside_object(const dtrain__json_reader *reader)
-{
-    return reader->depth > 0 && (reader->objects >> (reader->depth - 1) & 1) != 0;
-}
-
-/* Returns the offset of the next byte that is not whitespace. */
-static inline size_t dtrain__json_space(const dtrain__json_reader *reader, size_t offset)
-{
-    for (; offset < reader->length; offset++) {
-        int byte = reader->text[offset];
-        if (byte > ' ' || (byte != ' ' && byte != '\t' && byte != '\n' && byte != '\r'))
-            break;
-    }
-    return offset;
-}
-
-static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
-{
-    static const char *const words[] = {"null", "false", "true"}; /* in the order of their kinds */
-    reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
-    if (byte == '{' || byte == '[')
-        return dtrain__json_enter(reader, byte == '{');
-    if (byte == '"')
-        return dtrain__json_read_string(reader, token);
-    if (byte == '-' || dtrain__json_in(byte, '0', '9'))
-        return dtrain__json_read_number(reader, token);
-    for (int i = 0; i < 3; i++)
-        if (byte == words[i][0])
-            return dtrain__json_read_word(reader, token, words[i], (dtrain__json_kind)(DTRAIN__JSON_NULL + i));
-    return dtrain__json_bad(reader, reader->offset, byte < 0 ? "the text ends before a value" : "not a value");
-}
-
-static dtrain__json_kind dtrain__json_read_key(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
-{
-    if (byte != '"')
-        return dtrain__json_bad(reader, reader->offset, "a key was expected");
-    if (dtrain__json_read_string(reader, token) == DTRAIN__JSON_ERROR)
-        return DTRAIN__JSON_ERROR;
-    reader->offset = dtrain__json_space(reader, reader->offset);
-    if (dtrain__json_peek(reader, reader->offset) != ':')
-        return dtrain__json_bad(reader, reader->offset, "a colon was expected after a key");
-    reader->offset++;
-    reader->expect = DTRAIN__JSON_WANT_VALUE;
-    return DTRAIN__JSON_KEY;
-}
-
-/* Reads the next token and its position. It checks only what must precede the token. */
-static dtrain__json_kind dtrain__json_read(dtrain__json_reader *reader, dtrain__json_token *token)
-{
-    int in_object = dtrain__json_inside_object(reader);
-    int after_value = reader->expect == DTRAIN__JSON_WANT_COMMA_OR_END;
-    size_t at = dtrain__json_space(reader, reader->offset);
-    int byte = dtrain__json_peek(reader, at);
-    if (after_value && byte == ',' && reader->depth > 0) {
-        reader->expect = in_object ? DTRAIN__JSON_WANT_KEY : DTRAIN__JSON_WANT_VALUE;
-        at = dtrain__json_space(reader, at + 1);
-        byte = dtrain__json_peek(reader, at);
-        after_value = 0;
-    }
-    token->begin = token->end = reader->offset = at;
-    if (after_value && reader->depth == 0)
-        return byte < 0 ? DTRAIN__JSON_END : dtrain__json_bad(reader, at, "more text after the value");
-    if (byte == (in_object ? '}' : ']') && reader->expect != DTRAIN__JSON_WANT_VALUE &&
-        reader->expect != DTRAIN__JSON_WANT_KEY) {
-        reader->depth--;
-        reader->offset++;
-        reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
-        return in_object ? DTRAIN__JSON_OBJECT_END : DTRAIN__JSON_ARRAY_END;
-    }
-    if (after_value)
-        return dtrain__json_bad(reader, at, "a comma or the end of the list was expected");
-    if (reader->expect == DTRAIN__JSON_WANT_KEY || reader->expect == DTRAIN__JSON_WANT_KEY_OR_END)
-        return dtrain__json_read_key(reader, token, byte);
-    return dtrain__json_read_value(reader, token, byte);
-}
-
-/* A fast path for the next whole number in an array without spaces, which may hold many millions. Returns 0 and reads
- * nothing if something else comes next. */
-static inline int dtrain__json_further(dtrain__json_reader *reader, dtrain__json_token *token)
-{
-    size_t begin = reader->offset + 1;
-    if (reader->expect != DTRAIN__JSON_WANT_COMMA_OR_END || reader->depth == 0 || dtrain__json_inside_object(reader) ||
-        dtrain__json_peek(reader, begin - 1) != ',')
-        return 0;
-    size_t end = dtrain__json_digits(reader, begin);
-    int after = dtrain__json_peek(reader, end);
-    if (end == begin || (reader->text[begin] == '0' && end > begin + 1) || (after != ',' && after != ']'))
-        return 0;
-    token->begin = begin;
-    token->end = reader->offset = end;
-    return 1;
-}
-
-/* Reads the next token. After ERROR or END, further calls return the same. */
-static dtrain__json_kind dtrain__json_next(dtrain__json_reader *reader, dtrain__json_token *token)
-{
-    token->begin = token->end = reader->offset;
-    token->escaped = 0;
-    token->kind = reader->error != NULL                 ? DTRAIN__JSON_ERROR
-                  : dtrain__json_further(reader, token) ? DTRAIN__JSON_NUMBER
-                                                        : dtrain__json_read(reader, token);
-    if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY)
-        token->end = reader->offset;
-    return token->kind;
-}
-
-/* Reads to the end of the value that starts with token. Returns 0 on an error. */
-static int dtrain__json_skip(dtrain__json_reader *reader, const dtrain__json_token *token)
-{
-    dtrain__json_token inner;
-    if (token->kind == DTRAIN__JSON_OBJECT || token->kind == DTRAIN__JSON_ARRAY) {
-        int outside = reader->depth - 1;
-        while (reader->depth > outside)
-            if (dtrain__json_next(reader, &inner) == DTRAIN__JSON_ERROR)
-                return 0;
-    }
-    return reader->error == NULL;
-}
-
-static size_t dtrain__json_encode(uint32_t code, unsigned char out[4])
-{
-    size_t bytes = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
-    static const unsigned char lead[5] = {0, 0, 0xc0, 0xe0, 0xf0};
-    for (size_t i = bytes; i-- > 1; code >>= 6)
-        out[i] = (unsigned char)(0x80 | (code & 0x3f));
-    out[0] = (unsigned char)(lead[bytes] | code);
-    return bytes;
-}
-
-/* Unescapes a STRING or KEY into out, without a terminator. Returns the length of the whole text. It never writes past
- * capacity; if the result is larger, out holds only a part. */
-static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrain__json_token *token, void *out,
-                                  size_t capacity)
-{
-    size_t written = 0, length = token->end - token->begin;
-    if (!token->escaped) {
-        if (capacity > 0)
-            memmove(out, reader->text + token->begin, length < capacity ? length : capacity);
-        return length;
-    }
-    for (size_t at = token->begin; at < token->end;) {
-        unsigned char piece[4] = {reader->text[at], 0, 0, 0};
-        size_t bytes = 1, step = 1;
-        if (piece[0] == '\\') {
-            uint32_t code = 0;
-            step = dtrain__json_escape(reader, at, &code);
-            bytes = dtrain__json_encode(code, piece);
+    float pack_a[DTRAIN__GEMM_KC * DTRAIN__GEMM_MC] __attribute__((aligned(64)));
+    int packs = transpose_a && nc > 2 * shape->width; /* with fewer panels, a is read too seldom to repay packing */
+    size_t group = packs ? DTRAIN__GEMM_MC / shape->rows * shape->rows : m;
+    size_t a_row = transpose_a ? 1 : lda, a_column = packs ? DTRAIN__GEMM_MC : transpose_a ? lda : 1;
+    for (size_t low = 0; low < m; low += group) {
+        size_t high = m - low < group ? m : low + group;
+        const float *rows = a + low * (transpose_a ? 1 : lda);
+        if (packs) {
+            dtrain__gemm_copy(pack_a, DTRAIN__GEMM_MC, rows, lda, kc, high - low);
+            rows = pack_a;
         }
-        if (written <= capacity && bytes <= capacity - written)
-            memcpy((unsigned char *)out + written, piece, bytes);
-        written += bytes;
-        at += step;
+        for (size_t i = low; i < high; i += shape->rows)
+            for (size_t j = 0; j < nc; j += shape->width) {
+                size_t panel = j / shape->width, next = i + shape->rows + panel;
+                size_t tall = high - i < shape->rows ? high - i : shape->rows;
+                size_t wide = nc - j < shape->width ? nc - j : shape->width;
+                if (!transpose_a && panel < shape->rows && next < high)
+                    dtrain__gemm_fetch(a + next * lda, kc);
+                dtrain__gemm_expect(c + i * ldc + j, ldc, tall, wide);
+                shape->kernel(kc, rows + (i - low) * a_row, a_row, a_column, pack + j * kc, c + i * ldc + j, ldc, tall,
+                              wide, accumulate);
+            }
     }
-    return written;
 }
 
-/* Returns whether a STRING or KEY, unescaped, equals the text, which has at most 64 bytes. */
-static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
+static dtrain__gemm_shape dtrain__gemm_choose(void)
 {
-    unsigned char have[64];
-    size_t bytes = strlen(text);
-    if (token->escaped)
-        return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
-               memcmp(have, text, bytes) == 0;
-    return token->end - token->begin == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
+    dtrain__gemm_shape shape = {dtrain__gemm_base, 4, 8};
+#if defined(DTRAIN__X86)
+    int isa = dtrain__isa();
+    if (isa == DTRAIN__ISA_AVX512) {
+        shape.kernel = dtrain__gemm_avx512;
+        shape.rows = 8;
+        shape.width = 32;
+    } else if (isa == DTRAIN__ISA_AVX2) {
+        shape.kernel = dtrain__gemm_avx2;
+        shape.rows = 6;
+        shape.width = 16;
+    }
+#elif defined(DTRAIN__NEON)
+    if (dtrain__isa() != DTRAIN__ISA_SCALAR) {
+        shape.kernel = dtrain__gemm_neon;
+        shape.rows = 8;
+        shape.width = 12;
+    }
+#endif
+    return shape;
 }
 
-/* Reads a NUMBER that is a whole number below 2^64 without sign or exponent. Returns 0 for any other token. */
-static inline int dtrain__json_u64(const dtrain__json_reader *reader, const dtrain__json_token *token, uint64_t *value)
+static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                                 const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c,
+                                 size_t ldc)
 {
-    uint64_t sum = 0;
-    *value = 0;
-    if (token->kind != DTRAIN__JSON_NUMBER)
-        return 0;
-    for (size_t at = token->begin; at < token->end; at++) {
-        int byte = reader->text[at];
-        uint64_t digit = (uint64_t)(byte - '0');
-        if (!dtrain__json_in(byte, '0', '9') || sum > UINT64_MAX / 10 || sum * 10 > UINT64_MAX - digit)
-            return 0;
-        sum = sum * 10 + digit;
+    float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
+    dtrain__gemm_shape shape = dtrain__gemm_choose();
+    size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+    size_t most = DTRAIN__GEMM_NC / shape.width * shape.width; /* whole panels fit into pack */
+    if (m == 0 || n == 0)
+        return;
+    if (alpha == 0)
+        k = 0;
+    for (size_t i = 0; i < m; i++) {
+        if (beta == 0 && k == 0)
+            memset(c + i * ldc, 0, n * sizeof(float));
+        else if (beta != 0 && beta != 1)
+            dtrain__fold_weigh_f32(c + i * ldc, (double)beta, c + i * ldc, n);
     }
-    *value = sum;
-    return 1;
+    for (size_t jc = 0; jc < n; jc += most) {
+        size_t nc = n - jc < most ? n - jc : most;
+        for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
+            size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
+            dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, shape.width, alpha, pack);
+            dtrain__gemm_block(&shape, a + pc * (transpose_a ? lda : 1), lda, transpose_a, m, nc, kc, pack, c + jc, ldc,
+                               beta != 0 || pc > 0);
+        }
+    }
 }
 
-/* Reads any NUMBER of fewer than 80 bytes. Returns 0 for another token. strtod needs the locale's decimal point. */
-static int dtrain__json_double(const dtrain__json_reader *reader, const dtrain__json_token *token, double *value)
+DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc)
 {
-    char text[80];
-    const char *point = localeconv()->decimal_point;
-    size_t length = 0, bytes = strlen(point);
-    if (token->kind != DTRAIN__JSON_NUMBER)
-        return 0;
-    for (size_t at = token->begin; at < token->end; at++) {
-        int is_point = reader->text[at] == '.';
-        if (length + bytes + 1 >= sizeof text)
-            return 0;
-        memcpy(text + length, is_point ? point : (const char *)reader->text + at, is_point ? bytes : 1);
-        length += is_point ? bytes : 1;
-    }
-    text[length] = '\0';
-    *value = strtod(text, NULL);
-    return 1;
+#ifdef DTRAIN_SGEMM
+    DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+#else
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__gemm_builtin(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    dtrain__fpmode_restore(mode);
+#endif
 }
 
 DTRAIN__FAST_END
 #endif
+
+#endif
+
+#ifndef DTRAIN_NO_CHECKPOINT
+
+/* ---- >>region ----
+ * Arithmetic of pieces: what a piece has of its tensor, which elements two pieces share, and whether pieces tile a
+ * tensor.
+ *
+ * A region is a range of a box, counted row by row. Its elements come in the order of the tensor. So what two regions
+ * share is found by walking the box that their boxes share, run by run. A run is a range of elements that are
+ * neighbours in the tensor, and so in both regions. */
+#ifndef DTRAIN__REGION
+#define DTRAIN__REGION
+DTRAIN__FAST_BEGIN
+
+typedef struct dtrain__region {
+    int ndim;
+    size_t shape[DTRAIN_MAX_DIMS], stride[DTRAIN_MAX_DIMS]; /* of the tensor */
+    size_t begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS];   /* of the box */
+    size_t at, count;                                       /* range in the box */
+    size_t run;                                             /* elements of the box that are neighbours in the tensor */
+} dtrain__region;
+
+/* Derives stride and run. The shape's elements must not overflow, and the box must be inside it. */
+static void dtrain__region_settle(dtrain__region *region)
+{
+    int whole = 1;
+    size_t stride = 1;
+    region->run = 1;
+    for (int d = region->ndim - 1; d >= 0; d--) {
+        region->stride[d] = stride;
+        stride *= region->shape[d];
+        if (whole)
+            region->run *= region->size[d];
+        whole = whole && region->size[d] == region->shape[d];
+    }
+    region->run = region->run > 0 ? region->run : 1;
+}
+
+/* Makes the region of a piece. Returns what is wrong with it, or NULL. */
+static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece *piece)
+{
+    size_t elements = 1, bits;
+    memset(region, 0, sizeof *region);
+    if (piece->ndim < 0 || piece->ndim > DTRAIN_MAX_DIMS)
+        return "ndim is not from 0 to 8";
+    if (dtrain_dtype_bits(piece->dtype) < 8)
+        return "its dtype has no whole number of bytes";
+    region->ndim = piece->ndim;
+    for (int d = 0; d < piece->ndim; d++) {
+        region->shape[d] = piece->shape[d];
+        region->begin[d] = piece->boxed ? piece->box_begin[d] : 0;
+        region->size[d] = piece->boxed ? piece->box_size[d] : piece->shape[d];
+        if (region->begin[d] > region->shape[d] || region->size[d] > region->shape[d] - region->begin[d])
+            return "its box reaches beyond the shape";
+        if (!dtrain__mul_size(elements, region->shape[d], &elements))
+            return "its shape has more elements than memory";
+    }
+    if (!dtrain__mul_size(elements, dtrain_dtype_bits(piece->dtype), &bits))
+        return "its shape has more elements than memory";
+    elements = dtrain__pieces_product(region->size, 0, region->ndim);
+    if (piece->begin > elements || piece->count > elements - piece->begin)
+        return "its range reaches beyond the box";
+    if (piece->copies < 0 || piece->copy < 0 || piece->copy >= (piece->copies > 0 ? piece->copies : 1))
+        return "copy is not from 0 to copies - 1";
+    region->at = piece->begin;
+    region->count = piece->count;
+    dtrain__region_settle(region);
+    return NULL;
+}
+
+/* Returns the place in the tensor of element e of the box. */
+static size_t dtrain__region_place(const dtrain__region *region, size_t e)
+{
+    size_t place = 0;
+    for (int d = region->ndim - 1; d >= 0; d--) {
+        place += (region->begin[d] + e % region->size[d]) * region->stride[d];
+        e /= region->size[d];
+    }
+    return place;
+}
+
+/* Returns the first element of the box whose place in the tensor is at or after `place`. */
+static size_t dtrain__region_seek(const dtrain__region *region, size_t place)
+{
+    size_t e = region->ndim == 0 ? place : 0; /* a scalar: 0, or its end */
+    for (int d = 0; d < region->ndim; d++) {
+        size_t index = place / region->stride[d];
+        place %= region->stride[d];
+        if (index < region->begin[d])
+            return e * dtrain__pieces_product(region->size, d, region->ndim);
+        if (index - region->begin[d] >= region->size[d])
+            return (e + 1) * dtrain__pieces_product(region->size, d, region->ndim);
+        e = e * region->size[d] + (index - region->begin[d]);
+    }
+    return e;
+}
+
+/* Walks what two regions of one tensor share, run by run. */
+typedef struct dtrain__region_overlap {
+    const dtrain__region *from, *to;
+    dtrain__region both; /* at: the next element */
+    size_t end;
+} dtrain__region_overlap;
+
+/* Elements [from_begin, from_begin + count) of one region are [to_begin, ...) of the other. */
+typedef struct dtrain__region_overlap_run {
+    size_t from_begin, to_begin, count;
+} dtrain__region_overlap_run;
+
+/* Begins a walk. Returns 0 if they share nothing. */
+static int dtrain__region_overlap_begin(dtrain__region_overlap *overlap, const dtrain__region *from,
+                                        const dtrain__region *to)
+{
+    dtrain__region *both = &overlap->both;
+    overlap->from = from;
+    overlap->to = to;
+    if (from->count == 0 || to->count == 0)
+        return 0;
+    *both = *from;
+    for (int d = 0; d < both->ndim; d++) {
+        size_t begin = from->begin[d] > to->begin[d] ? from->begin[d] : to->begin[d];
+        size_t a = from->begin[d] + from->size[d], b = to->begin[d] + to->size[d], end = a < b ? a : b;
+        if (begin >= end)
+            return 0;
+        both->begin[d] = begin;
+        both->size[d] = end - begin;
+    }
+    dtrain__region_settle(both);
+    size_t low = dtrain__region_place(from, from->at), low_to = dtrain__region_place(to, to->at);
+    size_t high = dtrain__region_place(from, from->at + from->count - 1);
+    size_t high_to = dtrain__region_place(to, to->at + to->count - 1);
+    low = low > low_to ? low : low_to;
+    high = high < high_to ? high : high_to;
+    if (low > high)
+        return 0;
+    both->at = dtrain__region_seek(both, low);
+    overlap->end = dtrain__region_seek(both, high + 1);
+    return both->at < overlap->end;
+}
+
+/* Gives the next run; returns 0 after the last. */
+static int dtrain__region_overlap_next(dtrain__region_overlap *overlap, dtrain__region_overlap_run *run)
+{
+    dtrain__region *both = &overlap->both;
+    run->count = 0;
+    while (both->at < overlap->end) {
+        size_t n = both->run - both->at % both->run, left = overlap->end - both->at;
+        size_t place = dtrain__region_place(both, both->at);
+        size_t from = dtrain__region_seek(overlap->from, place) - overlap->from->at;
+        size_t to = dtrain__region_seek(overlap->to, place) - overlap->to->at;
+        n = n < left ? n : left;
+        if (run->count > 0 && (from != run->from_begin + run->count || to != run->to_begin + run->count))
+            break;
+        if (run->count == 0) {
+            run->from_begin = from;
+            run->to_begin = to;
+        }
+        run->count += n;
+        both->at += n;
+    }
+    return run->count > 0;
+}
+
+/* Returns the number of elements that they share. The overlap must be at its beginning. */
+static size_t dtrain__region_overlap_count(const dtrain__region_overlap *overlap)
+{
+    return overlap->end - overlap->both.at;
+}
+
+/* ---- boxes of a range ---- */
+
+typedef dtrain_status (*dtrain__region_visit)(void *user, const dtrain__region *box);
+
+/* Calls visit with the boxes that a region consists of, at most 2 * ndim - 1, in the order of its elements. Dimensions
+ * before d are one index wide; low and high count in those from d on. Recurses at most ndim deep. */
+static dtrain_status dtrain__region_boxes_from(dtrain__region *box, int d, size_t low, size_t high,
+                                               dtrain__region_visit visit, void *user)
+{
+    size_t all = dtrain__pieces_product(box->size, d, box->ndim);
+    dtrain_status status = DTRAIN_OK;
+    if (low >= high)
+        return DTRAIN_OK;
+    if (low == 0 && high == all)
+        return visit(user, box);
+    size_t inner = all / box->size[d], begin = box->begin[d], size = box->size[d];
+    size_t first = (low + inner - 1) / inner, last = high / inner; /* whole indices: first up to last */
+    box->size[d] = 1;
+    if (low % inner != 0) { /* the rest of one index, which may also end the range */
+        box->begin[d] = begin + low / inner;
+        status = dtrain__region_boxes_from(box, d + 1, low % inner, high / inner == low / inner ? high % inner : inner,
+                                           visit, user);
+    }
+    if (status == DTRAIN_OK && first < last) {
+        box->begin[d] = begin + first;
+        box->size[d] = last - first;
+        status = visit(user, box);
+        box->size[d] = 1;
+    }
+    if (status == DTRAIN_OK && high % inner != 0 && first <= last) {
+        box->begin[d] = begin + last;
+        status = dtrain__region_boxes_from(box, d + 1, 0, high % inner, visit, user);
+    }
+    box->begin[d] = begin;
+    box->size[d] = size;
+    return status;
+}
+
+static dtrain_status dtrain__region_boxes(const dtrain__region *region, dtrain__region_visit visit, void *user)
+{
+    dtrain__region box = *region;
+    return dtrain__region_boxes_from(&box, 0, region->at, region->at + region->count, visit, user);
+}
+
+/* ---- tiling ----
+ * Checks that regions hold every element of their tensor once. Every index of every dimension gets a random weight
+ * modulo a prime. A box weighs the product of its sides' sums, and a set of boxes weighs what its elements weigh
+ * together. Regions that tile the tensor weigh what it weighs. Others pass only by chance (Schwartz and Zippel), in
+ * both of two rounds at most once in 2^55. This takes time linear in the number of regions, whatever their form;
+ * comparing pairs does not. The code draws the running sums of weights at random, which is equivalent. */
+
+#define DTRAIN__REGION_TILING_PRIME 0x7fffffffu /* 2^31 - 1 */
+
+typedef struct dtrain__region_tiling {
+    uint64_t seed[2];
+    uint64_t weight[2], whole[2];
+    size_t count; /* elements of all regions, for the error text */
+} dtrain__region_tiling;
+
+/* Returns the sum of the weights of indices below `index`. */
+static uint64_t dtrain__region_tiling_sum(uint64_t seed, int d, size_t index)
+{
+    return index == 0 ? 0 : dtrain_random_u64(seed + (uint64_t)d, index) % DTRAIN__REGION_TILING_PRIME;
+}
+
+static dtrain_status dtrain__region_tiling_weigh(void *user, const dtrain__region *box)
+{
+    dtrain__region_tiling *tiling = (dtrain__region_tiling *)user;
+    for (int k = 0; k < 2; k++) {
+        uint64_t weight = 1;
+        for (int d = 0; d < box->ndim; d++) {
+            uint64_t below = dtrain__region_tiling_sum(tiling->seed[k], d, box->begin[d]);
+            uint64_t upto = dtrain__region_tiling_sum(tiling->seed[k], d, box->begin[d] + box->size[d]);
+            weight = weight * ((upto + DTRAIN__REGION_TILING_PRIME - below) % DTRAIN__REGION_TILING_PRIME) %
+                     DTRAIN__REGION_TILING_PRIME;
+        }
+        tiling->weight[k] = (tiling->weight[k] + weight) % DTRAIN__REGION_TILING_PRIME;
+    }
+    return DTRAIN_OK;
+}
+
+/* Begins the check of a tensor, or of a region of it. */
+static void dtrain__region_tiling_begin(dtrain__region_tiling *tiling, const dtrain__region *whole)
+{
+    memset(tiling, 0, sizeof *tiling);
+    if (dtrain__os_random(tiling->seed, sizeof tiling->seed) != 0)
+        tiling->seed[0] = tiling->seed[1] = (uint64_t)dtrain__os_now_ns();
+    tiling->seed[1] ^= 0x9e3779b97f4a7c15u;
+    if (whole->count > 0)
+        dtrain__region_boxes(whole, dtrain__region_tiling_weigh, tiling);
+    memcpy(tiling->whole, tiling->weight, sizeof tiling->whole);
+    memset(tiling->weight, 0, sizeof tiling->weight);
+}
+
+static void dtrain__region_tiling_add(dtrain__region_tiling *tiling, const dtrain__region *region)
+{
+    if (region->count > 0)
+        dtrain__region_boxes(region, dtrain__region_tiling_weigh, tiling);
+    tiling->count = region->count <= SIZE_MAX - tiling->count ? tiling->count + region->count : SIZE_MAX;
+}
+
+static int dtrain__region_tiling_whole(const dtrain__region_tiling *tiling)
+{
+    return tiling->weight[0] == tiling->whole[0] && tiling->weight[1] == tiling->whole[1];
+}
+
+/* ---- pieces ---- */
+
+/* Compares the names of two pieces with their suffixes, byte by byte; also for qsort. */
+static int dtrain__region_compare_names(const void *left, const void *right)
+{
+    const dtrain_piece *a = (const dtrain_piece *)left, *b = (const dtrain_piece *)right;
+    const char *parts[2][2] = {{a->name, a->suffix != NULL ? a->suffix : ""},
+                               {b->name, b->suffix != NULL ? b->suffix : ""}};
+    int part[2] = {0, 0};
+    for (;;) {
+        for (int k = 0; k < 2; k++)
+            if (*parts[k][part[k]] == '\0' && part[k] == 0)
+                part[k] = 1;
+        int x = (unsigned char)*parts[0][part[0]], y = (unsigned char)*parts[1][part[1]];
+        if (x != y || x == 0)
+            return x - y;
+        parts[0][part[0]]++;
+        parts[1][part[1]]++;
+    }
+}
+
+/* Writes the full name, cut if it is long, for texts. */
+static const char *dtrain__region_name(char out[160], const dtrain_piece *piece)
+{
+    snprintf(out, 160, "%.120s%s", piece->name != NULL ? piece->name : "(no name)",
+             piece->suffix != NULL ? piece->suffix : "");
+    return out;
+}
+
+static dtrain_status dtrain__region_check(dtrain__region *region, const dtrain_piece *piece, size_t index,
+                                          const char *call)
+{
+    char name[160];
+    if (piece->name == NULL || piece->name[0] == '\0')
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: piece %zu has no name: give it its tensor's", call, index);
+    const char *bad = dtrain__region_of(region, piece);
+    if (bad != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: piece %zu, of \"%s\": %s", call, index,
+                            dtrain__region_name(name, piece), bad);
+    return DTRAIN_OK;
+}
+
+/* Orders regions of one tensor; 0: they are equal. */
+static int dtrain__region_compare(const dtrain__region *a, const dtrain__region *b)
+{
+    for (int d = 0; d < a->ndim; d++) {
+        if (a->begin[d] != b->begin[d])
+            return a->begin[d] < b->begin[d] ? -1 : 1;
+        if (a->size[d] != b->size[d])
+            return a->size[d] < b->size[d] ? -1 : 1;
+    }
+    if (a->at != b->at)
+        return a->at < b->at ? -1 : 1;
+    return a->count < b->count ? -1 : a->count > b->count;
+}
+
+DTRAIN__FAST_END
+#endif
+
+#endif
+
+#ifndef DTRAIN_NO_SAFETENSORS
 
 /* ---- >>file ----
  * Files and directories for checkpoints: whole reads and writes, names relative to an open directory, syncing, and
@@ -16976,175 +17653,15 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 
 #endif
 
-/* ---- >>control_plane ----
- * What a group asks of its transport besides moving bytes. Who is there, votes and the store are the council's, the
- * same for all transports (see >>council). Transports differ in how they make groups, where ranks are, and what they
- * know of a rank that others wait for. Each transport of this library has a table of these functions. Code above asks
- * no other question about the transport.
- *
- * Functions get the transport's `self`. Any thread of the rank that is in a call of the group may call them, except
- * where they say more. */
-#ifndef DTRAIN__PLANE
-#define DTRAIN__PLANE
+/* ---- >>keys ----
+ * What a rank proves, and is known by, before it has met another one. */
+#ifndef DTRAIN__KEYS
+#define DTRAIN__KEYS
 
-#define DTRAIN__MAX_RANKS 1024
+#define DTRAIN__ADDRESS_BYTES 256
 #define DTRAIN__RUN_BYTES 16
 #define DTRAIN__JOB_BYTES 64
 #define DTRAIN__NAME_BYTES 96
-#define DTRAIN__FINGERPRINT_BYTES 128
-#define DTRAIN__MAX_LANES 8
-#define DTRAIN__LAST_CHAIN 4 /* most ranks that one heartbeat tells of */
-#define DTRAIN__ADDRESS_BYTES 256
-
-DTRAIN__FAST_BEGIN
-
-/* ---- membership ----
- * Who has left a group, in which order, after how many collectives and why; and what has broken the group.
- *
- * Invariants: any thread may break the group, and the first cause stays. The owner of the membership marks one rank at
- * a time as left. Any thread reads without a lock: what is said of a rank is whole once its `left` is set. */
-
-typedef struct dtrain__departure {
-    uint32_t left;  /* 0: it is there; else its place among the leavers, from 1 */
-    uint64_t calls; /* collectives that it had ended by then */
-    char *why;      /* NULL: it gave no reason */
-} dtrain__departure;
-
-typedef struct dtrain__membership {
-    uint32_t broken;  /* 0: whole; 1: the cause is being written; 2: broken, and the cause can be read */
-    uint32_t leavers; /* how many ranks have left */
-    int size;
-    dtrain__departure *ranks; /* size of them; NULL if nobody tells who has left */
-    dtrain__error cause;
-} dtrain__membership;
-
-/* Returns 0 when there is no memory. */
-static int dtrain__membership_open(dtrain__membership *members, dtrain_allocator *allocator, int size)
-{
-    members->size = size;
-    members->ranks = (dtrain__departure *)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain__departure));
-    return members->ranks != NULL;
-}
-
-static void dtrain__membership_free(dtrain__membership *members, dtrain_allocator *allocator)
-{
-    for (int rank = 0; members->ranks != NULL && rank < members->size; rank++)
-        dtrain__free(allocator, members->ranks[rank].why);
-    dtrain__free(allocator, members->ranks);
-}
-
-static int dtrain__membership_broken(const dtrain__membership *members)
-{
-    return DTRAIN__ATOMIC_LOAD(&members->broken, SEQ_CST) != 0;
-}
-
-/* Returns what has broken the group; NULL: nothing. */
-static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtrain__membership *members)
-{
-    if (!dtrain__membership_broken(members))
-        return NULL;
-    while (DTRAIN__ATOMIC_LOAD(&members->broken, ACQUIRE) != 2)
-        dtrain__os_yield();
-    return &members->cause;
-}
-
-static int dtrain__membership_left(const dtrain__membership *members, int rank)
-{
-    return DTRAIN__ATOMIC_LOAD(&members->leavers, SEQ_CST) > 0 &&
-           DTRAIN__ATOMIC_LOAD(&members->ranks[rank].left, SEQ_CST) != 0;
-}
-
-static void dtrain__membership_leave(dtrain__membership *members, int rank)
-{
-    uint32_t turn = DTRAIN__ATOMIC_ADD(&members->leavers, 1, SEQ_CST);
-    DTRAIN__ATOMIC_STORE(&members->ranks[rank].left, turn, SEQ_CST);
-}
-
-/* Returns the first rank to leave of those that left before collective `number`; -1: none. It looks again if ranks have
- * left meanwhile: it may have seen one of them and not the one before. */
-static int dtrain__membership_misses(const dtrain__membership *members, uint64_t number)
-{
-    uint32_t leavers, seen = 0;
-    int missing = -1;
-    while ((leavers = DTRAIN__ATOMIC_LOAD(&members->leavers, SEQ_CST)) != seen) {
-        uint32_t first = UINT32_MAX;
-        seen = leavers;
-        missing = -1;
-        for (int rank = 0; rank < members->size; rank++) {
-            uint32_t left = DTRAIN__ATOMIC_LOAD(&members->ranks[rank].left, SEQ_CST);
-            if (left == 0 || left >= first || members->ranks[rank].calls >= number)
-                continue;
-            first = left;
-            missing = rank;
-        }
-    }
-    return missing;
-}
-
-DTRAIN__FAST_END
-
-/* Writes what ends a group. The thread's own last error stays. */
-DTRAIN__PRINTF(3, 4)
-static void dtrain__membership_because(dtrain__error *cause, dtrain_status status, const char *format, ...)
-{
-    char text[DTRAIN__ERROR_BYTES];
-    dtrain__error kept = dtrain__thread_error;
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    dtrain__fail(cause, status, "%s", text);
-    dtrain__thread_error = kept;
-}
-
-/* ---- the plane ---- */
-
-/* What the groups of one world have in common in this process. */
-typedef struct dtrain__origin {
-    uint64_t serial;                                               /* counts the groups that were started */
-    dtrain__os_mutex mutex;                                        /* guards service */
-    void *service;                                                 /* the thread that drives these groups */
-    void (*last_gone)(void *service);                              /* stops it before the last group is gone */
-    dtrain__bell *bell;                                            /* what it waits for; NULL: it calls step instead */
-    void (*step)(struct dtrain__origin *origin, int64_t until_ns); /* looks after connections, only on its thread */
-    void (*kick)(struct dtrain__origin *origin);                   /* cuts step short */
-} dtrain__origin;
-
-typedef struct dtrain__plane dtrain__plane;
-
-/* One rank's end of a group, as its transport provides it. */
-typedef struct dtrain__end {
-    dtrain_transport transport;
-    const dtrain__plane *plane;
-    struct dtrain__seat *seat; /* transport.self */
-    dtrain__origin *origin;
-    dtrain__membership *members;
-    struct dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
-    int long_runs;                 /* long runs of bytes move best in few large pieces */
-    dtrain_allocator *allocator;
-} dtrain__end;
-
-enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT, DTRAIN__STORE_DELETE };
-
-#define DTRAIN__STORE_KEY_BYTES 256
-#define DTRAIN__STORE_VALUE_BYTES ((size_t)64 << 10)
-
-static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait", "store_delete"};
-
-/* A call to the world's store, which keeps byte strings by name. */
-typedef struct dtrain__store_call {
-    struct dtrain__store_call *next; /* of its seat */
-    int what;                        /* DTRAIN__STORE_SET ... */
-    const char *key;
-    void *value;             /* capacity bytes; for a SET the value itself, which is only read */
-    size_t capacity, *bytes; /* bytes: NULL if nothing comes back */
-    dtrain__error *error;    /* the group's */
-    int own;                 /* 1: a call of the library's own, which another thread makes beside the program's */
-    uint32_t id;             /* from here on: the request to rank 0 and its answer */
-    int answered;
-    dtrain_status status;
-    char why[301];
-} dtrain__store_call;
 
 /* What all handshakes of one rank share. */
 typedef struct dtrain__keys {
@@ -17157,1635 +17674,68 @@ typedef struct dtrain__keys {
     char name[DTRAIN__NAME_BYTES]; /* this process: "pid 4711 (train) on alpha" */
 } dtrain__keys;
 
-/* What moves bytes between processes of one host: desc.transport. ANY: shared memory where it can be had. MPI: those of
- * all hosts. */
-enum {
-    DTRAIN__TRANSPORT_ANY = 0,
-    DTRAIN__TRANSPORT_TCP,
-    DTRAIN__TRANSPORT_UNIX,
-    DTRAIN__TRANSPORT_SHM,
-    DTRAIN__TRANSPORT_MPI
-};
+#endif
 
-/* How a world of processes forms. */
-typedef struct dtrain__hub_desc {
-    const char *root, *listen_on, *fingerprint, *believed;
-    int insecure, listen_fd, connections, transport, polls;
-    int64_t heartbeat_ms, reconnect_ms, timeout_ms;
-    void (*on_address)(void *user, const char *address);
-    void *on_address_user;
-} dtrain__hub_desc;
+/* ---- >>rings ----
+ * Memory that several ranks have. A ring carries bytes from one rank to another. In its slot each rank posts its next
+ * collective, see >>fused. */
+#ifndef DTRAIN__RINGS
+#define DTRAIN__RINGS
+DTRAIN__FAST_BEGIN
 
-/* A group to be made of ranks of another one. */
-typedef struct dtrain__group_desc {
-    uint64_t id;       /* its name: the same on all members, and of no other group */
-    const int *worlds; /* each member's rank in the world */
-    int size, rank;
-} dtrain__group_desc;
+/* ---- rings ---- */
 
-/* A vote of the ranks that are left, and its result. */
-typedef struct dtrain__agreement {
-    int kind;  /* of the call that votes */
-    int voted; /* in: this rank has voted in an earlier call */
-    uint64_t number;
-    uint64_t flags;       /* in: this rank's; out: the AND of all */
-    uint64_t id;          /* out: the name of the group of those that continue */
-    uint64_t *goes_on;    /* out: for each rank, whether it continues */
-    dtrain_status status; /* out */
-    int awaited;          /* out: a rank that has not voted, or -1 */
-    int given_up;         /* out: the others have given this rank up */
-    int starved;          /* out: there was no memory for this rank's vote, so it has none */
-} dtrain__agreement;
+#define DTRAIN__RING_BYTES ((size_t)1 << 16)
+#define DTRAIN__RING_POLLED_BYTES ((size_t)1 << 20) /* of a ring of ranks that poll, as each looks once a frame */
+#define DTRAIN__RING_POLLED_ALL ((size_t)8 << 20)   /* of all rings of such a rank, but for the least size */
 
-/* Writes what a rank does, in bytes that only its owner understands. *awaits: the rank that it waits for, or -1. */
-typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
+/* Where the two sides of a ring are. Its bytes lie elsewhere. */
+typedef struct dtrain__ring {
+    uint64_t written;
+    char pad[DTRAIN__CACHE_LINE - 8];
+    uint64_t read;
+    char pad2[DTRAIN__CACHE_LINE - 8];
+} dtrain__ring;
 
-#define DTRAIN__SHARING_BYTES 64 /* of an offer, and of a verdict */
+DTRAIN__PLACED(dtrain__ring, read, 64);
 
-/* How processes come to share the memory in which they post collectives: see >>arena. */
-typedef struct dtrain__sharing {
-    /* Writes this rank's offer. polls: it has progress by poll. Returns 0 if all ranks know that there is nothing to
-     * share. */
-    int (*offer)(void *self, int polls, unsigned char *offer);
-    /* Before the others see the offer, and then before its verdict: makes a part of what was offered, or opened.
-     * Returns whether that is done; else it was stopped at until_ns. It may withdraw the offer. */
-    int (*prepare)(void *self, int opened, unsigned char *offer, int64_t until_ns);
-    /* Opens the offers of all ranks, and writes this rank's verdict over its own. */
-    void (*open)(void *self, unsigned char *offers);
-    /* Takes the verdicts of all ranks. Returns NULL if one was bad. */
-    struct dtrain__shared *(*keep)(void *self, const unsigned char *verdicts);
-    void (*doze)(void *self); /* the service thread will sleep, and a peer's post is to wake it */
-} dtrain__sharing;
-
-struct dtrain__plane {
-    int in_process; /* ranks are threads of one process, which owns what was given to publish, as peers may read it */
-    int checks;     /* messages carry a checksum of their data, unless the desc forbids it */
-    dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
-    /* From here on a function may be NULL: the transport has nothing to say or do there. */
-    uint64_t (*host)(void *self, int rank); /* equal for ranks that share a host; 0: unknown */
-    /* Says whether all ranks have come to a new world. wait: waits until they have, or deadline_ns. */
-    dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
-    /* Says what carries bytes to a rank, and why; leaves text alone if there is no connection. */
-    void (*way)(void *self, int rank, char *text, size_t capacity);
-    /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no longer. */
-    void (*publish)(void *self, dtrain__tell tell, void *record);
-    /* Copies what `rank` was last heard to do, if that was after after_ns. Returns its bytes, and its age. */
-    size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
-    void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, if known */
-    void (*rest)(void *self); /* the service thread is about to look at this group's work */
-    const dtrain__sharing *sharing;
-    /* Returns how many bytes of messages have come from a rank that shares posts, and were not taken. */
-    size_t (*untaken)(void *self, int rank);
-};
-
-/* Returns a number that this process gives to no other group. */
-static uint64_t dtrain__origin_serial(dtrain__origin *origin)
+/* The size of a ring: a power of two. A message should fit, as what does not fit waits for the next poll. */
+static size_t dtrain__ring_bytes(int ranks, int polls)
 {
-    return DTRAIN__ATOMIC_ADD(&origin->serial, 1, SEQ_CST);
+    size_t bytes = polls ? DTRAIN__RING_POLLED_BYTES : DTRAIN__RING_BYTES;
+    while (bytes > DTRAIN__RING_BYTES && bytes * (size_t)ranks > DTRAIN__RING_POLLED_ALL)
+        bytes /= 2;
+    return bytes;
 }
 
-/* The last group is gone: stops the service. */
-static void dtrain__origin_stop(dtrain__origin *origin)
+/* Returns the bytes in a ring. */
+static uint64_t dtrain__ring_held(const dtrain__ring *ring)
 {
-    if (origin->last_gone != NULL)
-        origin->last_gone(origin->service);
+    uint64_t read = DTRAIN__ATOMIC_LOAD(&ring->read, SEQ_CST);
+    return DTRAIN__ATOMIC_LOAD(&ring->written, SEQ_CST) - read;
 }
 
-/* Makes a group's name, unlike any other: a count that `rank` keeps, and rank itself. */
-static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
+/* Moves bytes into the ring, whose `size` bytes are at `held`, or out of it. Returns how many. None if the counters
+ * cannot be right: they may lie in memory of another process (see >>shm). */
+static size_t dtrain__ring_move(dtrain__ring *ring, unsigned char *held, size_t size, int put, unsigned char *data,
+                                size_t bytes)
 {
-    return serial << 10 | (uint64_t)rank;
-}
-
-/* Returns the rank that made the id. */
-static int dtrain__plane_group_maker(uint64_t id)
-{
-    return (int)(id & 1023);
-}
-
-/* Returns the same number in all processes of this host. */
-static uint64_t dtrain__plane_host(void)
-{
-    unsigned char id[128], digest[32];
-    dtrain__os_host_id(id);
-    dtrain_sha256(id, sizeof id, digest);
-    return dtrain__get_le(digest, 8);
-}
-
-/* Returns n if exactly the ranks with equal rank / n share a host; 0: there is no such n, or hosts are unknown. */
-static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int size)
-{
-    int n = 1;
-    if (plane->host == NULL)
+    uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
+    uint64_t moved = DTRAIN__ATOMIC_LOAD(mine, RELAXED);
+    uint64_t ahead = moved - DTRAIN__ATOMIC_LOAD(theirs, SEQ_CST);
+    uint64_t room = put ? size - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
+    size_t n = bytes < room ? bytes : (size_t)room;
+    size_t at = (size_t)moved % size, first = size - at;
+    if (n == 0 || room > size)
         return 0;
-    while (n < size && plane->host(self, n) == plane->host(self, 0))
-        n++;
-    for (int rank = 0; rank < size; rank++) {
-        uint64_t host = plane->host(self, rank);
-        if (host == 0 || host != plane->host(self, rank - rank % n) ||
-            (rank >= n && rank % n == 0 && host == plane->host(self, rank - 1)))
-            return 0;
-    }
+    first = first < n ? first : n;
+    memcpy(put ? held + at : data, put ? data : held + at, first);
+    memcpy(put ? held : data + first, put ? data + first : held, n - first);
+    DTRAIN__ATOMIC_STORE(mine, moved + n, SEQ_CST);
     return n;
 }
 
-#endif
-
-/* ---- >>council ----
- * What the ranks of one world do for each other whatever moves their bytes. They vote (see >>consent), and rank 0 keeps
- * the store for all. A seat is a rank's end of one group: who the members are, what has ended the group, and the call
- * that waits for the council. If ranks are threads, all seats are at one council. A process has a council of its own.
- * These councils send each other messages, which are checked though they come from ranks of the world.
- *
- * The owner of a council guards it, hands it what comes, and says who is gone. */
-#ifndef DTRAIN__COUNCIL
-#define DTRAIN__COUNCIL
-
-#define DTRAIN__EVERY_GROUP UINT64_MAX
-#define DTRAIN__STORE_TOTAL_BYTES ((size_t)64 << 20)
-#define DTRAIN__ASKERS 1024 /* of one rank, one for each group */
-
-/* Control messages. A council has ASK, ANSWER and CONSENT, and BYE if its owner has none. */
-enum {
-    DTRAIN__FRAME_JOIN = 1,
-    DTRAIN__FRAME_TABLE,
-    DTRAIN__FRAME_REFUSE,
-    DTRAIN__FRAME_BEAT,
-    DTRAIN__FRAME_END,
-    DTRAIN__FRAME_BYE,
-    DTRAIN__FRAME_ASK,
-    DTRAIN__FRAME_ANSWER,
-    DTRAIN__FRAME_LOST,
-    DTRAIN__FRAME_GONE,
-    DTRAIN__FRAME_CONSENT
-};
-
-/* What became of a rank. LEFT: of its own will. LOST: it has died, or may still run. */
-enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
-
-/* A call that waits at rank 0 for its key to be set. */
-typedef struct dtrain__asker {
-    struct dtrain__asker *next;
-    int rank;
-    uint64_t group;
-    uint32_t id;
-    size_t key_bytes;
-    char key[DTRAIN__STORE_KEY_BYTES];
-} dtrain__asker;
-
-typedef struct dtrain__entry {
-    struct dtrain__entry *next; /* of its chain */
-    size_t key_bytes, bytes;
-    /* key_bytes of key and bytes of value follow */
-} dtrain__entry;
-
-/* A hash table with chains. */
-typedef struct dtrain__store {
-    dtrain__entry **chains;
-    size_t chain_count; /* a power of two; 0: the store is empty */
-    size_t count, total;
-} dtrain__store;
-
-/* Told the serial of a council that has ended; NULL: nobody asks. */
-typedef void (*dtrain__council_close)(uint64_t serial);
-DTRAIN__OF_PROCESS(dtrain__council_close, dtrain__council_closing)
-DTRAIN__OF_PROCESS(uint64_t, dtrain__council_count)
-
-/* Returns a number that no other council of this process has, for one whose ranks share memory. */
-static uint64_t dtrain__council_number(void)
-{
-    return DTRAIN__ATOMIC_ADD(dtrain__council_count(), 1, SEQ_CST);
-}
-
-typedef struct dtrain__consent dtrain__consent;
-typedef struct dtrain__council dtrain__council;
-
-/* A rank's end of one group; the first member of what its transport has for the group. */
-typedef struct dtrain__seat {
-    struct dtrain__seat *next;
-    dtrain__council *council;
-    uint64_t id; /* the same on all members; 0: the world */
-    int rank, size;
-    int *worlds;                      /* each member's rank in the world */
-    dtrain__membership own, *members; /* own, or what it shares with the seats of other ranks */
-    unsigned char *bound; /* for each rank of the world, 1: its loss ends this group, too; NULL: only members count */
-    uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
-    uint64_t calls;       /* collectives that this end has ended when it leaves */
-    int forked;           /* the seat of a forked child: touches nothing that the parent still uses */
-    dtrain__store_call *asks; /* its calls that wait for the store: one of the program's, and the library's own */
-} dtrain__seat;
-
-struct dtrain__council {
-    void *self; /* the owner, given to every function */
-    dtrain_allocator *allocator;
-    dtrain__origin *origin;
-    int rank, size;  /* of the world */
-    int given_up;    /* the others say that this rank is lost */
-    uint64_t news;   /* counts what a waiting caller should look at */
-    uint64_t serial; /* unlike any other of this process; 0: its ranks share no memory */
-    dtrain__seat *seats;
-    dtrain__store store;
-    dtrain__asker *askers;
-    uint32_t asked;                             /* counts requests to the store */
-    dtrain__consent *consents, *spare_consents; /* the latest first */
-    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of the group being looked at */
-    unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
-    /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
-    int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);                /* tells that something has come that a caller may wait for */
-    int (*gone)(void *self, int rank);       /* DTRAIN__PRESENT ... */
-    int (*dead)(void *self, int rank);       /* whether it is proved that a rank that is lost has died */
-    int (*beside)(void *self, int a, int b); /* whether two ranks are on one machine; NULL: all are */
-    uint32_t any_quorum;                     /* whoever is left may go on */
-    int64_t look_ns;                         /* when consents are looked at again, although nothing may come */
-    dtrain__os_mutex *mutex;                 /* guards the council; NULL: lock does */
-    void (*lock)(void *self, int on);
-    void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
-    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
-                                                                               * ended */
-    /* Waits until there may be news, or until_ns. `seen`: news so far; turn: how often this call has waited. */
-    void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
-    dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
-    const dtrain__plane *plane;
-};
-
-/* Reads a message. Each take returns whether there was enough. */
-typedef struct dtrain__reader {
-    const unsigned char *at;
-    size_t left;
-} dtrain__reader;
-
-static DTRAIN__NOINLINE int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
-{
-    if (reader->left < (size_t)bytes)
-        return 0;
-    *value = dtrain__get_le(reader->at, bytes);
-    reader->at += bytes;
-    reader->left -= (size_t)bytes;
-    return 1;
-}
-
-/* Takes a text after its length, one byte or two. Refuses a text that does not fit into out, or holds a zero byte. */
-static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
-{
-    uint64_t bytes;
-    if (!dtrain__take(reader, &bytes, length_bytes) || bytes > reader->left || bytes >= capacity ||
-        memchr(reader->at, 0, (size_t)bytes) != NULL)
-        return 0;
-    memcpy(out, reader->at, (size_t)bytes);
-    out[bytes] = 0;
-    reader->at += bytes;
-    reader->left -= (size_t)bytes;
-    return 1;
-}
-
-/* ---- seats ---- */
-
-static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council *council, uint64_t id)
-{
-    dtrain__seat *seat = council->seats;
-    while (seat != NULL && seat->id != id)
-        seat = seat->next;
-    return seat;
-}
-
-/* Checks the name that its members give a group to be made. */
-static dtrain_status dtrain__council_check(const dtrain__council *council, uint64_t id, int rank, int size)
-{
-    if (id != 0 && dtrain__council_seat(council, id) == NULL)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                        "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
-                        "group has that name",
-                        rank, size, (unsigned long long)id);
-}
-
-/* Fills a new seat. Returns 0 if there is no memory.
- *
- *   shared   what it shares with the seats of other ranks, or NULL
- *   worlds   each member's rank in the world; NULL: the same as in the group */
-static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, dtrain__membership *shared,
-                             const int *worlds, int size, int rank)
-{
-    seat->council = council;
-    seat->id = id;
-    seat->rank = rank;
-    seat->size = size;
-    seat->worlds = (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int));
-    for (int i = 0; seat->worlds != NULL && i < size; i++)
-        seat->worlds[i] = worlds != NULL ? worlds[i] : i;
-    seat->members = shared != NULL ? shared : &seat->own;
-    return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
-}
-
-/* Lets whoever is left go on, in all groups of the world. */
-static void dtrain__seat_any_quorum(dtrain__seat *seat)
-{
-    DTRAIN__ATOMIC_STORE(&seat->council->any_quorum, 1u, SEQ_CST);
-}
-
-static void dtrain__seat_free(dtrain__seat *seat)
-{
-    dtrain_allocator *allocator = seat->council->allocator;
-    dtrain__membership_free(&seat->own, allocator);
-    dtrain__free(allocator, seat->worlds);
-    dtrain__free(allocator, seat->bound);
-}
-
-static void dtrain__seat_unlink(dtrain__seat *seat)
-{
-    dtrain__seat **at = &seat->council->seats;
-    while (*at != seat)
-        at = &(*at)->next;
-    *at = seat->next;
-}
-
-/* The rank in the group of the world's rank `world`; -1: not a member. */
-static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
-{
-    for (int rank = 0; rank < seat->size; rank++)
-        if (seat->worlds[rank] == world)
-            return rank;
-    return -1;
-}
-
-/* Ends the group here, and the groups that follow it. The first cause stays. Returns 0 if it had ended before. */
-static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
-{
-    dtrain__membership *members = seat->members;
-    uint32_t whole = 0;
-    if (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(&members->broken, &whole, 1, SEQ_CST))
-        return 0;
-    members->cause = *cause;
-    DTRAIN__ATOMIC_STORE(&members->broken, 2, SEQ_CST);
-    for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
-        if (DTRAIN__ATOMIC_LOAD(&other->leader, SEQ_CST) == seat->id + 1)
-            dtrain__seat_break(other, cause);
-    seat->council->tell(seat->council->self);
-    return 1;
-}
-
-/* Ends the group on all its members. */
-static DTRAIN__NOINLINE void dtrain__seat_end(dtrain__seat *seat, int about, const dtrain__error *cause)
-{
-    if (dtrain__seat_break(seat, cause) && seat->council->send != NULL)
-        seat->council->ended(seat, about, cause);
-}
-
-/* A member's end of the group is gone, after it had ended `calls` collectives. Operations that need it will fail,
- * others need not. `why` may be empty. */
-static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
-{
-    size_t bytes = strlen(why) + 1;
-    char *text = NULL;
-    if (dtrain__membership_left(seat->members, rank))
-        return;
-    if (bytes > 1)
-        text = (char *)dtrain__alloc(seat->council->allocator, bytes);
-    if (text != NULL)
-        memcpy(text, why, bytes);
-    seat->members->ranks[rank].why = text;
-    seat->members->ranks[rank].calls = calls;
-    dtrain__membership_leave(seat->members, rank);
-    seat->council->tell(seat->council->self);
-}
-
-/* A rank of the world is lost. Ends the group if that rank is a member that has not left, or one that the group is
- * bound to. name: of the process, or empty. Returns whether that ended the group. */
-static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status, const char *name, const char *why)
-{
-    int rank = dtrain__seat_rank(seat, world), named = name[0] != 0, broke;
-    dtrain__error cause;
-    if (rank < 0 ? seat->bound == NULL || !seat->bound[world] : dtrain__membership_left(seat->members, rank))
-        return 0;
-    if (rank < 0)
-        dtrain__membership_because(&cause, status,
-                                   "rank %d of the world%s%s%s, of another group of this mesh, is lost: %.400s", world,
-                                   named ? " (" : "", name, named ? ")" : "", why);
-    else if (seat->id == 0)
-        dtrain__membership_because(&cause, status, "rank %d%s%s%s is lost: %.400s", rank, named ? " (" : "", name,
-                                   named ? ")" : "", why);
-    else
-        dtrain__membership_because(&cause, status, "rank %d (rank %d of the world%s%s) is lost: %.400s", rank, world,
-                                   named ? ", " : "", name, why);
-    broke = dtrain__seat_break(seat, &cause); /* first: a thread that sees it as left must find the cause */
-    if (rank >= 0)
-        dtrain__seat_left(seat, rank, why, UINT64_MAX);
-    return broke;
-}
-
-/* Returns the error for an operation that needs a rank which has left. If that rank left with an error, ends the group.
- */
-static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
-{
-    const dtrain__error *cause = dtrain__membership_cause(seat->members);
-    const char *why = seat->members->ranks[rank].why;
-    dtrain__error lost;
-    if (cause != NULL)
-        return dtrain__report(cause);
-    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank, why != NULL ? ": " : "",
-                 why != NULL ? why : "");
-    if (why != NULL)
-        dtrain__seat_end(seat, rank, &lost);
-    return lost.status;
-}
-
-/* ---- what planes share ---- */
-
-static void dtrain__seat_lock(dtrain__seat *seat, int on)
-{
-    const dtrain__council *council = seat->council;
-    if (council->mutex == NULL)
-        council->lock(council->self, on);
-    else if (on)
-        dtrain__os_lock(council->mutex);
-    else
-        dtrain__os_unlock(council->mutex);
-}
-
-static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                       size_t *moved)
-{
-    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
-    memcpy(&out.data, &data, sizeof data); /* it is only read */
-    dtrain_status status =
-        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
-    *moved = out.moved;
-    return status;
-}
-
-static dtrain_status dtrain__seat_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                       size_t *moved)
-{
-    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
-    dtrain_status status =
-        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
-    *moved = in.moved;
-    return status;
-}
-
-/* Fills in the end of a group; the transport adds what it has beyond this. */
-static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
-{
-    memset(end, 0, sizeof *end);
-    end->transport.self = seat;
-    end->transport.rank = seat->rank;
-    end->transport.size = seat->size;
-    end->transport.send = dtrain__seat_send;
-    end->transport.recv = dtrain__seat_recv;
-    end->transport.exchange = seat->council->exchange;
-    end->plane = seat->council->plane;
-    end->seat = seat;
-    end->origin = seat->council->origin;
-    end->members = seat->members;
-    end->allocator = seat->council->allocator;
-}
-
-/* The rank in the world. */
-static int dtrain__seat_world(const dtrain__seat *seat, int rank)
-{
-    return seat->worlds[rank];
-}
-
-/* Lists the ranks of the world whose loss ends the group, members or not. Returns how many; worlds NULL: the most that
- * it may list. */
-static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
-{
-    int count = 0;
-    if (worlds == NULL)
-        return seat->council->size;
-    for (int rank = 0; seat->bound != NULL && rank < seat->council->size; rank++)
-        if (seat->bound[rank])
-            worlds[count++] = rank;
-    return count;
-}
-
-/* Sets these ranks. Returns 0 if there is no memory. */
-static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
-{
-    dtrain__council *council = seat->council;
-    unsigned char *bound = (unsigned char *)dtrain__alloc(council->allocator, (size_t)council->size);
-    if (bound == NULL)
-        return 0;
-    for (int i = 0; i < count; i++)
-        bound[worlds[i]] = 1;
-    dtrain__seat_lock(seat, 1);
-    seat->bound = bound;
-    for (int i = 0; i < count; i++)
-        if (council->gone(council->self, worlds[i]) != DTRAIN__PRESENT)
-            council->lost(seat, worlds[i]);
-    dtrain__seat_lock(seat, 0);
-    return 1;
-}
-
-/* Lets whatever ends the leader's group end this one, too. */
-static void dtrain__seat_follow(dtrain__seat *seat, const dtrain__seat *leader)
-{
-    dtrain__seat_lock(seat, 1);
-    DTRAIN__ATOMIC_STORE(&seat->leader, leader->id + 1, SEQ_CST); /* before it looks, as the thread that breaks a
-                                                                   * group does */
-    if (dtrain__membership_broken(leader->members))
-        dtrain__seat_break(seat, dtrain__membership_cause(leader->members));
-    dtrain__seat_lock(seat, 0);
-}
-
-/* As dtrain__seat_needs, for a caller without the lock. */
-static dtrain_status dtrain__seat_needed(dtrain__seat *seat, int rank)
-{
-    dtrain__seat_lock(seat, 1);
-    dtrain_status status = dtrain__seat_needs(seat, rank);
-    dtrain__seat_lock(seat, 0);
-    return status;
-}
-
-/* A peer says that `rank` has left after `calls` collectives. */
-static void dtrain__seat_skipped(dtrain__seat *seat, int rank, uint64_t calls)
-{
-    dtrain__seat_lock(seat, 1);
-    dtrain__seat_left(seat, rank, "", calls);
-    dtrain__seat_lock(seat, 0);
-}
-
-/* The end is about to leave, after `calls` collectives. forked: it is a child's copy. */
-static void dtrain__seat_leaving(dtrain__seat *seat, int forked, uint64_t calls)
-{
-    seat->forked = forked;
-    seat->calls = calls;
-}
-
-/* Starts a list of ranks of the world; dtrain__council_list_add adds each. */
-static void dtrain__council_list(dtrain__council *council)
-{
-    council->listed = 0;
-    memset(council->lists, 0, (size_t)council->size);
-}
-
-/* Returns 0 for a number that is no rank, or is in the list already. */
-static int dtrain__council_list_add(dtrain__council *council, uint64_t rank)
-{
-    if (rank >= (uint64_t)council->size || council->lists[rank])
-        return 0;
-    council->lists[rank] = 1;
-    council->list[council->listed++] = (int)rank;
-    return 1;
-}
-
-/* Whether two ranks are on one machine. */
-static int dtrain__council_beside(const dtrain__council *council, int a, int b)
-{
-    return council->beside == NULL || council->beside(council->self, a, b);
-}
-
-/* The lowest rank that is not gone leads. */
-static int dtrain__council_leader(const dtrain__council *council)
-{
-    int leader = 0;
-    while (leader < council->rank && council->gone(council->self, leader) != DTRAIN__PRESENT)
-        leader++;
-    return leader;
-}
-
-/* ---- the store ---- */
-
-/* In the number of a group, of a call of the library's own. Such calls only set and get, so they are not in the way of
- * the group's call that waits. */
-#define DTRAIN__STORE_OWN ((uint64_t)1 << 63)
-
-static unsigned char *dtrain__entry_value(dtrain__entry *entry)
-{
-    return (unsigned char *)(entry + 1) + entry->key_bytes;
-}
-
-/* Returns where the entry of a key is linked, or would be. The store must have chains. */
-static dtrain__entry **dtrain__store_place(const dtrain__store *store, const void *key, size_t key_bytes)
-{
-    dtrain__entry **at = &store->chains[dtrain__xxh64_of(key, key_bytes, 0) & (store->chain_count - 1)];
-    while (*at != NULL && ((*at)->key_bytes != key_bytes || memcmp(*at + 1, key, key_bytes) != 0))
-        at = &(*at)->next;
-    return at;
-}
-
-/* Returns the entry of a key; NULL: it is not set. */
-static dtrain__entry *dtrain__store_find(const dtrain__store *store, const void *key, size_t key_bytes)
-{
-    return store->chain_count > 0 ? *dtrain__store_place(store, key, key_bytes) : NULL;
-}
-
-/* Makes room for one more entry. Returns 0 if there is no memory. */
-static int dtrain__store_grow(dtrain__store *store, dtrain_allocator *allocator)
-{
-    dtrain__store larger = *store;
-    if (store->count < store->chain_count)
-        return 1;
-    larger.chain_count = store->chain_count > 0 ? 2 * store->chain_count : 16;
-    larger.chains = (dtrain__entry **)dtrain__alloc(allocator, larger.chain_count * sizeof *larger.chains);
-    if (larger.chains == NULL)
-        return store->chain_count > 0; /* then chains get longer */
-    for (size_t i = 0; i < store->chain_count; i++)
-        for (dtrain__entry *entry = store->chains[i], *next; entry != NULL; entry = next) {
-            dtrain__entry **at = dtrain__store_place(&larger, entry + 1, entry->key_bytes);
-            next = entry->next;
-            entry->next = NULL;
-            *at = entry;
-        }
-    dtrain__free(allocator, store->chains);
-    *store = larger;
-    return 1;
-}
-
-/* Frees the entry that is linked at a place. */
-static void dtrain__store_drop(dtrain__store *store, dtrain_allocator *allocator, dtrain__entry **at)
-{
-    dtrain__entry *entry = *at;
-    *at = entry->next;
-    store->total -= sizeof *entry + entry->key_bytes + entry->bytes;
-    store->count--;
-    dtrain__free(allocator, entry);
-}
-
-/* Removes a key; one that is not set is no error. The last one takes the table with it. */
-static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocator, const void *key, size_t key_bytes)
-{
-    if (dtrain__store_find(store, key, key_bytes) == NULL)
-        return;
-    dtrain__store_drop(store, allocator, dtrain__store_place(store, key, key_bytes));
-    if (store->count > 0)
-        return;
-    dtrain__free(allocator, store->chains);
-    store->chains = NULL;
-    store->chain_count = 0;
-}
-
-static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator)
-{
-    for (size_t i = 0; i < store->chain_count; i++)
-        for (dtrain__entry *entry = store->chains[i], *next; entry != NULL; entry = next) {
-            next = entry->next;
-            dtrain__free(allocator, entry);
-        }
-    dtrain__free(allocator, store->chains);
-}
-
-/* Sets key to value. On an error the old value stays. The caller has checked the sizes. */
-static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *allocator, const void *key,
-                                       size_t key_bytes, const void *value, size_t bytes)
-{
-    size_t all = sizeof(dtrain__entry) + key_bytes + bytes;
-    dtrain__entry *entry = NULL, *old = dtrain__store_find(store, key, key_bytes);
-    size_t rest = store->total - (old != NULL ? sizeof *old + old->key_bytes + old->bytes : 0); /* stays */
-    if (rest + all <= DTRAIN__STORE_TOTAL_BYTES)
-        entry = (dtrain__entry *)dtrain__alloc(allocator, all);
-    if (entry == NULL || !dtrain__store_grow(store, allocator)) {
-        dtrain__free(allocator, entry);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "store_set: no room for %zu bytes; the store holds %zu of %zu bytes; delete keys that are "
-                            "no longer needed (dtrain_store_delete)",
-                            all, store->total, DTRAIN__STORE_TOTAL_BYTES);
-    }
-    entry->key_bytes = key_bytes;
-    entry->bytes = bytes;
-    memcpy(entry + 1, key, key_bytes);
-    if (bytes > 0)
-        memcpy(dtrain__entry_value(entry), value, bytes);
-    dtrain__entry **at = dtrain__store_place(store, key, key_bytes);
-    if (*at != NULL)
-        dtrain__store_drop(store, allocator, at);
-    entry->next = *at;
-    *at = entry;
-    store->count++;
-    store->total += all;
-    return DTRAIN_OK;
-}
-
-static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
-                                     int found, const void *data, size_t bytes)
-{
-    dtrain__store_call *call = NULL;
-    for (const dtrain__seat *seat = council->seats; seat != NULL && call == NULL; seat = seat->next)
-        for (call = seat->id == (group & ~DTRAIN__STORE_OWN) ? seat->asks : NULL; call != NULL && call->id != id;)
-            call = call->next;
-    if (call == NULL)
-        return; /* it has given up */
-    call->status = status;
-    if (status != DTRAIN_OK)
-        snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
-    else if (call->what == DTRAIN__STORE_GET && !found)
-        *call->bytes = DTRAIN_STORE_ABSENT;
-    else if (call->bytes != NULL) {
-        if (bytes > 0 && call->capacity > 0)
-            memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);
-        *call->bytes = bytes;
-    }
-    call->answered = 1;
-    council->tell(council->self);
-}
-
-/* Answers a store request: rank 0's own at once, another rank's by a message. */
-static void dtrain__council_answer(dtrain__council *council, const dtrain__asker *asker, dtrain_status status,
-                                   int found, const void *data, size_t bytes)
-{
-    unsigned char head[15];
-    if (council->send == NULL || asker->rank == council->rank) {
-        dtrain__council_answered(council, asker->group, asker->id, status, found, data, bytes);
-        return;
-    }
-    dtrain__put_le(head, asker->group, 8);
-    dtrain__put_le(head + 8, asker->id, 4);
-    dtrain__put_le(head + 12, (uint64_t)status, 2);
-    head[14] = (unsigned char)found;
-    if (!council->send(council->self, asker->rank, DTRAIN__FRAME_ANSWER, head, sizeof head, data, bytes) && bytes > 0)
-        dtrain__council_answer(council, asker, DTRAIN_ERR_MEMORY, 0, "", 0);
-}
-
-/* Answers every call that waited for a key, if the key is set. */
-static void dtrain__council_wake(dtrain__council *council, const char *key, size_t key_bytes)
-{
-    dtrain__entry *entry = dtrain__store_find(&council->store, key, key_bytes);
-    for (dtrain__asker **at = &council->askers, *asker; entry != NULL && (asker = *at) != NULL;) {
-        if (asker->key_bytes != key_bytes || memcmp(asker->key, key, key_bytes) != 0) {
-            at = &asker->next;
-            continue;
-        }
-        *at = asker->next;
-        dtrain__council_answer(council, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
-        dtrain__free(council->allocator, asker);
-    }
-}
-
-/* Forgets what a rank's group waits for: it asks anew, or has left. */
-static void dtrain__council_forget(dtrain__council *council, int rank, uint64_t group)
-{
-    for (dtrain__asker **at = &council->askers, *asker; (asker = *at) != NULL;) {
-        if (asker->rank != rank || (group != DTRAIN__EVERY_GROUP && asker->group != group)) {
-            at = &asker->next;
-            continue;
-        }
-        *at = asker->next;
-        dtrain__free(council->allocator, asker);
-    }
-}
-
-/* Rank 0: serves one request. */
-static void dtrain__council_serve(dtrain__council *council, const dtrain__asker *from, int what, const void *value,
-                                  size_t bytes)
-{
-    dtrain__entry *entry;
-    dtrain__asker *asker;
-    dtrain__council_forget(council, from->rank, from->group);
-    if (what == DTRAIN__STORE_SET) {
-        dtrain_status status =
-            dtrain__store_put(&council->store, council->allocator, from->key, from->key_bytes, value, bytes);
-        const char *text = status == DTRAIN_OK ? "" : dtrain__thread_error.text;
-        dtrain__council_answer(council, from, status, 0, text, strlen(text));
-        dtrain__council_wake(council, from->key, from->key_bytes);
-        return;
-    }
-    if (what == DTRAIN__STORE_DELETE) { /* a call that waits for the key goes on waiting */
-        dtrain__store_remove(&council->store, council->allocator, from->key, from->key_bytes);
-        dtrain__council_answer(council, from, DTRAIN_OK, 0, NULL, 0);
-        return;
-    }
-    entry = dtrain__store_find(&council->store, from->key, from->key_bytes);
-    if (entry != NULL || what == DTRAIN__STORE_GET) {
-        dtrain__council_answer(council, from, DTRAIN_OK, entry != NULL,
-                               entry != NULL ? dtrain__entry_value(entry) : NULL, entry != NULL ? entry->bytes : 0);
-        return;
-    }
-    int waits = 0;
-    for (asker = council->askers; asker != NULL; asker = asker->next)
-        waits += asker->rank == from->rank;
-    if (waits < DTRAIN__ASKERS)
-        asker = (dtrain__asker *)dtrain__alloc(council->allocator, sizeof *asker);
-    if (asker == NULL) {
-        dtrain__council_answer(council, from, DTRAIN_ERR_MEMORY, 0, "", 0);
-        return;
-    }
-    *asker = *from;
-    asker->next = council->askers;
-    council->askers = asker;
-}
-
-static int dtrain__council_take_ask(dtrain__council *council, int rank, dtrain__reader *reader)
-{
-    uint64_t id, what;
-    dtrain__asker asker;
-    if (council->rank != 0 || !dtrain__take(reader, &asker.group, 8) || !dtrain__take(reader, &id, 4) ||
-        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_DELETE ||
-        !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || asker.key[0] == 0 ||
-        reader->left > (what == DTRAIN__STORE_SET ? DTRAIN__STORE_VALUE_BYTES : 0))
-        return 0;
-    asker.rank = rank;
-    asker.id = (uint32_t)id;
-    asker.key_bytes = strlen(asker.key);
-    dtrain__council_serve(council, &asker, (int)what, reader->at, reader->left);
-    return 1;
-}
-
-static int dtrain__council_take_answer(dtrain__council *council, int from, dtrain__reader *reader)
-{
-    uint64_t group, id, status, found;
-    if (council->rank == 0 || from != 0 || !dtrain__take(reader, &group, 8) || !dtrain__take(reader, &id, 4) ||
-        !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) || !dtrain__status_known(status) ||
-        found > 1 || reader->left > DTRAIN__STORE_VALUE_BYTES)
-        return 0;
-    dtrain__council_answered(council, group, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
-    return 1;
-}
-
-/* Takes a call off its seat. */
-static void dtrain__council_unask(dtrain__seat *seat, const dtrain__store_call *call)
-{
-    dtrain__store_call **at = &seat->asks;
-    while (*at != call)
-        at = &(*at)->next;
-    *at = call->next;
-}
-
-/* Names the rank that keeps the store. In a group that it is no member of, rank 0 is another one. */
-static const char *dtrain__council_keeper(const dtrain__seat *seat)
-{
-    return seat->worlds[0] == 0 ? "rank 0" : "rank 0 of the first world";
-}
-
-/* Begins a store call: sends the request, or serves it on rank 0. */
-static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call *call)
-{
-    dtrain__council *council = seat->council;
-    unsigned char head[15 + DTRAIN__STORE_KEY_BYTES];
-    size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
-    dtrain__asker asker;
-    asker.next = NULL;
-    asker.rank = seat->worlds[seat->rank];
-    asker.group = seat->id | (call->own ? DTRAIN__STORE_OWN : 0);
-    asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
-    asker.key_bytes = strlen(call->key);
-    snprintf(asker.key, sizeof asker.key, "%s", call->key);
-    call->answered = 0;
-    call->next = seat->asks;
-    seat->asks = call;
-    if (council->rank == 0) {
-        dtrain__council_serve(council, &asker, call->what, call->value, bytes);
-        return DTRAIN_OK;
-    }
-    dtrain__put_le(head, asker.group, 8);
-    dtrain__put_le(head + 8, asker.id, 4);
-    head[12] = (unsigned char)call->what;
-    dtrain__put_le(head + 13, asker.key_bytes, 2);
-    memcpy(head + 15, asker.key, asker.key_bytes);
-    if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
-        council->gone(council->self, 0) != DTRAIN__PRESENT) /* then the wait for the answer returns the error */
-        return DTRAIN_OK;
-    dtrain__council_unask(seat, call);
-    return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
-                        "%s on rank %d (\"%s\"): no memory for the request, or %s does not read requests",
-                        dtrain__store_names[call->what], seat->rank, call->key, dtrain__council_keeper(seat));
-}
-
-/* Returns whether a call has ended, and takes it off the seat then. late: it ends now. */
-static int dtrain__council_ended(dtrain__seat *seat, const dtrain__store_call *call, int late, dtrain_status *status)
-{
-    const dtrain__council *council = seat->council;
-    const dtrain__error *cause = dtrain__membership_cause(seat->members);
-    const char *name = dtrain__store_names[call->what], *keeper = dtrain__council_keeper(seat);
-    int rank = seat->rank;
-    *status = call->status;
-    if (call->answered && *status != DTRAIN_OK && call->why[0] == 0)
-        dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer on %s", name, rank, keeper);
-    else if (call->answered && *status != DTRAIN_OK)
-        dtrain__fail(call->error, *status, "%s on rank %d: %s says: %s", name, rank, keeper, call->why);
-    else if (call->answered)
-        *status = DTRAIN_OK;
-    else if (cause != NULL)
-        *status = dtrain__fail(call->error, cause->status, "%s on rank %d: %.480s", name, rank, cause->text);
-    else if (council->rank != 0 && council->gone(council->self, 0) != DTRAIN__PRESENT)
-        *status =
-            dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
-                         "%s on rank %d: %s, which kept the store, is gone, and the store with it; broadcast the bytes "
-                         "instead, or let the ranks that are left make a new world",
-                         name, rank, keeper);
-    else if (late)
-        *status = dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT,
-                               call->what == DTRAIN__STORE_WAIT
-                                   ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
-                                   : "%s on rank %d (\"%s\"): %s has not answered within timeout_ms",
-                               name, rank, call->key, keeper);
-    else
-        return 0;
-    dtrain__council_unask(seat, call);
-    return 1;
-}
-
-#endif
-
-/* ---- >>consent ----
- * What the members of a group agree on although some are lost: the AND of their flags, who is left, and a name for the
- * group of those. Each member votes. The leader decides when every member has voted, has left or is lost, and tells
- * those that voted. A consent is known by its group, its number and its members. The leader need not be a member. A
- * vote that lists other members belongs to another consent.
- *
- * Every rank keeps its own votes and the decisions that it has heard. When the leader is lost, the lowest rank left
- * leads. All send it what they keep, so a decision that any survivor knows stands. It decides anew only after it has
- * heard every survivor, and none knows of a decision. Nobody listens to a rank that it counts as gone.
- *
- * Neither silence nor a connection that is reset or refused proves a death, as a network can do both. Proofs are of
- * this machine: its system says that the process is gone. So those that voted continue if they are more than half of
- * all members, or the half with the lowest rank. Members that left of their own will do not count, nor, if all are on
- * one machine, those proved dead. So two parts of a torn network never both continue.
- *
- * A vote could count twice: a member votes, the network cuts it off, and it votes in the other part, too. So a decision
- * without members that may still run is a proposal first, which all that voted acknowledge. Who has acknowledged takes
- * it to the other part, where it stands: the majority of its members is not there, and ends that part at its next vote.
- * If a member is lost before it has acknowledged, the leader decides again. This is one round of Paxos (Lamport, The
- * Part-Time Parliament, 1998) whose ballots are leaders, each of which gives up the ranks before it for good.
- */
-#ifndef DTRAIN__CONSENT
-#define DTRAIN__CONSENT
-
-#define DTRAIN__CONSENTS 128                /* most consents that a rank keeps; in a larger world one for each rank */
-#define DTRAIN__CONSENT_DOUBT_NS 1000000000 /* for a process whose connections have ended to be gone */
-#define DTRAIN__CONSENT_FRAME_BYTES 13      /* a member's bytes in a message: flags, rank in the world, vote */
-
-/* DEAD: in a message about a vote: out, and proved dead on the sender's machine. */
-enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT, DTRAIN__VOTE_DEAD };
-/* How far a consent is. PROPOSED: its decision stands unless the leader takes it back. */
-enum { DTRAIN__CONSENT_OPEN = 0, DTRAIN__CONSENT_DECIDED, DTRAIN__CONSENT_PROPOSED };
-
-typedef struct dtrain__vote {
-    uint64_t flags;
-    int world;
-    int vote, kind; /* kind: of the call that votes */
-    int asks;       /* it has sent its vote here and is owed the decision */
-    int dead;       /* a member beside it has said that it is proved dead */
-    int asked;      /* it is to acknowledge the proposal */
-    int left;       /* its end of the group has left */
-} dtrain__vote;
-
-struct dtrain__consent {
-    dtrain__consent *next;
-    uint64_t group, number; /* its number among the group's */
-    int kind;               /* kind of this rank's last vote */
-    int count, heard;       /* heard: the voting call of this rank knows the decision */
-    int decided;            /* DTRAIN__CONSENT_OPEN ... */
-    int sole;               /* consent_sole() at the last look */
-    int64_t doubt_ns;       /* until then it is not decided that too few are left; 0: that is not in question */
-    dtrain_status status;   /* of the decision */
-    uint64_t flags, id;
-    dtrain__vote votes[1]; /* count of them, in the group's order, then room for them in a message */
-};
-
-static size_t dtrain__consent_bytes(int count)
-{
-    return sizeof(dtrain__consent) + (size_t)count * (sizeof(dtrain__vote) + DTRAIN__CONSENT_FRAME_BYTES);
-}
-
-static void dtrain__consent_drop(dtrain__council *council, dtrain__consent **at)
-{
-    dtrain__consent *consent = *at;
-    *at = consent->next;
-    dtrain__free(council->allocator, consent);
-}
-
-/* Whether its members are those of the council's list. */
-static int dtrain__consent_listed(const dtrain__council *council, const dtrain__consent *consent)
-{
-    int same = 0;
-    while (same < consent->count && same < council->listed && consent->votes[same].world == council->list[same])
-        same++;
-    return same == consent->count && same == council->listed;
-}
-
-static dtrain__consent *dtrain__consent_find(const dtrain__council *council, uint64_t group, uint64_t number)
-{
-    dtrain__consent *consent = council->consents;
-    while (consent != NULL &&
-           (consent->group != group || consent->number != number || !dtrain__consent_listed(council, consent)))
-        consent = consent->next;
-    return consent;
-}
-
-/* The only rank that has voted; -1: no rank has, or several have. */
-static int dtrain__consent_sole(const dtrain__consent *consent)
-{
-    int sole = -1;
-    for (int i = 0; i < consent->count; i++) {
-        if (consent->votes[i].vote == DTRAIN__VOTE_YES && sole >= 0)
-            return -1;
-        if (consent->votes[i].vote == DTRAIN__VOTE_YES)
-            sole = consent->votes[i].world;
-    }
-    return sole;
-}
-
-/* Whether a call of this rank has voted and does not know the decision yet. */
-static int dtrain__consent_owed(const dtrain__council *council, const dtrain__consent *consent)
-{
-    int voted = 0;
-    for (int i = 0; i < consent->count; i++)
-        voted |= consent->votes[i].world == council->rank && consent->votes[i].vote == DTRAIN__VOTE_YES;
-    return voted && !consent->heard && dtrain__council_seat(council, consent->group) != NULL;
-}
-
-/* Makes room by dropping the oldest of the largest set, decided ones first. A set is the consents in which one certain
- * rank alone has voted, or all others. So a rank that votes in groups that do not exist drops its own votes first, and
- * a vote under way stays. What a call of this rank waits for always stays. A council that holds all ranks drops nothing
- * until the last end of a group leaves. */
-static void dtrain__consent_evict(dtrain__council *council)
-{
-    dtrain__consent **worst = NULL;
-    int kept = 0, most = 0, limit = council->size > DTRAIN__CONSENTS ? council->size : DTRAIN__CONSENTS;
-    if (council->send == NULL)
-        return;
-    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next, kept++)
-        consent->sole = dtrain__consent_sole(consent);
-    for (dtrain__consent **at = &council->consents; kept >= limit && *at != NULL; at = &(*at)->next) {
-        int alike = 0;
-        for (dtrain__consent *other = council->consents; other != NULL; other = other->next)
-            alike += other->sole == (*at)->sole;
-        if (dtrain__consent_owed(council, *at) || alike < most)
-            continue;
-        if (alike > most || (*at)->decided || !(*worst)->decided)
-            worst = at;
-        most = alike;
-    }
-    if (worst != NULL)
-        dtrain__consent_drop(council, worst);
-}
-
-/* The last end of a group has left, in a council that holds all ranks. */
-static void dtrain__consent_forget(dtrain__council *council, uint64_t group)
-{
-    for (dtrain__consent **at = &council->consents; *at != NULL;)
-        if ((*at)->group == group)
-            dtrain__consent_drop(council, at);
-        else
-            at = &(*at)->next;
-}
-
-/* Puts aside, for reuse, the consents that nobody asks for again. A rank that votes in a group's consent N knows that N
- * - 1 is decided. So all its remaining members have voted in N - 1, and know the decisions before it. */
-static void dtrain__consent_retire(dtrain__council *council, uint64_t group, uint64_t number)
-{
-    for (dtrain__consent **at = &council->consents; *at != NULL;) {
-        dtrain__consent *consent = *at;
-        if (consent->group != group || !consent->decided || number < 2 || consent->number > number - 2 ||
-            !dtrain__consent_listed(council, consent)) {
-            at = &consent->next;
-            continue;
-        }
-        *at = consent->next;
-        consent->next = council->spare_consents;
-        council->spare_consents = consent;
-    }
-}
-
-/* Returns one that was put aside for as many members, or NULL. */
-static dtrain__consent *dtrain__consent_spare(dtrain__council *council, int count)
-{
-    for (dtrain__consent **at = &council->spare_consents; *at != NULL; at = &(*at)->next) {
-        dtrain__consent *consent = *at;
-        if (consent->count != count)
-            continue;
-        *at = consent->next;
-        memset((void *)consent, 0, dtrain__consent_bytes(count));
-        return consent;
-    }
-    return NULL;
-}
-
-/* Finds the listed members' consent, or makes one without votes. NULL: no memory. */
-static dtrain__consent *dtrain__consent_open(dtrain__council *council, uint64_t group, uint64_t number, int kind)
-{
-    int count = council->listed;
-    dtrain__consent *consent = dtrain__consent_find(council, group, number);
-    if (consent != NULL)
-        return consent;
-    consent = dtrain__consent_spare(council, count);
-    if (consent == NULL)
-        consent = (dtrain__consent *)dtrain__alloc(council->allocator, dtrain__consent_bytes(count));
-    if (consent == NULL)
-        return NULL;
-    dtrain__consent_evict(council);
-    consent->group = group;
-    consent->number = number;
-    consent->kind = kind;
-    consent->count = count;
-    consent->flags = UINT64_MAX;
-    for (int i = 0; i < count; i++)
-        consent->votes[i].world = council->list[i];
-    consent->next = council->consents;
-    council->consents = consent;
-    return consent;
-}
-
-static int dtrain__vote_says(const dtrain__consent *consent, const dtrain__vote *vote)
-{
-    return consent->decided ? vote->vote : vote->dead ? DTRAIN__VOTE_DEAD : vote->left ? DTRAIN__VOTE_OUT : vote->vote;
-}
-
-static void dtrain__consent_send(dtrain__council *council, int to, dtrain__consent *consent)
-{
-    unsigned char head[40], *body = (unsigned char *)(consent->votes + consent->count);
-    dtrain__put_le(head, consent->group, 8);
-    dtrain__put_le(head + 8, consent->number, 8);
-    head[16] = (unsigned char)consent->kind;
-    head[17] = (unsigned char)consent->decided;
-    dtrain__put_le(head + 18, (uint64_t)consent->status, 2);
-    dtrain__put_le(head + 20, consent->flags, 8);
-    dtrain__put_le(head + 28, consent->id, 8);
-    dtrain__put_le(head + 36, (uint64_t)consent->count, 4);
-    for (int i = 0; i < consent->count; i++) {
-        unsigned char *entry = body + i * DTRAIN__CONSENT_FRAME_BYTES;
-        dtrain__put_le(entry, consent->votes[i].flags, 8);
-        dtrain__put_le(entry + 8, (uint64_t)consent->votes[i].world, 4);
-        entry[12] = (unsigned char)dtrain__vote_says(consent, &consent->votes[i]);
-    }
-    council->send(council->self, to, DTRAIN__FRAME_CONSENT, head, sizeof head, body,
-                  (size_t)consent->count * DTRAIN__CONSENT_FRAME_BYTES);
-}
-
-static void dtrain__consent_answer(dtrain__council *council, dtrain__consent *consent)
-{
-    for (int i = 0; consent->decided == DTRAIN__CONSENT_DECIDED && i < consent->count; i++) {
-        if (consent->votes[i].asks)
-            dtrain__consent_send(council, consent->votes[i].world, consent);
-        consent->votes[i].asks = 0;
-    }
-}
-
-/* Marks the members that are gone, as the leader knows. Returns the first member still awaited, or -1. */
-static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consent *consent)
-{
-    for (int i = 0; i < consent->count; i++) {
-        dtrain__vote *vote = &consent->votes[i];
-        if (vote->left || council->gone(council->self, vote->world) != DTRAIN__PRESENT)
-            vote->vote = DTRAIN__VOTE_OUT;
-        if (vote->vote == DTRAIN__VOTE_NONE)
-            return i;
-    }
-    return -1;
-}
-
-/* Whether those that voted may continue without the others.
- *
- *   doubtful  out: they could if members beside them prove to be dead
- *   torn      out: members that are not here may go on by themselves */
-static int dtrain__consent_majority(dtrain__council *council, dtrain__consent *consent, int *doubtful, int *torn)
-{
-    int here = 0, dead = 0, lost = 0, beside = 1, lowest = -1, lowest_left = -1; /* lowest: whether that rank voted */
-    for (int i = 0; i < consent->count; i++) {
-        dtrain__vote *vote = &consent->votes[i];
-        int yes = vote->vote == DTRAIN__VOTE_YES;
-        if (!yes && council->gone(council->self, vote->world) != DTRAIN__LOST)
-            continue; /* its end of the group, or its process, left of its own will */
-        if (!yes && !vote->dead && dtrain__council_beside(council, council->rank, vote->world))
-            vote->dead = council->dead(council->self, vote->world);
-        here += yes;
-        dead += !yes && vote->dead;
-        lost += !yes && !vote->dead;
-        beside = beside && dtrain__council_beside(council, consent->votes[0].world, vote->world);
-        lowest = lowest < 0 ? yes : lowest;
-        lowest_left = lowest_left < 0 && (yes || !vote->dead) ? yes : lowest_left;
-    }
-    int any = DTRAIN__ATOMIC_LOAD(&council->any_quorum, SEQ_CST) != 0, all = here + lost + (beside ? 0 : dead);
-    *doubtful = beside && lost > 0;
-    *torn = !any && all > here;
-    return any || 2 * here > all || (2 * here == all && (beside ? lowest_left : lowest) == 1);
-}
-
-/* Whether to wait before too few are found to be left: a process whose connections have just ended may be dying. */
-static int dtrain__consent_doubts(dtrain__council *council, dtrain__consent *consent)
-{
-    int64_t now = dtrain__os_now_ns();
-    if (consent->doubt_ns == 0)
-        consent->doubt_ns = now + DTRAIN__CONSENT_DOUBT_NS;
-    if (now >= consent->doubt_ns)
-        return 0;
-    council->look_ns = now + DTRAIN__CONSENT_DOUBT_NS / 20;
-    return 1;
-}
-
-static void dtrain__consent_settle(dtrain__council *council, dtrain__consent *consent)
-{
-    consent->decided = DTRAIN__CONSENT_DECIDED;
-    dtrain__consent_answer(council, consent);
-    council->tell(council->self);
-}
-
-/* Looks at a proposal. That of a leader before stands. This rank's stands once all that voted have acknowledged it, and
- * is taken back if one of them is gone. */
-static void dtrain__consent_check(dtrain__council *council, dtrain__consent *consent)
-{
-    int asked = 0, taken_back = 0;
-    int own = dtrain__plane_group_maker(consent->id) == council->rank;
-    for (int i = 0; own && i < consent->count; i++) {
-        const dtrain__vote *vote = &consent->votes[i];
-        asked |= vote->asked;
-        taken_back |= vote->asked && (vote->left || council->gone(council->self, vote->world) != DTRAIN__PRESENT);
-    }
-    if (taken_back)
-        consent->decided = DTRAIN__CONSENT_OPEN;
-    else if (!asked)
-        dtrain__consent_settle(council, consent);
-}
-
-/* Decides what can be decided now. */
-static void dtrain__consent_decide(dtrain__council *council, dtrain__consent *consent)
-{
-    int kind = 0, mixed = 0, doubtful = 0, torn = 0; /* mixed: members made different calls */
-    if (dtrain__consent_awaits(council, consent) >= 0)
-        return;
-    int majority = dtrain__consent_majority(council, consent, &doubtful, &torn);
-    if (!majority && doubtful && dtrain__consent_doubts(council, consent))
-        return;
-    consent->flags = UINT64_MAX;
-    for (int i = 0; i < consent->count; i++) {
-        const dtrain__vote *vote = &consent->votes[i];
-        if (vote->vote != DTRAIN__VOTE_YES)
-            continue;
-        consent->flags &= vote->flags;
-        mixed |= kind != 0 && kind != vote->kind;
-        kind = vote->kind;
-    }
-    consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
-    consent->status = mixed ? DTRAIN_ERR_MISMATCH : majority ? DTRAIN_OK : DTRAIN_ERR_PEER_LOST;
-    consent->decided = DTRAIN__CONSENT_PROPOSED;
-    for (int i = 0; i < consent->count; i++) {
-        dtrain__vote *vote = &consent->votes[i];
-        vote->asked = torn && majority && vote->vote == DTRAIN__VOTE_YES && vote->world != council->rank;
-        if (vote->asked)
-            dtrain__consent_send(council, vote->world, consent);
-    }
-    dtrain__consent_check(council, consent);
-}
-
-/* Tells the leader, which is on another machine, of members beside this rank that prove to be dead. */
-static void dtrain__consent_report(dtrain__council *council, dtrain__consent *consent, int leader)
-{
-    int found = 0, unsure = 0;
-    for (int i = 0; i < consent->count; i++) {
-        dtrain__vote *vote = &consent->votes[i];
-        if (vote->dead || council->gone(council->self, vote->world) != DTRAIN__LOST ||
-            !dtrain__council_beside(council, council->rank, vote->world))
-            continue;
-        vote->dead = council->dead(council->self, vote->world);
-        found |= vote->dead;
-        unsure |= !vote->dead;
-    }
-    if (found)
-        dtrain__consent_send(council, leader, consent);
-    if (unsure)
-        dtrain__consent_doubts(council, consent);
-}
-
-/* Decides whatever can be decided, and tells those that voted. */
-static void dtrain__consent_step(dtrain__council *council)
-{
-    int leader = dtrain__council_leader(council), leads = leader == council->rank;
-    council->look_ns = 0;
-    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next) {
-        if (!leads && !consent->decided && dtrain__consent_owed(council, consent) &&
-            !dtrain__council_beside(council, council->rank, leader))
-            dtrain__consent_report(council, consent, leader);
-        if (leads && consent->decided == DTRAIN__CONSENT_PROPOSED)
-            dtrain__consent_check(council, consent);
-        if (leads && !consent->decided)
-            dtrain__consent_decide(council, consent);
-    }
-}
-
-/* Looks again at what waits for a proof. */
-static void dtrain__consent_look(dtrain__council *council)
-{
-    if (council->look_ns != 0 && dtrain__os_now_ns() >= council->look_ns)
-        dtrain__consent_step(council);
-}
-
-/* Notes the vote of a member, or this rank's own. */
-static void dtrain__consent_note(dtrain__consent *consent, int world, int kind, uint64_t flags)
-{
-    for (int i = 0; i < consent->count; i++) {
-        dtrain__vote *vote = &consent->votes[i];
-        if (vote->world != world)
-            continue;
-        if (consent->decided)
-            continue;
-        vote->vote = DTRAIN__VOTE_YES;
-        vote->kind = kind;
-        vote->flags = flags;
-    }
-}
-
-static void dtrain__consent_list(dtrain__seat *seat)
-{
-    dtrain__council_list(seat->council);
-    for (int i = 0; i < seat->size; i++)
-        dtrain__council_list_add(seat->council, (uint64_t)seat->worlds[i]);
-}
-
-/* Votes in this rank's group. Voting again changes the vote until the consent is decided. Returns 0 if there is no
- * memory. */
-static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agreement)
-{
-    dtrain__council *council = seat->council;
-    int leader = dtrain__council_leader(council);
-    dtrain__consent_list(seat);
-    dtrain__consent_retire(council, seat->id, agreement->number);
-    dtrain__consent *consent = dtrain__consent_open(council, seat->id, agreement->number, agreement->kind);
-    if (consent == NULL)
-        return 0;
-    if (consent->decided == DTRAIN__CONSENT_PROPOSED && leader != council->rank)
-        dtrain__consent_send(council, leader, consent);
-    if (consent->decided)
-        return 1;
-    consent->kind = agreement->kind;
-    for (int i = 0; i < seat->size; i++)
-        if (dtrain__membership_left(seat->members, i))
-            consent->votes[i].vote = DTRAIN__VOTE_OUT;
-    dtrain__consent_note(consent, seat->worlds[seat->rank], agreement->kind, agreement->flags);
-    if (leader != council->rank)
-        dtrain__consent_send(council, leader, consent);
-    dtrain__consent_step(council);
-    return 1;
-}
-
-/* Whether this rank knows the decision; copies it then. */
-static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreement)
-{
-    dtrain__council *council = seat->council;
-    dtrain__consent_list(seat);
-    dtrain__consent *consent = dtrain__consent_find(council, seat->id, agreement->number);
-    int decided = consent != NULL && consent->decided == DTRAIN__CONSENT_DECIDED;
-    if (decided)
-        consent->heard = 1;
-    agreement->given_up = council->given_up;
-    agreement->status = council->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
-    if (consent != NULL && !decided)
-        agreement->awaited =
-            dtrain__council_leader(council) == council->rank && consent->decided == DTRAIN__CONSENT_OPEN
-                ? dtrain__consent_awaits(council, consent)
-                : -1;
-    if (decided) {
-        agreement->flags = consent->flags;
-        agreement->id = consent->id;
-    }
-    for (int rank = 0; rank < council->listed; rank++)
-        agreement->goes_on[rank] = decided && consent->votes[rank].vote == DTRAIN__VOTE_YES;
-    return decided || council->given_up;
-}
-
-/* A member's end of the group is gone, or its process: it no longer votes. `world`: its rank in the world. */
-static void dtrain__consent_left(dtrain__council *council, uint64_t group, int world)
-{
-    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
-        for (int i = 0; consent->group == group && consent->decided != DTRAIN__CONSENT_DECIDED && i < consent->count;
-             i++)
-            if (consent->votes[i].world == world)
-                consent->votes[i].left = 1, consent->votes[i].asks = 0;
-}
-
-/* There is a new leader: sends it everything that this rank keeps. */
-static void dtrain__consent_resend(dtrain__council *council)
-{
-    int leader = dtrain__council_leader(council);
-    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
-        if (leader != council->rank)
-            dtrain__consent_send(council, leader, consent);
-}
-
-static void dtrain__council_free(dtrain__council *council)
-{
-    for (int rank = 0; rank < council->size; rank++)
-        dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
-    dtrain__store_free(&council->store, council->allocator);
-    while (council->consents != NULL)
-        dtrain__consent_drop(council, &council->consents);
-    while (council->spare_consents != NULL)
-        dtrain__consent_drop(council, &council->spare_consents);
-    dtrain__council_close ended = DTRAIN__ATOMIC_LOAD(dtrain__council_closing(), SEQ_CST);
-    if (ended != NULL && council->serial != 0)
-        ended(council->serial);
-}
-
-/* A consent in a message. */
-typedef struct dtrain__consent_frame {
-    uint64_t group, number, kind, decided, status, flags, id, count;
-    const unsigned char *entries; /* count of them */
-} dtrain__consent_frame;
-
-static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__reader *reader)
-{
-    int good = dtrain__take(reader, &frame->group, 8) && dtrain__take(reader, &frame->number, 8) &&
-               dtrain__take(reader, &frame->kind, 1) && dtrain__take(reader, &frame->decided, 1) &&
-               dtrain__take(reader, &frame->status, 2) && dtrain__take(reader, &frame->flags, 8) &&
-               dtrain__take(reader, &frame->id, 8) && dtrain__take(reader, &frame->count, 4);
-    frame->entries = reader->at;
-    return good && frame->decided <= DTRAIN__CONSENT_PROPOSED && dtrain__status_known(frame->status) &&
-           reader->left % DTRAIN__CONSENT_FRAME_BYTES == 0 &&
-           frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
-}
-
-/* Lists a message's members. Returns whether `from` may send it. They must be the group's, if this rank knows the
- * group; else ranks of the world, with `from` among them. Nobody sends rank 0 a decision: it leads as long as it is
- * there. */
-static int dtrain__consent_frame_fits(dtrain__council *council, int from, const dtrain__consent_frame *frame)
-{
-    int among = from == dtrain__council_leader(council);
-    const dtrain__seat *seat = dtrain__council_seat(council, frame->group);
-    if (frame->count == 0 || frame->count > (uint64_t)council->size ||
-        (frame->decided && council->rank == 0 &&
-         (frame->decided == DTRAIN__CONSENT_DECIDED || dtrain__plane_group_maker(frame->id) != 0)) ||
-        (seat != NULL && frame->count != (uint64_t)seat->size))
-        return 0;
-    dtrain__council_list(council);
-    for (uint64_t i = 0; i < frame->count; i++) {
-        const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
-        uint64_t world = dtrain__get_le(entry + 8, 4);
-        if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_DEAD ||
-            (seat != NULL && seat->worlds[i] != (int)world))
-            return 0;
-        among |= (int)world == from;
-    }
-    return among;
-}
-
-/* Counts a message's entries: all entries of a decision or proposal; else the vote of `from`, and whom it knows to have
- * left or to be dead. */
-static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__consent_frame *frame,
-                                        dtrain__consent *consent, int from)
-{
-    for (int i = 0; i < consent->count; i++) {
-        const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
-        dtrain__vote *mine = &consent->votes[i];
-        int out = entry[12] == DTRAIN__VOTE_OUT || entry[12] == DTRAIN__VOTE_DEAD;
-        mine->dead |= entry[12] == DTRAIN__VOTE_DEAD && dtrain__council_beside(council, from, mine->world);
-        if (frame->decided)
-            mine->vote = out ? (int)DTRAIN__VOTE_OUT : entry[12];
-        else if (out && mine->vote == DTRAIN__VOTE_NONE)
-            mine->vote = DTRAIN__VOTE_OUT;
-        else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES) {
-            mine->asks = from != council->rank;
-            dtrain__consent_note(consent, from, (int)frame->kind, dtrain__get_le(entry, 8));
-        }
-    }
-}
-
-/* The leader takes an acknowledgement of its proposal, or of one that it has taken back. */
-static void dtrain__consent_acknowledged(dtrain__consent *consent, uint64_t id, int from)
-{
-    for (int i = 0; i < consent->count; i++) {
-        dtrain__vote *vote = &consent->votes[i];
-        if (vote->world != from)
-            continue;
-        vote->asks = 1;
-        if (id == consent->id)
-            vote->asked = 0;
-    }
-}
-
-/* Takes a vote, a proposal or a decision. Returns 0 if it is malformed or out of place. */
-static int dtrain__consent_take(dtrain__council *council, int from, dtrain__reader *reader)
-{
-    dtrain__consent_frame frame;
-    int leader = dtrain__council_leader(council);
-    if (!dtrain__consent_frame_read(&frame, reader) || !dtrain__consent_frame_fits(council, from, &frame))
-        return 0;
-    int leads = leader == council->rank, proposed = frame.decided == DTRAIN__CONSENT_PROPOSED;
-    if (!frame.decided)
-        dtrain__consent_retire(council, frame.group, frame.number);
-    dtrain__consent *consent = dtrain__consent_open(council, frame.group, frame.number, (int)frame.kind);
-    if (consent == NULL)
-        return 1; /* without memory the call ends at its deadline */
-    if (proposed && leads)
-        dtrain__consent_acknowledged(consent, frame.id, from);
-    if (!frame.decided) {
-        dtrain__consent_frame_count(council, &frame, consent, from);
-    } else if (consent->decided != DTRAIN__CONSENT_DECIDED &&
-               !(proposed && dtrain__plane_group_maker(frame.id) == council->rank)) {
-        dtrain__consent_frame_count(council, &frame, consent, from);
-        consent->decided = proposed && !leads ? DTRAIN__CONSENT_PROPOSED : DTRAIN__CONSENT_DECIDED;
-        consent->status = (dtrain_status)frame.status; /* what a leader before this one has proposed stands */
-        consent->flags = frame.flags;
-        consent->id = frame.id;
-        if (consent->decided == DTRAIN__CONSENT_PROPOSED)
-            dtrain__consent_send(council, leader, consent);
-        else
-            council->tell(council->self);
-    }
-    dtrain__consent_answer(council, consent);
-    dtrain__consent_step(council);
-    return 1;
-}
-
-/* A member's end of a group has left: it no longer votes or waits for a key. */
-static void dtrain__council_left(dtrain__council *council, uint64_t group, int world)
-{
-    dtrain__council_forget(council, world, group);
-    dtrain__consent_left(council, group, world);
-    dtrain__consent_step(council);
-}
-
-/* This rank's end of a group is about to leave. Tells its members first what this rank knows to be decided: they no
- * longer ask a rank that has left. Then tells a leader that is no member. */
-static void dtrain__council_leave(dtrain__seat *seat)
-{
-    dtrain__council *council = seat->council;
-    unsigned char head[8];
-    int leader = dtrain__council_leader(council);
-    dtrain__put_le(head, seat->id, 8);
-    dtrain__consent_list(seat);
-    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
-        for (int i = 0; consent->group == seat->id && consent->decided == DTRAIN__CONSENT_DECIDED && i < consent->count;
-             i++)
-            if (consent->votes[i].world != leader && consent->votes[i].world != council->rank)
-                dtrain__consent_send(council, consent->votes[i].world, consent);
-    if (!council->lists[leader])
-        council->send(council->self, leader, DTRAIN__FRAME_BYE, head, sizeof head, NULL, 0);
-}
-
-/* Counts a rank as gone. */
-static void dtrain__council_lost(dtrain__council *council, int rank)
-{
-    dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
-    if (dtrain__council_leader(council) > rank) /* it was the leader */
-        dtrain__consent_resend(council);
-    dtrain__consent_step(council);
-}
-
-/* Waits for the end of an agreement, or of a store call; the other is NULL. Looks once more after the deadline. Returns
- * whether it has ended. */
-static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, const dtrain__store_call *call,
-                              dtrain_status *status, int64_t deadline_ns)
-{
-    dtrain__council *council = seat->council;
-    int ended, late = 0;
-    for (unsigned turn = 0;; turn++) {
-        uint64_t seen = DTRAIN__ATOMIC_LOAD(&council->news, SEQ_CST);
-        dtrain__seat_lock(seat, 1);
-        ended = agreement != NULL ? dtrain__consent_decided(seat, agreement)
-                                  : dtrain__council_ended(seat, call, late, status);
-        dtrain__seat_lock(seat, 0);
-        if (ended || late)
-            return ended;
-        if (call != NULL && call->own)
-            dtrain__os_sleep(1000000); /* the wake-ups of the group are its program's */
-        else
-            council->wait(seat, turn, deadline_ns, seen);
-        late = dtrain__os_now_ns() >= deadline_ns;
-    }
-}
-
-/* Votes and waits for the decision until deadline_ns; returns whether there is one. */
-static int dtrain__seat_agree(dtrain__seat *seat, dtrain__agreement *agreement, int64_t deadline_ns)
-{
-    dtrain__seat_lock(seat, 1);
-    agreement->starved = !agreement->voted && !dtrain__consent_vote(seat, agreement);
-    dtrain__seat_lock(seat, 0);
-    return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, NULL, deadline_ns);
-}
-
-static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *call, int64_t deadline_ns)
-{
-    dtrain__seat_lock(seat, 1);
-    dtrain_status status = dtrain__council_ask(seat, call);
-    dtrain__seat_lock(seat, 0);
-    if (status == DTRAIN_OK)
-        dtrain__seat_await(seat, NULL, call, &status, deadline_ns);
-    return status;
-}
-
-/* Takes one message from a rank that is not gone. Returns 0 if it is malformed or out of place. */
-static int dtrain__council_take(dtrain__council *council, int from, int type, dtrain__reader *reader)
-{
-    uint64_t group;
-    switch (type) {
-    case DTRAIN__FRAME_BYE:
-        if (!dtrain__take(reader, &group, 8) || reader->left > 0)
-            return 0;
-        dtrain__council_left(council, group, from);
-        return 1;
-    case DTRAIN__FRAME_ASK: return dtrain__council_take_ask(council, from, reader);
-    case DTRAIN__FRAME_ANSWER: return dtrain__council_take_answer(council, from, reader);
-    case DTRAIN__FRAME_CONSENT: return dtrain__consent_take(council, from, reader);
-    default: return 0;
-    }
-}
-
-#endif
-
-/* ---- >>threads ----
- * Ranks in one address space. A group has a state that its ranks share, and a ring of bytes for each ordered pair of
- * ranks. The sender makes the ring at its first message. All waiting is on the group's bell. The groups of one world
- * share a council, the mutex that guards it, an allocator and a service thread, which live until the last group ends.
- *
- * Ranks read each other's buffers in place. Each has one slot, where it posts its next call. The collectives are those
- * of >>fused.
- *
- * Invariants: only its own rank writes a slot. A rank sets its `inside` flag, then checks that the group is not broken,
- * and then reads a peer's buffers. A rank that fails breaks the group first and looks at the flags then. So it takes
- * its buffers back only when nobody is inside them. */
-#ifndef DTRAIN__THREADS
-#define DTRAIN__THREADS
-DTRAIN__FAST_BEGIN
+/* ---- posts ---- */
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
@@ -18842,716 +17792,7 @@ DTRAIN__PLACED(dtrain__slot, asleep, 72);
 DTRAIN__PLACED(dtrain__slot, posts, 192);
 DTRAIN__PLACED(dtrain__slot, posts[1], 192 + 1280);
 
-typedef struct dtrain__shared {
-    dtrain__bell bell; /* unused between processes */
-    dtrain__membership *members;
-    dtrain__slot *slots;   /* one for each rank */
-    size_t inline_bytes;   /* up to here a rank's input lies in its post */
-    unsigned char *bounce; /* between processes: two buffers for each rank, bounce_stride apart; small inputs, too */
-    size_t bounce_bytes, bounce_stride;
-    const int *doorbells; /* between processes: what wakes each rank */
-    int crowded;          /* between processes: the ranks of the host outnumber its processors */
-} dtrain__shared;
-
-/* Wakes the ranks that wait for this one. */
-static void dtrain__shared_ring(dtrain__shared *shared, int rank)
-{
-    if (shared->doorbells == NULL) {
-        dtrain__bell_ring(&shared->bell);
-        return;
-    }
-    for (int peer = 0; peer < shared->members->size; peer++) {
-        uint32_t *asleep = &shared->slots[peer].asleep;
-        if (peer != rank && DTRAIN__ATOMIC_LOAD(asleep, SEQ_CST) != 0 &&
-            DTRAIN__ATOMIC_EXCHANGE(asleep, 0u, SEQ_CST) != 0)
-            dtrain__os_poke(shared->doorbells[peer]);
-    }
-}
-
-/* Whether a rank has closed its buffers. Between threads the broken group says so. */
-static int dtrain__shared_closed(const dtrain__shared *shared)
-{
-    int closed = dtrain__membership_broken(shared->members);
-    for (int rank = 0; shared->doorbells != NULL && rank < shared->members->size; rank++)
-        closed |= DTRAIN__ATOMIC_LOAD(&shared->slots[rank].closed, SEQ_CST) != 0;
-    return closed;
-}
-
-/* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
-static int dtrain__shared_enter(dtrain__shared *shared, int rank)
-{
-    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 1, SEQ_CST);
-    if (!dtrain__shared_closed(shared))
-        return 1;
-    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, SEQ_CST);
-    return 0;
-}
-
-static void dtrain__shared_leave(dtrain__shared *shared, int rank)
-{
-    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, RELEASE);
-}
-
-/* ---- groups ---- */
-
-#define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
-#define DTRAIN__THREADS_POLLED_BYTES ((size_t)1 << 20) /* of a ring of ranks that poll, as each looks once a frame */
-#define DTRAIN__THREADS_POLLED_ALL ((size_t)8 << 20)   /* of all rings of such a rank, but for the least size */
-
-/* Where the two sides of a ring are. Its bytes lie elsewhere. */
-typedef struct dtrain__threads_ring {
-    uint64_t written;
-    char pad[DTRAIN__CACHE_LINE - 8];
-    uint64_t read;
-    char pad2[DTRAIN__CACHE_LINE - 8];
-} dtrain__threads_ring;
-
-DTRAIN__PLACED(dtrain__threads_ring, read, 64);
-
-/* The size of a ring: a power of two. A message should fit, as what does not fit waits for the next poll. */
-static size_t dtrain__threads_ring_bytes(int ranks, int polls)
-{
-    size_t bytes = polls ? DTRAIN__THREADS_POLLED_BYTES : DTRAIN__THREADS_RING_BYTES;
-    while (bytes > DTRAIN__THREADS_RING_BYTES && bytes * (size_t)ranks > DTRAIN__THREADS_POLLED_ALL)
-        bytes /= 2;
-    return bytes;
-}
-
-typedef struct dtrain__threads_group dtrain__threads_group;
-
-/* One rank's end of a group. */
-typedef struct dtrain__threads_rank {
-    dtrain__seat seat; /* first */
-    dtrain__threads_group *group;
-    dtrain__tell tell; /* peers may read it once record is set */
-    void *record;      /* says what the rank does; peers read it until the group is freed */
-} dtrain__threads_rank;
-
-typedef struct dtrain__threads_world {
-    dtrain__origin origin;
-    dtrain__os_mutex mutex; /* guards the council and each group's `ends` */
-    dtrain__council council;
-    dtrain__bell bell; /* the service thread's; the bell of every group rings it too */
-    dtrain_allocator own, *allocator;
-    int polls; /* its ranks have progress by poll */
-} dtrain__threads_world;
-
-struct dtrain__threads_group {
-    dtrain__shared shared;
-    dtrain__membership members;
-    int ends; /* how many ranks have joined and not left */
-    dtrain__threads_world *world;
-    dtrain__threads_rank *ranks;
-    dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender. Its bytes follow each */
-};
-
-/* The bytes of each ring. */
-static size_t dtrain__threads_room(const dtrain__threads_group *group)
-{
-    return dtrain__threads_ring_bytes(group->members.size, group->world->polls);
-}
-
-/* ---- messages ---- */
-
-static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
-{
-    return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
-}
-
-/* Returns the bytes in a ring. */
-static uint64_t dtrain__threads_held(const dtrain__threads_ring *ring)
-{
-    uint64_t read = DTRAIN__ATOMIC_LOAD(&ring->read, SEQ_CST);
-    return DTRAIN__ATOMIC_LOAD(&ring->written, SEQ_CST) - read;
-}
-
-/* Moves bytes into the ring, whose `size` bytes are at `held`, or out of it. Returns how many. None if the counters
- * cannot be right: they may lie in memory of another process (see >>shm). */
-static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *held, size_t size, int put,
-                                   unsigned char *data, size_t bytes)
-{
-    uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
-    uint64_t moved = DTRAIN__ATOMIC_LOAD(mine, RELAXED);
-    uint64_t ahead = moved - DTRAIN__ATOMIC_LOAD(theirs, SEQ_CST);
-    uint64_t room = put ? size - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
-    size_t n = bytes < room ? bytes : (size_t)room;
-    size_t at = (size_t)moved % size, first = size - at;
-    if (n == 0 || room > size)
-        return 0;
-    first = first < n ? first : n;
-    memcpy(put ? held + at : data, put ? data : held + at, first);
-    memcpy(put ? held : data + first, put ? data + first : held, n - first);
-    DTRAIN__ATOMIC_STORE(mine, moved + n, SEQ_CST);
-    return n;
-}
-
-typedef struct dtrain__threads_way {
-    dtrain__threads_rank *mine;
-    int peer, sending;
-    dtrain__threads_ring **ring;
-} dtrain__threads_way;
-
-static int dtrain__threads_ready(void *pointer)
-{
-    const dtrain__threads_way *way = (dtrain__threads_way *)pointer;
-    dtrain__threads_ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
-    const dtrain__membership *members = way->mine->seat.members;
-    if (dtrain__membership_broken(members) || dtrain__membership_left(members, way->peer))
-        return 1;
-    if (ring == NULL)
-        return 0;
-    uint64_t held = dtrain__threads_held(ring);
-    return way->sending ? held < dtrain__threads_room(way->mine->group) : held > 0;
-}
-
-/* Moves bytes through one ring until all have moved, the deadline has passed, or the peer has left. Bytes that the peer
- * wrote before it left are still received. */
-static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned char *data, size_t bytes,
-                                          int64_t deadline_ns, size_t *moved)
-{
-    dtrain__seat *seat = &way->mine->seat;
-    dtrain__bell *bell = &way->mine->group->shared.bell;
-    *moved = 0;
-    for (unsigned turn = 0;; turn++) {
-        int left = dtrain__membership_left(seat->members, way->peer);
-        dtrain__threads_ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
-        size_t n = 0;
-        if (ring != NULL && !(way->sending && left))
-            n = dtrain__threads_copy(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
-                                     way->sending, data + *moved, bytes - *moved);
-        *moved += n;
-        if (n > 0) {
-            dtrain__bell_ring(bell);
-            turn = 0;
-        }
-        if (*moved == bytes)
-            return DTRAIN_OK;
-        if (dtrain__membership_broken(seat->members) || (left && n == 0))
-            return dtrain__seat_needed(seat, way->peer);
-        if (n == 0 && (deadline_ns == 0 || dtrain__os_now_ns() >= deadline_ns))
-            return DTRAIN_ERR_TIMEOUT;
-        dtrain__bell_wait(bell, turn, deadline_ns, dtrain__threads_ready, way);
-    }
-}
-
-static dtrain_status dtrain__threads_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                          size_t *moved)
-{
-    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__threads_way way = {mine, peer, 1, dtrain__threads_ring_between(mine->group, mine->seat.rank, peer)};
-    unsigned char *from;
-    *moved = 0;
-    memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
-    if (*way.ring == NULL) {
-        size_t whole = sizeof(dtrain__threads_ring) + dtrain__threads_room(mine->group);
-        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, whole);
-        if (ring == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
-                                whole, mine->seat.rank, peer);
-        DTRAIN__ATOMIC_STORE(way.ring, ring, RELEASE);
-    }
-    return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);
-}
-
-static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                          size_t *moved)
-{
-    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__threads_way way = {mine, peer, 0, dtrain__threads_ring_between(mine->group, peer, mine->seat.rank)};
-    return dtrain__threads_move(&way, (unsigned char *)data, bytes, deadline_ns, moved);
-}
-
-/* ---- the council: threads share it, so it sends no messages ---- */
-
-static void dtrain__threads_tell(void *self)
-{
-    dtrain__threads_world *world = (dtrain__threads_world *)self;
-    DTRAIN__ATOMIC_ADD(&world->council.news, 1, SEQ_CST);
-    for (dtrain__seat *seat = world->council.seats; seat != NULL; seat = seat->next)
-        dtrain__bell_ring(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell);
-}
-
-static int dtrain__threads_gone(void *self, int rank)
-{
-    (void)self, (void)rank;
-    return DTRAIN__PRESENT;
-}
-
-typedef struct dtrain__threads_look {
-    const dtrain__council *council;
-    uint64_t seen;
-} dtrain__threads_look;
-
-static int dtrain__threads_news(void *pointer)
-{
-    const dtrain__threads_look *look = (const dtrain__threads_look *)pointer;
-    return DTRAIN__ATOMIC_LOAD(&look->council->news, SEQ_CST) != look->seen;
-}
-
-static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
-{
-    dtrain__threads_look look = {seat->council, seen};
-    dtrain__bell_wait(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell, turn, until_ns, dtrain__threads_news,
-                      &look);
-}
-
-/* ---- groups come and go ---- */
-
-static void dtrain__threads_free(dtrain__threads_group *group)
-{
-    size_t size = (size_t)group->members.size;
-    dtrain_allocator *allocator = group->world->allocator;
-    for (size_t i = 0; group->rings != NULL && i < size * size; i++)
-        dtrain__free(allocator, group->rings[i]);
-    for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
-        dtrain__free(allocator, group->ranks[rank].record);
-    dtrain__membership_free(&group->members, allocator);
-    dtrain__free(allocator, group->rings);
-    dtrain__free(allocator, group->shared.slots);
-    dtrain__free(allocator, group->ranks);
-    dtrain__free(allocator, group);
-}
-
-static void dtrain__threads_world_free(dtrain__threads_world *world)
-{
-    dtrain__origin_stop(&world->origin);
-    dtrain__council_free(&world->council);
-    dtrain__os_mutex_free(&world->mutex);
-    dtrain__os_mutex_free(&world->origin.mutex);
-    dtrain__free(world->allocator, world);
-}
-
-/* Marks a rank's end as left. why: the reason, may be empty. The caller holds the world's mutex. */
-static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
-{
-    dtrain__seat_left(seat, rank, why, calls);
-    dtrain__council_left(seat->council, seat->id, seat->worlds[rank]);
-}
-
-static void dtrain__threads_leave(void *self, const char *why)
-{
-    dtrain__seat *seat = (dtrain__seat *)self;
-    if (seat->forked)
-        return;
-    dtrain__seat_lock(seat, 1);
-    dtrain__threads_mark(seat, seat->rank, why, seat->calls);
-    dtrain__seat_lock(seat, 0);
-}
-
-/* The rank's thread ends with an error. Marks it as left in its other groups, so that nobody waits for it. Breaks
- * further groups that are bound to it, so that they do not go on without it. */
-static void dtrain__threads_give_up(void *self, const dtrain__error *why)
-{
-    dtrain__seat *of = (dtrain__seat *)self;
-    int world = of->worlds[of->rank], rank;
-    dtrain__error lost;
-    dtrain__membership_because(&lost, DTRAIN_ERR_PEER_LOST,
-                               "rank %d of the world, of another group of this mesh, has left: %.400s", world,
-                               why->text);
-    dtrain__seat_lock(of, 1);
-    for (dtrain__seat *seat = of->council->seats; seat != NULL; seat = seat->next)
-        if (seat->id != of->id && (rank = dtrain__seat_rank(seat, world)) >= 0)
-            dtrain__threads_mark(seat, rank, why->text, UINT64_MAX); /* calls that need it then fail */
-        else if (seat->id != of->id && seat->bound != NULL && seat->bound[world])
-            dtrain__seat_break(seat, &lost);
-    dtrain__seat_lock(of, 0);
-}
-
-/* The rank's end leaves and is freed. The last end of a group frees the group; the last end of a world frees the world.
- * A forked child takes no lock, since threads of its parent may have held it. */
-static void dtrain__threads_destroy(void *self)
-{
-    dtrain__seat *seat = (dtrain__seat *)self;
-    dtrain__threads_group *group = ((dtrain__threads_rank *)self)->group;
-    dtrain__threads_world *world = group->world;
-    int forked = seat->forked;
-    dtrain__threads_leave(self, "");
-    if (!forked)
-        dtrain__os_lock(&world->mutex);
-    dtrain__seat_unlink(seat);
-    dtrain__seat_free(seat);
-    int last = world->council.seats == NULL;
-    if (--group->ends == 0) {
-        dtrain__consent_forget(&world->council, seat->id);
-        dtrain__threads_free(group);
-    }
-    if (!forked)
-        dtrain__os_unlock(&world->mutex);
-    if (last)
-        dtrain__threads_world_free(world);
-}
-
-static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator, int size)
-{
-    dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
-        allocator, sizeof *world, offsetof(dtrain__threads_world, own), &allocator);
-    if (world == NULL)
-        return NULL;
-    dtrain__council *council = &world->council;
-    world->allocator = council->allocator = allocator;
-    world->origin.bell = &world->bell;
-    council->self = world;
-    council->origin = &world->origin;
-    council->size = size;
-    council->tell = dtrain__threads_tell;
-    council->gone = dtrain__threads_gone;
-    council->mutex = &world->mutex;
-    council->wait = dtrain__threads_wait;
-    dtrain__os_mutex_init(&world->mutex);
-    dtrain__os_mutex_init(&world->origin.mutex);
-    return world;
-}
-
-/* Makes a group that no rank has joined. Returns NULL if there is no memory. */
-static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, int size)
-{
-    size_t ranks = (size_t)size;
-    dtrain_allocator *allocator = world->allocator;
-    dtrain__threads_group *group = (dtrain__threads_group *)dtrain__alloc(allocator, sizeof *group);
-    if (group == NULL)
-        return NULL;
-    group->world = world;
-    group->shared.bell.spins =
-        size <= dtrain__os_processors() ? 100 : 0; /* about 5 us; other programs need the processors too */
-    group->shared.bell.also = &world->bell;
-    group->shared.members = &group->members;
-    group->shared.inline_bytes = DTRAIN__POST_INLINE_BYTES;
-    group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
-    group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
-    group->rings = (dtrain__threads_ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
-    if (dtrain__membership_open(&group->members, allocator, size) && group->shared.slots != NULL &&
-        group->ranks != NULL && group->rings != NULL)
-        return group;
-    dtrain__threads_free(group);
-    return NULL;
-}
-
-/* A rank joins the group with this id. The first one makes the group. dtrain__threads_destroy undoes it. */
-static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world,
-                                            const dtrain__group_desc *desc)
-{
-    dtrain__os_lock(&world->mutex);
-    dtrain__seat *seat = dtrain__council_seat(&world->council, desc->id);
-    dtrain__threads_group *group =
-        seat != NULL ? ((dtrain__threads_rank *)(void *)seat)->group : dtrain__threads_make(world, desc->size);
-    int good = group != NULL;
-    if (good) {
-        seat = &group->ranks[desc->rank].seat;
-        group->ranks[desc->rank].group = group;
-        good =
-            dtrain__seat_open(seat, &world->council, desc->id, &group->members, desc->worlds, desc->size, desc->rank);
-    }
-    if (good) {
-        group->ends++;
-        seat->next = world->council.seats;
-        world->council.seats = seat;
-    } else if (group != NULL && group->ends == 0) {
-        dtrain__threads_free(group);
-    }
-    dtrain__os_unlock(&world->mutex);
-    *out = group;
-    return good ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", desc->size);
-}
-
-static void dtrain__threads_fail(void *self, dtrain_status why, const char *text)
-{
-    dtrain__seat *seat = (dtrain__seat *)self;
-    dtrain__error cause;
-    dtrain__membership_because(&cause, why, "%s", text);
-    dtrain__seat_lock(seat, 1);
-    dtrain__seat_break(seat, &cause);
-    dtrain__seat_lock(seat, 0);
-}
-
-/* ---- the plane ---- */
-
-static void dtrain__threads_end(dtrain__end *end, dtrain__threads_group *group, int rank)
-{
-    dtrain__seat_give(&group->ranks[rank].seat, end);
-    end->transport.send = dtrain__threads_send;
-    end->transport.recv = dtrain__threads_recv;
-    end->transport.fail = dtrain__threads_fail;
-    end->transport.leave = dtrain__threads_leave;
-    end->transport.destroy = dtrain__threads_destroy;
-    end->shared = &group->shared;
-}
-
-static dtrain_status dtrain__threads_join(void *self, const dtrain__group_desc *desc, dtrain__end *end)
-{
-    dtrain__threads_group *group;
-    dtrain_status status = dtrain__threads_attach(&group, ((dtrain__threads_rank *)self)->group->world, desc);
-    if (status == DTRAIN_OK)
-        dtrain__threads_end(end, group, desc->rank);
-    return status;
-}
-
-/* Publishes what the rank does. The group owns the record. */
-static void dtrain__threads_publish(void *self, dtrain__tell tell, void *record)
-{
-    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    if (tell == NULL)
-        return;
-    mine->tell = tell;
-    DTRAIN__ATOMIC_STORE(&mine->record, record, RELEASE);
-}
-
-static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
-{
-    const dtrain__threads_rank *other = &((dtrain__threads_rank *)self)->group->ranks[rank];
-    void *record = DTRAIN__ATOMIC_LOAD(&other->record, ACQUIRE);
-    int awaits;
-    (void)after_ns;
-    *age_ns = 0;
-    return record != NULL ? other->tell(record, (unsigned char *)out, capacity, &awaits) : 0;
-}
-
-static size_t dtrain__threads_untaken(void *self, int rank)
-{
-    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__threads_ring *ring =
-        DTRAIN__ATOMIC_LOAD(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), ACQUIRE);
-    return ring != NULL ? (size_t)dtrain__threads_held(ring) : 0;
-}
-
-static const dtrain__plane dtrain__threads_plane = {
-    1,    0,    dtrain__threads_join,   NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL,
-    NULL, NULL, dtrain__threads_untaken};
-
-/* Makes a new world, and a group that `size` ranks have joined. */
-static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
-{
-    dtrain__threads_world *world = dtrain__threads_world_create(allocator, size);
-    dtrain_status status = DTRAIN_OK;
-    int come = 0;
-    if (world == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
-    world->council.plane = &dtrain__threads_plane;
-    for (; status == DTRAIN_OK && come < size; come += status == DTRAIN_OK) {
-        dtrain__group_desc desc = {0, NULL, size, come};
-        status = dtrain__threads_attach(out, world, &desc);
-    }
-    if (status != DTRAIN_OK && come == 0)
-        dtrain__threads_world_free(world);
-    for (int rank = 0; status != DTRAIN_OK && rank < come; rank++)
-        dtrain__threads_destroy(&(*out)->ranks[rank]);
-    return status;
-}
-
 DTRAIN__FAST_END
-#endif
-
-/* ---- >>arena ----
- * Memory in which the ranks of a group post their collectives (see >>fused), if all are processes of one host that can
- * open each other's files. Rank 0 makes it. Every rank offers its doorbell, a pipe: a peer writes to it to wake a rank
- * that sleeps. The group's first collective carries the offers, and then what each rank found (see >>meet).
- *
- * Invariants: a rank writes only its own slot, except that a peer clears `asleep`. Whatever a peer may write there, it
- * is compared or copied, never followed. A rank that is killed holds no lock that outlives it: its loss breaks the
- * group, and whoever waits looks for that. */
-#ifndef DTRAIN__ARENA
-#define DTRAIN__ARENA
-
-#define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
-#define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */
-#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
-#define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
-#define DTRAIN__ARENA_KEY_BYTES 16
-#define DTRAIN__ARENA_PIECE ((size_t)1 << 16) /* prepared at once: tens of microseconds */
-
-/* Where the fields of an offer are. */
-enum {
-    DTRAIN__OFFER_PROCESS = 0,
-    DTRAIN__OFFER_DOORBELL = 8, /* a descriptor of that process */
-    DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
-    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's number */
-    DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
-    DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
-};
-
-typedef struct dtrain__arena {
-    dtrain__shared shared;
-    unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
-    size_t bytes;
-    size_t filled; /* on rank 0: bytes that have their pages */
-    size_t mapped; /* of this rank's bounce buffers: bytes whose pages it has looked up */
-    int polls;     /* this rank makes it in small steps, as its caller has little time */
-    int fd;        /* of the memory, on rank 0 until all have opened it; -1: none */
-    int size, *doorbells;
-    dtrain_allocator *allocator;
-} dtrain__arena;
-
-static void dtrain__arena_close(dtrain__arena *arena)
-{
-    if (arena->fd >= 0)
-        dtrain__os_share_close(arena->fd);
-    arena->fd = -1;
-}
-
-static void dtrain__arena_free(dtrain__arena *arena)
-{
-    if (arena == NULL)
-        return;
-    dtrain__arena_close(arena);
-    for (int rank = 0; arena->doorbells != NULL && rank < arena->size; rank++)
-        if (arena->doorbells[rank] >= 0)
-            dtrain__os_hang_up(arena->doorbells[rank]);
-    if (arena->memory != NULL)
-        dtrain__os_unreserve(arena->memory, arena->bytes);
-    dtrain__free(arena->allocator, arena->doorbells);
-    dtrain__free(arena->allocator, arena);
-}
-
-/* Makes an arena without memory to share. Returns NULL if there is none even for that. */
-static dtrain__arena *dtrain__arena_new(const dtrain__seat *seat)
-{
-    size_t size = (size_t)seat->size;
-    dtrain_allocator *allocator = seat->council->allocator;
-    dtrain__arena *arena = (dtrain__arena *)dtrain__alloc(allocator, sizeof *arena);
-    if (arena == NULL)
-        return NULL;
-    arena->fd = -1;
-    arena->size = seat->size;
-    arena->allocator = allocator;
-    size_t bounce = DTRAIN__ARENA_BOUNCE_BYTES / size / 4096 * 4096;
-    if (bounce < DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE)
-        bounce = DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE; /* a line for each receiver, and any inline input */
-    arena->shared.bounce_bytes = bounce;
-    arena->shared.bounce_stride = bounce + DTRAIN__ARENA_SKEW;
-    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * arena->shared.bounce_stride);
-    arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
-    if (arena->doorbells == NULL) {
-        dtrain__arena_free(arena);
-        return NULL;
-    }
-    for (size_t rank = 0; rank < size; rank++)
-        arena->doorbells[rank] = -1;
-    return arena;
-}
-
-/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. polls: this rank has progress by poll.
- * Returns 0 if all ranks know that there will be no arena: none is exchanged then. */
-static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell, int polls,
-                               unsigned char offer[DTRAIN__SHARING_BYTES])
-{
-    uint64_t pipe;
-    memset(offer, 0, DTRAIN__SHARING_BYTES);
-    if (seat->size < 2 || seat->size > DTRAIN__ARENA_RANKS)
-        return 0;
-    dtrain__arena_free(*out);
-    *out = NULL;
-    if (dtrain__without("shm") || !dtrain__os_pipe_number(doorbell, &pipe) || (*out = dtrain__arena_new(seat)) == NULL)
-        return 1;
-    dtrain__arena *arena = *out;
-    arena->polls = polls;
-    if (seat->rank == 0) {
-        arena->memory = (unsigned char *)dtrain__os_share_as(arena->bytes, polls, &arena->fd);
-        if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
-            return 1;
-        dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
-        memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
-    }
-    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)dtrain__os_self(), 8);
-    dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)doorbell, 4);
-    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, pipe, 8);
-    offer[DTRAIN__OFFER_MADE] = 1;
-    return 1;
-}
-
-/* Gives the memory its pages, on rank 0. Without memory the offer is withdrawn. */
-static void dtrain__arena_fill(dtrain__arena *arena, unsigned char *offer)
-{
-    size_t left = arena->bytes - arena->filled, piece = left < DTRAIN__ARENA_PIECE ? left : DTRAIN__ARENA_PIECE;
-    if (dtrain__os_share_fill(arena->fd, arena->filled, piece) != 0) {
-        memset(offer, 0, DTRAIN__SHARING_BYTES);
-        piece = left;
-    }
-    arena->filled += piece;
-}
-
-/* Looks up the pages of this rank's bounce buffers, so that its first copy to them is as fast as the next. */
-static void dtrain__arena_map(dtrain__arena *arena, const dtrain__seat *seat)
-{
-    size_t whole = 2 * arena->shared.bounce_stride, left = whole - arena->mapped;
-    size_t piece = left < DTRAIN__ARENA_PIECE ? left : DTRAIN__ARENA_PIECE, page = dtrain__os_page_bytes();
-    size_t at = DTRAIN__CACHE_LINE + (size_t)seat->size * sizeof(dtrain__slot) + (size_t)seat->rank * whole;
-    size_t begin = (at + arena->mapped) / page * page;
-    dtrain__os_populate(arena->memory + begin, at + arena->mapped + piece - begin);
-    arena->mapped += piece;
-}
-
-/* Prepares memory for the others to open, or after that for this rank's use. With progress by poll it stops soon after
- * until_ns. Returns whether that is done. */
-static int dtrain__arena_prepare(dtrain__arena *arena, const dtrain__seat *seat, int opened, unsigned char *offer,
-                                 int64_t until_ns)
-{
-    if (arena == NULL || !arena->polls || arena->memory == NULL)
-        return 1;
-    for (;;) {
-        if (opened ? arena->mapped == 2 * arena->shared.bounce_stride
-                   : seat->rank != 0 || arena->filled == arena->bytes)
-            return 1;
-        if (opened)
-            dtrain__arena_map(arena, seat);
-        else
-            dtrain__arena_fill(arena, offer);
-        if (dtrain__os_now_ns() >= until_ns)
-            return 0;
-    }
-}
-
-/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
-static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, unsigned char *records)
-{
-    unsigned char *mine = records + (size_t)seat->rank * DTRAIN__SHARING_BYTES;
-    char why[DTRAIN__SHARING_BYTES] = "";
-    for (int rank = 0; rank < seat->size && why[0] == 0; rank++) {
-        const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
-        long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
-        if (offer[DTRAIN__OFFER_MADE] != 1 || process <= 0 || process > INT_MAX || arena == NULL) {
-            snprintf(why, sizeof why, "rank %d offers none", rank);
-        } else if (rank == 0 && arena->memory == NULL) {
-            arena->memory = (unsigned char *)dtrain__os_share_open(
-                (long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes, !arena->polls);
-            if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
-                snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", seat->rank);
-        }
-        if (rank == seat->rank || why[0] != 0)
-            continue;
-        arena->doorbells[rank] =
-            dtrain__os_pipe_open((long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
-                                 dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
-        if (arena->doorbells[rank] < 0)
-            snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", seat->rank, rank);
-    }
-    memset(mine, 0, DTRAIN__SHARING_BYTES);
-    mine[0] = why[0] == 0;
-    memcpy(mine + 1, why, sizeof why - 1);
-}
-
-/* Takes the verdicts of all ranks. Returns the arena if all have opened it, else frees it and returns NULL. crowded:
- * the ranks of this host outnumber its processors. */
-static dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
-                                          const unsigned char *verdicts)
-{
-    dtrain__arena *arena = *out;
-    int good = arena != NULL;
-    for (int rank = 0; rank < seat->size; rank++)
-        good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
-    if (!good) {
-        dtrain__arena_free(arena);
-        *out = NULL;
-        return NULL;
-    }
-    dtrain__arena_close(arena);
-    arena->shared.members = seat->members;
-    arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
-    arena->shared.bounce = (unsigned char *)(arena->shared.slots + seat->size);
-    arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
-    arena->shared.doorbells = arena->doorbells;
-    arena->shared.crowded = crowded;
-    return &arena->shared;
-}
-
 #endif
 
 #ifndef DTRAIN_NO_SOCKETS
@@ -20661,7 +18902,7 @@ typedef struct dtrain__shm_page {
     unsigned char key[16];
     uint32_t asleep[2]; /* whether this side waits for a byte on the connection */
     char pad[DTRAIN__CACHE_LINE - 24];
-    dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected. Their bytes follow the page */
+    dtrain__ring ways[2]; /* by the side that sends; side 0 has connected. Their bytes follow the page */
 } dtrain__shm_page;
 
 DTRAIN__PLACED(dtrain__shm_page, ways[1], 64 + 128);
@@ -20691,7 +18932,7 @@ static void dtrain__shm_close(dtrain__shm_page **page, size_t ring_bytes)
 static size_t dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t ring_bytes,
                                 dtrain__shm_page **page, int *fd)
 {
-    int empty = ring_bytes > DTRAIN__THREADS_RING_BYTES;
+    int empty = ring_bytes > DTRAIN__RING_BYTES;
     memset(offer, 0, DTRAIN__SHM_OFFER_BYTES);
     *fd = -1;
     *page = dtrain__without("shm") ? NULL
@@ -20725,8 +18966,8 @@ static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_
 {
     uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 4),
              bytes = dtrain__get_le(offer + 12, 4);
-    if (process == 0 || process > INT_MAX || fd > INT_MAX || bytes < DTRAIN__THREADS_RING_BYTES ||
-        bytes > DTRAIN__THREADS_POLLED_BYTES || (bytes & (bytes - 1)) != 0 || dtrain__without("shm"))
+    if (process == 0 || process > INT_MAX || fd > INT_MAX || bytes < DTRAIN__RING_BYTES ||
+        bytes > DTRAIN__RING_POLLED_BYTES || (bytes & (bytes - 1)) != 0 || dtrain__without("shm"))
         return NULL;
     *ring_bytes = (size_t)bytes;
     dtrain__shm_page *page =
@@ -20753,7 +18994,7 @@ static unsigned char *dtrain__shm_ring(const dtrain__shm *shm, int side)
 /* Returns the bytes in the ring that a side fills. */
 static uint64_t dtrain__shm_held(const dtrain__shm *shm, int side)
 {
-    return dtrain__threads_held(&shm->page->ways[side]);
+    return dtrain__ring_held(&shm->page->ways[side]);
 }
 
 /* Looks at the connection after nothing could be moved. Returns 0, or -1 with errno if the connection has ended or the
@@ -20777,8 +19018,8 @@ static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size
 {
     unsigned char *from;
     memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
-    size_t n = dtrain__threads_copy(&shm->page->ways[shm->side], dtrain__shm_ring(shm, shm->side), shm->ring_bytes, 1,
-                                    from, bytes);
+    size_t n = dtrain__ring_move(&shm->page->ways[shm->side], dtrain__shm_ring(shm, shm->side), shm->ring_bytes, 1,
+                                 from, bytes);
     if (n == 0)
         return dtrain__shm_look(shm, fd, shm->side);
     dtrain__shm_wake(shm, fd);
@@ -20788,12 +19029,12 @@ static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size
 /* Receives from the ring, otherwise as dtrain__net_recv. What a peer sent before it left is still received. */
 static ssize_t dtrain__shm_recv(dtrain__shm *shm, int fd, void *data, size_t bytes)
 {
-    dtrain__threads_ring *ring = &shm->page->ways[1 - shm->side];
+    dtrain__ring *ring = &shm->page->ways[1 - shm->side];
     unsigned char *held = dtrain__shm_ring(shm, 1 - shm->side);
-    size_t n = dtrain__threads_copy(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
+    size_t n = dtrain__ring_move(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
     if (n == 0 && dtrain__shm_look(shm, fd, 1 - shm->side) < 0) {
         int error = errno;
-        n = dtrain__threads_copy(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
+        n = dtrain__ring_move(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
         errno = error;
         if (n == 0)
             return -1;
@@ -21653,6 +19894,1829 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
 DTRAIN__FAST_END
 #endif
 
+#endif
+
+#ifdef DTRAIN_NO_SOCKETS
+
+/* ---- >>no-net ----
+ * Stand-ins for addresses in a program that defines DTRAIN_NO_SOCKETS. */
+#ifndef DTRAIN__NO_NET
+#define DTRAIN__NO_NET
+
+static dtrain_status dtrain__no_sockets(void)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "comm_create: this program was built with DTRAIN_NO_SOCKETS and has no worlds of several "
+                        "processes: remove that macro");
+}
+
+static int dtrain__net_has(int family)
+{
+    (void)family;
+    return 1;
+}
+
+static dtrain_status dtrain__net_private(char *out, size_t capacity, const char *last)
+{
+    (void)out, (void)capacity, (void)last;
+    return dtrain__no_sockets();
+}
+
+/* Accepts any root, so that the error names the macro. */
+static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
+{
+    (void)text;
+    memcpy(host, "any", 4), memcpy(port, "1", 2);
+    return 1;
+}
+
+#endif
+
+#endif
+
+/* ---- >>control_plane ----
+ * What a group asks of its transport besides moving bytes. Who is there, votes and the store are the council's, the
+ * same for all transports (see >>council). Transports differ in how they make groups, where ranks are, and what they
+ * know of a rank that others wait for. Each transport of this library has a table of these functions. Code above asks
+ * no other question about the transport.
+ *
+ * Functions get the transport's `self`. Any thread of the rank that is in a call of the group may call them, except
+ * where they say more. */
+#ifndef DTRAIN__PLANE
+#define DTRAIN__PLANE
+
+#define DTRAIN__MAX_RANKS 1024
+#define DTRAIN__FINGERPRINT_BYTES 128
+#define DTRAIN__MAX_LANES 8
+#define DTRAIN__LAST_CHAIN 4 /* most ranks that one heartbeat tells of */
+
+DTRAIN__FAST_BEGIN
+
+/* ---- membership ----
+ * Who has left a group, in which order, after how many collectives and why; and what has broken the group.
+ *
+ * Invariants: any thread may break the group, and the first cause stays. The owner of the membership marks one rank at
+ * a time as left. Any thread reads without a lock: what is said of a rank is whole once its `left` is set. */
+
+typedef struct dtrain__departure {
+    uint32_t left;  /* 0: it is there; else its place among the leavers, from 1 */
+    uint64_t calls; /* collectives that it had ended by then */
+    char *why;      /* NULL: it gave no reason */
+} dtrain__departure;
+
+typedef struct dtrain__membership {
+    uint32_t broken;  /* 0: whole; 1: the cause is being written; 2: broken, and the cause can be read */
+    uint32_t leavers; /* how many ranks have left */
+    int size;
+    dtrain__departure *ranks; /* size of them; NULL if nobody tells who has left */
+    dtrain__error cause;
+} dtrain__membership;
+
+/* Returns 0 when there is no memory. */
+static int dtrain__membership_open(dtrain__membership *members, dtrain_allocator *allocator, int size)
+{
+    members->size = size;
+    members->ranks = (dtrain__departure *)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain__departure));
+    return members->ranks != NULL;
+}
+
+static void dtrain__membership_free(dtrain__membership *members, dtrain_allocator *allocator)
+{
+    for (int rank = 0; members->ranks != NULL && rank < members->size; rank++)
+        dtrain__free(allocator, members->ranks[rank].why);
+    dtrain__free(allocator, members->ranks);
+}
+
+static int dtrain__membership_broken(const dtrain__membership *members)
+{
+    return DTRAIN__ATOMIC_LOAD(&members->broken, SEQ_CST) != 0;
+}
+
+/* Returns what has broken the group; NULL: nothing. */
+static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtrain__membership *members)
+{
+    if (!dtrain__membership_broken(members))
+        return NULL;
+    while (DTRAIN__ATOMIC_LOAD(&members->broken, ACQUIRE) != 2)
+        dtrain__os_yield();
+    return &members->cause;
+}
+
+static int dtrain__membership_left(const dtrain__membership *members, int rank)
+{
+    return DTRAIN__ATOMIC_LOAD(&members->leavers, SEQ_CST) > 0 &&
+           DTRAIN__ATOMIC_LOAD(&members->ranks[rank].left, SEQ_CST) != 0;
+}
+
+static void dtrain__membership_leave(dtrain__membership *members, int rank)
+{
+    uint32_t turn = DTRAIN__ATOMIC_ADD(&members->leavers, 1, SEQ_CST);
+    DTRAIN__ATOMIC_STORE(&members->ranks[rank].left, turn, SEQ_CST);
+}
+
+/* Returns the first rank to leave of those that left before collective `number`; -1: none. It looks again if ranks have
+ * left meanwhile: it may have seen one of them and not the one before. */
+static int dtrain__membership_misses(const dtrain__membership *members, uint64_t number)
+{
+    uint32_t leavers, seen = 0;
+    int missing = -1;
+    while ((leavers = DTRAIN__ATOMIC_LOAD(&members->leavers, SEQ_CST)) != seen) {
+        uint32_t first = UINT32_MAX;
+        seen = leavers;
+        missing = -1;
+        for (int rank = 0; rank < members->size; rank++) {
+            uint32_t left = DTRAIN__ATOMIC_LOAD(&members->ranks[rank].left, SEQ_CST);
+            if (left == 0 || left >= first || members->ranks[rank].calls >= number)
+                continue;
+            first = left;
+            missing = rank;
+        }
+    }
+    return missing;
+}
+
+DTRAIN__FAST_END
+
+/* Writes what ends a group. The thread's own last error stays. */
+DTRAIN__PRINTF(3, 4)
+static void dtrain__membership_because(dtrain__error *cause, dtrain_status status, const char *format, ...)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    dtrain__error kept = dtrain__thread_error;
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    dtrain__fail(cause, status, "%s", text);
+    dtrain__thread_error = kept;
+}
+
+/* ---- the plane ---- */
+
+/* What the groups of one world have in common in this process. */
+typedef struct dtrain__origin {
+    uint64_t serial;                                               /* counts the groups that were started */
+    dtrain__os_mutex mutex;                                        /* guards service */
+    void *service;                                                 /* the thread that drives these groups */
+    void (*last_gone)(void *service);                              /* stops it before the last group is gone */
+    dtrain__bell *bell;                                            /* what it waits for; NULL: it calls step instead */
+    void (*step)(struct dtrain__origin *origin, int64_t until_ns); /* looks after connections, only on its thread */
+    void (*kick)(struct dtrain__origin *origin);                   /* cuts step short */
+} dtrain__origin;
+
+typedef struct dtrain__plane dtrain__plane;
+
+/* One rank's end of a group, as its transport provides it. */
+typedef struct dtrain__end {
+    dtrain_transport transport;
+    const dtrain__plane *plane;
+    struct dtrain__seat *seat; /* transport.self */
+    dtrain__origin *origin;
+    dtrain__membership *members;
+    struct dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
+    int long_runs;                 /* long runs of bytes move best in few large pieces */
+    dtrain_allocator *allocator;
+} dtrain__end;
+
+enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT, DTRAIN__STORE_DELETE };
+
+#define DTRAIN__STORE_KEY_BYTES 256
+#define DTRAIN__STORE_VALUE_BYTES ((size_t)64 << 10)
+
+static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait", "store_delete"};
+
+/* A call to the world's store, which keeps byte strings by name. */
+typedef struct dtrain__store_call {
+    struct dtrain__store_call *next; /* of its seat */
+    int what;                        /* DTRAIN__STORE_SET ... */
+    const char *key;
+    void *value;             /* capacity bytes; for a SET the value itself, which is only read */
+    size_t capacity, *bytes; /* bytes: NULL if nothing comes back */
+    dtrain__error *error;    /* the group's */
+    int own;                 /* 1: a call of the library's own, which another thread makes beside the program's */
+    uint32_t id;             /* from here on: the request to rank 0 and its answer */
+    int answered;
+    dtrain_status status;
+    char why[301];
+} dtrain__store_call;
+
+/* What moves bytes between processes of one host: desc.transport. ANY: shared memory where it can be had. MPI: those of
+ * all hosts. */
+enum {
+    DTRAIN__TRANSPORT_ANY = 0,
+    DTRAIN__TRANSPORT_TCP,
+    DTRAIN__TRANSPORT_UNIX,
+    DTRAIN__TRANSPORT_SHM,
+    DTRAIN__TRANSPORT_MPI
+};
+
+/* How a world of processes forms. */
+typedef struct dtrain__hub_desc {
+    const char *root, *listen_on, *fingerprint, *believed;
+    int insecure, listen_fd, connections, transport, polls;
+    int64_t heartbeat_ms, reconnect_ms, timeout_ms;
+    void (*on_address)(void *user, const char *address);
+    void *on_address_user;
+} dtrain__hub_desc;
+
+/* A group to be made of ranks of another one. */
+typedef struct dtrain__group_desc {
+    uint64_t id;       /* its name: the same on all members, and of no other group */
+    const int *worlds; /* each member's rank in the world */
+    int size, rank;
+} dtrain__group_desc;
+
+/* A vote of the ranks that are left, and its result. */
+typedef struct dtrain__agreement {
+    int kind;  /* of the call that votes */
+    int voted; /* in: this rank has voted in an earlier call */
+    uint64_t number;
+    uint64_t flags;       /* in: this rank's; out: the AND of all */
+    uint64_t id;          /* out: the name of the group of those that continue */
+    uint64_t *goes_on;    /* out: for each rank, whether it continues */
+    dtrain_status status; /* out */
+    int awaited;          /* out: a rank that has not voted, or -1 */
+    int given_up;         /* out: the others have given this rank up */
+    int starved;          /* out: there was no memory for this rank's vote, so it has none */
+} dtrain__agreement;
+
+/* Writes what a rank does, in bytes that only its owner understands. *awaits: the rank that it waits for, or -1. */
+typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
+
+#define DTRAIN__SHARING_BYTES 64 /* of an offer, and of a verdict */
+
+/* How processes come to share the memory in which they post collectives: see >>arena. */
+typedef struct dtrain__sharing {
+    /* Writes this rank's offer. polls: it has progress by poll. Returns 0 if all ranks know that there is nothing to
+     * share. */
+    int (*offer)(void *self, int polls, unsigned char *offer);
+    /* Before the others see the offer, and then before its verdict: makes a part of what was offered, or opened.
+     * Returns whether that is done; else it was stopped at until_ns. It may withdraw the offer. */
+    int (*prepare)(void *self, int opened, unsigned char *offer, int64_t until_ns);
+    /* Opens the offers of all ranks, and writes this rank's verdict over its own. */
+    void (*open)(void *self, unsigned char *offers);
+    /* Takes the verdicts of all ranks. Returns NULL if one was bad. */
+    struct dtrain__shared *(*keep)(void *self, const unsigned char *verdicts);
+    void (*doze)(void *self); /* the service thread will sleep, and a peer's post is to wake it */
+} dtrain__sharing;
+
+struct dtrain__plane {
+    int in_process; /* ranks are threads of one process, which owns what was given to publish, as peers may read it */
+    int checks;     /* messages carry a checksum of their data, unless the desc forbids it */
+    dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
+    /* From here on a function may be NULL: the transport has nothing to say or do there. */
+    uint64_t (*host)(void *self, int rank); /* equal for ranks that share a host; 0: unknown */
+    /* Says whether all ranks have come to a new world. wait: waits until they have, or deadline_ns. */
+    dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
+    /* Says what carries bytes to a rank, and why; leaves text alone if there is no connection. */
+    void (*way)(void *self, int rank, char *text, size_t capacity);
+    /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no longer. */
+    void (*publish)(void *self, dtrain__tell tell, void *record);
+    /* Copies what `rank` was last heard to do, if that was after after_ns. Returns its bytes, and its age. */
+    size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
+    void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, if known */
+    void (*rest)(void *self); /* the service thread is about to look at this group's work */
+    const dtrain__sharing *sharing;
+    /* Returns how many bytes of messages have come from a rank that shares posts, and were not taken. */
+    size_t (*untaken)(void *self, int rank);
+};
+
+/* Returns a number that this process gives to no other group. */
+static uint64_t dtrain__origin_serial(dtrain__origin *origin)
+{
+    return DTRAIN__ATOMIC_ADD(&origin->serial, 1, SEQ_CST);
+}
+
+/* The last group is gone: stops the service. */
+static void dtrain__origin_stop(dtrain__origin *origin)
+{
+    if (origin->last_gone != NULL)
+        origin->last_gone(origin->service);
+}
+
+/* Makes a group's name, unlike any other: a count that `rank` keeps, and rank itself. */
+static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
+{
+    return serial << 10 | (uint64_t)rank;
+}
+
+/* Returns the rank that made the id. */
+static int dtrain__plane_group_maker(uint64_t id)
+{
+    return (int)(id & 1023);
+}
+
+/* Returns the same number in all processes of this host. */
+static uint64_t dtrain__plane_host(void)
+{
+    unsigned char id[128], digest[32];
+    dtrain__os_host_id(id);
+    dtrain_sha256(id, sizeof id, digest);
+    return dtrain__get_le(digest, 8);
+}
+
+/* Returns n if exactly the ranks with equal rank / n share a host; 0: there is no such n, or hosts are unknown. */
+static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int size)
+{
+    int n = 1;
+    if (plane->host == NULL)
+        return 0;
+    while (n < size && plane->host(self, n) == plane->host(self, 0))
+        n++;
+    for (int rank = 0; rank < size; rank++) {
+        uint64_t host = plane->host(self, rank);
+        if (host == 0 || host != plane->host(self, rank - rank % n) ||
+            (rank >= n && rank % n == 0 && host == plane->host(self, rank - 1)))
+            return 0;
+    }
+    return n;
+}
+
+#endif
+
+/* ---- >>council ----
+ * What the ranks of one world do for each other whatever moves their bytes. They vote (see >>consent), and rank 0 keeps
+ * the store for all. A seat is a rank's end of one group: who the members are, what has ended the group, and the call
+ * that waits for the council. If ranks are threads, all seats are at one council. A process has a council of its own.
+ * These councils send each other messages, which are checked though they come from ranks of the world.
+ *
+ * The owner of a council guards it, hands it what comes, and says who is gone. */
+#ifndef DTRAIN__COUNCIL
+#define DTRAIN__COUNCIL
+
+#define DTRAIN__EVERY_GROUP UINT64_MAX
+#define DTRAIN__STORE_TOTAL_BYTES ((size_t)64 << 20)
+#define DTRAIN__ASKERS 1024 /* of one rank, one for each group */
+
+/* Control messages. A council has ASK, ANSWER and CONSENT, and BYE if its owner has none. */
+enum {
+    DTRAIN__FRAME_JOIN = 1,
+    DTRAIN__FRAME_TABLE,
+    DTRAIN__FRAME_REFUSE,
+    DTRAIN__FRAME_BEAT,
+    DTRAIN__FRAME_END,
+    DTRAIN__FRAME_BYE,
+    DTRAIN__FRAME_ASK,
+    DTRAIN__FRAME_ANSWER,
+    DTRAIN__FRAME_LOST,
+    DTRAIN__FRAME_GONE,
+    DTRAIN__FRAME_CONSENT
+};
+
+/* What became of a rank. LEFT: of its own will. LOST: it has died, or may still run. */
+enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
+
+/* A call that waits at rank 0 for its key to be set. */
+typedef struct dtrain__asker {
+    struct dtrain__asker *next;
+    int rank;
+    uint64_t group;
+    uint32_t id;
+    size_t key_bytes;
+    char key[DTRAIN__STORE_KEY_BYTES];
+} dtrain__asker;
+
+typedef struct dtrain__entry {
+    struct dtrain__entry *next; /* of its chain */
+    size_t key_bytes, bytes;
+    /* key_bytes of key and bytes of value follow */
+} dtrain__entry;
+
+/* A hash table with chains. */
+typedef struct dtrain__store {
+    dtrain__entry **chains;
+    size_t chain_count; /* a power of two; 0: the store is empty */
+    size_t count, total;
+} dtrain__store;
+
+/* Told the serial of a council that has ended; NULL: nobody asks. */
+typedef void (*dtrain__council_close)(uint64_t serial);
+DTRAIN__OF_PROCESS(dtrain__council_close, dtrain__council_closing)
+DTRAIN__OF_PROCESS(uint64_t, dtrain__council_count)
+
+/* Returns a number that no other council of this process has, for one whose ranks share memory. */
+static uint64_t dtrain__council_number(void)
+{
+    return DTRAIN__ATOMIC_ADD(dtrain__council_count(), 1, SEQ_CST);
+}
+
+typedef struct dtrain__consent dtrain__consent;
+typedef struct dtrain__council dtrain__council;
+
+/* A rank's end of one group; the first member of what its transport has for the group. */
+typedef struct dtrain__seat {
+    struct dtrain__seat *next;
+    dtrain__council *council;
+    uint64_t id; /* the same on all members; 0: the world */
+    int rank, size;
+    int *worlds;                      /* each member's rank in the world */
+    dtrain__membership own, *members; /* own, or what it shares with the seats of other ranks */
+    unsigned char *bound; /* for each rank of the world, 1: its loss ends this group, too; NULL: only members count */
+    uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
+    uint64_t calls;       /* collectives that this end has ended when it leaves */
+    int forked;           /* the seat of a forked child: touches nothing that the parent still uses */
+    dtrain__store_call *asks; /* its calls that wait for the store: one of the program's, and the library's own */
+} dtrain__seat;
+
+struct dtrain__council {
+    void *self; /* the owner, given to every function */
+    dtrain_allocator *allocator;
+    dtrain__origin *origin;
+    int rank, size;  /* of the world */
+    int given_up;    /* the others say that this rank is lost */
+    uint64_t news;   /* counts what a waiting caller should look at */
+    uint64_t serial; /* unlike any other of this process; 0: its ranks share no memory */
+    dtrain__seat *seats;
+    dtrain__store store;
+    dtrain__asker *askers;
+    uint32_t asked;                             /* counts requests to the store */
+    dtrain__consent *consents, *spare_consents; /* the latest first */
+    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of the group being looked at */
+    unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
+    /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
+    int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
+    void (*tell)(void *self);                /* tells that something has come that a caller may wait for */
+    int (*gone)(void *self, int rank);       /* DTRAIN__PRESENT ... */
+    int (*dead)(void *self, int rank);       /* whether it is proved that a rank that is lost has died */
+    int (*beside)(void *self, int a, int b); /* whether two ranks are on one machine; NULL: all are */
+    uint32_t any_quorum;                     /* whoever is left may go on */
+    int64_t look_ns;                         /* when consents are looked at again, although nothing may come */
+    dtrain__os_mutex *mutex;                 /* guards the council; NULL: lock does */
+    void (*lock)(void *self, int on);
+    void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
+    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
+                                                                               * ended */
+    /* Waits until there may be news, or until_ns. `seen`: news so far; turn: how often this call has waited. */
+    void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
+    dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
+    const dtrain__plane *plane;
+};
+
+/* Reads a message. Each take returns whether there was enough. */
+typedef struct dtrain__reader {
+    const unsigned char *at;
+    size_t left;
+} dtrain__reader;
+
+static DTRAIN__NOINLINE int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
+{
+    if (reader->left < (size_t)bytes)
+        return 0;
+    *value = dtrain__get_le(reader->at, bytes);
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* Takes a text after its length, one byte or two. Refuses a text that does not fit into out, or holds a zero byte. */
+static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
+{
+    uint64_t bytes;
+    if (!dtrain__take(reader, &bytes, length_bytes) || bytes > reader->left || bytes >= capacity ||
+        memchr(reader->at, 0, (size_t)bytes) != NULL)
+        return 0;
+    memcpy(out, reader->at, (size_t)bytes);
+    out[bytes] = 0;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* ---- seats ---- */
+
+static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council *council, uint64_t id)
+{
+    dtrain__seat *seat = council->seats;
+    while (seat != NULL && seat->id != id)
+        seat = seat->next;
+    return seat;
+}
+
+/* Checks the name that its members give a group to be made. */
+static dtrain_status dtrain__council_check(const dtrain__council *council, uint64_t id, int rank, int size)
+{
+    if (id != 0 && dtrain__council_seat(council, id) == NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                        "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
+                        "group has that name",
+                        rank, size, (unsigned long long)id);
+}
+
+/* Fills a new seat. Returns 0 if there is no memory.
+ *
+ *   shared   what it shares with the seats of other ranks, or NULL
+ *   worlds   each member's rank in the world; NULL: the same as in the group */
+static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, dtrain__membership *shared,
+                             const int *worlds, int size, int rank)
+{
+    seat->council = council;
+    seat->id = id;
+    seat->rank = rank;
+    seat->size = size;
+    seat->worlds = (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int));
+    for (int i = 0; seat->worlds != NULL && i < size; i++)
+        seat->worlds[i] = worlds != NULL ? worlds[i] : i;
+    seat->members = shared != NULL ? shared : &seat->own;
+    return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
+}
+
+/* Lets whoever is left go on, in all groups of the world. */
+static void dtrain__seat_any_quorum(dtrain__seat *seat)
+{
+    DTRAIN__ATOMIC_STORE(&seat->council->any_quorum, 1u, SEQ_CST);
+}
+
+static void dtrain__seat_free(dtrain__seat *seat)
+{
+    dtrain_allocator *allocator = seat->council->allocator;
+    dtrain__membership_free(&seat->own, allocator);
+    dtrain__free(allocator, seat->worlds);
+    dtrain__free(allocator, seat->bound);
+}
+
+static void dtrain__seat_unlink(dtrain__seat *seat)
+{
+    dtrain__seat **at = &seat->council->seats;
+    while (*at != seat)
+        at = &(*at)->next;
+    *at = seat->next;
+}
+
+/* The rank in the group of the world's rank `world`; -1: not a member. */
+static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
+{
+    for (int rank = 0; rank < seat->size; rank++)
+        if (seat->worlds[rank] == world)
+            return rank;
+    return -1;
+}
+
+/* Ends the group here, and the groups that follow it. The first cause stays. Returns 0 if it had ended before. */
+static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
+{
+    dtrain__membership *members = seat->members;
+    uint32_t whole = 0;
+    if (!DTRAIN__ATOMIC_COMPARE_EXCHANGE(&members->broken, &whole, 1, SEQ_CST))
+        return 0;
+    members->cause = *cause;
+    DTRAIN__ATOMIC_STORE(&members->broken, 2, SEQ_CST);
+    for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
+        if (DTRAIN__ATOMIC_LOAD(&other->leader, SEQ_CST) == seat->id + 1)
+            dtrain__seat_break(other, cause);
+    seat->council->tell(seat->council->self);
+    return 1;
+}
+
+/* Ends the group on all its members. */
+static DTRAIN__NOINLINE void dtrain__seat_end(dtrain__seat *seat, int about, const dtrain__error *cause)
+{
+    if (dtrain__seat_break(seat, cause) && seat->council->send != NULL)
+        seat->council->ended(seat, about, cause);
+}
+
+/* A member's end of the group is gone, after it had ended `calls` collectives. Operations that need it will fail,
+ * others need not. `why` may be empty. */
+static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
+{
+    size_t bytes = strlen(why) + 1;
+    char *text = NULL;
+    if (dtrain__membership_left(seat->members, rank))
+        return;
+    if (bytes > 1)
+        text = (char *)dtrain__alloc(seat->council->allocator, bytes);
+    if (text != NULL)
+        memcpy(text, why, bytes);
+    seat->members->ranks[rank].why = text;
+    seat->members->ranks[rank].calls = calls;
+    dtrain__membership_leave(seat->members, rank);
+    seat->council->tell(seat->council->self);
+}
+
+/* A rank of the world is lost. Ends the group if that rank is a member that has not left, or one that the group is
+ * bound to. name: of the process, or empty. Returns whether that ended the group. */
+static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status, const char *name, const char *why)
+{
+    int rank = dtrain__seat_rank(seat, world), named = name[0] != 0, broke;
+    dtrain__error cause;
+    if (rank < 0 ? seat->bound == NULL || !seat->bound[world] : dtrain__membership_left(seat->members, rank))
+        return 0;
+    if (rank < 0)
+        dtrain__membership_because(&cause, status,
+                                   "rank %d of the world%s%s%s, of another group of this mesh, is lost: %.400s", world,
+                                   named ? " (" : "", name, named ? ")" : "", why);
+    else if (seat->id == 0)
+        dtrain__membership_because(&cause, status, "rank %d%s%s%s is lost: %.400s", rank, named ? " (" : "", name,
+                                   named ? ")" : "", why);
+    else
+        dtrain__membership_because(&cause, status, "rank %d (rank %d of the world%s%s) is lost: %.400s", rank, world,
+                                   named ? ", " : "", name, why);
+    broke = dtrain__seat_break(seat, &cause); /* first: a thread that sees it as left must find the cause */
+    if (rank >= 0)
+        dtrain__seat_left(seat, rank, why, UINT64_MAX);
+    return broke;
+}
+
+/* Returns the error for an operation that needs a rank which has left. If that rank left with an error, ends the group.
+ */
+static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
+{
+    const dtrain__error *cause = dtrain__membership_cause(seat->members);
+    const char *why = seat->members->ranks[rank].why;
+    dtrain__error lost;
+    if (cause != NULL)
+        return dtrain__report(cause);
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank, why != NULL ? ": " : "",
+                 why != NULL ? why : "");
+    if (why != NULL)
+        dtrain__seat_end(seat, rank, &lost);
+    return lost.status;
+}
+
+/* ---- what planes share ---- */
+
+static void dtrain__seat_lock(dtrain__seat *seat, int on)
+{
+    const dtrain__council *council = seat->council;
+    if (council->mutex == NULL)
+        council->lock(council->self, on);
+    else if (on)
+        dtrain__os_lock(council->mutex);
+    else
+        dtrain__os_unlock(council->mutex);
+}
+
+static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                       size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
+    memcpy(&out.data, &data, sizeof data); /* it is only read */
+    dtrain_status status =
+        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__seat_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                       size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
+    dtrain_status status =
+        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
+    *moved = in.moved;
+    return status;
+}
+
+/* Fills in the end of a group; the transport adds what it has beyond this. */
+static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
+{
+    memset(end, 0, sizeof *end);
+    end->transport.self = seat;
+    end->transport.rank = seat->rank;
+    end->transport.size = seat->size;
+    end->transport.send = dtrain__seat_send;
+    end->transport.recv = dtrain__seat_recv;
+    end->transport.exchange = seat->council->exchange;
+    end->plane = seat->council->plane;
+    end->seat = seat;
+    end->origin = seat->council->origin;
+    end->members = seat->members;
+    end->allocator = seat->council->allocator;
+}
+
+/* The rank in the world. */
+static int dtrain__seat_world(const dtrain__seat *seat, int rank)
+{
+    return seat->worlds[rank];
+}
+
+/* Lists the ranks of the world whose loss ends the group, members or not. Returns how many; worlds NULL: the most that
+ * it may list. */
+static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
+{
+    int count = 0;
+    if (worlds == NULL)
+        return seat->council->size;
+    for (int rank = 0; seat->bound != NULL && rank < seat->council->size; rank++)
+        if (seat->bound[rank])
+            worlds[count++] = rank;
+    return count;
+}
+
+/* Sets these ranks. Returns 0 if there is no memory. */
+static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
+{
+    dtrain__council *council = seat->council;
+    unsigned char *bound = (unsigned char *)dtrain__alloc(council->allocator, (size_t)council->size);
+    if (bound == NULL)
+        return 0;
+    for (int i = 0; i < count; i++)
+        bound[worlds[i]] = 1;
+    dtrain__seat_lock(seat, 1);
+    seat->bound = bound;
+    for (int i = 0; i < count; i++)
+        if (council->gone(council->self, worlds[i]) != DTRAIN__PRESENT)
+            council->lost(seat, worlds[i]);
+    dtrain__seat_lock(seat, 0);
+    return 1;
+}
+
+/* Lets whatever ends the leader's group end this one, too. */
+static void dtrain__seat_follow(dtrain__seat *seat, const dtrain__seat *leader)
+{
+    dtrain__seat_lock(seat, 1);
+    DTRAIN__ATOMIC_STORE(&seat->leader, leader->id + 1, SEQ_CST); /* before it looks, as the thread that breaks a
+                                                                   * group does */
+    if (dtrain__membership_broken(leader->members))
+        dtrain__seat_break(seat, dtrain__membership_cause(leader->members));
+    dtrain__seat_lock(seat, 0);
+}
+
+/* As dtrain__seat_needs, for a caller without the lock. */
+static dtrain_status dtrain__seat_needed(dtrain__seat *seat, int rank)
+{
+    dtrain__seat_lock(seat, 1);
+    dtrain_status status = dtrain__seat_needs(seat, rank);
+    dtrain__seat_lock(seat, 0);
+    return status;
+}
+
+/* A peer says that `rank` has left after `calls` collectives. */
+static void dtrain__seat_skipped(dtrain__seat *seat, int rank, uint64_t calls)
+{
+    dtrain__seat_lock(seat, 1);
+    dtrain__seat_left(seat, rank, "", calls);
+    dtrain__seat_lock(seat, 0);
+}
+
+/* The end is about to leave, after `calls` collectives. forked: it is a child's copy. */
+static void dtrain__seat_leaving(dtrain__seat *seat, int forked, uint64_t calls)
+{
+    seat->forked = forked;
+    seat->calls = calls;
+}
+
+/* Starts a list of ranks of the world; dtrain__council_list_add adds each. */
+static void dtrain__council_list(dtrain__council *council)
+{
+    council->listed = 0;
+    memset(council->lists, 0, (size_t)council->size);
+}
+
+/* Returns 0 for a number that is no rank, or is in the list already. */
+static int dtrain__council_list_add(dtrain__council *council, uint64_t rank)
+{
+    if (rank >= (uint64_t)council->size || council->lists[rank])
+        return 0;
+    council->lists[rank] = 1;
+    council->list[council->listed++] = (int)rank;
+    return 1;
+}
+
+/* Whether two ranks are on one machine. */
+static int dtrain__council_beside(const dtrain__council *council, int a, int b)
+{
+    return council->beside == NULL || council->beside(council->self, a, b);
+}
+
+/* The lowest rank that is not gone leads. */
+static int dtrain__council_leader(const dtrain__council *council)
+{
+    int leader = 0;
+    while (leader < council->rank && council->gone(council->self, leader) != DTRAIN__PRESENT)
+        leader++;
+    return leader;
+}
+
+/* ---- the store ---- */
+
+/* In the number of a group, of a call of the library's own. Such calls only set and get, so they are not in the way of
+ * the group's call that waits. */
+#define DTRAIN__STORE_OWN ((uint64_t)1 << 63)
+
+static unsigned char *dtrain__entry_value(dtrain__entry *entry)
+{
+    return (unsigned char *)(entry + 1) + entry->key_bytes;
+}
+
+/* Returns where the entry of a key is linked, or would be. The store must have chains. */
+static dtrain__entry **dtrain__store_place(const dtrain__store *store, const void *key, size_t key_bytes)
+{
+    dtrain__entry **at = &store->chains[dtrain__xxh64_of(key, key_bytes, 0) & (store->chain_count - 1)];
+    while (*at != NULL && ((*at)->key_bytes != key_bytes || memcmp(*at + 1, key, key_bytes) != 0))
+        at = &(*at)->next;
+    return at;
+}
+
+/* Returns the entry of a key; NULL: it is not set. */
+static dtrain__entry *dtrain__store_find(const dtrain__store *store, const void *key, size_t key_bytes)
+{
+    return store->chain_count > 0 ? *dtrain__store_place(store, key, key_bytes) : NULL;
+}
+
+/* Makes room for one more entry. Returns 0 if there is no memory. */
+static int dtrain__store_grow(dtrain__store *store, dtrain_allocator *allocator)
+{
+    dtrain__store larger = *store;
+    if (store->count < store->chain_count)
+        return 1;
+    larger.chain_count = store->chain_count > 0 ? 2 * store->chain_count : 16;
+    larger.chains = (dtrain__entry **)dtrain__alloc(allocator, larger.chain_count * sizeof *larger.chains);
+    if (larger.chains == NULL)
+        return store->chain_count > 0; /* then chains get longer */
+    for (size_t i = 0; i < store->chain_count; i++)
+        for (dtrain__entry *entry = store->chains[i], *next; entry != NULL; entry = next) {
+            dtrain__entry **at = dtrain__store_place(&larger, entry + 1, entry->key_bytes);
+            next = entry->next;
+            entry->next = NULL;
+            *at = entry;
+        }
+    dtrain__free(allocator, store->chains);
+    *store = larger;
+    return 1;
+}
+
+/* Frees the entry that is linked at a place. */
+static void dtrain__store_drop(dtrain__store *store, dtrain_allocator *allocator, dtrain__entry **at)
+{
+    dtrain__entry *entry = *at;
+    *at = entry->next;
+    store->total -= sizeof *entry + entry->key_bytes + entry->bytes;
+    store->count--;
+    dtrain__free(allocator, entry);
+}
+
+/* Removes a key; one that is not set is no error. The last one takes the table with it. */
+static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocator, const void *key, size_t key_bytes)
+{
+    if (dtrain__store_find(store, key, key_bytes) == NULL)
+        return;
+    dtrain__store_drop(store, allocator, dtrain__store_place(store, key, key_bytes));
+    if (store->count > 0)
+        return;
+    dtrain__free(allocator, store->chains);
+    store->chains = NULL;
+    store->chain_count = 0;
+}
+
+static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator)
+{
+    for (size_t i = 0; i < store->chain_count; i++)
+        for (dtrain__entry *entry = store->chains[i], *next; entry != NULL; entry = next) {
+            next = entry->next;
+            dtrain__free(allocator, entry);
+        }
+    dtrain__free(allocator, store->chains);
+}
+
+/* Sets key to value. On an error the old value stays. The caller has checked the sizes. */
+static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *allocator, const void *key,
+                                       size_t key_bytes, const void *value, size_t bytes)
+{
+    size_t all = sizeof(dtrain__entry) + key_bytes + bytes;
+    dtrain__entry *entry = NULL, *old = dtrain__store_find(store, key, key_bytes);
+    size_t rest = store->total - (old != NULL ? sizeof *old + old->key_bytes + old->bytes : 0); /* stays */
+    if (rest + all <= DTRAIN__STORE_TOTAL_BYTES)
+        entry = (dtrain__entry *)dtrain__alloc(allocator, all);
+    if (entry == NULL || !dtrain__store_grow(store, allocator)) {
+        dtrain__free(allocator, entry);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "store_set: no room for %zu bytes; the store holds %zu of %zu bytes; delete keys that are "
+                            "no longer needed (dtrain_store_delete)",
+                            all, store->total, DTRAIN__STORE_TOTAL_BYTES);
+    }
+    entry->key_bytes = key_bytes;
+    entry->bytes = bytes;
+    memcpy(entry + 1, key, key_bytes);
+    if (bytes > 0)
+        memcpy(dtrain__entry_value(entry), value, bytes);
+    dtrain__entry **at = dtrain__store_place(store, key, key_bytes);
+    if (*at != NULL)
+        dtrain__store_drop(store, allocator, at);
+    entry->next = *at;
+    *at = entry;
+    store->count++;
+    store->total += all;
+    return DTRAIN_OK;
+}
+
+static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
+                                     int found, const void *data, size_t bytes)
+{
+    dtrain__store_call *call = NULL;
+    for (const dtrain__seat *seat = council->seats; seat != NULL && call == NULL; seat = seat->next)
+        for (call = seat->id == (group & ~DTRAIN__STORE_OWN) ? seat->asks : NULL; call != NULL && call->id != id;)
+            call = call->next;
+    if (call == NULL)
+        return; /* it has given up */
+    call->status = status;
+    if (status != DTRAIN_OK)
+        snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
+    else if (call->what == DTRAIN__STORE_GET && !found)
+        *call->bytes = SIZE_MAX; /* DTRAIN_STORE_ABSENT */
+    else if (call->bytes != NULL) {
+        if (bytes > 0 && call->capacity > 0)
+            memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);
+        *call->bytes = bytes;
+    }
+    call->answered = 1;
+    council->tell(council->self);
+}
+
+/* Answers a store request: rank 0's own at once, another rank's by a message. */
+static void dtrain__council_answer(dtrain__council *council, const dtrain__asker *asker, dtrain_status status,
+                                   int found, const void *data, size_t bytes)
+{
+    unsigned char head[15];
+    if (council->send == NULL || asker->rank == council->rank) {
+        dtrain__council_answered(council, asker->group, asker->id, status, found, data, bytes);
+        return;
+    }
+    dtrain__put_le(head, asker->group, 8);
+    dtrain__put_le(head + 8, asker->id, 4);
+    dtrain__put_le(head + 12, (uint64_t)status, 2);
+    head[14] = (unsigned char)found;
+    if (!council->send(council->self, asker->rank, DTRAIN__FRAME_ANSWER, head, sizeof head, data, bytes) && bytes > 0)
+        dtrain__council_answer(council, asker, DTRAIN_ERR_MEMORY, 0, "", 0);
+}
+
+/* Answers every call that waited for a key, if the key is set. */
+static void dtrain__council_wake(dtrain__council *council, const char *key, size_t key_bytes)
+{
+    dtrain__entry *entry = dtrain__store_find(&council->store, key, key_bytes);
+    for (dtrain__asker **at = &council->askers, *asker; entry != NULL && (asker = *at) != NULL;) {
+        if (asker->key_bytes != key_bytes || memcmp(asker->key, key, key_bytes) != 0) {
+            at = &asker->next;
+            continue;
+        }
+        *at = asker->next;
+        dtrain__council_answer(council, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
+        dtrain__free(council->allocator, asker);
+    }
+}
+
+/* Forgets what a rank's group waits for: it asks anew, or has left. */
+static void dtrain__council_forget(dtrain__council *council, int rank, uint64_t group)
+{
+    for (dtrain__asker **at = &council->askers, *asker; (asker = *at) != NULL;) {
+        if (asker->rank != rank || (group != DTRAIN__EVERY_GROUP && asker->group != group)) {
+            at = &asker->next;
+            continue;
+        }
+        *at = asker->next;
+        dtrain__free(council->allocator, asker);
+    }
+}
+
+/* Rank 0: serves one request. */
+static void dtrain__council_serve(dtrain__council *council, const dtrain__asker *from, int what, const void *value,
+                                  size_t bytes)
+{
+    dtrain__entry *entry;
+    dtrain__asker *asker;
+    dtrain__council_forget(council, from->rank, from->group);
+    if (what == DTRAIN__STORE_SET) {
+        dtrain_status status =
+            dtrain__store_put(&council->store, council->allocator, from->key, from->key_bytes, value, bytes);
+        const char *text = status == DTRAIN_OK ? "" : dtrain__thread_error.text;
+        dtrain__council_answer(council, from, status, 0, text, strlen(text));
+        dtrain__council_wake(council, from->key, from->key_bytes);
+        return;
+    }
+    if (what == DTRAIN__STORE_DELETE) { /* a call that waits for the key goes on waiting */
+        dtrain__store_remove(&council->store, council->allocator, from->key, from->key_bytes);
+        dtrain__council_answer(council, from, DTRAIN_OK, 0, NULL, 0);
+        return;
+    }
+    entry = dtrain__store_find(&council->store, from->key, from->key_bytes);
+    if (entry != NULL || what == DTRAIN__STORE_GET) {
+        dtrain__council_answer(council, from, DTRAIN_OK, entry != NULL,
+                               entry != NULL ? dtrain__entry_value(entry) : NULL, entry != NULL ? entry->bytes : 0);
+        return;
+    }
+    int waits = 0;
+    for (asker = council->askers; asker != NULL; asker = asker->next)
+        waits += asker->rank == from->rank;
+    if (waits < DTRAIN__ASKERS)
+        asker = (dtrain__asker *)dtrain__alloc(council->allocator, sizeof *asker);
+    if (asker == NULL) {
+        dtrain__council_answer(council, from, DTRAIN_ERR_MEMORY, 0, "", 0);
+        return;
+    }
+    *asker = *from;
+    asker->next = council->askers;
+    council->askers = asker;
+}
+
+static int dtrain__council_take_ask(dtrain__council *council, int rank, dtrain__reader *reader)
+{
+    uint64_t id, what;
+    dtrain__asker asker;
+    if (council->rank != 0 || !dtrain__take(reader, &asker.group, 8) || !dtrain__take(reader, &id, 4) ||
+        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_DELETE ||
+        !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || asker.key[0] == 0 ||
+        reader->left > (what == DTRAIN__STORE_SET ? DTRAIN__STORE_VALUE_BYTES : 0))
+        return 0;
+    asker.rank = rank;
+    asker.id = (uint32_t)id;
+    asker.key_bytes = strlen(asker.key);
+    dtrain__council_serve(council, &asker, (int)what, reader->at, reader->left);
+    return 1;
+}
+
+static int dtrain__council_take_answer(dtrain__council *council, int from, dtrain__reader *reader)
+{
+    uint64_t group, id, status, found;
+    if (council->rank == 0 || from != 0 || !dtrain__take(reader, &group, 8) || !dtrain__take(reader, &id, 4) ||
+        !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) || !dtrain__status_known(status) ||
+        found > 1 || reader->left > DTRAIN__STORE_VALUE_BYTES)
+        return 0;
+    dtrain__council_answered(council, group, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
+    return 1;
+}
+
+/* Takes a call off its seat. */
+static void dtrain__council_unask(dtrain__seat *seat, const dtrain__store_call *call)
+{
+    dtrain__store_call **at = &seat->asks;
+    while (*at != call)
+        at = &(*at)->next;
+    *at = call->next;
+}
+
+/* Names the rank that keeps the store. In a group that it is no member of, rank 0 is another one. */
+static const char *dtrain__council_keeper(const dtrain__seat *seat)
+{
+    return seat->worlds[0] == 0 ? "rank 0" : "rank 0 of the first world";
+}
+
+/* Begins a store call: sends the request, or serves it on rank 0. */
+static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call *call)
+{
+    dtrain__council *council = seat->council;
+    unsigned char head[15 + DTRAIN__STORE_KEY_BYTES];
+    size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
+    dtrain__asker asker;
+    asker.next = NULL;
+    asker.rank = seat->worlds[seat->rank];
+    asker.group = seat->id | (call->own ? DTRAIN__STORE_OWN : 0);
+    asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
+    asker.key_bytes = strlen(call->key);
+    snprintf(asker.key, sizeof asker.key, "%s", call->key);
+    call->answered = 0;
+    call->next = seat->asks;
+    seat->asks = call;
+    if (council->rank == 0) {
+        dtrain__council_serve(council, &asker, call->what, call->value, bytes);
+        return DTRAIN_OK;
+    }
+    dtrain__put_le(head, asker.group, 8);
+    dtrain__put_le(head + 8, asker.id, 4);
+    head[12] = (unsigned char)call->what;
+    dtrain__put_le(head + 13, asker.key_bytes, 2);
+    memcpy(head + 15, asker.key, asker.key_bytes);
+    if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
+        council->gone(council->self, 0) != DTRAIN__PRESENT) /* then the wait for the answer returns the error */
+        return DTRAIN_OK;
+    dtrain__council_unask(seat, call);
+    return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
+                        "%s on rank %d (\"%s\"): no memory for the request, or %s does not read requests",
+                        dtrain__store_names[call->what], seat->rank, call->key, dtrain__council_keeper(seat));
+}
+
+/* Returns whether a call has ended, and takes it off the seat then. late: it ends now. */
+static int dtrain__council_ended(dtrain__seat *seat, const dtrain__store_call *call, int late, dtrain_status *status)
+{
+    const dtrain__council *council = seat->council;
+    const dtrain__error *cause = dtrain__membership_cause(seat->members);
+    const char *name = dtrain__store_names[call->what], *keeper = dtrain__council_keeper(seat);
+    int rank = seat->rank;
+    *status = call->status;
+    if (call->answered && *status != DTRAIN_OK && call->why[0] == 0)
+        dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer on %s", name, rank, keeper);
+    else if (call->answered && *status != DTRAIN_OK)
+        dtrain__fail(call->error, *status, "%s on rank %d: %s says: %s", name, rank, keeper, call->why);
+    else if (call->answered)
+        *status = DTRAIN_OK;
+    else if (cause != NULL)
+        *status = dtrain__fail(call->error, cause->status, "%s on rank %d: %.480s", name, rank, cause->text);
+    else if (council->rank != 0 && council->gone(council->self, 0) != DTRAIN__PRESENT)
+        *status =
+            dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
+                         "%s on rank %d: %s, which kept the store, is gone, and the store with it; broadcast the bytes "
+                         "instead, or let the ranks that are left make a new world",
+                         name, rank, keeper);
+    else if (late)
+        *status = dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT,
+                               call->what == DTRAIN__STORE_WAIT
+                                   ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
+                                   : "%s on rank %d (\"%s\"): %s has not answered within timeout_ms",
+                               name, rank, call->key, keeper);
+    else
+        return 0;
+    dtrain__council_unask(seat, call);
+    return 1;
+}
+
+#endif
+
+/* ---- >>consent ----
+ * What the members of a group agree on although some are lost: the AND of their flags, who is left, and a name for the
+ * group of those. Each member votes. The leader decides when every member has voted, has left or is lost, and tells
+ * those that voted. A consent is known by its group, its number and its members. The leader need not be a member. A
+ * vote that lists other members belongs to another consent.
+ *
+ * Every rank keeps its own votes and the decisions that it has heard. When the leader is lost, the lowest rank left
+ * leads. All send it what they keep, so a decision that any survivor knows stands. It decides anew only after it has
+ * heard every survivor, and none knows of a decision. Nobody listens to a rank that it counts as gone.
+ *
+ * Neither silence nor a connection that is reset or refused proves a death, as a network can do both. Proofs are of
+ * this machine: its system says that the process is gone. So those that voted continue if they are more than half of
+ * all members, or the half with the lowest rank. Members that left of their own will do not count, nor, if all are on
+ * one machine, those proved dead. So two parts of a torn network never both continue.
+ *
+ * A vote could count twice: a member votes, the network cuts it off, and it votes in the other part, too. So a decision
+ * without members that may still run is a proposal first, which all that voted acknowledge. Who has acknowledged takes
+ * it to the other part, where it stands: the majority of its members is not there, and ends that part at its next vote.
+ * If a member is lost before it has acknowledged, the leader decides again. This is one round of Paxos (Lamport, The
+ * Part-Time Parliament, 1998) whose ballots are leaders, each of which gives up the ranks before it for good.
+ */
+#ifndef DTRAIN__CONSENT
+#define DTRAIN__CONSENT
+
+#define DTRAIN__CONSENTS 128                /* most consents that a rank keeps; in a larger world one for each rank */
+#define DTRAIN__CONSENT_DOUBT_NS 1000000000 /* for a process whose connections have ended to be gone */
+#define DTRAIN__CONSENT_FRAME_BYTES 13      /* a member's bytes in a message: flags, rank in the world, vote */
+
+/* DEAD: in a message about a vote: out, and proved dead on the sender's machine. */
+enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT, DTRAIN__VOTE_DEAD };
+/* How far a consent is. PROPOSED: its decision stands unless the leader takes it back. */
+enum { DTRAIN__CONSENT_OPEN = 0, DTRAIN__CONSENT_DECIDED, DTRAIN__CONSENT_PROPOSED };
+
+typedef struct dtrain__vote {
+    uint64_t flags;
+    int world;
+    int vote, kind; /* kind: of the call that votes */
+    int asks;       /* it has sent its vote here and is owed the decision */
+    int dead;       /* a member beside it has said that it is proved dead */
+    int asked;      /* it is to acknowledge the proposal */
+    int left;       /* its end of the group has left */
+} dtrain__vote;
+
+struct dtrain__consent {
+    dtrain__consent *next;
+    uint64_t group, number; /* its number among the group's */
+    int kind;               /* kind of this rank's last vote */
+    int count, heard;       /* heard: the voting call of this rank knows the decision */
+    int decided;            /* DTRAIN__CONSENT_OPEN ... */
+    int sole;               /* consent_sole() at the last look */
+    int64_t doubt_ns;       /* until then it is not decided that too few are left; 0: that is not in question */
+    dtrain_status status;   /* of the decision */
+    uint64_t flags, id;
+    dtrain__vote votes[1]; /* count of them, in the group's order, then room for them in a message */
+};
+
+static size_t dtrain__consent_bytes(int count)
+{
+    return sizeof(dtrain__consent) + (size_t)count * (sizeof(dtrain__vote) + DTRAIN__CONSENT_FRAME_BYTES);
+}
+
+static void dtrain__consent_drop(dtrain__council *council, dtrain__consent **at)
+{
+    dtrain__consent *consent = *at;
+    *at = consent->next;
+    dtrain__free(council->allocator, consent);
+}
+
+/* Whether its members are those of the council's list. */
+static int dtrain__consent_listed(const dtrain__council *council, const dtrain__consent *consent)
+{
+    int same = 0;
+    while (same < consent->count && same < council->listed && consent->votes[same].world == council->list[same])
+        same++;
+    return same == consent->count && same == council->listed;
+}
+
+static dtrain__consent *dtrain__consent_find(const dtrain__council *council, uint64_t group, uint64_t number)
+{
+    dtrain__consent *consent = council->consents;
+    while (consent != NULL &&
+           (consent->group != group || consent->number != number || !dtrain__consent_listed(council, consent)))
+        consent = consent->next;
+    return consent;
+}
+
+/* The only rank that has voted; -1: no rank has, or several have. */
+static int dtrain__consent_sole(const dtrain__consent *consent)
+{
+    int sole = -1;
+    for (int i = 0; i < consent->count; i++) {
+        if (consent->votes[i].vote == DTRAIN__VOTE_YES && sole >= 0)
+            return -1;
+        if (consent->votes[i].vote == DTRAIN__VOTE_YES)
+            sole = consent->votes[i].world;
+    }
+    return sole;
+}
+
+/* Whether a call of this rank has voted and does not know the decision yet. */
+static int dtrain__consent_owed(const dtrain__council *council, const dtrain__consent *consent)
+{
+    int voted = 0;
+    for (int i = 0; i < consent->count; i++)
+        voted |= consent->votes[i].world == council->rank && consent->votes[i].vote == DTRAIN__VOTE_YES;
+    return voted && !consent->heard && dtrain__council_seat(council, consent->group) != NULL;
+}
+
+/* Makes room by dropping the oldest of the largest set, decided ones first. A set is the consents in which one certain
+ * rank alone has voted, or all others. So a rank that votes in groups that do not exist drops its own votes first, and
+ * a vote under way stays. What a call of this rank waits for always stays. A council that holds all ranks drops nothing
+ * until the last end of a group leaves. */
+static void dtrain__consent_evict(dtrain__council *council)
+{
+    dtrain__consent **worst = NULL;
+    int kept = 0, most = 0, limit = council->size > DTRAIN__CONSENTS ? council->size : DTRAIN__CONSENTS;
+    if (council->send == NULL)
+        return;
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next, kept++)
+        consent->sole = dtrain__consent_sole(consent);
+    for (dtrain__consent **at = &council->consents; kept >= limit && *at != NULL; at = &(*at)->next) {
+        int alike = 0;
+        for (dtrain__consent *other = council->consents; other != NULL; other = other->next)
+            alike += other->sole == (*at)->sole;
+        if (dtrain__consent_owed(council, *at) || alike < most)
+            continue;
+        if (alike > most || (*at)->decided || !(*worst)->decided)
+            worst = at;
+        most = alike;
+    }
+    if (worst != NULL)
+        dtrain__consent_drop(council, worst);
+}
+
+/* The last end of a group has left, in a council that holds all ranks. */
+static void dtrain__consent_forget(dtrain__council *council, uint64_t group)
+{
+    for (dtrain__consent **at = &council->consents; *at != NULL;)
+        if ((*at)->group == group)
+            dtrain__consent_drop(council, at);
+        else
+            at = &(*at)->next;
+}
+
+/* Puts aside, for reuse, the consents that nobody asks for again. A rank that votes in a group's consent N knows that N
+ * - 1 is decided. So all its remaining members have voted in N - 1, and know the decisions before it. */
+static void dtrain__consent_retire(dtrain__council *council, uint64_t group, uint64_t number)
+{
+    for (dtrain__consent **at = &council->consents; *at != NULL;) {
+        dtrain__consent *consent = *at;
+        if (consent->group != group || !consent->decided || number < 2 || consent->number > number - 2 ||
+            !dtrain__consent_listed(council, consent)) {
+            at = &consent->next;
+            continue;
+        }
+        *at = consent->next;
+        consent->next = council->spare_consents;
+        council->spare_consents = consent;
+    }
+}
+
+/* Returns one that was put aside for as many members, or NULL. */
+static dtrain__consent *dtrain__consent_spare(dtrain__council *council, int count)
+{
+    for (dtrain__consent **at = &council->spare_consents; *at != NULL; at = &(*at)->next) {
+        dtrain__consent *consent = *at;
+        if (consent->count != count)
+            continue;
+        *at = consent->next;
+        memset((void *)consent, 0, dtrain__consent_bytes(count));
+        return consent;
+    }
+    return NULL;
+}
+
+/* Finds the listed members' consent, or makes one without votes. NULL: no memory. */
+static dtrain__consent *dtrain__consent_open(dtrain__council *council, uint64_t group, uint64_t number, int kind)
+{
+    int count = council->listed;
+    dtrain__consent *consent = dtrain__consent_find(council, group, number);
+    if (consent != NULL)
+        return consent;
+    consent = dtrain__consent_spare(council, count);
+    if (consent == NULL)
+        consent = (dtrain__consent *)dtrain__alloc(council->allocator, dtrain__consent_bytes(count));
+    if (consent == NULL)
+        return NULL;
+    dtrain__consent_evict(council);
+    consent->group = group;
+    consent->number = number;
+    consent->kind = kind;
+    consent->count = count;
+    consent->flags = UINT64_MAX;
+    for (int i = 0; i < count; i++)
+        consent->votes[i].world = council->list[i];
+    consent->next = council->consents;
+    council->consents = consent;
+    return consent;
+}
+
+static int dtrain__vote_says(const dtrain__consent *consent, const dtrain__vote *vote)
+{
+    return consent->decided ? vote->vote : vote->dead ? DTRAIN__VOTE_DEAD : vote->left ? DTRAIN__VOTE_OUT : vote->vote;
+}
+
+static void dtrain__consent_send(dtrain__council *council, int to, dtrain__consent *consent)
+{
+    unsigned char head[40], *body = (unsigned char *)(consent->votes + consent->count);
+    dtrain__put_le(head, consent->group, 8);
+    dtrain__put_le(head + 8, consent->number, 8);
+    head[16] = (unsigned char)consent->kind;
+    head[17] = (unsigned char)consent->decided;
+    dtrain__put_le(head + 18, (uint64_t)consent->status, 2);
+    dtrain__put_le(head + 20, consent->flags, 8);
+    dtrain__put_le(head + 28, consent->id, 8);
+    dtrain__put_le(head + 36, (uint64_t)consent->count, 4);
+    for (int i = 0; i < consent->count; i++) {
+        unsigned char *entry = body + i * DTRAIN__CONSENT_FRAME_BYTES;
+        dtrain__put_le(entry, consent->votes[i].flags, 8);
+        dtrain__put_le(entry + 8, (uint64_t)consent->votes[i].world, 4);
+        entry[12] = (unsigned char)dtrain__vote_says(consent, &consent->votes[i]);
+    }
+    council->send(council->self, to, DTRAIN__FRAME_CONSENT, head, sizeof head, body,
+                  (size_t)consent->count * DTRAIN__CONSENT_FRAME_BYTES);
+}
+
+static void dtrain__consent_answer(dtrain__council *council, dtrain__consent *consent)
+{
+    for (int i = 0; consent->decided == DTRAIN__CONSENT_DECIDED && i < consent->count; i++) {
+        if (consent->votes[i].asks)
+            dtrain__consent_send(council, consent->votes[i].world, consent);
+        consent->votes[i].asks = 0;
+    }
+}
+
+/* Marks the members that are gone, as the leader knows. Returns the first member still awaited, or -1. */
+static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consent *consent)
+{
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (vote->left || council->gone(council->self, vote->world) != DTRAIN__PRESENT)
+            vote->vote = DTRAIN__VOTE_OUT;
+        if (vote->vote == DTRAIN__VOTE_NONE)
+            return i;
+    }
+    return -1;
+}
+
+/* Whether those that voted may continue without the others.
+ *
+ *   doubtful  out: they could if members beside them prove to be dead
+ *   torn      out: members that are not here may go on by themselves */
+static int dtrain__consent_majority(dtrain__council *council, dtrain__consent *consent, int *doubtful, int *torn)
+{
+    int here = 0, dead = 0, lost = 0, beside = 1, lowest = -1, lowest_left = -1; /* lowest: whether that rank voted */
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        int yes = vote->vote == DTRAIN__VOTE_YES;
+        if (!yes && council->gone(council->self, vote->world) != DTRAIN__LOST)
+            continue; /* its end of the group, or its process, left of its own will */
+        if (!yes && !vote->dead && dtrain__council_beside(council, council->rank, vote->world))
+            vote->dead = council->dead(council->self, vote->world);
+        here += yes;
+        dead += !yes && vote->dead;
+        lost += !yes && !vote->dead;
+        beside = beside && dtrain__council_beside(council, consent->votes[0].world, vote->world);
+        lowest = lowest < 0 ? yes : lowest;
+        lowest_left = lowest_left < 0 && (yes || !vote->dead) ? yes : lowest_left;
+    }
+    int any = DTRAIN__ATOMIC_LOAD(&council->any_quorum, SEQ_CST) != 0, all = here + lost + (beside ? 0 : dead);
+    *doubtful = beside && lost > 0;
+    *torn = !any && all > here;
+    return any || 2 * here > all || (2 * here == all && (beside ? lowest_left : lowest) == 1);
+}
+
+/* Whether to wait before too few are found to be left: a process whose connections have just ended may be dying. */
+static int dtrain__consent_doubts(dtrain__council *council, dtrain__consent *consent)
+{
+    int64_t now = dtrain__os_now_ns();
+    if (consent->doubt_ns == 0)
+        consent->doubt_ns = now + DTRAIN__CONSENT_DOUBT_NS;
+    if (now >= consent->doubt_ns)
+        return 0;
+    council->look_ns = now + DTRAIN__CONSENT_DOUBT_NS / 20;
+    return 1;
+}
+
+static void dtrain__consent_settle(dtrain__council *council, dtrain__consent *consent)
+{
+    consent->decided = DTRAIN__CONSENT_DECIDED;
+    dtrain__consent_answer(council, consent);
+    council->tell(council->self);
+}
+
+/* Looks at a proposal. That of a leader before stands. This rank's stands once all that voted have acknowledged it, and
+ * is taken back if one of them is gone. */
+static void dtrain__consent_check(dtrain__council *council, dtrain__consent *consent)
+{
+    int asked = 0, taken_back = 0;
+    int own = dtrain__plane_group_maker(consent->id) == council->rank;
+    for (int i = 0; own && i < consent->count; i++) {
+        const dtrain__vote *vote = &consent->votes[i];
+        asked |= vote->asked;
+        taken_back |= vote->asked && (vote->left || council->gone(council->self, vote->world) != DTRAIN__PRESENT);
+    }
+    if (taken_back)
+        consent->decided = DTRAIN__CONSENT_OPEN;
+    else if (!asked)
+        dtrain__consent_settle(council, consent);
+}
+
+/* Decides what can be decided now. */
+static void dtrain__consent_decide(dtrain__council *council, dtrain__consent *consent)
+{
+    int kind = 0, mixed = 0, doubtful = 0, torn = 0; /* mixed: members made different calls */
+    if (dtrain__consent_awaits(council, consent) >= 0)
+        return;
+    int majority = dtrain__consent_majority(council, consent, &doubtful, &torn);
+    if (!majority && doubtful && dtrain__consent_doubts(council, consent))
+        return;
+    consent->flags = UINT64_MAX;
+    for (int i = 0; i < consent->count; i++) {
+        const dtrain__vote *vote = &consent->votes[i];
+        if (vote->vote != DTRAIN__VOTE_YES)
+            continue;
+        consent->flags &= vote->flags;
+        mixed |= kind != 0 && kind != vote->kind;
+        kind = vote->kind;
+    }
+    consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
+    consent->status = mixed ? DTRAIN_ERR_MISMATCH : majority ? DTRAIN_OK : DTRAIN_ERR_PEER_LOST;
+    consent->decided = DTRAIN__CONSENT_PROPOSED;
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        vote->asked = torn && majority && vote->vote == DTRAIN__VOTE_YES && vote->world != council->rank;
+        if (vote->asked)
+            dtrain__consent_send(council, vote->world, consent);
+    }
+    dtrain__consent_check(council, consent);
+}
+
+/* Tells the leader, which is on another machine, of members beside this rank that prove to be dead. */
+static void dtrain__consent_report(dtrain__council *council, dtrain__consent *consent, int leader)
+{
+    int found = 0, unsure = 0;
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (vote->dead || council->gone(council->self, vote->world) != DTRAIN__LOST ||
+            !dtrain__council_beside(council, council->rank, vote->world))
+            continue;
+        vote->dead = council->dead(council->self, vote->world);
+        found |= vote->dead;
+        unsure |= !vote->dead;
+    }
+    if (found)
+        dtrain__consent_send(council, leader, consent);
+    if (unsure)
+        dtrain__consent_doubts(council, consent);
+}
+
+/* Decides whatever can be decided, and tells those that voted. */
+static void dtrain__consent_step(dtrain__council *council)
+{
+    int leader = dtrain__council_leader(council), leads = leader == council->rank;
+    council->look_ns = 0;
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next) {
+        if (!leads && !consent->decided && dtrain__consent_owed(council, consent) &&
+            !dtrain__council_beside(council, council->rank, leader))
+            dtrain__consent_report(council, consent, leader);
+        if (leads && consent->decided == DTRAIN__CONSENT_PROPOSED)
+            dtrain__consent_check(council, consent);
+        if (leads && !consent->decided)
+            dtrain__consent_decide(council, consent);
+    }
+}
+
+/* Looks again at what waits for a proof. */
+static void dtrain__consent_look(dtrain__council *council)
+{
+    if (council->look_ns != 0 && dtrain__os_now_ns() >= council->look_ns)
+        dtrain__consent_step(council);
+}
+
+/* Notes the vote of a member, or this rank's own. */
+static void dtrain__consent_note(dtrain__consent *consent, int world, int kind, uint64_t flags)
+{
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (vote->world != world)
+            continue;
+        if (consent->decided)
+            continue;
+        vote->vote = DTRAIN__VOTE_YES;
+        vote->kind = kind;
+        vote->flags = flags;
+    }
+}
+
+static void dtrain__consent_list(dtrain__seat *seat)
+{
+    dtrain__council_list(seat->council);
+    for (int i = 0; i < seat->size; i++)
+        dtrain__council_list_add(seat->council, (uint64_t)seat->worlds[i]);
+}
+
+/* Votes in this rank's group. Voting again changes the vote until the consent is decided. Returns 0 if there is no
+ * memory. */
+static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agreement)
+{
+    dtrain__council *council = seat->council;
+    int leader = dtrain__council_leader(council);
+    dtrain__consent_list(seat);
+    dtrain__consent_retire(council, seat->id, agreement->number);
+    dtrain__consent *consent = dtrain__consent_open(council, seat->id, agreement->number, agreement->kind);
+    if (consent == NULL)
+        return 0;
+    if (consent->decided == DTRAIN__CONSENT_PROPOSED && leader != council->rank)
+        dtrain__consent_send(council, leader, consent);
+    if (consent->decided)
+        return 1;
+    consent->kind = agreement->kind;
+    for (int i = 0; i < seat->size; i++)
+        if (dtrain__membership_left(seat->members, i))
+            consent->votes[i].vote = DTRAIN__VOTE_OUT;
+    dtrain__consent_note(consent, seat->worlds[seat->rank], agreement->kind, agreement->flags);
+    if (leader != council->rank)
+        dtrain__consent_send(council, leader, consent);
+    dtrain__consent_step(council);
+    return 1;
+}
+
+/* Whether this rank knows the decision; copies it then. */
+static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreement)
+{
+    dtrain__council *council = seat->council;
+    dtrain__consent_list(seat);
+    dtrain__consent *consent = dtrain__consent_find(council, seat->id, agreement->number);
+    int decided = consent != NULL && consent->decided == DTRAIN__CONSENT_DECIDED;
+    if (decided)
+        consent->heard = 1;
+    agreement->given_up = council->given_up;
+    agreement->status = council->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
+    if (consent != NULL && !decided)
+        agreement->awaited =
+            dtrain__council_leader(council) == council->rank && consent->decided == DTRAIN__CONSENT_OPEN
+                ? dtrain__consent_awaits(council, consent)
+                : -1;
+    if (decided) {
+        agreement->flags = consent->flags;
+        agreement->id = consent->id;
+    }
+    for (int rank = 0; rank < council->listed; rank++)
+        agreement->goes_on[rank] = decided && consent->votes[rank].vote == DTRAIN__VOTE_YES;
+    return decided || council->given_up;
+}
+
+/* A member's end of the group is gone, or its process: it no longer votes. `world`: its rank in the world. */
+static void dtrain__consent_left(dtrain__council *council, uint64_t group, int world)
+{
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
+        for (int i = 0; consent->group == group && consent->decided != DTRAIN__CONSENT_DECIDED && i < consent->count;
+             i++)
+            if (consent->votes[i].world == world)
+                consent->votes[i].left = 1, consent->votes[i].asks = 0;
+}
+
+/* There is a new leader: sends it everything that this rank keeps. */
+static void dtrain__consent_resend(dtrain__council *council)
+{
+    int leader = dtrain__council_leader(council);
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
+        if (leader != council->rank)
+            dtrain__consent_send(council, leader, consent);
+}
+
+static void dtrain__council_free(dtrain__council *council)
+{
+    for (int rank = 0; rank < council->size; rank++)
+        dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
+    dtrain__store_free(&council->store, council->allocator);
+    while (council->consents != NULL)
+        dtrain__consent_drop(council, &council->consents);
+    while (council->spare_consents != NULL)
+        dtrain__consent_drop(council, &council->spare_consents);
+    dtrain__council_close ended = DTRAIN__ATOMIC_LOAD(dtrain__council_closing(), SEQ_CST);
+    if (ended != NULL && council->serial != 0)
+        ended(council->serial);
+}
+
+/* A consent in a message. */
+typedef struct dtrain__consent_frame {
+    uint64_t group, number, kind, decided, status, flags, id, count;
+    const unsigned char *entries; /* count of them */
+} dtrain__consent_frame;
+
+static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__reader *reader)
+{
+    int good = dtrain__take(reader, &frame->group, 8) && dtrain__take(reader, &frame->number, 8) &&
+               dtrain__take(reader, &frame->kind, 1) && dtrain__take(reader, &frame->decided, 1) &&
+               dtrain__take(reader, &frame->status, 2) && dtrain__take(reader, &frame->flags, 8) &&
+               dtrain__take(reader, &frame->id, 8) && dtrain__take(reader, &frame->count, 4);
+    frame->entries = reader->at;
+    return good && frame->decided <= DTRAIN__CONSENT_PROPOSED && dtrain__status_known(frame->status) &&
+           reader->left % DTRAIN__CONSENT_FRAME_BYTES == 0 &&
+           frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
+}
+
+/* Lists a message's members. Returns whether `from` may send it. They must be the group's, if this rank knows the
+ * group; else ranks of the world, with `from` among them. Nobody sends rank 0 a decision: it leads as long as it is
+ * there. */
+static int dtrain__consent_frame_fits(dtrain__council *council, int from, const dtrain__consent_frame *frame)
+{
+    int among = from == dtrain__council_leader(council);
+    const dtrain__seat *seat = dtrain__council_seat(council, frame->group);
+    if (frame->count == 0 || frame->count > (uint64_t)council->size ||
+        (frame->decided && council->rank == 0 &&
+         (frame->decided == DTRAIN__CONSENT_DECIDED || dtrain__plane_group_maker(frame->id) != 0)) ||
+        (seat != NULL && frame->count != (uint64_t)seat->size))
+        return 0;
+    dtrain__council_list(council);
+    for (uint64_t i = 0; i < frame->count; i++) {
+        const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
+        uint64_t world = dtrain__get_le(entry + 8, 4);
+        if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_DEAD ||
+            (seat != NULL && seat->worlds[i] != (int)world))
+            return 0;
+        among |= (int)world == from;
+    }
+    return among;
+}
+
+/* Counts a message's entries: all entries of a decision or proposal; else the vote of `from`, and whom it knows to have
+ * left or to be dead. */
+static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__consent_frame *frame,
+                                        dtrain__consent *consent, int from)
+{
+    for (int i = 0; i < consent->count; i++) {
+        const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
+        dtrain__vote *mine = &consent->votes[i];
+        int out = entry[12] == DTRAIN__VOTE_OUT || entry[12] == DTRAIN__VOTE_DEAD;
+        mine->dead |= entry[12] == DTRAIN__VOTE_DEAD && dtrain__council_beside(council, from, mine->world);
+        if (frame->decided)
+            mine->vote = out ? (int)DTRAIN__VOTE_OUT : entry[12];
+        else if (out && mine->vote == DTRAIN__VOTE_NONE)
+            mine->vote = DTRAIN__VOTE_OUT;
+        else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES) {
+            mine->asks = from != council->rank;
+            dtrain__consent_note(consent, from, (int)frame->kind, dtrain__get_le(entry, 8));
+        }
+    }
+}
+
+/* The leader takes an acknowledgement of its proposal, or of one that it has taken back. */
+static void dtrain__consent_acknowledged(dtrain__consent *consent, uint64_t id, int from)
+{
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (vote->world != from)
+            continue;
+        vote->asks = 1;
+        if (id == consent->id)
+            vote->asked = 0;
+    }
+}
+
+/* Takes a vote, a proposal or a decision. Returns 0 if it is malformed or out of place. */
+static int dtrain__consent_take(dtrain__council *council, int from, dtrain__reader *reader)
+{
+    dtrain__consent_frame frame;
+    int leader = dtrain__council_leader(council);
+    if (!dtrain__consent_frame_read(&frame, reader) || !dtrain__consent_frame_fits(council, from, &frame))
+        return 0;
+    int leads = leader == council->rank, proposed = frame.decided == DTRAIN__CONSENT_PROPOSED;
+    if (!frame.decided)
+        dtrain__consent_retire(council, frame.group, frame.number);
+    dtrain__consent *consent = dtrain__consent_open(council, frame.group, frame.number, (int)frame.kind);
+    if (consent == NULL)
+        return 1; /* without memory the call ends at its deadline */
+    if (proposed && leads)
+        dtrain__consent_acknowledged(consent, frame.id, from);
+    if (!frame.decided) {
+        dtrain__consent_frame_count(council, &frame, consent, from);
+    } else if (consent->decided != DTRAIN__CONSENT_DECIDED &&
+               !(proposed && dtrain__plane_group_maker(frame.id) == council->rank)) {
+        dtrain__consent_frame_count(council, &frame, consent, from);
+        consent->decided = proposed && !leads ? DTRAIN__CONSENT_PROPOSED : DTRAIN__CONSENT_DECIDED;
+        consent->status = (dtrain_status)frame.status; /* what a leader before this one has proposed stands */
+        consent->flags = frame.flags;
+        consent->id = frame.id;
+        if (consent->decided == DTRAIN__CONSENT_PROPOSED)
+            dtrain__consent_send(council, leader, consent);
+        else
+            council->tell(council->self);
+    }
+    dtrain__consent_answer(council, consent);
+    dtrain__consent_step(council);
+    return 1;
+}
+
+/* A member's end of a group has left: it no longer votes or waits for a key. */
+static void dtrain__council_left(dtrain__council *council, uint64_t group, int world)
+{
+    dtrain__council_forget(council, world, group);
+    dtrain__consent_left(council, group, world);
+    dtrain__consent_step(council);
+}
+
+/* This rank's end of a group is about to leave. Tells its members first what this rank knows to be decided: they no
+ * longer ask a rank that has left. Then tells a leader that is no member. */
+static void dtrain__council_leave(dtrain__seat *seat)
+{
+    dtrain__council *council = seat->council;
+    unsigned char head[8];
+    int leader = dtrain__council_leader(council);
+    dtrain__put_le(head, seat->id, 8);
+    dtrain__consent_list(seat);
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
+        for (int i = 0; consent->group == seat->id && consent->decided == DTRAIN__CONSENT_DECIDED && i < consent->count;
+             i++)
+            if (consent->votes[i].world != leader && consent->votes[i].world != council->rank)
+                dtrain__consent_send(council, consent->votes[i].world, consent);
+    if (!council->lists[leader])
+        council->send(council->self, leader, DTRAIN__FRAME_BYE, head, sizeof head, NULL, 0);
+}
+
+/* Counts a rank as gone. */
+static void dtrain__council_lost(dtrain__council *council, int rank)
+{
+    dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
+    if (dtrain__council_leader(council) > rank) /* it was the leader */
+        dtrain__consent_resend(council);
+    dtrain__consent_step(council);
+}
+
+/* Waits for the end of an agreement, or of a store call; the other is NULL. Looks once more after the deadline. Returns
+ * whether it has ended. */
+static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, const dtrain__store_call *call,
+                              dtrain_status *status, int64_t deadline_ns)
+{
+    dtrain__council *council = seat->council;
+    int ended, late = 0;
+    for (unsigned turn = 0;; turn++) {
+        uint64_t seen = DTRAIN__ATOMIC_LOAD(&council->news, SEQ_CST);
+        dtrain__seat_lock(seat, 1);
+        ended = agreement != NULL ? dtrain__consent_decided(seat, agreement)
+                                  : dtrain__council_ended(seat, call, late, status);
+        dtrain__seat_lock(seat, 0);
+        if (ended || late)
+            return ended;
+        if (call != NULL && call->own)
+            dtrain__os_sleep(1000000); /* the wake-ups of the group are its program's */
+        else
+            council->wait(seat, turn, deadline_ns, seen);
+        late = dtrain__os_now_ns() >= deadline_ns;
+    }
+}
+
+/* Votes and waits for the decision until deadline_ns; returns whether there is one. */
+static int dtrain__seat_agree(dtrain__seat *seat, dtrain__agreement *agreement, int64_t deadline_ns)
+{
+    dtrain__seat_lock(seat, 1);
+    agreement->starved = !agreement->voted && !dtrain__consent_vote(seat, agreement);
+    dtrain__seat_lock(seat, 0);
+    return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, NULL, deadline_ns);
+}
+
+static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *call, int64_t deadline_ns)
+{
+    dtrain__seat_lock(seat, 1);
+    dtrain_status status = dtrain__council_ask(seat, call);
+    dtrain__seat_lock(seat, 0);
+    if (status == DTRAIN_OK)
+        dtrain__seat_await(seat, NULL, call, &status, deadline_ns);
+    return status;
+}
+
+/* Takes one message from a rank that is not gone. Returns 0 if it is malformed or out of place. */
+static int dtrain__council_take(dtrain__council *council, int from, int type, dtrain__reader *reader)
+{
+    uint64_t group;
+    switch (type) {
+    case DTRAIN__FRAME_BYE:
+        if (!dtrain__take(reader, &group, 8) || reader->left > 0)
+            return 0;
+        dtrain__council_left(council, group, from);
+        return 1;
+    case DTRAIN__FRAME_ASK: return dtrain__council_take_ask(council, from, reader);
+    case DTRAIN__FRAME_ANSWER: return dtrain__council_take_answer(council, from, reader);
+    case DTRAIN__FRAME_CONSENT: return dtrain__consent_take(council, from, reader);
+    default: return 0;
+    }
+}
+
+#endif
+
+#ifndef DTRAIN_NO_SOCKETS
+
 /* ---- >>hub ----
  * The control plane of one process, shared by the groups of one world. Every rank keeps one connection to the leader,
  * at first rank 0. Over it the world forms, and ranks learn that members live, and who is lost and why. Data
@@ -21707,10 +21771,11 @@ typedef struct dtrain__channel {
     int attend;          /* some lane needs a step */
     int wake[2];         /* a pipe that wakes the waiting caller */
     uint32_t waiting;
-    uint32_t dozing;      /* the service thread waits for the doorbell, which is `wake` */
-    int awaiting;         /* some peer has a nonzero awaits */
-    dtrain__arena *arena; /* NULL: the members share no memory */
-    dtrain__tell last;    /* writes what this rank does; may be NULL */
+    uint32_t dozing;             /* the service thread waits for the doorbell, which is `wake` */
+    int awaiting;                /* some peer has a nonzero awaits */
+    struct dtrain__arena *arena; /* NULL: the members share no memory */
+    void (*arena_free)(struct dtrain__arena *arena);
+    dtrain__tell last; /* writes what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
 
@@ -22862,7 +22927,7 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     if (purpose == DTRAIN__PURPOSE_CONTROL)
         handshake->received = hub->members[peer].control.received;
     else if (dtrain__hub_shares(hub, peer)) {
-        handshake->ring_bytes = dtrain__threads_ring_bytes(hub->size, hub->polls);
+        handshake->ring_bytes = dtrain__ring_bytes(hub->size, hub->polls);
         handshake->filled =
             dtrain__shm_offer(handshake->offer, handshake->ring_bytes, &handshake->page, &handshake->page_fd);
     }
@@ -24316,7 +24381,8 @@ static void dtrain__channel_free(dtrain__channel *channel)
     }
     dtrain__free(hub->allocator, channel->lanes);
     dtrain__free(hub->allocator, channel->peers);
-    dtrain__arena_free(channel->arena);
+    if (channel->arena_free != NULL)
+        channel->arena_free(channel->arena);
     dtrain__seat_free(&channel->seat);
     dtrain__os_pipe_close(channel->wake);
     dtrain__free(hub->allocator, channel);
@@ -24480,6 +24546,886 @@ static void dtrain__hub_convene(dtrain__hub *hub)
 }
 
 #endif
+
+/* ---- >>world ----
+ * Makes a process's end of a new world, and says whether the world has formed. */
+#ifndef DTRAIN__WORLD
+#define DTRAIN__WORLD
+
+/* A turn of the hub on its service thread. After the first, only that thread steps the hub. */
+static void dtrain__world_step(dtrain__origin *origin, int64_t deadline_ns)
+{
+    dtrain__hub *hub = (dtrain__hub *)(void *)origin;
+    DTRAIN__ATOMIC_STORE(&hub->serviced, 1, RELEASE);
+    if (!dtrain__os_try_lock(&hub->step_mutex)) {
+        dtrain__hub_kick(hub);
+        dtrain__os_lock(&hub->step_mutex);
+    }
+    dtrain__hub_step(hub, NULL, 0, deadline_ns);
+    dtrain__os_unlock(&hub->step_mutex);
+}
+
+static void dtrain__world_kick(dtrain__origin *origin)
+{
+    dtrain__hub_kick((dtrain__hub *)(void *)origin);
+}
+
+static void dtrain__world_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
+{
+    hub->keys = *keys;
+    hub->rank = keys->rank;
+    hub->size = keys->world_size;
+    dtrain__hub_convene(hub);
+    hub->insecure = desc->insecure;
+    hub->listen_fd = desc->listen_fd;
+    hub->on_address = desc->on_address;
+    hub->on_address_user = desc->on_address_user;
+    hub->transport = desc->transport;
+    hub->polls = desc->polls;
+    hub->connections = desc->connections > 0 ? desc->connections : 1;
+    hub->heartbeat_ns =
+        desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
+    hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
+    hub->patience_ns = dtrain__os_ms_to_ns(desc->timeout_ms < 0 ? INT64_MAX : desc->timeout_ms);
+    hub->patience_ns = hub->heartbeat_ns > hub->patience_ns ? hub->heartbeat_ns : hub->patience_ns;
+    hub->patience_ns = hub->reconnect_ns > hub->patience_ns ? hub->reconnect_ns : hub->patience_ns;
+    hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
+    hub->rest_ns = (hub->heartbeat_ns > 0 ? hub->heartbeat_ns : dtrain__os_ms_to_ns(15000)) / 4;
+    if (desc->timeout_ms > 0 &&
+        dtrain__os_ms_to_ns(desc->timeout_ms) / 16 < hub->rest_ns) /* a deadline's text has news */
+        hub->rest_ns = dtrain__os_ms_to_ns(desc->timeout_ms) / 16;
+    hub->rest_ns = hub->rest_ns > hub->period_ns ? hub->rest_ns : hub->period_ns;
+    hub->kick[0] = hub->kick[1] = -1;
+    hub->suspect = -1;
+    snprintf(hub->root, sizeof hub->root, "%s", desc->root);
+    snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);
+    snprintf(hub->fingerprint, sizeof hub->fingerprint, "%s", desc->fingerprint);
+    snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
+}
+
+static void dtrain__world_introduce(dtrain__hub *hub)
+{
+    dtrain__member *self = &hub->members[hub->rank];
+    char host[64] = "?", program[24];
+    int told = 0;
+    dtrain__os_host_name(host, sizeof host);
+    dtrain__os_program(program, sizeof program);
+    snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
+    snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
+    self->host = dtrain__plane_host();
+    self->process = (uint64_t)dtrain__os_self();
+    self->began = dtrain__os_process_began(dtrain__os_self(), &told) ^ dtrain__os_process_space() << 40;
+    self->joined = 1;
+}
+
+/* Opens the pipe, chooses the run's name, finds the root, and on rank 0 opens the listener. */
+static dtrain_status dtrain__world_open(dtrain__hub *hub)
+{
+    dtrain_status status;
+    int error = dtrain__os_pipe(hub->kick);
+    if (error == 0 && hub->rank == 0)
+        error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
+                            hub->rank, dtrain__os_error_text(error));
+    status = dtrain__root_find(hub);
+    if (status == DTRAIN_OK && hub->rank == 0 && !hub->root_named)
+        status = dtrain__root_listen(hub, hub->listen_fd);
+    if (status == DTRAIN_OK && hub->listener_count > 0 && hub->on_address != NULL)
+        hub->on_address(hub->on_address_user, hub->root);
+    return status;
+}
+
+static dtrain_status dtrain__world_start(dtrain__hub *hub, dtrain__channel **out, const dtrain__keys *keys,
+                                         const dtrain__hub_desc *desc)
+{
+    dtrain__world_describe(hub, keys, desc);
+    size_t size = (size_t)hub->size;
+    hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
+    hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
+    if (hub->members == NULL || hub->fds == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
+    for (int rank = 0; rank < hub->size; rank++)
+        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
+    dtrain__world_introduce(hub);
+    dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
+    return status == DTRAIN_OK ? dtrain__world_open(hub) : status;
+}
+
+/* Makes one rank's end. Rank 0 then listens; others will connect to it. dtrain__hub_step does the rest. */
+static dtrain_status dtrain__world_create(dtrain__channel **out, const dtrain__keys *keys, const dtrain__hub_desc *desc,
+                                          dtrain_allocator *allocator)
+{
+    dtrain__hub *hub =
+        (dtrain__hub *)dtrain__memory_owner(allocator, sizeof *hub, offsetof(dtrain__hub, own), &allocator);
+    *out = NULL;
+    if (hub == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
+    hub->allocator = allocator;
+    dtrain__os_mutex_init(&hub->mutex);
+    dtrain__os_mutex_init(&hub->step_mutex);
+    dtrain__os_mutex_init(&hub->origin.mutex);
+    hub->origin.step = dtrain__world_step;
+    hub->origin.kick = dtrain__world_kick;
+    dtrain_status status = dtrain__world_start(hub, out, keys, desc);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    dtrain__error kept = dtrain__thread_error;
+    if (*out != NULL)
+        dtrain__channel_destroy(*out);
+    else
+        dtrain__hub_free(hub, 0);
+    *out = NULL;
+    return dtrain__report(&kept);
+}
+
+/* Reports why a group has not formed: which ranks came, which did not, which were refused. */
+static dtrain_status dtrain__world_unformed(dtrain__hub *hub, double seconds)
+{
+    char missing[160] = "";
+    size_t used = 0;
+    for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
+        if (!hub->members[rank].joined && used < sizeof missing - 32)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
+                                     hub->members[rank].name[0] != 0 ? " (came and left)" : "");
+    if (hub->rank == 0 && hub->listener_count == 0)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_TIMEOUT,
+            "comm_create: rank 0 of %d could not listen at %.120s within %.1f s: %.300s; believed: %.180s", hub->size,
+            hub->root, seconds, hub->root_error.text, hub->believed);
+    if (hub->rank == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                            "comm_create: rank 0 of %d waited %.1f s at %.120s%s for rank %s; believed: %.180s%s%.200s",
+                            hub->size, seconds, hub->root, hub->elsewhere ? " (which is no address of its host)" : "",
+                            missing, hub->believed, hub->refused[0] != 0 ? "; came and was refused: " : "",
+                            hub->refused);
+    if (hub->members[0].control.fd >= 0)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_TIMEOUT,
+            "comm_create: rank %d of %d has met rank 0 at %.120s and waited %.1f s for other ranks, which "
+            "have not come; believed: %.200s",
+            hub->rank, hub->size, hub->root, seconds, hub->believed);
+    return dtrain__fail(
+        NULL, dtrain__hub_root_denied(hub) ? hub->root_error.status : DTRAIN_ERR_TIMEOUT,
+        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.260s); believed: %.180s; is rank "
+        "0 started%s?",
+        hub->rank, hub->size, seconds, hub->root, hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer",
+        hub->believed,
+        dtrain__root_port(hub) > 0 && dtrain__net_is_unix(&hub->root_addresses[0])
+            ? ", by this user and with the same TMPDIR (or set DTRAIN_TOKEN on every rank)"
+            : ", and can it be reached from here");
+}
+
+/* Checks whether the group has formed, or never will. */
+static dtrain_status dtrain__world_formed(dtrain__channel *world, int *formed, int64_t started_ns, int64_t deadline_ns)
+{
+    dtrain__hub *hub = world->hub;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__os_lock(&hub->mutex);
+    const dtrain__error *cause = dtrain__membership_cause(world->seat.members);
+    *formed = hub->formed && cause == NULL;
+    if (cause != NULL)
+        status = dtrain__fail(NULL, cause->status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
+                              hub->size, cause->text, hub->believed);
+    else if (!hub->formed && hub->rank != 0 && hub->members[0].gone != DTRAIN__PRESENT)
+        status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s",
+                              hub->rank, hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
+    else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
+        status = dtrain__world_unformed(hub, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
+    dtrain__os_unlock(&hub->mutex);
+    return status;
+}
+
+#endif
+
+#endif
+
+/* ---- >>shared ----
+ * What the ranks of a group share in memory: a slot for each rank, and what wakes those that wait.
+ *
+ * Invariants: only its own rank writes a slot. A rank sets its `inside` flag, then checks that the group is not broken,
+ * and then reads a peer's buffers. A rank that fails breaks the group first and looks at the flags then. So it takes
+ * its buffers back only when nobody is inside them. */
+#ifndef DTRAIN__SHARED
+#define DTRAIN__SHARED
+DTRAIN__FAST_BEGIN
+
+typedef struct dtrain__shared {
+    dtrain__bell bell; /* unused between processes */
+    dtrain__membership *members;
+    dtrain__slot *slots;   /* one for each rank */
+    size_t inline_bytes;   /* up to here a rank's input lies in its post */
+    unsigned char *bounce; /* between processes: two buffers for each rank, bounce_stride apart; small inputs, too */
+    size_t bounce_bytes, bounce_stride;
+    const int *doorbells; /* between processes: what wakes each rank */
+    int crowded;          /* between processes: the ranks of the host outnumber its processors */
+} dtrain__shared;
+
+/* Wakes the ranks that wait for this one. */
+static void dtrain__shared_ring(dtrain__shared *shared, int rank)
+{
+    if (shared->doorbells == NULL) {
+        dtrain__bell_ring(&shared->bell);
+        return;
+    }
+    for (int peer = 0; peer < shared->members->size; peer++) {
+        uint32_t *asleep = &shared->slots[peer].asleep;
+        if (peer != rank && DTRAIN__ATOMIC_LOAD(asleep, SEQ_CST) != 0 &&
+            DTRAIN__ATOMIC_EXCHANGE(asleep, 0u, SEQ_CST) != 0)
+            dtrain__os_poke(shared->doorbells[peer]);
+    }
+}
+
+/* Whether a rank has closed its buffers. Between threads the broken group says so. */
+static int dtrain__shared_closed(const dtrain__shared *shared)
+{
+    int closed = dtrain__membership_broken(shared->members);
+    for (int rank = 0; shared->doorbells != NULL && rank < shared->members->size; rank++)
+        closed |= DTRAIN__ATOMIC_LOAD(&shared->slots[rank].closed, SEQ_CST) != 0;
+    return closed;
+}
+
+/* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
+static int dtrain__shared_enter(dtrain__shared *shared, int rank)
+{
+    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 1, SEQ_CST);
+    if (!dtrain__shared_closed(shared))
+        return 1;
+    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, SEQ_CST);
+    return 0;
+}
+
+static void dtrain__shared_leave(dtrain__shared *shared, int rank)
+{
+    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, RELEASE);
+}
+
+DTRAIN__FAST_END
+#endif
+
+/* ---- >>threads ----
+ * Ranks in one address space. A group has a state that its ranks share, and a ring of bytes for each ordered pair of
+ * ranks. The sender makes the ring at its first message. All waiting is on the group's bell. The groups of one world
+ * share a council, the mutex that guards it, an allocator and a service thread, which live until the last group ends.
+ *
+ * Ranks read each other's buffers in place. Each has one slot, where it posts its next call. The collectives are those
+ * of >>fused. */
+#ifndef DTRAIN__THREADS
+#define DTRAIN__THREADS
+DTRAIN__FAST_BEGIN
+
+/* ---- groups ---- */
+
+typedef struct dtrain__threads_group dtrain__threads_group;
+
+/* One rank's end of a group. */
+typedef struct dtrain__threads_rank {
+    dtrain__seat seat; /* first */
+    dtrain__threads_group *group;
+    dtrain__tell tell; /* peers may read it once record is set */
+    void *record;      /* says what the rank does; peers read it until the group is freed */
+} dtrain__threads_rank;
+
+typedef struct dtrain__threads_world {
+    dtrain__origin origin;
+    dtrain__os_mutex mutex; /* guards the council and each group's `ends` */
+    dtrain__council council;
+    dtrain__bell bell; /* the service thread's; the bell of every group rings it too */
+    dtrain_allocator own, *allocator;
+    int polls; /* its ranks have progress by poll */
+} dtrain__threads_world;
+
+struct dtrain__threads_group {
+    dtrain__shared shared;
+    dtrain__membership members;
+    int ends; /* how many ranks have joined and not left */
+    dtrain__threads_world *world;
+    dtrain__threads_rank *ranks;
+    dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender. Its bytes follow each */
+};
+
+/* The bytes of each ring. */
+static size_t dtrain__threads_room(const dtrain__threads_group *group)
+{
+    return dtrain__ring_bytes(group->members.size, group->world->polls);
+}
+
+/* ---- messages ---- */
+
+static dtrain__ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
+{
+    return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
+}
+
+typedef struct dtrain__threads_way {
+    dtrain__threads_rank *mine;
+    int peer, sending;
+    dtrain__ring **ring;
+} dtrain__threads_way;
+
+static int dtrain__threads_ready(void *pointer)
+{
+    const dtrain__threads_way *way = (dtrain__threads_way *)pointer;
+    dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
+    const dtrain__membership *members = way->mine->seat.members;
+    if (dtrain__membership_broken(members) || dtrain__membership_left(members, way->peer))
+        return 1;
+    if (ring == NULL)
+        return 0;
+    uint64_t held = dtrain__ring_held(ring);
+    return way->sending ? held < dtrain__threads_room(way->mine->group) : held > 0;
+}
+
+/* Moves bytes through one ring until all have moved, the deadline has passed, or the peer has left. Bytes that the peer
+ * wrote before it left are still received. */
+static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned char *data, size_t bytes,
+                                          int64_t deadline_ns, size_t *moved)
+{
+    dtrain__seat *seat = &way->mine->seat;
+    dtrain__bell *bell = &way->mine->group->shared.bell;
+    *moved = 0;
+    for (unsigned turn = 0;; turn++) {
+        int left = dtrain__membership_left(seat->members, way->peer);
+        dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
+        size_t n = 0;
+        if (ring != NULL && !(way->sending && left))
+            n = dtrain__ring_move(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
+                                  way->sending, data + *moved, bytes - *moved);
+        *moved += n;
+        if (n > 0) {
+            dtrain__bell_ring(bell);
+            turn = 0;
+        }
+        if (*moved == bytes)
+            return DTRAIN_OK;
+        if (dtrain__membership_broken(seat->members) || (left && n == 0))
+            return dtrain__seat_needed(seat, way->peer);
+        if (n == 0 && (deadline_ns == 0 || dtrain__os_now_ns() >= deadline_ns))
+            return DTRAIN_ERR_TIMEOUT;
+        dtrain__bell_wait(bell, turn, deadline_ns, dtrain__threads_ready, way);
+    }
+}
+
+static dtrain_status dtrain__threads_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                          size_t *moved)
+{
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    dtrain__threads_way way = {mine, peer, 1, dtrain__threads_ring_between(mine->group, mine->seat.rank, peer)};
+    unsigned char *from;
+    *moved = 0;
+    memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
+    if (*way.ring == NULL) {
+        size_t whole = sizeof(dtrain__ring) + dtrain__threads_room(mine->group);
+        dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(mine->group->world->allocator, whole);
+        if (ring == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
+                                whole, mine->seat.rank, peer);
+        DTRAIN__ATOMIC_STORE(way.ring, ring, RELEASE);
+    }
+    return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);
+}
+
+static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                          size_t *moved)
+{
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    dtrain__threads_way way = {mine, peer, 0, dtrain__threads_ring_between(mine->group, peer, mine->seat.rank)};
+    return dtrain__threads_move(&way, (unsigned char *)data, bytes, deadline_ns, moved);
+}
+
+/* ---- the council: threads share it, so it sends no messages ---- */
+
+static void dtrain__threads_tell(void *self)
+{
+    dtrain__threads_world *world = (dtrain__threads_world *)self;
+    DTRAIN__ATOMIC_ADD(&world->council.news, 1, SEQ_CST);
+    for (dtrain__seat *seat = world->council.seats; seat != NULL; seat = seat->next)
+        dtrain__bell_ring(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell);
+}
+
+static int dtrain__threads_gone(void *self, int rank)
+{
+    (void)self, (void)rank;
+    return DTRAIN__PRESENT;
+}
+
+typedef struct dtrain__threads_look {
+    const dtrain__council *council;
+    uint64_t seen;
+} dtrain__threads_look;
+
+static int dtrain__threads_news(void *pointer)
+{
+    const dtrain__threads_look *look = (const dtrain__threads_look *)pointer;
+    return DTRAIN__ATOMIC_LOAD(&look->council->news, SEQ_CST) != look->seen;
+}
+
+static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
+{
+    dtrain__threads_look look = {seat->council, seen};
+    dtrain__bell_wait(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell, turn, until_ns, dtrain__threads_news,
+                      &look);
+}
+
+/* ---- groups come and go ---- */
+
+static void dtrain__threads_free(dtrain__threads_group *group)
+{
+    size_t size = (size_t)group->members.size;
+    dtrain_allocator *allocator = group->world->allocator;
+    for (size_t i = 0; group->rings != NULL && i < size * size; i++)
+        dtrain__free(allocator, group->rings[i]);
+    for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
+        dtrain__free(allocator, group->ranks[rank].record);
+    dtrain__membership_free(&group->members, allocator);
+    dtrain__free(allocator, group->rings);
+    dtrain__free(allocator, group->shared.slots);
+    dtrain__free(allocator, group->ranks);
+    dtrain__free(allocator, group);
+}
+
+static void dtrain__threads_world_free(dtrain__threads_world *world)
+{
+    dtrain__origin_stop(&world->origin);
+    dtrain__council_free(&world->council);
+    dtrain__os_mutex_free(&world->mutex);
+    dtrain__os_mutex_free(&world->origin.mutex);
+    dtrain__free(world->allocator, world);
+}
+
+/* Marks a rank's end as left. why: the reason, may be empty. The caller holds the world's mutex. */
+static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
+{
+    dtrain__seat_left(seat, rank, why, calls);
+    dtrain__council_left(seat->council, seat->id, seat->worlds[rank]);
+}
+
+static void dtrain__threads_leave(void *self, const char *why)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    if (seat->forked)
+        return;
+    dtrain__seat_lock(seat, 1);
+    dtrain__threads_mark(seat, seat->rank, why, seat->calls);
+    dtrain__seat_lock(seat, 0);
+}
+
+/* The rank's thread ends with an error. Marks it as left in its other groups, so that nobody waits for it. Breaks
+ * further groups that are bound to it, so that they do not go on without it. */
+static void dtrain__threads_give_up(void *self, const dtrain__error *why)
+{
+    dtrain__seat *of = (dtrain__seat *)self;
+    int world = of->worlds[of->rank], rank;
+    dtrain__error lost;
+    dtrain__membership_because(&lost, DTRAIN_ERR_PEER_LOST,
+                               "rank %d of the world, of another group of this mesh, has left: %.400s", world,
+                               why->text);
+    dtrain__seat_lock(of, 1);
+    for (dtrain__seat *seat = of->council->seats; seat != NULL; seat = seat->next)
+        if (seat->id != of->id && (rank = dtrain__seat_rank(seat, world)) >= 0)
+            dtrain__threads_mark(seat, rank, why->text, UINT64_MAX); /* calls that need it then fail */
+        else if (seat->id != of->id && seat->bound != NULL && seat->bound[world])
+            dtrain__seat_break(seat, &lost);
+    dtrain__seat_lock(of, 0);
+}
+
+/* The rank's end leaves and is freed. The last end of a group frees the group; the last end of a world frees the world.
+ * A forked child takes no lock, since threads of its parent may have held it. */
+static void dtrain__threads_destroy(void *self)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__threads_group *group = ((dtrain__threads_rank *)self)->group;
+    dtrain__threads_world *world = group->world;
+    int forked = seat->forked;
+    dtrain__threads_leave(self, "");
+    if (!forked)
+        dtrain__os_lock(&world->mutex);
+    dtrain__seat_unlink(seat);
+    dtrain__seat_free(seat);
+    int last = world->council.seats == NULL;
+    if (--group->ends == 0) {
+        dtrain__consent_forget(&world->council, seat->id);
+        dtrain__threads_free(group);
+    }
+    if (!forked)
+        dtrain__os_unlock(&world->mutex);
+    if (last)
+        dtrain__threads_world_free(world);
+}
+
+static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator, int size)
+{
+    dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
+        allocator, sizeof *world, offsetof(dtrain__threads_world, own), &allocator);
+    if (world == NULL)
+        return NULL;
+    dtrain__council *council = &world->council;
+    world->allocator = council->allocator = allocator;
+    world->origin.bell = &world->bell;
+    council->self = world;
+    council->origin = &world->origin;
+    council->size = size;
+    council->tell = dtrain__threads_tell;
+    council->gone = dtrain__threads_gone;
+    council->mutex = &world->mutex;
+    council->wait = dtrain__threads_wait;
+    dtrain__os_mutex_init(&world->mutex);
+    dtrain__os_mutex_init(&world->origin.mutex);
+    return world;
+}
+
+/* Makes a group that no rank has joined. Returns NULL if there is no memory. */
+static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, int size)
+{
+    size_t ranks = (size_t)size;
+    dtrain_allocator *allocator = world->allocator;
+    dtrain__threads_group *group = (dtrain__threads_group *)dtrain__alloc(allocator, sizeof *group);
+    if (group == NULL)
+        return NULL;
+    group->world = world;
+    group->shared.bell.spins =
+        size <= dtrain__os_processors() ? 100 : 0; /* about 5 us; other programs need the processors too */
+    group->shared.bell.also = &world->bell;
+    group->shared.members = &group->members;
+    group->shared.inline_bytes = DTRAIN__POST_INLINE_BYTES;
+    group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
+    group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
+    group->rings = (dtrain__ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__ring *));
+    if (dtrain__membership_open(&group->members, allocator, size) && group->shared.slots != NULL &&
+        group->ranks != NULL && group->rings != NULL)
+        return group;
+    dtrain__threads_free(group);
+    return NULL;
+}
+
+/* A rank joins the group with this id. The first one makes the group. dtrain__threads_destroy undoes it. */
+static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world,
+                                            const dtrain__group_desc *desc)
+{
+    dtrain__os_lock(&world->mutex);
+    dtrain__seat *seat = dtrain__council_seat(&world->council, desc->id);
+    dtrain__threads_group *group =
+        seat != NULL ? ((dtrain__threads_rank *)(void *)seat)->group : dtrain__threads_make(world, desc->size);
+    int good = group != NULL;
+    if (good) {
+        seat = &group->ranks[desc->rank].seat;
+        group->ranks[desc->rank].group = group;
+        good =
+            dtrain__seat_open(seat, &world->council, desc->id, &group->members, desc->worlds, desc->size, desc->rank);
+    }
+    if (good) {
+        group->ends++;
+        seat->next = world->council.seats;
+        world->council.seats = seat;
+    } else if (group != NULL && group->ends == 0) {
+        dtrain__threads_free(group);
+    }
+    dtrain__os_unlock(&world->mutex);
+    *out = group;
+    return good ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", desc->size);
+}
+
+static void dtrain__threads_fail(void *self, dtrain_status why, const char *text)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__error cause;
+    dtrain__membership_because(&cause, why, "%s", text);
+    dtrain__seat_lock(seat, 1);
+    dtrain__seat_break(seat, &cause);
+    dtrain__seat_lock(seat, 0);
+}
+
+/* ---- the plane ---- */
+
+static void dtrain__threads_end(dtrain__end *end, dtrain__threads_group *group, int rank)
+{
+    dtrain__seat_give(&group->ranks[rank].seat, end);
+    end->transport.send = dtrain__threads_send;
+    end->transport.recv = dtrain__threads_recv;
+    end->transport.fail = dtrain__threads_fail;
+    end->transport.leave = dtrain__threads_leave;
+    end->transport.destroy = dtrain__threads_destroy;
+    end->shared = &group->shared;
+}
+
+static dtrain_status dtrain__threads_join(void *self, const dtrain__group_desc *desc, dtrain__end *end)
+{
+    dtrain__threads_group *group;
+    dtrain_status status = dtrain__threads_attach(&group, ((dtrain__threads_rank *)self)->group->world, desc);
+    if (status == DTRAIN_OK)
+        dtrain__threads_end(end, group, desc->rank);
+    return status;
+}
+
+/* Publishes what the rank does. The group owns the record. */
+static void dtrain__threads_publish(void *self, dtrain__tell tell, void *record)
+{
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    if (tell == NULL)
+        return;
+    mine->tell = tell;
+    DTRAIN__ATOMIC_STORE(&mine->record, record, RELEASE);
+}
+
+static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
+{
+    const dtrain__threads_rank *other = &((dtrain__threads_rank *)self)->group->ranks[rank];
+    void *record = DTRAIN__ATOMIC_LOAD(&other->record, ACQUIRE);
+    int awaits;
+    (void)after_ns;
+    *age_ns = 0;
+    return record != NULL ? other->tell(record, (unsigned char *)out, capacity, &awaits) : 0;
+}
+
+static size_t dtrain__threads_untaken(void *self, int rank)
+{
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), ACQUIRE);
+    return ring != NULL ? (size_t)dtrain__ring_held(ring) : 0;
+}
+
+static const dtrain__plane dtrain__threads_plane = {
+    1,    0,    dtrain__threads_join,   NULL, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL,
+    NULL, NULL, dtrain__threads_untaken};
+
+/* Makes a new world, and a group that `size` ranks have joined. */
+static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
+{
+    dtrain__threads_world *world = dtrain__threads_world_create(allocator, size);
+    dtrain_status status = DTRAIN_OK;
+    int come = 0;
+    if (world == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+    world->council.plane = &dtrain__threads_plane;
+    for (; status == DTRAIN_OK && come < size; come += status == DTRAIN_OK) {
+        dtrain__group_desc desc = {0, NULL, size, come};
+        status = dtrain__threads_attach(out, world, &desc);
+    }
+    if (status != DTRAIN_OK && come == 0)
+        dtrain__threads_world_free(world);
+    for (int rank = 0; status != DTRAIN_OK && rank < come; rank++)
+        dtrain__threads_destroy(&(*out)->ranks[rank]);
+    return status;
+}
+
+DTRAIN__FAST_END
+#endif
+
+/* ---- >>arena ----
+ * Memory in which the ranks of a group post their collectives (see >>fused), if all are processes of one host that can
+ * open each other's files. Rank 0 makes it. Every rank offers its doorbell, a pipe: a peer writes to it to wake a rank
+ * that sleeps. The group's first collective carries the offers, and then what each rank found (see >>meet).
+ *
+ * Invariants: a rank writes only its own slot, except that a peer clears `asleep`. Whatever a peer may write there, it
+ * is compared or copied, never followed. A rank that is killed holds no lock that outlives it: its loss breaks the
+ * group, and whoever waits looks for that. */
+#ifndef DTRAIN__ARENA
+#define DTRAIN__ARENA
+
+#define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
+#define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */
+#define DTRAIN__ARENA_BOUNCE_BYTES DTRAIN__TUNED(bounce_bytes, (size_t)1 << 20) /* of all ranks, for one round */
+#define DTRAIN__ARENA_SKEW ((size_t)17 * DTRAIN__CACHE_LINE) /* so that no two buffers share all sets of a cache */
+#define DTRAIN__ARENA_KEY_BYTES 16
+#define DTRAIN__ARENA_PIECE ((size_t)1 << 16) /* prepared at once: tens of microseconds */
+
+/* Where the fields of an offer are. */
+enum {
+    DTRAIN__OFFER_PROCESS = 0,
+    DTRAIN__OFFER_DOORBELL = 8, /* a descriptor of that process */
+    DTRAIN__OFFER_MEMORY = 12,  /* the same; rank 0's counts */
+    DTRAIN__OFFER_PIPE = 16,    /* the doorbell's number */
+    DTRAIN__OFFER_KEY = 24,     /* what the memory begins with */
+    DTRAIN__OFFER_MADE = 40     /* 1: this rank takes part */
+};
+
+typedef struct dtrain__arena {
+    dtrain__shared shared;
+    unsigned char *memory; /* the key; the slots from the next cache line on; then bounce buffers */
+    size_t bytes;
+    size_t filled; /* on rank 0: bytes that have their pages */
+    size_t mapped; /* of this rank's bounce buffers: bytes whose pages it has looked up */
+    int polls;     /* this rank makes it in small steps, as its caller has little time */
+    int fd;        /* of the memory, on rank 0 until all have opened it; -1: none */
+    int size, *doorbells;
+    dtrain_allocator *allocator;
+} dtrain__arena;
+
+static void dtrain__arena_close(dtrain__arena *arena)
+{
+    if (arena->fd >= 0)
+        dtrain__os_share_close(arena->fd);
+    arena->fd = -1;
+}
+
+static void dtrain__arena_free(dtrain__arena *arena)
+{
+    if (arena == NULL)
+        return;
+    dtrain__arena_close(arena);
+    for (int rank = 0; arena->doorbells != NULL && rank < arena->size; rank++)
+        if (arena->doorbells[rank] >= 0)
+            dtrain__os_hang_up(arena->doorbells[rank]);
+    if (arena->memory != NULL)
+        dtrain__os_unreserve(arena->memory, arena->bytes);
+    dtrain__free(arena->allocator, arena->doorbells);
+    dtrain__free(arena->allocator, arena);
+}
+
+/* Makes an arena without memory to share. Returns NULL if there is none even for that. */
+static dtrain__arena *dtrain__arena_new(const dtrain__seat *seat)
+{
+    size_t size = (size_t)seat->size;
+    dtrain_allocator *allocator = seat->council->allocator;
+    dtrain__arena *arena = (dtrain__arena *)dtrain__alloc(allocator, sizeof *arena);
+    if (arena == NULL)
+        return NULL;
+    arena->fd = -1;
+    arena->size = seat->size;
+    arena->allocator = allocator;
+    size_t bounce = DTRAIN__ARENA_BOUNCE_BYTES / size / 4096 * 4096;
+    if (bounce < DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE)
+        bounce = DTRAIN__ARENA_RANKS * DTRAIN__CACHE_LINE; /* a line for each receiver, and any inline input */
+    arena->shared.bounce_bytes = bounce;
+    arena->shared.bounce_stride = bounce + DTRAIN__ARENA_SKEW;
+    arena->bytes = DTRAIN__CACHE_LINE + size * (sizeof(dtrain__slot) + 2 * arena->shared.bounce_stride);
+    arena->doorbells = (int *)dtrain__alloc(allocator, size * sizeof(int));
+    if (arena->doorbells == NULL) {
+        dtrain__arena_free(arena);
+        return NULL;
+    }
+    for (size_t rank = 0; rank < size; rank++)
+        arena->doorbells[rank] = -1;
+    return arena;
+}
+
+/* Writes this rank's offer, which may be none. doorbell: what a peer writes to. polls: this rank has progress by poll.
+ * Returns 0 if all ranks know that there will be no arena: none is exchanged then. */
+static int dtrain__arena_offer(dtrain__arena **out, const dtrain__seat *seat, int doorbell, int polls,
+                               unsigned char offer[DTRAIN__SHARING_BYTES])
+{
+    uint64_t pipe;
+    memset(offer, 0, DTRAIN__SHARING_BYTES);
+    if (seat->size < 2 || seat->size > DTRAIN__ARENA_RANKS)
+        return 0;
+    dtrain__arena_free(*out);
+    *out = NULL;
+    if (dtrain__without("shm") || !dtrain__os_pipe_number(doorbell, &pipe) || (*out = dtrain__arena_new(seat)) == NULL)
+        return 1;
+    dtrain__arena *arena = *out;
+    arena->polls = polls;
+    if (seat->rank == 0) {
+        arena->memory = (unsigned char *)dtrain__os_share_as(arena->bytes, polls, &arena->fd);
+        if (arena->memory == NULL || dtrain__os_random(arena->memory, DTRAIN__ARENA_KEY_BYTES) != 0)
+            return 1;
+        dtrain__put_le(offer + DTRAIN__OFFER_MEMORY, (uint64_t)arena->fd, 4);
+        memcpy(offer + DTRAIN__OFFER_KEY, arena->memory, DTRAIN__ARENA_KEY_BYTES);
+    }
+    dtrain__put_le(offer + DTRAIN__OFFER_PROCESS, (uint64_t)dtrain__os_self(), 8);
+    dtrain__put_le(offer + DTRAIN__OFFER_DOORBELL, (uint64_t)doorbell, 4);
+    dtrain__put_le(offer + DTRAIN__OFFER_PIPE, pipe, 8);
+    offer[DTRAIN__OFFER_MADE] = 1;
+    return 1;
+}
+
+/* Gives the memory its pages, on rank 0. Without memory the offer is withdrawn. */
+static void dtrain__arena_fill(dtrain__arena *arena, unsigned char *offer)
+{
+    size_t left = arena->bytes - arena->filled, piece = left < DTRAIN__ARENA_PIECE ? left : DTRAIN__ARENA_PIECE;
+    if (dtrain__os_share_fill(arena->fd, arena->filled, piece) != 0) {
+        memset(offer, 0, DTRAIN__SHARING_BYTES);
+        piece = left;
+    }
+    arena->filled += piece;
+}
+
+/* Looks up the pages of this rank's bounce buffers, so that its first copy to them is as fast as the next. */
+static void dtrain__arena_map(dtrain__arena *arena, const dtrain__seat *seat)
+{
+    size_t whole = 2 * arena->shared.bounce_stride, left = whole - arena->mapped;
+    size_t piece = left < DTRAIN__ARENA_PIECE ? left : DTRAIN__ARENA_PIECE, page = dtrain__os_page_bytes();
+    size_t at = DTRAIN__CACHE_LINE + (size_t)seat->size * sizeof(dtrain__slot) + (size_t)seat->rank * whole;
+    size_t begin = (at + arena->mapped) / page * page;
+    dtrain__os_populate(arena->memory + begin, at + arena->mapped + piece - begin);
+    arena->mapped += piece;
+}
+
+/* Prepares memory for the others to open, or after that for this rank's use. With progress by poll it stops soon after
+ * until_ns. Returns whether that is done. */
+static int dtrain__arena_prepare(dtrain__arena *arena, const dtrain__seat *seat, int opened, unsigned char *offer,
+                                 int64_t until_ns)
+{
+    if (arena == NULL || !arena->polls || arena->memory == NULL)
+        return 1;
+    for (;;) {
+        if (opened ? arena->mapped == 2 * arena->shared.bounce_stride
+                   : seat->rank != 0 || arena->filled == arena->bytes)
+            return 1;
+        if (opened)
+            dtrain__arena_map(arena, seat);
+        else
+            dtrain__arena_fill(arena, offer);
+        if (dtrain__os_now_ns() >= until_ns)
+            return 0;
+    }
+}
+
+/* Opens what all ranks have offered. Writes this rank's verdict over its offer: 1, or 0 and why not. */
+static void dtrain__arena_open(dtrain__arena *arena, const dtrain__seat *seat, unsigned char *records)
+{
+    unsigned char *mine = records + (size_t)seat->rank * DTRAIN__SHARING_BYTES;
+    char why[DTRAIN__SHARING_BYTES] = "";
+    for (int rank = 0; rank < seat->size && why[0] == 0; rank++) {
+        const unsigned char *offer = records + (size_t)rank * DTRAIN__SHARING_BYTES;
+        long process = (long)dtrain__get_le(offer + DTRAIN__OFFER_PROCESS, 8);
+        if (offer[DTRAIN__OFFER_MADE] != 1 || process <= 0 || process > INT_MAX || arena == NULL) {
+            snprintf(why, sizeof why, "rank %d offers none", rank);
+        } else if (rank == 0 && arena->memory == NULL) {
+            arena->memory = (unsigned char *)dtrain__os_share_open(
+                (long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_MEMORY, 4), arena->bytes, !arena->polls);
+            if (arena->memory == NULL || memcmp(arena->memory, offer + DTRAIN__OFFER_KEY, DTRAIN__ARENA_KEY_BYTES) != 0)
+                snprintf(why, sizeof why, "rank %d cannot open rank 0's memory", seat->rank);
+        }
+        if (rank == seat->rank || why[0] != 0)
+            continue;
+        arena->doorbells[rank] =
+            dtrain__os_pipe_open((long)process, (int)dtrain__get_le(offer + DTRAIN__OFFER_DOORBELL, 4),
+                                 dtrain__get_le(offer + DTRAIN__OFFER_PIPE, 8));
+        if (arena->doorbells[rank] < 0)
+            snprintf(why, sizeof why, "rank %d cannot open rank %d's pipe", seat->rank, rank);
+    }
+    memset(mine, 0, DTRAIN__SHARING_BYTES);
+    mine[0] = why[0] == 0;
+    memcpy(mine + 1, why, sizeof why - 1);
+}
+
+/* Takes the verdicts of all ranks. Returns the arena if all have opened it, else frees it and returns NULL. crowded:
+ * the ranks of this host outnumber its processors. */
+static dtrain__shared *dtrain__arena_keep(dtrain__arena **out, const dtrain__seat *seat, int crowded,
+                                          const unsigned char *verdicts)
+{
+    dtrain__arena *arena = *out;
+    int good = arena != NULL;
+    for (int rank = 0; rank < seat->size; rank++)
+        good = good && verdicts[(size_t)rank * DTRAIN__SHARING_BYTES] == 1;
+    if (!good) {
+        dtrain__arena_free(arena);
+        *out = NULL;
+        return NULL;
+    }
+    dtrain__arena_close(arena);
+    arena->shared.members = seat->members;
+    arena->shared.slots = (dtrain__slot *)(void *)(arena->memory + DTRAIN__CACHE_LINE);
+    arena->shared.bounce = (unsigned char *)(arena->shared.slots + seat->size);
+    arena->shared.inline_bytes = DTRAIN__ARENA_INLINE_BYTES;
+    arena->shared.doorbells = arena->doorbells;
+    arena->shared.crowded = crowded;
+    return &arena->shared;
+}
+
+#endif
+
+#ifndef DTRAIN_NO_SOCKETS
 
 /* ---- >>socket ----
  * The transport over TCP and unix sockets. One end of it is a channel of the hub. A lane is made when its peer is first
@@ -24672,24 +25618,6 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     }
 }
 
-/* A turn of the hub on its service thread. After the first, only that thread steps the hub. */
-static void dtrain__socket_step(dtrain__origin *origin, int64_t deadline_ns)
-{
-    dtrain__hub *hub = (dtrain__hub *)(void *)origin;
-    DTRAIN__ATOMIC_STORE(&hub->serviced, 1, RELEASE);
-    if (!dtrain__os_try_lock(&hub->step_mutex)) {
-        dtrain__hub_kick(hub);
-        dtrain__os_lock(&hub->step_mutex);
-    }
-    dtrain__hub_step(hub, NULL, 0, deadline_ns);
-    dtrain__os_unlock(&hub->step_mutex);
-}
-
-static void dtrain__socket_kick(dtrain__origin *origin)
-{
-    dtrain__hub_kick((dtrain__hub *)(void *)origin);
-}
-
 /* A turn of the hub on a thread that does not wait. */
 static void dtrain__socket_poll(void *self, int64_t deadline_ns)
 {
@@ -24735,172 +25663,6 @@ static void dtrain__socket_leave(void *self, const char *why)
     dtrain__os_unlock(&hub->mutex);
 }
 
-static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
-{
-    hub->keys = *keys;
-    hub->rank = keys->rank;
-    hub->size = keys->world_size;
-    dtrain__hub_convene(hub);
-    hub->insecure = desc->insecure;
-    hub->listen_fd = desc->listen_fd;
-    hub->on_address = desc->on_address;
-    hub->on_address_user = desc->on_address_user;
-    hub->transport = desc->transport;
-    hub->polls = desc->polls;
-    hub->connections = desc->connections > 0 ? desc->connections : 1;
-    hub->heartbeat_ns =
-        desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
-    hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
-    hub->patience_ns = dtrain__os_ms_to_ns(desc->timeout_ms < 0 ? INT64_MAX : desc->timeout_ms);
-    hub->patience_ns = hub->heartbeat_ns > hub->patience_ns ? hub->heartbeat_ns : hub->patience_ns;
-    hub->patience_ns = hub->reconnect_ns > hub->patience_ns ? hub->reconnect_ns : hub->patience_ns;
-    hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
-    hub->rest_ns = (hub->heartbeat_ns > 0 ? hub->heartbeat_ns : dtrain__os_ms_to_ns(15000)) / 4;
-    if (desc->timeout_ms > 0 &&
-        dtrain__os_ms_to_ns(desc->timeout_ms) / 16 < hub->rest_ns) /* a deadline's text has news */
-        hub->rest_ns = dtrain__os_ms_to_ns(desc->timeout_ms) / 16;
-    hub->rest_ns = hub->rest_ns > hub->period_ns ? hub->rest_ns : hub->period_ns;
-    hub->kick[0] = hub->kick[1] = -1;
-    hub->suspect = -1;
-    snprintf(hub->root, sizeof hub->root, "%s", desc->root);
-    snprintf(hub->listen_on, sizeof hub->listen_on, "%s", desc->listen_on);
-    snprintf(hub->fingerprint, sizeof hub->fingerprint, "%s", desc->fingerprint);
-    snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
-}
-
-static void dtrain__socket_introduce(dtrain__hub *hub)
-{
-    dtrain__member *self = &hub->members[hub->rank];
-    char host[64] = "?", program[24];
-    int told = 0;
-    dtrain__os_host_name(host, sizeof host);
-    dtrain__os_program(program, sizeof program);
-    snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
-    snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
-    self->host = dtrain__plane_host();
-    self->process = (uint64_t)dtrain__os_self();
-    self->began = dtrain__os_process_began(dtrain__os_self(), &told) ^ dtrain__os_process_space() << 40;
-    self->joined = 1;
-}
-
-/* Opens the pipe, chooses the run's name, finds the root, and on rank 0 opens the listener. */
-static dtrain_status dtrain__socket_open(dtrain__hub *hub)
-{
-    dtrain_status status;
-    int error = dtrain__os_pipe(hub->kick);
-    if (error == 0 && hub->rank == 0)
-        error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
-    if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
-                            hub->rank, dtrain__os_error_text(error));
-    status = dtrain__root_find(hub);
-    if (status == DTRAIN_OK && hub->rank == 0 && !hub->root_named)
-        status = dtrain__root_listen(hub, hub->listen_fd);
-    if (status == DTRAIN_OK && hub->listener_count > 0 && hub->on_address != NULL)
-        hub->on_address(hub->on_address_user, hub->root);
-    return status;
-}
-
-static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **out, const dtrain__keys *keys,
-                                          const dtrain__hub_desc *desc)
-{
-    dtrain__socket_describe(hub, keys, desc);
-    size_t size = (size_t)hub->size;
-    hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
-    hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
-    if (hub->members == NULL || hub->fds == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
-    for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
-    dtrain__socket_introduce(hub);
-    dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
-    return status == DTRAIN_OK ? dtrain__socket_open(hub) : status;
-}
-
-/* Makes one rank's end. Rank 0 then listens; others will connect to it. dtrain__hub_step does the rest. */
-static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__keys *keys,
-                                           const dtrain__hub_desc *desc, dtrain_allocator *allocator)
-{
-    dtrain__hub *hub =
-        (dtrain__hub *)dtrain__memory_owner(allocator, sizeof *hub, offsetof(dtrain__hub, own), &allocator);
-    *out = NULL;
-    if (hub == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
-    hub->allocator = allocator;
-    dtrain__os_mutex_init(&hub->mutex);
-    dtrain__os_mutex_init(&hub->step_mutex);
-    dtrain__os_mutex_init(&hub->origin.mutex);
-    hub->origin.step = dtrain__socket_step;
-    hub->origin.kick = dtrain__socket_kick;
-    dtrain_status status = dtrain__socket_start(hub, out, keys, desc);
-    if (status == DTRAIN_OK)
-        return DTRAIN_OK;
-    dtrain__error kept = dtrain__thread_error;
-    if (*out != NULL)
-        dtrain__channel_destroy(*out);
-    else
-        dtrain__hub_free(hub, 0);
-    *out = NULL;
-    return dtrain__report(&kept);
-}
-
-/* Reports why a group has not formed: which ranks came, which did not, which were refused. */
-static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
-{
-    char missing[160] = "";
-    size_t used = 0;
-    for (int rank = 0; rank < hub->size && hub->rank == 0; rank++)
-        if (!hub->members[rank].joined && used < sizeof missing - 32)
-            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d%s", used > 0 ? ", " : "", rank,
-                                     hub->members[rank].name[0] != 0 ? " (came and left)" : "");
-    if (hub->rank == 0 && hub->listener_count == 0)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_TIMEOUT,
-            "comm_create: rank 0 of %d could not listen at %.120s within %.1f s: %.300s; believed: %.180s", hub->size,
-            hub->root, seconds, hub->root_error.text, hub->believed);
-    if (hub->rank == 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                            "comm_create: rank 0 of %d waited %.1f s at %.120s%s for rank %s; believed: %.180s%s%.200s",
-                            hub->size, seconds, hub->root, hub->elsewhere ? " (which is no address of its host)" : "",
-                            missing, hub->believed, hub->refused[0] != 0 ? "; came and was refused: " : "",
-                            hub->refused);
-    if (hub->members[0].control.fd >= 0)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_TIMEOUT,
-            "comm_create: rank %d of %d has met rank 0 at %.120s and waited %.1f s for other ranks, which "
-            "have not come; believed: %.200s",
-            hub->rank, hub->size, hub->root, seconds, hub->believed);
-    return dtrain__fail(
-        NULL, dtrain__hub_root_denied(hub) ? hub->root_error.status : DTRAIN_ERR_TIMEOUT,
-        "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.260s); believed: %.180s; is rank "
-        "0 started%s?",
-        hub->rank, hub->size, seconds, hub->root, hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer",
-        hub->believed,
-        dtrain__root_port(hub) > 0 && dtrain__net_is_unix(&hub->root_addresses[0])
-            ? ", by this user and with the same TMPDIR (or set DTRAIN_TOKEN on every rank)"
-            : ", and can it be reached from here");
-}
-
-/* Checks whether the group has formed, or never will. */
-static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, int64_t started_ns, int64_t deadline_ns)
-{
-    dtrain__hub *hub = world->hub;
-    dtrain_status status = DTRAIN_OK;
-    dtrain__os_lock(&hub->mutex);
-    const dtrain__error *cause = dtrain__membership_cause(world->seat.members);
-    *formed = hub->formed && cause == NULL;
-    if (cause != NULL)
-        status = dtrain__fail(NULL, cause->status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
-                              hub->size, cause->text, hub->believed);
-    else if (!hub->formed && hub->rank != 0 && hub->members[0].gone != DTRAIN__PRESENT)
-        status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s",
-                              hub->rank, hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
-    else if (!hub->formed && dtrain__os_now_ns() >= deadline_ns)
-        status = dtrain__socket_unformed(hub, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
-    dtrain__os_unlock(&hub->mutex);
-    return status;
-}
-
 DTRAIN__FAST_END
 #endif
 
@@ -24944,7 +25706,7 @@ static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t 
     for (;;) {
         uint64_t seen = DTRAIN__ATOMIC_LOAD(&channel->hub->council.news, SEQ_CST);
         struct pollfd none[1];
-        dtrain_status status = dtrain__socket_formed(channel, formed, started_ns, deadline_ns);
+        dtrain_status status = dtrain__world_formed(channel, formed, started_ns, deadline_ns);
         if (*formed || status != DTRAIN_OK || !wait)
             return status;
         dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
@@ -25035,6 +25797,7 @@ static int dtrain__socket_plane_offer(void *self, int polls, unsigned char *offe
             return 0;
     /* where this rank is not to share, it offers none, and all learn it */
     int doorbell = dtrain__hub_shares(hub, hub->rank) ? channel->wake[1] : -1;
+    channel->arena_free = dtrain__arena_free;
     return dtrain__arena_offer(&channel->arena, &channel->seat, doorbell, polls, offer);
 }
 
@@ -25095,7 +25858,7 @@ static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain_
                                                  const dtrain__hub_desc *desc, dtrain_allocator *allocator)
 {
     dtrain__channel *channel;
-    dtrain_status status = dtrain__socket_create(&channel, keys, desc, allocator);
+    dtrain_status status = dtrain__world_create(&channel, keys, desc, allocator);
     if (status != DTRAIN_OK)
         return status;
     channel->hub->council.exchange = dtrain__socket_exchange;
@@ -25116,39 +25879,12 @@ static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain_
 #ifndef DTRAIN__NO_SOCKETS
 #define DTRAIN__NO_SOCKETS
 
-static dtrain_status dtrain__no_sockets(void)
-{
-    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "comm_create: this program was built with DTRAIN_NO_SOCKETS and has no worlds of several "
-                        "processes: remove that macro");
-}
-
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
                                                  const dtrain__hub_desc *desc, dtrain_allocator *allocator)
 {
     (void)keys, (void)desc, (void)allocator;
     memset(end, 0, sizeof *end); /* gcc does not see that no caller uses it after an error */
     return dtrain__no_sockets();
-}
-
-static int dtrain__net_has(int family)
-{
-    (void)family;
-    return 1;
-}
-
-static dtrain_status dtrain__net_private(char *out, size_t capacity, const char *last)
-{
-    (void)out, (void)capacity, (void)last;
-    return dtrain__no_sockets();
-}
-
-/* Accepts any root, so that the error names the macro. */
-static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
-{
-    (void)text;
-    memcpy(host, "any", 4), memcpy(port, "1", 2);
-    return 1;
 }
 
 #endif
@@ -26717,6 +27453,1169 @@ static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_tra
     else
         dtrain__mux_detach(lane);
     return status;
+}
+
+#endif
+
+#endif
+
+#ifndef DTRAIN_NO_MPI
+
+/* ---- >>mpi-api ----
+ * The functions of MPI that the transport calls. They come from a library that is loaded at run time through the
+ * standard ABI, or from the mpi.h that DTRAIN_MPI_HEADER names. Only the table here knows which. Functions, constants
+ * and handles are those of the MPI 5.0 standard, chapter 20 (Application Binary Interface). */
+#ifndef DTRAIN__MPI_API
+#define DTRAIN__MPI_API
+
+#ifdef DTRAIN_MPI_HEADER
+typedef MPI_Comm dtrain__mpi_comm;
+typedef MPI_Request dtrain__mpi_request;
+typedef MPI_Message dtrain__mpi_message;
+typedef MPI_Datatype dtrain__mpi_datatype;
+typedef MPI_Op dtrain__mpi_op;
+typedef MPI_Group dtrain__mpi_group;
+typedef MPI_Errhandler dtrain__mpi_errhandler;
+typedef MPI_Status dtrain__mpi_status;
+#define DTRAIN__MPI_WORLD MPI_COMM_WORLD
+#define DTRAIN__MPI_SELF MPI_COMM_SELF
+#define DTRAIN__MPI_NULL MPI_COMM_NULL
+#define DTRAIN__MPI_BYTE MPI_BYTE
+#define DTRAIN__MPI_RETURN MPI_ERRORS_RETURN
+#define DTRAIN__MPI_NO_STATUS MPI_STATUS_IGNORE
+#define DTRAIN__MPI_IN_PLACE MPI_IN_PLACE
+#define DTRAIN__MPI_TYPE(name, abi) MPI_##name
+#define DTRAIN__MPI_OP(name, abi) MPI_##name
+enum {
+    DTRAIN__MPI_SINGLE = MPI_THREAD_SINGLE,
+    DTRAIN__MPI_FUNNELED = MPI_THREAD_FUNNELED,
+    DTRAIN__MPI_SERIALIZED = MPI_THREAD_SERIALIZED,
+    DTRAIN__MPI_MULTIPLE = MPI_THREAD_MULTIPLE,
+    DTRAIN__MPI_TAG_UB = MPI_TAG_UB,
+    DTRAIN__MPI_TEXT = MPI_MAX_ERROR_STRING
+};
+#else
+typedef struct dtrain__mpi_comm_handle *dtrain__mpi_comm;
+typedef struct dtrain__mpi_request_handle *dtrain__mpi_request;
+typedef struct dtrain__mpi_message_handle *dtrain__mpi_message;
+typedef struct dtrain__mpi_datatype_handle *dtrain__mpi_datatype;
+typedef struct dtrain__mpi_op_handle *dtrain__mpi_op;
+typedef struct dtrain__mpi_group_handle *dtrain__mpi_group;
+typedef struct dtrain__mpi_errhandler_handle *dtrain__mpi_errhandler;
+typedef struct dtrain__mpi_status {
+    int source, tag, error, reserved[5];
+} dtrain__mpi_status;
+#define DTRAIN__MPI_WORLD ((dtrain__mpi_comm)(uintptr_t)0x101)
+#define DTRAIN__MPI_SELF ((dtrain__mpi_comm)(uintptr_t)0x102)
+#define DTRAIN__MPI_NULL ((dtrain__mpi_comm)(uintptr_t)0x100)
+#define DTRAIN__MPI_BYTE ((dtrain__mpi_datatype)(uintptr_t)0x247)
+#define DTRAIN__MPI_RETURN ((dtrain__mpi_errhandler)(uintptr_t)0x143)
+#define DTRAIN__MPI_NO_STATUS ((dtrain__mpi_status *)0)
+#define DTRAIN__MPI_IN_PLACE ((void *)(uintptr_t)1)
+#define DTRAIN__MPI_TYPE(name, abi) ((dtrain__mpi_datatype)(uintptr_t)(abi))
+#define DTRAIN__MPI_OP(name, abi) ((dtrain__mpi_op)(uintptr_t)(abi))
+enum {
+    DTRAIN__MPI_SINGLE = 0,
+    DTRAIN__MPI_FUNNELED = 1024,
+    DTRAIN__MPI_SERIALIZED = 2048,
+    DTRAIN__MPI_MULTIPLE = 4096,
+    DTRAIN__MPI_TAG_UB = 501,
+    DTRAIN__MPI_TEXT = 512
+};
+#endif
+
+typedef int dtrain__mpi_attr_copy(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag);
+typedef int dtrain__mpi_attr_delete(dtrain__mpi_comm comm, int key, void *value, void *extra);
+
+/* Members have MPI's names, without MPI_. */
+typedef struct dtrain__mpi_calls {
+    int (*Initialized)(int *flag);
+    int (*Finalized)(int *flag);
+    int (*Init_thread)(int *argc, char ***argv, int required, int *provided);
+    int (*Query_thread)(int *provided);
+    int (*Is_thread_main)(int *flag);
+    int (*Finalize)(void);
+    int (*Comm_rank)(dtrain__mpi_comm comm, int *rank);
+    int (*Comm_size)(dtrain__mpi_comm comm, int *size);
+    int (*Comm_idup)(dtrain__mpi_comm comm, dtrain__mpi_comm *copy, dtrain__mpi_request *request);
+    int (*Comm_set_errhandler)(dtrain__mpi_comm comm, dtrain__mpi_errhandler handler);
+    int (*Comm_get_attr)(dtrain__mpi_comm comm, int key, void *value, int *flag);
+    int (*Comm_set_attr)(dtrain__mpi_comm comm, int key, void *value);
+    int (*Comm_create_keyval)(dtrain__mpi_attr_copy *copy, dtrain__mpi_attr_delete *ends, int *key, void *extra);
+    int (*Comm_test_inter)(dtrain__mpi_comm comm, int *flag);
+    int (*Isend)(const void *data, int count, dtrain__mpi_datatype type, int to, int tag, dtrain__mpi_comm comm,
+                 dtrain__mpi_request *request);
+    int (*Improbe)(int from, int tag, dtrain__mpi_comm comm, int *flag, dtrain__mpi_message *message,
+                   dtrain__mpi_status *status);
+    int (*Imrecv)(void *data, int count, dtrain__mpi_datatype type, dtrain__mpi_message *message,
+                  dtrain__mpi_request *request);
+    int (*Get_count)(const dtrain__mpi_status *status, dtrain__mpi_datatype type, int *count);
+    int (*Test)(dtrain__mpi_request *request, int *flag, dtrain__mpi_status *status);
+    int (*Error_string)(int code, char *text, int *length);
+    int (*Comm_group)(dtrain__mpi_comm comm, dtrain__mpi_group *group);
+    int (*Group_incl)(dtrain__mpi_group group, int size, const int ranks[], dtrain__mpi_group *members);
+    int (*Group_free)(dtrain__mpi_group *group);
+    int (*Comm_create_group)(dtrain__mpi_comm comm, dtrain__mpi_group group, int tag, dtrain__mpi_comm *made);
+    int (*Ireduce_scatter)(const void *in, void *out, const int counts[], dtrain__mpi_datatype type, dtrain__mpi_op op,
+                           dtrain__mpi_comm comm, dtrain__mpi_request *request);
+    int (*Iallgatherv)(const void *in, int count, dtrain__mpi_datatype in_type, void *out, const int counts[],
+                       const int offsets[], dtrain__mpi_datatype type, dtrain__mpi_comm comm,
+                       dtrain__mpi_request *request);
+    int (*Ibcast)(void *buffer, int count, dtrain__mpi_datatype type, int root, dtrain__mpi_comm comm,
+                  dtrain__mpi_request *request);
+    int (*Ialltoallv)(const void *in, const int in_counts[], const int in_offsets[], dtrain__mpi_datatype in_type,
+                      void *out, const int counts[], const int offsets[], dtrain__mpi_datatype type,
+                      dtrain__mpi_comm comm, dtrain__mpi_request *request);
+} dtrain__mpi_calls;
+
+/* The members, for the two ways to fill them in. */
+#define DTRAIN__MPI_TAKE_ALL \
+    DTRAIN__MPI_TAKE(Initialized) \
+    DTRAIN__MPI_TAKE(Finalized) \
+    DTRAIN__MPI_TAKE(Init_thread) \
+    DTRAIN__MPI_TAKE(Query_thread) \
+    DTRAIN__MPI_TAKE(Is_thread_main) \
+    DTRAIN__MPI_TAKE(Finalize) \
+    DTRAIN__MPI_TAKE(Comm_rank) \
+    DTRAIN__MPI_TAKE(Comm_size) \
+    DTRAIN__MPI_TAKE(Comm_idup) \
+    DTRAIN__MPI_TAKE(Comm_set_errhandler) \
+    DTRAIN__MPI_TAKE(Comm_get_attr) \
+    DTRAIN__MPI_TAKE(Comm_set_attr) \
+    DTRAIN__MPI_TAKE(Comm_create_keyval) \
+    DTRAIN__MPI_TAKE(Comm_test_inter) \
+    DTRAIN__MPI_TAKE(Isend) \
+    DTRAIN__MPI_TAKE(Improbe) \
+    DTRAIN__MPI_TAKE(Imrecv) \
+    DTRAIN__MPI_TAKE(Get_count) \
+    DTRAIN__MPI_TAKE(Test) \
+    DTRAIN__MPI_TAKE(Error_string) \
+    DTRAIN__MPI_TAKE(Comm_group) \
+    DTRAIN__MPI_TAKE(Group_incl) \
+    DTRAIN__MPI_TAKE(Group_free) \
+    DTRAIN__MPI_TAKE(Comm_create_group) \
+    DTRAIN__MPI_TAKE(Ireduce_scatter) \
+    DTRAIN__MPI_TAKE(Iallgatherv) \
+    DTRAIN__MPI_TAKE(Ibcast) \
+    DTRAIN__MPI_TAKE(Ialltoallv)
+
+/* MPI belongs to the process, and so does this. */
+typedef struct dtrain__mpi_state {
+    dtrain__mpi_calls call;
+    int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
+    int watched, over;     /* over: MPI_Finalize has begun, so nothing here may call MPI */
+    int worlds;            /* first lanes that are open */
+    long owner;            /* the process in which dtrain has initialised it; 0: the program has */
+    char library[256 + 1]; /* what was loaded */
+} dtrain__mpi_state;
+
+DTRAIN__OF_PROCESS(dtrain__mpi_state, dtrain__mpi)
+
+/* SERIALIZED: one thread at a time is in MPI, for all groups. It also guards the struct above. */
+DTRAIN__MUTEX_OF_PROCESS(dtrain__mpi_mutex)
+
+#ifdef DTRAIN_MPI_HEADER
+static dtrain_status dtrain__mpi_find(void)
+{
+#define DTRAIN__MPI_TAKE(name) dtrain__mpi()->call.name = MPI_##name;
+    DTRAIN__MPI_TAKE_ALL
+#undef DTRAIN__MPI_TAKE
+    snprintf(dtrain__mpi()->library, sizeof dtrain__mpi()->library, "the MPI of DTRAIN_MPI_HEADER");
+    return DTRAIN_OK;
+}
+#else
+/* Opens the library that DTRAIN_MPI_LIBRARY names, or the first that has the ABI's name. */
+static void *dtrain__mpi_library(void)
+{
+    static const char *const names[] = {"libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so", "libmpi_abi.dylib"};
+    const char *asked = dtrain__os_getenv("DTRAIN_MPI_LIBRARY");
+    int given = asked != NULL && asked[0] != 0;
+    void *library = NULL;
+    for (size_t i = 0; library == NULL && i < (given ? 1 : sizeof names / sizeof names[0]); i++) {
+        const char *name = given ? asked : names[i];
+        library = dtrain__os_library(name);
+        snprintf(dtrain__mpi()->library, sizeof dtrain__mpi()->library, "%.256s", name);
+    }
+    if (library != NULL)
+        return library;
+    const char *why = dtrain__os_library_why();
+    dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                 "MPI: no library with the standard ABI: %s: %.200s; set DTRAIN_MPI_LIBRARY to its path, or compile "
+                 "with DTRAIN_MPI_HEADER",
+                 given ? asked : "tried libmpi_abi.so.1, .so.0, .so and .dylib", why != NULL ? why : "not found");
+    return NULL;
+}
+
+static dtrain_status dtrain__mpi_find(void)
+{
+    int (*version)(int *major, int *minor), major = 0, minor = 0, missing = 0;
+    void *library = dtrain__mpi_library(), *found;
+    if (library == NULL)
+        return DTRAIN_ERR_UNSUPPORTED;
+#define DTRAIN__MPI_TAKE(name) \
+    found = dtrain__os_symbol(library, "MPI_" #name); \
+    missing |= found == NULL; \
+    memcpy(&dtrain__mpi()->call.name, &found, sizeof found);
+    DTRAIN__MPI_TAKE_ALL
+#undef DTRAIN__MPI_TAKE
+    found = dtrain__os_symbol(library, "MPI_Abi_get_version");
+    memcpy(&version, &found, sizeof found);
+    if (!missing && found != NULL && version(&major, &minor) == 0 && major == 1)
+        return DTRAIN_OK;
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_UNSUPPORTED,
+        "MPI: %s does not have the standard ABI, version 1 (it says %d.%d): take libmpi_abi of MPICH 5, "
+        "Intel MPI 2021.18 or later, or compile with DTRAIN_MPI_HEADER",
+        dtrain__mpi()->library, major, minor);
+}
+#endif
+
+/* Says what a call of MPI has returned. The caller holds the lock. */
+static dtrain_status dtrain__mpi_error(const char *call, int code)
+{
+    char text[DTRAIN__MPI_TEXT + 1] = "";
+    int length = 0;
+    dtrain__mpi()->failed = 1;
+    if (dtrain__mpi()->call.Error_string(code, text, &length) != 0)
+        snprintf(text, sizeof text, "error %d", code);
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI_%s: %.300s", call, text);
+}
+
+/* Ranks that end early wait here for the others, as MPI asks. After a failure that could last for ever. A program that
+ * ends with an open world has failed: its launcher is to see that, and its service thread is still in MPI. */
+static void dtrain__mpi_finalize(void)
+{
+    if (dtrain__mpi()->owner != dtrain__os_pid()) /* a forked child */
+        return;
+    dtrain__os_lock(dtrain__mpi_mutex());
+    int ends = !dtrain__mpi()->failed && dtrain__mpi()->worlds == 0 && !dtrain__mpi()->over;
+    dtrain__os_unlock(dtrain__mpi_mutex());
+    if (ends)
+        dtrain__mpi()->call.Finalize();
+}
+
+static int dtrain__mpi_attr_none(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag)
+{
+    (void)comm, (void)key, (void)extra, (void)value, (void)copy;
+    *flag = 0;
+    return 0;
+}
+
+/* MPI_Finalize calls it first, and waits until it returns: MPI 5.0, 11.4.3. No thread of dtrain calls MPI after it. */
+static int dtrain__mpi_attr_ends(dtrain__mpi_comm comm, int key, void *value, void *extra)
+{
+    (void)comm, (void)key, (void)value, (void)extra;
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain__mpi()->over = 1;
+    int worlds = dtrain__mpi()->worlds;
+    dtrain__os_unlock(dtrain__mpi_mutex());
+    if (worlds > 0)
+        dtrain__log(DTRAIN_LOG_WARN,
+                    "MPI: MPI_Finalize was called while %d worlds over MPI are open, so their calls fail now: call "
+                    "dtrain_comm_destroy before MPI_Finalize",
+                    worlds);
+    return 0;
+}
+
+static dtrain_status dtrain__mpi_watch(void)
+{
+    int key = 0;
+    int code = dtrain__mpi()->call.Comm_create_keyval(dtrain__mpi_attr_none, dtrain__mpi_attr_ends, &key, NULL);
+    if (code == 0)
+        code = dtrain__mpi()->call.Comm_set_attr(DTRAIN__MPI_SELF, key, NULL);
+    dtrain__mpi()->watched = code == 0;
+    return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_set_attr", code);
+}
+
+/* Whether MPI_Finalize has begun; the caller holds the lock. */
+static dtrain_status dtrain__mpi_usable(void)
+{
+    return !dtrain__mpi()->over
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                              "MPI: the program has called MPI_Finalize, which ends groups over MPI: call "
+                              "dtrain_comm_destroy before it");
+}
+
+/* Whether this thread may call MPI, and others later, at the level that MPI has. */
+static dtrain_status dtrain__mpi_level(int polls)
+{
+    int level = 0, main_thread = 0, good;
+    if (dtrain__mpi()->call.Query_thread(&level) != 0 || dtrain__mpi()->call.Is_thread_main(&main_thread) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI: %s does not say its level of threads", dtrain__mpi()->library);
+    if (polls)
+        good = level >= DTRAIN__MPI_SERIALIZED || main_thread;
+    else
+        good = level >= (dtrain__mpi()->owner != 0 ? DTRAIN__MPI_SERIALIZED : DTRAIN__MPI_MULTIPLE);
+    if (good)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "MPI was initialised with level %d of threads (single %d, funneled %d, serialized %d, multiple "
+                        "%d): %s",
+                        level, DTRAIN__MPI_SINGLE, DTRAIN__MPI_FUNNELED, DTRAIN__MPI_SERIALIZED, DTRAIN__MPI_MULTIPLE,
+                        polls ? "make this group on MPI's main thread"
+                              : "call MPI_Init_thread with MPI_THREAD_MULTIPLE, or set desc.progress = "
+                                "DTRAIN_PROGRESS_POLL");
+}
+
+static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offloads)
+{
+    int on = 0, over = 0, level, code;
+    dtrain_status status = dtrain__mpi()->loaded ? DTRAIN_OK : dtrain__mpi_find();
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__mpi()->loaded = 1;
+    if (dtrain__mpi()->call.Initialized(&on) != 0 || dtrain__mpi()->call.Finalized(&over) != 0 || over)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "MPI: %s was finalised already: make groups before that",
+                            dtrain__mpi()->library);
+    if (!on && !initialises)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_mpi: the program has not initialised %s; if it uses another MPI, compile with "
+                            "DTRAIN_MPI_HEADER",
+                            dtrain__mpi()->library);
+    if (!on) {
+        level = offloads && !polls ? DTRAIN__MPI_MULTIPLE : DTRAIN__MPI_SERIALIZED;
+        code = dtrain__mpi()->call.Init_thread(NULL, NULL, level, &level);
+        if (code != 0)
+            return dtrain__mpi_error("Init_thread", code);
+        dtrain__mpi()->owner = dtrain__os_pid();
+        atexit(dtrain__mpi_finalize);
+    }
+    status = dtrain__mpi()->watched ? DTRAIN_OK : dtrain__mpi_watch();
+    return status == DTRAIN_OK ? dtrain__mpi_level(polls) : status;
+}
+
+/* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
+static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
+{
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
+    dtrain__os_unlock(dtrain__mpi_mutex());
+    return status;
+}
+
+#endif
+
+/* ---- >>mpi ----
+ * The transport over messages of MPI. A lane is a stream of bytes to each member of a group, with two tags of its own:
+ * one for the bytes, one for offers. A sender copies short runs into a ring of slots. For a long run it waits until the
+ * receiver offers memory, and sends from the caller's memory, so that MPI copies straight into the receiver's. If no
+ * offer comes for a while, it copies a slot of the run. With DTRAIN_MPI_STAGED=1, and for frames of the mux, everything
+ * goes through slots.
+ *
+ * MPI cannot cancel a send. A call may be given up while MPI sends from its memory, or receives into it. MPI may use
+ * that memory later. A later call on the stream fails and says so. */
+#ifndef DTRAIN__MPI
+#define DTRAIN__MPI
+
+#define DTRAIN__MPI_SLOTS 8
+#define DTRAIN__MPI_SLOT ((size_t)60 << 10)  /* MPIs over TCP send so much without asking the receiver first */
+#define DTRAIN__MPI_LONG ((size_t)512 << 10) /* runs from here on wait for an offer; at most dtrain__step_chunk */
+#define DTRAIN__MPI_MOST ((size_t)1 << 30)   /* of a message, as counts are ints */
+#define DTRAIN__MPI_PATIENCE_NS 1000000      /* for an offer */
+#define DTRAIN__MPI_HASTE 2000u              /* looks before a caller rests between two */
+#define DTRAIN__MPI_LAST_NS 1000000000       /* for what is under way when a lane ends */
+
+/* A message under way. */
+typedef struct dtrain__mpi_flight {
+    dtrain__mpi_request request;
+    unsigned char *memory;
+    size_t bytes; /* 0: none */
+} dtrain__mpi_flight;
+
+typedef struct dtrain__mpi_stream {
+    unsigned char *slots; /* NULL: nothing was sent this way */
+    dtrain__mpi_flight slot[DTRAIN__MPI_SLOTS], straight, arriving, offering;
+    int turn;                      /* the next slot */
+    uint64_t sent, received;       /* bytes of the stream */
+    uint64_t offer[2];             /* from the peer: the place in the stream, and the bytes that it waits for */
+    uint64_t own[2];               /* this rank's last offer */
+    int64_t waits_ns;              /* since when a long run waits for one; 0: none does */
+    unsigned char *stage;          /* a message that is longer than what was asked for */
+    size_t stage_at, stage_filled; /* filled: bytes of it that have come */
+    int64_t heard_ns, told_ns;     /* of the first lane: when a sign of life came last, and when one went */
+} dtrain__mpi_stream;
+
+enum { DTRAIN__MPI_GIVEN = 0, DTRAIN__MPI_LACKING, DTRAIN__MPI_MAKING, DTRAIN__MPI_MADE };
+
+/* A group's communicator for collectives. A thread makes it, as MPI has no call for that which does not block. */
+typedef struct dtrain__mpi_maker {
+    int state; /* DTRAIN__MPI_GIVEN: the lane's comm serves */
+    dtrain__os_thread thread;
+    dtrain__mpi_comm comm;
+    dtrain__mpi_group members;
+    int code;
+    uint32_t done;
+} dtrain__mpi_maker;
+
+typedef struct dtrain__mpi_lane {
+    dtrain__mpi_comm comm;
+    int tag, size, staged;
+    int groups; /* of the first lane: groups with a lower number have tags */
+    int makes;  /* of the first lane: groups can have communicators of their own, see >>mpi-offload */
+    int *ranks; /* each member's in comm; the streams follow */
+    dtrain__mpi_stream *streams;
+    dtrain_allocator heap;
+    int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
+    uint64_t *hosts;      /* of the first lane: each rank's */
+    long process;
+    dtrain__mpi_maker maker; /* see >>mpi-offload */
+    dtrain__mpi_flight collective;
+    unsigned char *result; /* of a collective in place, until it has ended */
+    int *extents;          /* its counts and offsets, as MPI takes them */
+} dtrain__mpi_lane;
+
+/* Makes a lane. ranks NULL: all of comm. */
+static dtrain__mpi_lane *dtrain__mpi_lane_new(dtrain__mpi_comm comm, int tag, int staged, const int *ranks, int size)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t n = (size_t)size;
+    dtrain__mpi_lane *lane =
+        (dtrain__mpi_lane *)dtrain__alloc(&heap, sizeof *lane + n * (sizeof(dtrain__mpi_stream) + sizeof(int)));
+    if (lane == NULL) {
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for streams to %d ranks", size);
+        return NULL;
+    }
+    lane->process = dtrain__os_pid();
+    lane->comm = comm;
+    lane->tag = tag;
+    lane->size = size;
+    lane->staged = staged;
+    lane->streams = (dtrain__mpi_stream *)(void *)(lane + 1);
+    lane->ranks = (int *)(void *)(lane->streams + n);
+    for (int rank = 0; rank < size; rank++)
+        lane->ranks[rank] = ranks != NULL ? ranks[rank] : rank;
+    return lane;
+}
+
+/* Looks whether a message has ended. Returns 1 if it has or there is none, 0 if not, -1 on an error. */
+static int dtrain__mpi_ended(dtrain__mpi_flight *flight)
+{
+    int flag = 0, code;
+    if (flight->bytes == 0)
+        return 1;
+    code = dtrain__mpi()->call.Test(&flight->request, &flag, DTRAIN__MPI_NO_STATUS);
+    if (code != 0) {
+        dtrain__mpi_error("Test", code);
+        return -1;
+    }
+    if (flag)
+        flight->bytes = 0;
+    return flag;
+}
+
+static dtrain_status dtrain__mpi_fly(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t bytes,
+                                     dtrain__mpi_flight *flight)
+{
+    int code = dtrain__mpi()->call.Isend(memory, (int)bytes, DTRAIN__MPI_BYTE, lane->ranks[peer], tag, lane->comm,
+                                         &flight->request);
+    if (code != 0)
+        return dtrain__mpi_error("Isend", code);
+    flight->memory = memory;
+    flight->bytes = bytes;
+    return DTRAIN_OK;
+}
+
+/* Takes a message of the tag, if one has come, into memory of at least *bytes; longer ones into the stage. *bytes: what
+ * it has; 0: there is none. */
+static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t *bytes,
+                                      dtrain__mpi_flight *flight)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_message message;
+    dtrain__mpi_status status;
+    size_t room = *bytes;
+    int flag = 0, count = 0;
+    int code = dtrain__mpi()->call.Improbe(lane->ranks[peer], tag, lane->comm, &flag, &message, &status);
+    *bytes = 0;
+    if (code != 0)
+        return dtrain__mpi_error("Improbe", code);
+    if (!flag)
+        return DTRAIN_OK;
+    if (dtrain__mpi()->call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: a message of rank %d has %d bytes", peer, count);
+    if ((size_t)count > room && tag != lane->tag)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: an offer of rank %d has %d bytes, expected at most %zu",
+                            peer, count, room);
+    if ((size_t)count > room) {
+        memory = (unsigned char *)dtrain__memory_room(&lane->heap, stream->stage, (size_t)count);
+        if (memory == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a message of %d bytes from rank %d", count,
+                                peer);
+        stream->stage = memory;
+    }
+    code = dtrain__mpi()->call.Imrecv(memory, count, DTRAIN__MPI_BYTE, &message, &flight->request);
+    if (code != 0)
+        return dtrain__mpi_error("Imrecv", code);
+    flight->memory = memory;
+    *bytes = flight->bytes = (size_t)count;
+    return DTRAIN_OK;
+}
+
+/* A call was given up while MPI used its memory. */
+static dtrain_status dtrain__mpi_given_up(int peer, const dtrain__mpi_flight *flight, const char *way)
+{
+    dtrain__mpi()->failed = 1;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "MPI still %s %zu bytes at %p that a call which was given up had named; keep that memory "
+                        "until the process ends (peer %d)",
+                        way, flight->bytes, (void *)flight->memory, peer);
+}
+
+/* Finds what the peer has offered for the bytes that come next; *room 0: nothing yet. */
+static dtrain_status dtrain__mpi_heed(dtrain__mpi_lane *lane, int peer, uint64_t *room)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight coming;
+    size_t bytes = sizeof stream->offer;
+    memset(&coming, 0, sizeof coming);
+    *room = 0;
+    if (stream->offer[1] == 0 || stream->offer[0] != stream->sent) {
+        dtrain_status status =
+            dtrain__mpi_take(lane, peer, lane->tag + 1, (unsigned char *)stream->offer, &bytes, &coming);
+        if (status != DTRAIN_OK)
+            return status;
+        while (coming.bytes > 0) /* it is 16 bytes, and has come */
+            if (dtrain__mpi_ended(&coming) < 0)
+                return DTRAIN_ERR_IO;
+    }
+    if (stream->offer[0] == stream->sent)
+        *room = stream->offer[1];
+    return DTRAIN_OK;
+}
+
+/* Sends through a slot, if one is free. */
+static dtrain_status dtrain__mpi_push_copy(dtrain__mpi_lane *lane, int peer, const unsigned char *data, size_t bytes,
+                                           size_t *moved)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight *slot = &stream->slot[stream->turn];
+    if (stream->slots == NULL)
+        stream->slots = (unsigned char *)dtrain__alloc(&lane->heap, DTRAIN__MPI_SLOTS * DTRAIN__MPI_SLOT);
+    if (stream->slots == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory to send to rank %d", peer);
+    int ended = dtrain__mpi_ended(slot);
+    if (ended <= 0)
+        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+    unsigned char *memory = stream->slots + (size_t)stream->turn * DTRAIN__MPI_SLOT;
+    bytes = bytes < DTRAIN__MPI_SLOT ? bytes : DTRAIN__MPI_SLOT;
+    memcpy(memory, data, bytes);
+    dtrain_status status = dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes, slot);
+    *moved = status == DTRAIN_OK ? bytes : 0;
+    stream->sent += *moved;
+    stream->turn = (stream->turn + 1) % DTRAIN__MPI_SLOTS;
+    return status;
+}
+
+/* Sends what can be sent now. */
+static dtrain_status dtrain__mpi_push(dtrain__mpi_lane *lane, int peer, const unsigned char *data, size_t bytes,
+                                      size_t *moved)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight *straight = &stream->straight;
+    size_t sending = straight->bytes;
+    uint64_t room;
+    unsigned char *memory;
+    *moved = 0;
+    if (sending > 0 && straight->memory != data)
+        return dtrain__mpi_given_up(peer, straight, "sends");
+    if (sending > 0) {
+        int ended = dtrain__mpi_ended(straight);
+        *moved = ended > 0 ? sending : 0;
+        stream->sent += *moved;
+        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+    }
+    if (lane->staged || bytes < DTRAIN__MPI_LONG)
+        return dtrain__mpi_push_copy(lane, peer, data, bytes, moved);
+    dtrain_status status = dtrain__mpi_heed(lane, peer, &room);
+    if (status != DTRAIN_OK)
+        return status;
+    if (room == 0) {
+        int64_t now = dtrain__os_now_ns();
+        stream->waits_ns = stream->waits_ns == 0 ? now : stream->waits_ns;
+        if (now - stream->waits_ns < DTRAIN__MPI_PATIENCE_NS)
+            return DTRAIN_OK;
+        stream->waits_ns = 0;
+        return dtrain__mpi_push_copy(lane, peer, data, bytes, moved);
+    }
+    stream->waits_ns = 0;
+    room = room < DTRAIN__MPI_MOST ? room : DTRAIN__MPI_MOST;
+    memcpy(&memory, &data, sizeof memory);
+    return dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes < room ? bytes : (size_t)room, straight);
+}
+
+/* Tells the peer that this rank waits for bytes, once for each place in the stream. */
+static dtrain_status dtrain__mpi_offer(dtrain__mpi_lane *lane, int peer, size_t bytes)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    int ended = dtrain__mpi_ended(&stream->offering);
+    if (ended <= 0)
+        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+    if (stream->own[1] > 0 && stream->own[0] == stream->received)
+        return DTRAIN_OK;
+    stream->own[0] = stream->received;
+    stream->own[1] = bytes;
+    return dtrain__mpi_fly(lane, peer, lane->tag + 1, (unsigned char *)stream->own, sizeof stream->own,
+                           &stream->offering);
+}
+
+/* Takes bytes from the stage. */
+static size_t dtrain__mpi_unstage(dtrain__mpi_stream *stream, unsigned char *data, size_t bytes)
+{
+    size_t left = stream->stage_filled - stream->stage_at, n = left < bytes ? left : bytes;
+    memcpy(data, stream->stage + stream->stage_at, n);
+    stream->stage_at += n;
+    return n;
+}
+
+/* Receives what has come. If nothing has, it offers long memory. */
+static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned char *data, size_t bytes,
+                                      size_t *moved)
+{
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    dtrain__mpi_flight *arriving = &stream->arriving;
+    size_t coming = arriving->bytes;
+    *moved = 0;
+    if (coming == 0 && stream->stage_at == stream->stage_filled) {
+        coming = bytes;
+        dtrain_status status = dtrain__mpi_take(lane, peer, lane->tag, data, &coming, arriving);
+        if (status == DTRAIN_OK && coming == 0 && !lane->staged && bytes >= DTRAIN__MPI_LONG)
+            return dtrain__mpi_offer(lane, peer, bytes);
+        if (status != DTRAIN_OK || coming == 0)
+            return status;
+    }
+    if (coming > 0) {
+        int ended = dtrain__mpi_ended(arriving), staged = arriving->memory == stream->stage;
+        if (!staged && arriving->memory != data)
+            return dtrain__mpi_given_up(peer, arriving, "receives");
+        if (ended <= 0)
+            return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
+        stream->stage_at = 0;
+        stream->stage_filled = staged ? coming : 0;
+        *moved = staged ? 0 : coming;
+    }
+    if (*moved == 0)
+        *moved = dtrain__mpi_unstage(stream, data, bytes);
+    stream->received += *moved;
+    return DTRAIN_OK;
+}
+
+/* Between two looks that found nothing. */
+static void dtrain__mpi_rest(unsigned turn)
+{
+    if (turn > DTRAIN__MPI_HASTE)
+        dtrain__os_sleep(turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000);
+    else if (turn > 50)
+        dtrain__os_yield();
+}
+
+/* Moves both ways until one is complete, or until the deadline. out or in may be NULL. */
+static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    for (unsigned turn = 0;; turn++) {
+        size_t sent = 0, received = 0;
+        dtrain__os_lock(dtrain__mpi_mutex());
+        dtrain_status status = dtrain__mpi_usable();
+        if (status == DTRAIN_OK && in != NULL)
+            status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, &received);
+        if (status == DTRAIN_OK && out != NULL)
+            status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
+        dtrain__os_unlock(dtrain__mpi_mutex());
+        if (in != NULL)
+            in->moved += received;
+        if (out != NULL)
+            out->moved += sent;
+        if (status != DTRAIN_OK || (in != NULL && in->moved == in->bytes) || (out != NULL && out->moved == out->bytes))
+            return status;
+        turn = sent > 0 || received > 0 ? 0 : turn;
+        if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns) /* also of a transfer that moves: a frame waits */
+            return DTRAIN_ERR_TIMEOUT;
+        dtrain__mpi_rest(turn);
+    }
+}
+
+static dtrain_status dtrain__mpi_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                      size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
+    memcpy(&out.data, &data, sizeof data);
+    dtrain_status status = bytes > 0 ? dtrain__mpi_exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__mpi_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                      size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
+    dtrain_status status = bytes > 0 ? dtrain__mpi_exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
+    *moved = in.moved;
+    return status;
+}
+
+static int dtrain__mpi_made(dtrain__mpi_lane *lane);
+
+/* Ends what is under way. Messages that do not end keep their memory, as MPI may still use it. */
+static void dtrain__mpi_lane_destroy(void *self)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    int64_t until = dtrain__os_now_ns() + DTRAIN__MPI_LAST_NS;
+    int left = 1;
+    if (lane->process != dtrain__os_pid())
+        return; /* MPI is its parent's */
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain__mpi()->worlds -= lane->groups > 0;
+    dtrain__os_unlock(dtrain__mpi_mutex());
+    while (left) {
+        left = 0;
+        dtrain__os_lock(dtrain__mpi_mutex());
+        int dead = dtrain__mpi()->failed || dtrain__mpi()->over;
+        for (int peer = 0; peer < lane->size && !dead; peer++) {
+            dtrain__mpi_stream *stream = &lane->streams[peer];
+            for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
+                left += dtrain__mpi_ended(&stream->slot[i]) == 0;
+            left += dtrain__mpi_ended(&stream->straight) == 0;
+            left += dtrain__mpi_ended(&stream->arriving) == 0;
+            left += dtrain__mpi_ended(&stream->offering) == 0;
+        }
+        left += !dead && dtrain__mpi_ended(&lane->collective) == 0;
+        left += !dead && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
+        int stuck = left > 0 && dtrain__os_now_ns() >= until;
+        dtrain__mpi()->failed |= stuck;
+        left = dtrain__mpi()->failed || dead ? -1 : left;
+        dtrain__os_unlock(dtrain__mpi_mutex());
+        if (stuck)
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "MPI: messages of a group that was destroyed never ended, so MPI_Finalize would "
+                        "hang: end the process without it");
+        if (left < 0)
+            return; /* MPI may use the memory of the lane */
+        if (left > 0)
+            dtrain__os_yield();
+    }
+    for (int peer = 0; peer < lane->size; peer++) {
+        dtrain__free(&lane->heap, lane->streams[peer].slots);
+        dtrain__free(&lane->heap, lane->streams[peer].stage);
+    }
+    dtrain__free(&lane->heap, lane->result);
+    dtrain__free(&lane->heap, lane->extents);
+    dtrain_allocator heap = lane->heap;
+    dtrain__free(&heap, lane->hosts);
+    dtrain__free(&heap, lane);
+}
+
+static void dtrain__mpi_table(dtrain_transport *table, dtrain__mpi_lane *lane, int rank)
+{
+    memset(table, 0, sizeof *table);
+    table->self = lane;
+    table->rank = rank;
+    table->size = lane->size;
+    table->send = dtrain__mpi_send;
+    table->recv = dtrain__mpi_recv;
+    table->exchange = dtrain__mpi_exchange;
+    table->destroy = dtrain__mpi_lane_destroy;
+}
+
+static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns);
+
+/* Gives a group streams of its own, if MPI has tags for it. */
+static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
+{
+    const dtrain__mpi_lane *all = (const dtrain__mpi_lane *)self;
+    const char *staged = dtrain__os_getenv("DTRAIN_MPI_STAGED");
+    if (group >= (uint64_t)all->groups)
+        return DTRAIN_OK;
+    dtrain__mpi_lane *made =
+        dtrain__mpi_lane_new(all->comm, 2 * (int)group + 2, staged != NULL && strcmp(staged, "1") == 0, ranks, size);
+    if (made == NULL)
+        return DTRAIN_ERR_MEMORY;
+    dtrain__mpi_table(lane, made, 0);
+    made->maker.state = group == 0 ? DTRAIN__MPI_GIVEN : DTRAIN__MPI_LACKING;
+    if (!made->staged && (group == 0 || all->makes))
+        lane->offload = dtrain__mpi_offload;
+    return DTRAIN_OK;
+}
+
+/* Says whether a rank still gives signs of life, and gives it one. MPI itself does not tell of deaths. The first lane
+ * makes no offers, so its second tag carries the signs. */
+static int dtrain__mpi_alive(void *self, int peer)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    dtrain__mpi_stream *stream = &lane->streams[peer];
+    int64_t now = dtrain__os_now_ns();
+    int lost = 0;
+    if (lane->heartbeat_ns == 0)
+        return -1;
+    dtrain__os_lock(dtrain__mpi_mutex());
+    int over = dtrain__mpi()->over; /* a call that needs the peer says it better */
+    for (size_t bytes = 1; bytes > 0 && !lost && !over;) {
+        dtrain__mpi_flight coming;
+        memset(&coming, 0, sizeof coming);
+        bytes = sizeof stream->offer;
+        lost =
+            dtrain__mpi_take(lane, peer, lane->tag + 1, (unsigned char *)stream->offer, &bytes, &coming) != DTRAIN_OK;
+        while (coming.bytes > 0 && !lost) /* one byte, and it has come */
+            lost = dtrain__mpi_ended(&coming) < 0;
+        stream->heard_ns = bytes > 0 || stream->heard_ns == 0 ? now : stream->heard_ns;
+    }
+    if (!lost && !over && now - stream->told_ns > lane->heartbeat_ns / 4 && dtrain__mpi_ended(&stream->offering) > 0) {
+        lost =
+            dtrain__mpi_fly(lane, peer, lane->tag + 1, (unsigned char *)stream->own, 1, &stream->offering) != DTRAIN_OK;
+        stream->told_ns = now;
+    }
+    lost = lost || (!over && now - stream->heard_ns > lane->heartbeat_ns);
+    dtrain__mpi()->failed |= lost;
+    dtrain__os_unlock(dtrain__mpi_mutex());
+    return lost ? -2 : 1;
+}
+
+static uint64_t dtrain__mpi_host(void *self, int rank)
+{
+    return ((dtrain__mpi_lane *)self)->hosts[rank];
+}
+
+/* Sends the number of this rank's host round the ranks, and receives theirs. With DTRAIN_MPI_SHM=0 it is 0, so that
+ * MPI moves all bytes. */
+static dtrain_status dtrain__mpi_learn_hosts(dtrain__mpi_lane *lane, int rank, int64_t deadline_ns)
+{
+    const char *shm = dtrain__os_getenv("DTRAIN_MPI_SHM");
+    int n = lane->size;
+    lane->hosts = (uint64_t *)dtrain__alloc(&lane->heap, (size_t)n * sizeof *lane->hosts);
+    if (lane->hosts == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for the hosts of %d ranks", n);
+    lane->hosts[rank] = shm != NULL && strcmp(shm, "0") == 0 ? 0 : dtrain__plane_host();
+    for (int k = 0; k < n - 1; k++) {
+        dtrain_transfer out = {(rank + 1) % n, (unsigned char *)&lane->hosts[(rank + n - k) % n], 8, 0, 0};
+        dtrain_transfer in = {(rank + n - 1) % n, (unsigned char *)&lane->hosts[(rank + n - k - 1) % n], 8, 0, 0};
+        while (out.moved < out.bytes || in.moved < in.bytes) {
+            dtrain_status status = dtrain__mpi_exchange(lane, out.moved < out.bytes ? &out : NULL,
+                                                        in.moved < in.bytes ? &in : NULL, deadline_ns);
+            if (status == DTRAIN_ERR_TIMEOUT)
+                return dtrain__fail(NULL, status, "MPI: rank %d did not say which host it is on", in.peer);
+            if (status != DTRAIN_OK)
+                return status;
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* A copy of a communicator on its way; it stays if the call that makes it is given up. */
+typedef struct dtrain__mpi_copy {
+    dtrain__mpi_comm comm;
+    dtrain__mpi_flight flight;
+} dtrain__mpi_copy;
+
+static dtrain_status dtrain__mpi_copy_begin(dtrain__mpi_copy *copy, dtrain__mpi_comm given)
+{
+    int inter = 0;
+    dtrain_status status = dtrain__mpi_usable();
+    if (status != DTRAIN_OK)
+        return status;
+    int code = given != DTRAIN__MPI_NULL ? dtrain__mpi()->call.Comm_test_inter(given, &inter) : 0;
+    if (given == DTRAIN__MPI_NULL || inter)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_mpi: the communicator is %s; give one of which this rank is a member",
+                            inter ? "between two groups" : "MPI_COMM_NULL, as MPI_Comm_split gives for MPI_UNDEFINED");
+    if (code == 0)
+        code = dtrain__mpi()->call.Comm_idup(given, &copy->comm, &copy->flight.request);
+    copy->flight.bytes = 1;
+    return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_idup", code);
+}
+
+/* Waits until all ranks have come to make the copy. Returns 0 with an error. */
+static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
+{
+    dtrain__os_lock(dtrain__mpi_mutex());
+    int ended = dtrain__mpi_copy_begin(copy, given) == DTRAIN_OK ? 0 : -1;
+    while (ended == 0 && dtrain__os_now_ns() < until) {
+        ended = dtrain__mpi_usable() == DTRAIN_OK ? dtrain__mpi_ended(&copy->flight) : -1;
+        dtrain__os_unlock(dtrain__mpi_mutex()); /* others may have to move for a rank to come here */
+        if (ended == 0)
+            dtrain__os_sleep(50000);
+        dtrain__os_lock(dtrain__mpi_mutex());
+    }
+    dtrain__mpi()->failed |= ended == 0;
+    dtrain__os_unlock(dtrain__mpi_mutex());
+    if (ended == 0)
+        dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                     "MPI: not all ranks of the communicator have come to make the group within %lld ms",
+                     (long long)timeout_ms);
+    return ended > 0;
+}
+
+/* Makes the table of this rank over a copy of a communicator. */
+static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int polls, int64_t until_ns,
+                                          int64_t heartbeat_ns)
+{
+    int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain_status status = dtrain__mpi_usable();
+    int code = status == DTRAIN_OK ? dtrain__mpi()->call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
+    if (code == 0)
+        code = dtrain__mpi()->call.Comm_rank(comm, &rank);
+    if (code == 0)
+        code = dtrain__mpi()->call.Comm_size(comm, &size);
+    if (code == 0)
+        code = dtrain__mpi()->call.Query_thread(&level);
+    if (code == 0)
+        code = dtrain__mpi()->call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
+    if (code != 0 && status == DTRAIN_OK)
+        status = dtrain__mpi_error("Comm_get_attr", code);
+    dtrain__os_unlock(dtrain__mpi_mutex());
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
+    if (lane == NULL)
+        return DTRAIN_ERR_MEMORY;
+    lane->groups = (flag ? *most : 32767) / 2 - 1;
+    lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
+    lane->heartbeat_ns = heartbeat_ns;
+    dtrain__os_lock(dtrain__mpi_mutex());
+    dtrain__mpi()->worlds++;
+    dtrain__os_unlock(dtrain__mpi_mutex());
+    dtrain__mpi_table(table, lane, rank);
+    table->lanes = dtrain__mpi_lanes;
+    table->alive = dtrain__mpi_alive;
+    table->host = dtrain__mpi_host;
+    status = dtrain__mpi_learn_hosts(lane, rank, until_ns);
+    if (status != DTRAIN_OK)
+        dtrain__mpi_lane_destroy(lane);
+    return status;
+}
+
+/* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
+static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int polls, int64_t timeout_ms,
+                                      int64_t heartbeat_ms)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain__mpi_copy *copy = (dtrain__mpi_copy *)dtrain__alloc(&heap, sizeof *copy);
+    if (copy == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a copy of the communicator");
+    timeout_ms = timeout_ms != 0 ? timeout_ms : 60000;
+    int64_t until_ns = timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(timeout_ms);
+    if (!dtrain__mpi_copied(copy, given, timeout_ms, until_ns)) {
+        if (copy->flight.bytes == 0) /* else MPI may still write to the copy */
+            dtrain__free(&heap, copy);
+        return dtrain__thread_error.status;
+    }
+    dtrain_status status =
+        dtrain__mpi_describe(table, copy->comm, polls, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
+    dtrain__free(&heap, copy);
+    return status;
+}
+
+#endif
+
+/* ---- >>mpi-offload ----
+ * MPI's own collectives, for DTRAIN_ALGORITHM_MPI. Each is a call that does not block, and is asked again and again
+ * whether it has ended. MPI cannot cancel it. One that is given up keeps its memory: the caller's, and that of the
+ * lane.
+ *
+ * On a world they run on the communicator that dtrain's messages have, as MPI keeps the two apart. A group that is made
+ * from it has a communicator of its own from its first such call on. */
+#ifndef DTRAIN__MPI_OFFLOAD
+#define DTRAIN__MPI_OFFLOAD
+
+/* The type in which MPI moves elements; with `folds` it also adds and compares them. */
+static dtrain__mpi_datatype dtrain__mpi_type(dtrain_dtype dtype, int folds)
+{
+    unsigned bits = dtrain_dtype_bits(dtype);
+    if (folds && dtype == DTRAIN_F32)
+        return DTRAIN__MPI_TYPE(FLOAT, 0x210);
+    if (folds && dtype == DTRAIN_F64)
+        return DTRAIN__MPI_TYPE(DOUBLE, 0x214);
+    if (folds && dtype == DTRAIN_I32)
+        return DTRAIN__MPI_TYPE(INT32_T, 0x250);
+    if (folds && dtype == DTRAIN_I64)
+        return DTRAIN__MPI_TYPE(INT64_T, 0x258);
+    return bits == 8    ? DTRAIN__MPI_TYPE(UINT8_T, 0x241)
+           : bits == 16 ? DTRAIN__MPI_TYPE(UINT16_T, 0x249)
+           : bits == 32 ? DTRAIN__MPI_TYPE(UINT32_T, 0x251)
+                        : DTRAIN__MPI_TYPE(UINT64_T, 0x259);
+}
+
+static dtrain__mpi_op dtrain__mpi_op_of(dtrain_op op)
+{
+    switch (op) {
+    case DTRAIN_PROD: return DTRAIN__MPI_OP(PROD, 0x24);
+    case DTRAIN_MIN: return DTRAIN__MPI_OP(MIN, 0x22);
+    case DTRAIN_MAX: return DTRAIN__MPI_OP(MAX, 0x23);
+    case DTRAIN_AND: return DTRAIN__MPI_OP(BAND, 0x28);
+    case DTRAIN_OR: return DTRAIN__MPI_OP(BOR, 0x29);
+    case DTRAIN_XOR: return DTRAIN__MPI_OP(BXOR, 0x2a);
+    default: return DTRAIN__MPI_OP(SUM, 0x21);
+    }
+}
+
+/* Writes parts as `size` counts, then `size` offsets. Returns 0 if one is too large for MPI. */
+static int dtrain__mpi_extents(const dtrain_extent *parts, int size, int *out)
+{
+    for (int rank = 0; rank < size; rank++) {
+        if (parts[rank].count > INT_MAX || parts[rank].begin > INT_MAX - parts[rank].count)
+            return 0;
+        out[rank] = (int)parts[rank].count;
+        out[size + rank] = (int)parts[rank].begin;
+    }
+    return 1;
+}
+
+/* Makes room for what MPI reads and writes until the collective has ended. */
+static dtrain_status dtrain__mpi_offload_room(dtrain__mpi_lane *lane, const dtrain_offload *call)
+{
+    size_t n = (size_t)lane->size, width = dtrain_dtype_bits(call->dtype) / 8;
+    uintptr_t in = (uintptr_t)call->in, out = (uintptr_t)call->out;
+    const dtrain_extent *last = &call->parts[n - 1];
+    void *room;
+    if (lane->extents == NULL)
+        lane->extents = (int *)dtrain__alloc(&lane->heap, 4 * n * sizeof(int));
+    if (lane->extents == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a collective of %d ranks", lane->size);
+    lane->collective.memory = (unsigned char *)call->out;
+    if (call->kind == DTRAIN_OFFLOAD_BROADCAST)
+        return DTRAIN_OK;
+    if (!dtrain__mpi_extents(call->parts, lane->size, lane->extents) ||
+        (call->kind == DTRAIN_OFFLOAD_ALL_TO_ALL &&
+         !dtrain__mpi_extents(call->others, lane->size, lane->extents + 2 * n)))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "MPI: an all-to-all of more than %d elements on a rank; set DTRAIN_ALGORITHM to "
+                            "mpi,all_to_all=direct",
+                            INT_MAX);
+    if (call->kind != DTRAIN_OFFLOAD_REDUCE_SCATTER || out - in >= (last->begin + last->count) * width)
+        return DTRAIN_OK;
+    room = dtrain__memory_room(&lane->heap, lane->result, call->parts[call->rank].count * width + 1);
+    if (room == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a result of %zu bytes",
+                            call->parts[call->rank].count * width);
+    lane->collective.memory = lane->result = (unsigned char *)room;
+    return DTRAIN_OK;
+}
+
+static void dtrain__mpi_make(void *pointer)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)pointer;
+    dtrain__mpi_maker *maker = &lane->maker;
+    maker->code = dtrain__mpi()->call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
+    DTRAIN__ATOMIC_STORE(&maker->done, 1, RELEASE);
+}
+
+/* Whether the thread has ended; it holds no lock of dtrain's, as MPI's level is MULTIPLE. */
+static int dtrain__mpi_made(dtrain__mpi_lane *lane)
+{
+    if (!DTRAIN__ATOMIC_LOAD(&lane->maker.done, ACQUIRE))
+        return 0;
+    dtrain__os_thread_join(&lane->maker.thread);
+    lane->maker.state = DTRAIN__MPI_MADE;
+    return 1;
+}
+
+/* Starts to make the group's communicator. */
+static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
+{
+    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
+    dtrain__mpi_maker *maker = &lane->maker;
+    dtrain__mpi_group all;
+    int code = mpi->Comm_group(lane->comm, &all);
+    if (code == 0)
+        code = mpi->Group_incl(all, lane->size, lane->ranks, &maker->members);
+    if (code == 0)
+        code = mpi->Group_free(&all);
+    if (code != 0)
+        return dtrain__mpi_error("Group_incl", code);
+    code = dtrain__os_thread_start(&maker->thread, dtrain__mpi_make, lane, (size_t)1 << 20);
+    if (code != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "MPI: the system refused a thread that makes a communicator (%s; see ulimit -u and "
+                            "pids.max); choose another "
+                            "algorithm than MPI",
+                            dtrain__os_error_text(code));
+    maker->state = DTRAIN__MPI_MAKING;
+    return DTRAIN_OK;
+}
+
+/* Looks for the communicator of the lane's collectives. *ready 0: it is being made. */
+static dtrain_status dtrain__mpi_find_comm(dtrain__mpi_lane *lane, dtrain__mpi_comm *comm, int *ready)
+{
+    dtrain__mpi_maker *maker = &lane->maker;
+    dtrain_status status = maker->state == DTRAIN__MPI_LACKING ? dtrain__mpi_make_begin(lane) : DTRAIN_OK;
+    *comm = maker->state == DTRAIN__MPI_GIVEN ? lane->comm : maker->comm;
+    *ready = maker->state != DTRAIN__MPI_MAKING;
+    if (status != DTRAIN_OK || *ready || !dtrain__mpi_made(lane))
+        return status;
+    dtrain__mpi()->call.Group_free(&maker->members);
+    *comm = maker->comm;
+    *ready = 1;
+    if (maker->code == 0)
+        maker->code = dtrain__mpi()->call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
+    return maker->code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_create_group", maker->code);
+}
+
+/* Gives a collective to MPI, once there is a communicator for it. */
+static dtrain_status dtrain__mpi_offload_begin(dtrain__mpi_lane *lane, const dtrain_offload *call)
+{
+    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
+    dtrain__mpi_flight *flight = &lane->collective;
+    int n = lane->size, code, same = call->in == call->out;
+    const char *name;
+    dtrain__mpi_comm comm;
+    int ready;
+    dtrain__mpi_datatype type = dtrain__mpi_type(call->dtype, call->kind == DTRAIN_OFFLOAD_REDUCE_SCATTER);
+    dtrain_status status = dtrain__mpi_find_comm(lane, &comm, &ready);
+    if (status != DTRAIN_OK || !ready)
+        return status;
+    status = dtrain__mpi_offload_room(lane, call);
+    int *parts = lane->extents, *others = parts + 2 * n;
+    if (status != DTRAIN_OK)
+        return status;
+    switch (call->kind) {
+    case DTRAIN_OFFLOAD_REDUCE_SCATTER:
+        name = "Ireduce_scatter";
+        code = mpi->Ireduce_scatter(call->in, flight->memory, parts, type, dtrain__mpi_op_of(call->op), comm,
+                                    &flight->request);
+        break;
+    case DTRAIN_OFFLOAD_ALL_GATHER:
+        name = "Iallgatherv";
+        code =
+            mpi->Iallgatherv(DTRAIN__MPI_IN_PLACE, 0, type, call->out, parts, parts + n, type, comm, &flight->request);
+        break;
+    case DTRAIN_OFFLOAD_BROADCAST:
+        name = "Ibcast";
+        code = mpi->Ibcast(call->out, (int)call->count, type, call->root, comm, &flight->request);
+        break;
+    default:
+        name = "Ialltoallv";
+        code = mpi->Ialltoallv(same ? DTRAIN__MPI_IN_PLACE : call->in, parts, parts + n, type, call->out, others,
+                               others + n, type, comm, &flight->request);
+    }
+    if (code != 0)
+        return dtrain__mpi_error(name, code);
+    flight->bytes = 1;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns)
+{
+    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
+    for (unsigned turn = 0;; turn++) {
+        int ended = -1;
+        dtrain__os_lock(dtrain__mpi_mutex());
+        dtrain_status status = dtrain__mpi_usable();
+        if (status == DTRAIN_OK && lane->collective.bytes == 0)
+            status = dtrain__mpi_offload_begin(lane, call);
+        if (status == DTRAIN_OK)
+            ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
+        dtrain__os_unlock(dtrain__mpi_mutex());
+        if (ended < 0)
+            return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;
+        if (ended > 0)
+            break;
+        if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)
+            return DTRAIN_ERR_TIMEOUT;
+        dtrain__mpi_rest(turn < 2 * DTRAIN__MPI_HASTE ? turn : DTRAIN__MPI_HASTE + 1); /* MPI moves while it is asked */
+    }
+    if (lane->collective.memory == lane->result && lane->result != NULL)
+        memcpy(call->out, lane->result, call->parts[call->rank].count * (dtrain_dtype_bits(call->dtype) / 8));
+    return DTRAIN_OK;
 }
 
 #endif
@@ -33627,1165 +35526,6 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
 #endif
 
 #ifndef DTRAIN_NO_MPI
-
-/* ---- >>mpi-api ----
- * The functions of MPI that the transport calls. They come from a library that is loaded at run time through the
- * standard ABI, or from the mpi.h that DTRAIN_MPI_HEADER names. Only the table here knows which. Functions, constants
- * and handles are those of the MPI 5.0 standard, chapter 20 (Application Binary Interface). */
-#ifndef DTRAIN__MPI_API
-#define DTRAIN__MPI_API
-
-#ifdef DTRAIN_MPI_HEADER
-typedef MPI_Comm dtrain__mpi_comm;
-typedef MPI_Request dtrain__mpi_request;
-typedef MPI_Message dtrain__mpi_message;
-typedef MPI_Datatype dtrain__mpi_datatype;
-typedef MPI_Op dtrain__mpi_op;
-typedef MPI_Group dtrain__mpi_group;
-typedef MPI_Errhandler dtrain__mpi_errhandler;
-typedef MPI_Status dtrain__mpi_status;
-#define DTRAIN__MPI_WORLD MPI_COMM_WORLD
-#define DTRAIN__MPI_SELF MPI_COMM_SELF
-#define DTRAIN__MPI_NULL MPI_COMM_NULL
-#define DTRAIN__MPI_BYTE MPI_BYTE
-#define DTRAIN__MPI_RETURN MPI_ERRORS_RETURN
-#define DTRAIN__MPI_NO_STATUS MPI_STATUS_IGNORE
-#define DTRAIN__MPI_IN_PLACE MPI_IN_PLACE
-#define DTRAIN__MPI_TYPE(name, abi) MPI_##name
-#define DTRAIN__MPI_OP(name, abi) MPI_##name
-enum {
-    DTRAIN__MPI_SINGLE = MPI_THREAD_SINGLE,
-    DTRAIN__MPI_FUNNELED = MPI_THREAD_FUNNELED,
-    DTRAIN__MPI_SERIALIZED = MPI_THREAD_SERIALIZED,
-    DTRAIN__MPI_MULTIPLE = MPI_THREAD_MULTIPLE,
-    DTRAIN__MPI_TAG_UB = MPI_TAG_UB,
-    DTRAIN__MPI_TEXT = MPI_MAX_ERROR_STRING
-};
-#else
-typedef struct dtrain__mpi_comm_handle *dtrain__mpi_comm;
-typedef struct dtrain__mpi_request_handle *dtrain__mpi_request;
-typedef struct dtrain__mpi_message_handle *dtrain__mpi_message;
-typedef struct dtrain__mpi_datatype_handle *dtrain__mpi_datatype;
-typedef struct dtrain__mpi_op_handle *dtrain__mpi_op;
-typedef struct dtrain__mpi_group_handle *dtrain__mpi_group;
-typedef struct dtrain__mpi_errhandler_handle *dtrain__mpi_errhandler;
-typedef struct dtrain__mpi_status {
-    int source, tag, error, reserved[5];
-} dtrain__mpi_status;
-#define DTRAIN__MPI_WORLD ((dtrain__mpi_comm)(uintptr_t)0x101)
-#define DTRAIN__MPI_SELF ((dtrain__mpi_comm)(uintptr_t)0x102)
-#define DTRAIN__MPI_NULL ((dtrain__mpi_comm)(uintptr_t)0x100)
-#define DTRAIN__MPI_BYTE ((dtrain__mpi_datatype)(uintptr_t)0x247)
-#define DTRAIN__MPI_RETURN ((dtrain__mpi_errhandler)(uintptr_t)0x143)
-#define DTRAIN__MPI_NO_STATUS ((dtrain__mpi_status *)0)
-#define DTRAIN__MPI_IN_PLACE ((void *)(uintptr_t)1)
-#define DTRAIN__MPI_TYPE(name, abi) ((dtrain__mpi_datatype)(uintptr_t)(abi))
-#define DTRAIN__MPI_OP(name, abi) ((dtrain__mpi_op)(uintptr_t)(abi))
-enum {
-    DTRAIN__MPI_SINGLE = 0,
-    DTRAIN__MPI_FUNNELED = 1024,
-    DTRAIN__MPI_SERIALIZED = 2048,
-    DTRAIN__MPI_MULTIPLE = 4096,
-    DTRAIN__MPI_TAG_UB = 501,
-    DTRAIN__MPI_TEXT = 512
-};
-#endif
-
-typedef int dtrain__mpi_attr_copy(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag);
-typedef int dtrain__mpi_attr_delete(dtrain__mpi_comm comm, int key, void *value, void *extra);
-
-/* Members have MPI's names, without MPI_. */
-typedef struct dtrain__mpi_calls {
-    int (*Initialized)(int *flag);
-    int (*Finalized)(int *flag);
-    int (*Init_thread)(int *argc, char ***argv, int required, int *provided);
-    int (*Query_thread)(int *provided);
-    int (*Is_thread_main)(int *flag);
-    int (*Finalize)(void);
-    int (*Comm_rank)(dtrain__mpi_comm comm, int *rank);
-    int (*Comm_size)(dtrain__mpi_comm comm, int *size);
-    int (*Comm_idup)(dtrain__mpi_comm comm, dtrain__mpi_comm *copy, dtrain__mpi_request *request);
-    int (*Comm_set_errhandler)(dtrain__mpi_comm comm, dtrain__mpi_errhandler handler);
-    int (*Comm_get_attr)(dtrain__mpi_comm comm, int key, void *value, int *flag);
-    int (*Comm_set_attr)(dtrain__mpi_comm comm, int key, void *value);
-    int (*Comm_create_keyval)(dtrain__mpi_attr_copy *copy, dtrain__mpi_attr_delete *ends, int *key, void *extra);
-    int (*Comm_test_inter)(dtrain__mpi_comm comm, int *flag);
-    int (*Isend)(const void *data, int count, dtrain__mpi_datatype type, int to, int tag, dtrain__mpi_comm comm,
-                 dtrain__mpi_request *request);
-    int (*Improbe)(int from, int tag, dtrain__mpi_comm comm, int *flag, dtrain__mpi_message *message,
-                   dtrain__mpi_status *status);
-    int (*Imrecv)(void *data, int count, dtrain__mpi_datatype type, dtrain__mpi_message *message,
-                  dtrain__mpi_request *request);
-    int (*Get_count)(const dtrain__mpi_status *status, dtrain__mpi_datatype type, int *count);
-    int (*Test)(dtrain__mpi_request *request, int *flag, dtrain__mpi_status *status);
-    int (*Error_string)(int code, char *text, int *length);
-    int (*Comm_group)(dtrain__mpi_comm comm, dtrain__mpi_group *group);
-    int (*Group_incl)(dtrain__mpi_group group, int size, const int ranks[], dtrain__mpi_group *members);
-    int (*Group_free)(dtrain__mpi_group *group);
-    int (*Comm_create_group)(dtrain__mpi_comm comm, dtrain__mpi_group group, int tag, dtrain__mpi_comm *made);
-    int (*Ireduce_scatter)(const void *in, void *out, const int counts[], dtrain__mpi_datatype type, dtrain__mpi_op op,
-                           dtrain__mpi_comm comm, dtrain__mpi_request *request);
-    int (*Iallgatherv)(const void *in, int count, dtrain__mpi_datatype in_type, void *out, const int counts[],
-                       const int offsets[], dtrain__mpi_datatype type, dtrain__mpi_comm comm,
-                       dtrain__mpi_request *request);
-    int (*Ibcast)(void *buffer, int count, dtrain__mpi_datatype type, int root, dtrain__mpi_comm comm,
-                  dtrain__mpi_request *request);
-    int (*Ialltoallv)(const void *in, const int in_counts[], const int in_offsets[], dtrain__mpi_datatype in_type,
-                      void *out, const int counts[], const int offsets[], dtrain__mpi_datatype type,
-                      dtrain__mpi_comm comm, dtrain__mpi_request *request);
-} dtrain__mpi_calls;
-
-/* The members, for the two ways to fill them in. */
-#define DTRAIN__MPI_TAKE_ALL \
-    DTRAIN__MPI_TAKE(Initialized) \
-    DTRAIN__MPI_TAKE(Finalized) \
-    DTRAIN__MPI_TAKE(Init_thread) \
-    DTRAIN__MPI_TAKE(Query_thread) \
-    DTRAIN__MPI_TAKE(Is_thread_main) \
-    DTRAIN__MPI_TAKE(Finalize) \
-    DTRAIN__MPI_TAKE(Comm_rank) \
-    DTRAIN__MPI_TAKE(Comm_size) \
-    DTRAIN__MPI_TAKE(Comm_idup) \
-    DTRAIN__MPI_TAKE(Comm_set_errhandler) \
-    DTRAIN__MPI_TAKE(Comm_get_attr) \
-    DTRAIN__MPI_TAKE(Comm_set_attr) \
-    DTRAIN__MPI_TAKE(Comm_create_keyval) \
-    DTRAIN__MPI_TAKE(Comm_test_inter) \
-    DTRAIN__MPI_TAKE(Isend) \
-    DTRAIN__MPI_TAKE(Improbe) \
-    DTRAIN__MPI_TAKE(Imrecv) \
-    DTRAIN__MPI_TAKE(Get_count) \
-    DTRAIN__MPI_TAKE(Test) \
-    DTRAIN__MPI_TAKE(Error_string) \
-    DTRAIN__MPI_TAKE(Comm_group) \
-    DTRAIN__MPI_TAKE(Group_incl) \
-    DTRAIN__MPI_TAKE(Group_free) \
-    DTRAIN__MPI_TAKE(Comm_create_group) \
-    DTRAIN__MPI_TAKE(Ireduce_scatter) \
-    DTRAIN__MPI_TAKE(Iallgatherv) \
-    DTRAIN__MPI_TAKE(Ibcast) \
-    DTRAIN__MPI_TAKE(Ialltoallv)
-
-/* MPI belongs to the process, and so does this. */
-typedef struct dtrain__mpi_state {
-    dtrain__mpi_calls call;
-    int loaded, failed;    /* failed: a call of MPI has, so MPI_Finalize may wait without end */
-    int watched, over;     /* over: MPI_Finalize has begun, so nothing here may call MPI */
-    int worlds;            /* first lanes that are open */
-    long owner;            /* the process in which dtrain has initialised it; 0: the program has */
-    char library[256 + 1]; /* what was loaded */
-} dtrain__mpi_state;
-
-DTRAIN__OF_PROCESS(dtrain__mpi_state, dtrain__mpi)
-
-/* SERIALIZED: one thread at a time is in MPI, for all groups. It also guards the struct above. */
-DTRAIN__MUTEX_OF_PROCESS(dtrain__mpi_mutex)
-
-#ifdef DTRAIN_MPI_HEADER
-static dtrain_status dtrain__mpi_find(void)
-{
-#define DTRAIN__MPI_TAKE(name) dtrain__mpi()->call.name = MPI_##name;
-    DTRAIN__MPI_TAKE_ALL
-#undef DTRAIN__MPI_TAKE
-    snprintf(dtrain__mpi()->library, sizeof dtrain__mpi()->library, "the MPI of DTRAIN_MPI_HEADER");
-    return DTRAIN_OK;
-}
-#else
-/* Opens the library that DTRAIN_MPI_LIBRARY names, or the first that has the ABI's name. */
-static void *dtrain__mpi_library(void)
-{
-    static const char *const names[] = {"libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so", "libmpi_abi.dylib"};
-    const char *asked = dtrain__os_getenv("DTRAIN_MPI_LIBRARY");
-    int given = asked != NULL && asked[0] != 0;
-    void *library = NULL;
-    for (size_t i = 0; library == NULL && i < (given ? 1 : sizeof names / sizeof names[0]); i++) {
-        const char *name = given ? asked : names[i];
-        library = dtrain__os_library(name);
-        snprintf(dtrain__mpi()->library, sizeof dtrain__mpi()->library, "%.256s", name);
-    }
-    if (library != NULL)
-        return library;
-    const char *why = dtrain__os_library_why();
-    dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                 "MPI: no library with the standard ABI: %s: %.200s; set DTRAIN_MPI_LIBRARY to its path, or compile "
-                 "with DTRAIN_MPI_HEADER",
-                 given ? asked : "tried libmpi_abi.so.1, .so.0, .so and .dylib", why != NULL ? why : "not found");
-    return NULL;
-}
-
-static dtrain_status dtrain__mpi_find(void)
-{
-    int (*version)(int *major, int *minor), major = 0, minor = 0, missing = 0;
-    void *library = dtrain__mpi_library(), *found;
-    if (library == NULL)
-        return DTRAIN_ERR_UNSUPPORTED;
-#define DTRAIN__MPI_TAKE(name) \
-    found = dtrain__os_symbol(library, "MPI_" #name); \
-    missing |= found == NULL; \
-    memcpy(&dtrain__mpi()->call.name, &found, sizeof found);
-    DTRAIN__MPI_TAKE_ALL
-#undef DTRAIN__MPI_TAKE
-    found = dtrain__os_symbol(library, "MPI_Abi_get_version");
-    memcpy(&version, &found, sizeof found);
-    if (!missing && found != NULL && version(&major, &minor) == 0 && major == 1)
-        return DTRAIN_OK;
-    return dtrain__fail(
-        NULL, DTRAIN_ERR_UNSUPPORTED,
-        "MPI: %s does not have the standard ABI, version 1 (it says %d.%d): take libmpi_abi of MPICH 5, "
-        "Intel MPI 2021.18 or later, or compile with DTRAIN_MPI_HEADER",
-        dtrain__mpi()->library, major, minor);
-}
-#endif
-
-/* Says what a call of MPI has returned. The caller holds the lock. */
-static dtrain_status dtrain__mpi_error(const char *call, int code)
-{
-    char text[DTRAIN__MPI_TEXT + 1] = "";
-    int length = 0;
-    dtrain__mpi()->failed = 1;
-    if (dtrain__mpi()->call.Error_string(code, text, &length) != 0)
-        snprintf(text, sizeof text, "error %d", code);
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI_%s: %.300s", call, text);
-}
-
-/* Ranks that end early wait here for the others, as MPI asks. After a failure that could last for ever. A program that
- * ends with an open world has failed: its launcher is to see that, and its service thread is still in MPI. */
-static void dtrain__mpi_finalize(void)
-{
-    if (dtrain__mpi()->owner != dtrain__os_pid()) /* a forked child */
-        return;
-    dtrain__os_lock(dtrain__mpi_mutex());
-    int ends = !dtrain__mpi()->failed && dtrain__mpi()->worlds == 0 && !dtrain__mpi()->over;
-    dtrain__os_unlock(dtrain__mpi_mutex());
-    if (ends)
-        dtrain__mpi()->call.Finalize();
-}
-
-static int dtrain__mpi_attr_none(dtrain__mpi_comm comm, int key, void *extra, void *value, void *copy, int *flag)
-{
-    (void)comm, (void)key, (void)extra, (void)value, (void)copy;
-    *flag = 0;
-    return 0;
-}
-
-/* MPI_Finalize calls it first, and waits until it returns: MPI 5.0, 11.4.3. No thread of dtrain calls MPI after it. */
-static int dtrain__mpi_attr_ends(dtrain__mpi_comm comm, int key, void *value, void *extra)
-{
-    (void)comm, (void)key, (void)value, (void)extra;
-    dtrain__os_lock(dtrain__mpi_mutex());
-    dtrain__mpi()->over = 1;
-    int worlds = dtrain__mpi()->worlds;
-    dtrain__os_unlock(dtrain__mpi_mutex());
-    if (worlds > 0)
-        dtrain__log(DTRAIN_LOG_WARN,
-                    "MPI: MPI_Finalize was called while %d worlds over MPI are open, so their calls fail now: call "
-                    "dtrain_comm_destroy before MPI_Finalize",
-                    worlds);
-    return 0;
-}
-
-static dtrain_status dtrain__mpi_watch(void)
-{
-    int key = 0;
-    int code = dtrain__mpi()->call.Comm_create_keyval(dtrain__mpi_attr_none, dtrain__mpi_attr_ends, &key, NULL);
-    if (code == 0)
-        code = dtrain__mpi()->call.Comm_set_attr(DTRAIN__MPI_SELF, key, NULL);
-    dtrain__mpi()->watched = code == 0;
-    return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_set_attr", code);
-}
-
-/* Whether MPI_Finalize has begun; the caller holds the lock. */
-static dtrain_status dtrain__mpi_usable(void)
-{
-    return !dtrain__mpi()->over
-               ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_IO,
-                              "MPI: the program has called MPI_Finalize, which ends groups over MPI: call "
-                              "dtrain_comm_destroy before it");
-}
-
-/* Whether this thread may call MPI, and others later, at the level that MPI has. */
-static dtrain_status dtrain__mpi_level(int polls)
-{
-    int level = 0, main_thread = 0, good;
-    if (dtrain__mpi()->call.Query_thread(&level) != 0 || dtrain__mpi()->call.Is_thread_main(&main_thread) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "MPI: %s does not say its level of threads", dtrain__mpi()->library);
-    if (polls)
-        good = level >= DTRAIN__MPI_SERIALIZED || main_thread;
-    else
-        good = level >= (dtrain__mpi()->owner != 0 ? DTRAIN__MPI_SERIALIZED : DTRAIN__MPI_MULTIPLE);
-    if (good)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "MPI was initialised with level %d of threads (single %d, funneled %d, serialized %d, multiple "
-                        "%d): %s",
-                        level, DTRAIN__MPI_SINGLE, DTRAIN__MPI_FUNNELED, DTRAIN__MPI_SERIALIZED, DTRAIN__MPI_MULTIPLE,
-                        polls ? "make this group on MPI's main thread"
-                              : "call MPI_Init_thread with MPI_THREAD_MULTIPLE, or set desc.progress = "
-                                "DTRAIN_PROGRESS_POLL");
-}
-
-static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offloads)
-{
-    int on = 0, over = 0, level, code;
-    dtrain_status status = dtrain__mpi()->loaded ? DTRAIN_OK : dtrain__mpi_find();
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__mpi()->loaded = 1;
-    if (dtrain__mpi()->call.Initialized(&on) != 0 || dtrain__mpi()->call.Finalized(&over) != 0 || over)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "MPI: %s was finalised already: make groups before that",
-                            dtrain__mpi()->library);
-    if (!on && !initialises)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_from_mpi: the program has not initialised %s; if it uses another MPI, compile with "
-                            "DTRAIN_MPI_HEADER",
-                            dtrain__mpi()->library);
-    if (!on) {
-        level = offloads && !polls ? DTRAIN__MPI_MULTIPLE : DTRAIN__MPI_SERIALIZED;
-        code = dtrain__mpi()->call.Init_thread(NULL, NULL, level, &level);
-        if (code != 0)
-            return dtrain__mpi_error("Init_thread", code);
-        dtrain__mpi()->owner = dtrain__os_pid();
-        atexit(dtrain__mpi_finalize);
-    }
-    status = dtrain__mpi()->watched ? DTRAIN_OK : dtrain__mpi_watch();
-    return status == DTRAIN_OK ? dtrain__mpi_level(polls) : status;
-}
-
-/* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
-static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
-{
-    dtrain__os_lock(dtrain__mpi_mutex());
-    dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
-    dtrain__os_unlock(dtrain__mpi_mutex());
-    return status;
-}
-
-#endif
-
-/* ---- >>mpi ----
- * The transport over messages of MPI. A lane is a stream of bytes to each member of a group, with two tags of its own:
- * one for the bytes, one for offers. A sender copies short runs into a ring of slots. For a long run it waits until the
- * receiver offers memory, and sends from the caller's memory, so that MPI copies straight into the receiver's. If no
- * offer comes for a while, it copies a slot of the run. With DTRAIN_MPI_STAGED=1, and for frames of the mux, everything
- * goes through slots.
- *
- * MPI cannot cancel a send. A call may be given up while MPI sends from its memory, or receives into it. MPI may use
- * that memory later. A later call on the stream fails and says so. */
-#ifndef DTRAIN__MPI
-#define DTRAIN__MPI
-
-#define DTRAIN__MPI_SLOTS 8
-#define DTRAIN__MPI_SLOT ((size_t)60 << 10)  /* MPIs over TCP send so much without asking the receiver first */
-#define DTRAIN__MPI_LONG ((size_t)512 << 10) /* runs from here on wait for an offer; at most dtrain__step_chunk */
-#define DTRAIN__MPI_MOST ((size_t)1 << 30)   /* of a message, as counts are ints */
-#define DTRAIN__MPI_PATIENCE_NS 1000000      /* for an offer */
-#define DTRAIN__MPI_HASTE 2000u              /* looks before a caller rests between two */
-#define DTRAIN__MPI_LAST_NS 1000000000       /* for what is under way when a lane ends */
-
-/* A message under way. */
-typedef struct dtrain__mpi_flight {
-    dtrain__mpi_request request;
-    unsigned char *memory;
-    size_t bytes; /* 0: none */
-} dtrain__mpi_flight;
-
-typedef struct dtrain__mpi_stream {
-    unsigned char *slots; /* NULL: nothing was sent this way */
-    dtrain__mpi_flight slot[DTRAIN__MPI_SLOTS], straight, arriving, offering;
-    int turn;                      /* the next slot */
-    uint64_t sent, received;       /* bytes of the stream */
-    uint64_t offer[2];             /* from the peer: the place in the stream, and the bytes that it waits for */
-    uint64_t own[2];               /* this rank's last offer */
-    int64_t waits_ns;              /* since when a long run waits for one; 0: none does */
-    unsigned char *stage;          /* a message that is longer than what was asked for */
-    size_t stage_at, stage_filled; /* filled: bytes of it that have come */
-    int64_t heard_ns, told_ns;     /* of the first lane: when a sign of life came last, and when one went */
-} dtrain__mpi_stream;
-
-enum { DTRAIN__MPI_GIVEN = 0, DTRAIN__MPI_LACKING, DTRAIN__MPI_MAKING, DTRAIN__MPI_MADE };
-
-/* A group's communicator for collectives. A thread makes it, as MPI has no call for that which does not block. */
-typedef struct dtrain__mpi_maker {
-    int state; /* DTRAIN__MPI_GIVEN: the lane's comm serves */
-    dtrain__os_thread thread;
-    dtrain__mpi_comm comm;
-    dtrain__mpi_group members;
-    int code;
-    uint32_t done;
-} dtrain__mpi_maker;
-
-typedef struct dtrain__mpi_lane {
-    dtrain__mpi_comm comm;
-    int tag, size, staged;
-    int groups; /* of the first lane: groups with a lower number have tags */
-    int makes;  /* of the first lane: groups can have communicators of their own, see >>mpi-offload */
-    int *ranks; /* each member's in comm; the streams follow */
-    dtrain__mpi_stream *streams;
-    dtrain_allocator heap;
-    int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
-    uint64_t *hosts;      /* of the first lane: each rank's */
-    long process;
-    dtrain__mpi_maker maker; /* see >>mpi-offload */
-    dtrain__mpi_flight collective;
-    unsigned char *result; /* of a collective in place, until it has ended */
-    int *extents;          /* its counts and offsets, as MPI takes them */
-} dtrain__mpi_lane;
-
-/* Makes a lane. ranks NULL: all of comm. */
-static dtrain__mpi_lane *dtrain__mpi_lane_new(dtrain__mpi_comm comm, int tag, int staged, const int *ranks, int size)
-{
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
-    size_t n = (size_t)size;
-    dtrain__mpi_lane *lane =
-        (dtrain__mpi_lane *)dtrain__alloc(&heap, sizeof *lane + n * (sizeof(dtrain__mpi_stream) + sizeof(int)));
-    if (lane == NULL) {
-        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for streams to %d ranks", size);
-        return NULL;
-    }
-    lane->process = dtrain__os_pid();
-    lane->comm = comm;
-    lane->tag = tag;
-    lane->size = size;
-    lane->staged = staged;
-    lane->streams = (dtrain__mpi_stream *)(void *)(lane + 1);
-    lane->ranks = (int *)(void *)(lane->streams + n);
-    for (int rank = 0; rank < size; rank++)
-        lane->ranks[rank] = ranks != NULL ? ranks[rank] : rank;
-    return lane;
-}
-
-/* Looks whether a message has ended. Returns 1 if it has or there is none, 0 if not, -1 on an error. */
-static int dtrain__mpi_ended(dtrain__mpi_flight *flight)
-{
-    int flag = 0, code;
-    if (flight->bytes == 0)
-        return 1;
-    code = dtrain__mpi()->call.Test(&flight->request, &flag, DTRAIN__MPI_NO_STATUS);
-    if (code != 0) {
-        dtrain__mpi_error("Test", code);
-        return -1;
-    }
-    if (flag)
-        flight->bytes = 0;
-    return flag;
-}
-
-static dtrain_status dtrain__mpi_fly(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t bytes,
-                                     dtrain__mpi_flight *flight)
-{
-    int code = dtrain__mpi()->call.Isend(memory, (int)bytes, DTRAIN__MPI_BYTE, lane->ranks[peer], tag, lane->comm,
-                                         &flight->request);
-    if (code != 0)
-        return dtrain__mpi_error("Isend", code);
-    flight->memory = memory;
-    flight->bytes = bytes;
-    return DTRAIN_OK;
-}
-
-/* Takes a message of the tag, if one has come, into memory of at least *bytes; longer ones into the stage. *bytes: what
- * it has; 0: there is none. */
-static dtrain_status dtrain__mpi_take(dtrain__mpi_lane *lane, int peer, int tag, unsigned char *memory, size_t *bytes,
-                                      dtrain__mpi_flight *flight)
-{
-    dtrain__mpi_stream *stream = &lane->streams[peer];
-    dtrain__mpi_message message;
-    dtrain__mpi_status status;
-    size_t room = *bytes;
-    int flag = 0, count = 0;
-    int code = dtrain__mpi()->call.Improbe(lane->ranks[peer], tag, lane->comm, &flag, &message, &status);
-    *bytes = 0;
-    if (code != 0)
-        return dtrain__mpi_error("Improbe", code);
-    if (!flag)
-        return DTRAIN_OK;
-    if (dtrain__mpi()->call.Get_count(&status, DTRAIN__MPI_BYTE, &count) != 0 || count <= 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: a message of rank %d has %d bytes", peer, count);
-    if ((size_t)count > room && tag != lane->tag)
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "MPI: an offer of rank %d has %d bytes, expected at most %zu",
-                            peer, count, room);
-    if ((size_t)count > room) {
-        memory = (unsigned char *)dtrain__memory_room(&lane->heap, stream->stage, (size_t)count);
-        if (memory == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a message of %d bytes from rank %d", count,
-                                peer);
-        stream->stage = memory;
-    }
-    code = dtrain__mpi()->call.Imrecv(memory, count, DTRAIN__MPI_BYTE, &message, &flight->request);
-    if (code != 0)
-        return dtrain__mpi_error("Imrecv", code);
-    flight->memory = memory;
-    *bytes = flight->bytes = (size_t)count;
-    return DTRAIN_OK;
-}
-
-/* A call was given up while MPI used its memory. */
-static dtrain_status dtrain__mpi_given_up(int peer, const dtrain__mpi_flight *flight, const char *way)
-{
-    dtrain__mpi()->failed = 1;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "MPI still %s %zu bytes at %p that a call which was given up had named; keep that memory "
-                        "until the process ends (peer %d)",
-                        way, flight->bytes, (void *)flight->memory, peer);
-}
-
-/* Finds what the peer has offered for the bytes that come next; *room 0: nothing yet. */
-static dtrain_status dtrain__mpi_heed(dtrain__mpi_lane *lane, int peer, uint64_t *room)
-{
-    dtrain__mpi_stream *stream = &lane->streams[peer];
-    dtrain__mpi_flight coming;
-    size_t bytes = sizeof stream->offer;
-    memset(&coming, 0, sizeof coming);
-    *room = 0;
-    if (stream->offer[1] == 0 || stream->offer[0] != stream->sent) {
-        dtrain_status status =
-            dtrain__mpi_take(lane, peer, lane->tag + 1, (unsigned char *)stream->offer, &bytes, &coming);
-        if (status != DTRAIN_OK)
-            return status;
-        while (coming.bytes > 0) /* it is 16 bytes, and has come */
-            if (dtrain__mpi_ended(&coming) < 0)
-                return DTRAIN_ERR_IO;
-    }
-    if (stream->offer[0] == stream->sent)
-        *room = stream->offer[1];
-    return DTRAIN_OK;
-}
-
-/* Sends through a slot, if one is free. */
-static dtrain_status dtrain__mpi_push_copy(dtrain__mpi_lane *lane, int peer, const unsigned char *data, size_t bytes,
-                                           size_t *moved)
-{
-    dtrain__mpi_stream *stream = &lane->streams[peer];
-    dtrain__mpi_flight *slot = &stream->slot[stream->turn];
-    if (stream->slots == NULL)
-        stream->slots = (unsigned char *)dtrain__alloc(&lane->heap, DTRAIN__MPI_SLOTS * DTRAIN__MPI_SLOT);
-    if (stream->slots == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory to send to rank %d", peer);
-    int ended = dtrain__mpi_ended(slot);
-    if (ended <= 0)
-        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
-    unsigned char *memory = stream->slots + (size_t)stream->turn * DTRAIN__MPI_SLOT;
-    bytes = bytes < DTRAIN__MPI_SLOT ? bytes : DTRAIN__MPI_SLOT;
-    memcpy(memory, data, bytes);
-    dtrain_status status = dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes, slot);
-    *moved = status == DTRAIN_OK ? bytes : 0;
-    stream->sent += *moved;
-    stream->turn = (stream->turn + 1) % DTRAIN__MPI_SLOTS;
-    return status;
-}
-
-/* Sends what can be sent now. */
-static dtrain_status dtrain__mpi_push(dtrain__mpi_lane *lane, int peer, const unsigned char *data, size_t bytes,
-                                      size_t *moved)
-{
-    dtrain__mpi_stream *stream = &lane->streams[peer];
-    dtrain__mpi_flight *straight = &stream->straight;
-    size_t sending = straight->bytes;
-    uint64_t room;
-    unsigned char *memory;
-    *moved = 0;
-    if (sending > 0 && straight->memory != data)
-        return dtrain__mpi_given_up(peer, straight, "sends");
-    if (sending > 0) {
-        int ended = dtrain__mpi_ended(straight);
-        *moved = ended > 0 ? sending : 0;
-        stream->sent += *moved;
-        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
-    }
-    if (lane->staged || bytes < DTRAIN__MPI_LONG)
-        return dtrain__mpi_push_copy(lane, peer, data, bytes, moved);
-    dtrain_status status = dtrain__mpi_heed(lane, peer, &room);
-    if (status != DTRAIN_OK)
-        return status;
-    if (room == 0) {
-        int64_t now = dtrain__os_now_ns();
-        stream->waits_ns = stream->waits_ns == 0 ? now : stream->waits_ns;
-        if (now - stream->waits_ns < DTRAIN__MPI_PATIENCE_NS)
-            return DTRAIN_OK;
-        stream->waits_ns = 0;
-        return dtrain__mpi_push_copy(lane, peer, data, bytes, moved);
-    }
-    stream->waits_ns = 0;
-    room = room < DTRAIN__MPI_MOST ? room : DTRAIN__MPI_MOST;
-    memcpy(&memory, &data, sizeof memory);
-    return dtrain__mpi_fly(lane, peer, lane->tag, memory, bytes < room ? bytes : (size_t)room, straight);
-}
-
-/* Tells the peer that this rank waits for bytes, once for each place in the stream. */
-static dtrain_status dtrain__mpi_offer(dtrain__mpi_lane *lane, int peer, size_t bytes)
-{
-    dtrain__mpi_stream *stream = &lane->streams[peer];
-    int ended = dtrain__mpi_ended(&stream->offering);
-    if (ended <= 0)
-        return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
-    if (stream->own[1] > 0 && stream->own[0] == stream->received)
-        return DTRAIN_OK;
-    stream->own[0] = stream->received;
-    stream->own[1] = bytes;
-    return dtrain__mpi_fly(lane, peer, lane->tag + 1, (unsigned char *)stream->own, sizeof stream->own,
-                           &stream->offering);
-}
-
-/* Takes bytes from the stage. */
-static size_t dtrain__mpi_unstage(dtrain__mpi_stream *stream, unsigned char *data, size_t bytes)
-{
-    size_t left = stream->stage_filled - stream->stage_at, n = left < bytes ? left : bytes;
-    memcpy(data, stream->stage + stream->stage_at, n);
-    stream->stage_at += n;
-    return n;
-}
-
-/* Receives what has come. If nothing has, it offers long memory. */
-static dtrain_status dtrain__mpi_pull(dtrain__mpi_lane *lane, int peer, unsigned char *data, size_t bytes,
-                                      size_t *moved)
-{
-    dtrain__mpi_stream *stream = &lane->streams[peer];
-    dtrain__mpi_flight *arriving = &stream->arriving;
-    size_t coming = arriving->bytes;
-    *moved = 0;
-    if (coming == 0 && stream->stage_at == stream->stage_filled) {
-        coming = bytes;
-        dtrain_status status = dtrain__mpi_take(lane, peer, lane->tag, data, &coming, arriving);
-        if (status == DTRAIN_OK && coming == 0 && !lane->staged && bytes >= DTRAIN__MPI_LONG)
-            return dtrain__mpi_offer(lane, peer, bytes);
-        if (status != DTRAIN_OK || coming == 0)
-            return status;
-    }
-    if (coming > 0) {
-        int ended = dtrain__mpi_ended(arriving), staged = arriving->memory == stream->stage;
-        if (!staged && arriving->memory != data)
-            return dtrain__mpi_given_up(peer, arriving, "receives");
-        if (ended <= 0)
-            return ended < 0 ? DTRAIN_ERR_IO : DTRAIN_OK;
-        stream->stage_at = 0;
-        stream->stage_filled = staged ? coming : 0;
-        *moved = staged ? 0 : coming;
-    }
-    if (*moved == 0)
-        *moved = dtrain__mpi_unstage(stream, data, bytes);
-    stream->received += *moved;
-    return DTRAIN_OK;
-}
-
-/* Between two looks that found nothing. */
-static void dtrain__mpi_rest(unsigned turn)
-{
-    if (turn > DTRAIN__MPI_HASTE)
-        dtrain__os_sleep(turn < 2 * DTRAIN__MPI_HASTE ? 20000 : 200000);
-    else if (turn > 50)
-        dtrain__os_yield();
-}
-
-/* Moves both ways until one is complete, or until the deadline. out or in may be NULL. */
-static dtrain_status dtrain__mpi_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
-{
-    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
-    for (unsigned turn = 0;; turn++) {
-        size_t sent = 0, received = 0;
-        dtrain__os_lock(dtrain__mpi_mutex());
-        dtrain_status status = dtrain__mpi_usable();
-        if (status == DTRAIN_OK && in != NULL)
-            status = dtrain__mpi_pull(lane, in->peer, in->data + in->moved, in->bytes - in->moved, &received);
-        if (status == DTRAIN_OK && out != NULL)
-            status = dtrain__mpi_push(lane, out->peer, out->data + out->moved, out->bytes - out->moved, &sent);
-        dtrain__os_unlock(dtrain__mpi_mutex());
-        if (in != NULL)
-            in->moved += received;
-        if (out != NULL)
-            out->moved += sent;
-        if (status != DTRAIN_OK || (in != NULL && in->moved == in->bytes) || (out != NULL && out->moved == out->bytes))
-            return status;
-        turn = sent > 0 || received > 0 ? 0 : turn;
-        if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns) /* also of a transfer that moves: a frame waits */
-            return DTRAIN_ERR_TIMEOUT;
-        dtrain__mpi_rest(turn);
-    }
-}
-
-static dtrain_status dtrain__mpi_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                      size_t *moved)
-{
-    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
-    memcpy(&out.data, &data, sizeof data);
-    dtrain_status status = bytes > 0 ? dtrain__mpi_exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
-    *moved = out.moved;
-    return status;
-}
-
-static dtrain_status dtrain__mpi_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                      size_t *moved)
-{
-    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
-    dtrain_status status = bytes > 0 ? dtrain__mpi_exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
-    *moved = in.moved;
-    return status;
-}
-
-static int dtrain__mpi_made(dtrain__mpi_lane *lane);
-
-/* Ends what is under way. Messages that do not end keep their memory, as MPI may still use it. */
-static void dtrain__mpi_lane_destroy(void *self)
-{
-    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
-    int64_t until = dtrain__os_now_ns() + DTRAIN__MPI_LAST_NS;
-    int left = 1;
-    if (lane->process != dtrain__os_pid())
-        return; /* MPI is its parent's */
-    dtrain__os_lock(dtrain__mpi_mutex());
-    dtrain__mpi()->worlds -= lane->groups > 0;
-    dtrain__os_unlock(dtrain__mpi_mutex());
-    while (left) {
-        left = 0;
-        dtrain__os_lock(dtrain__mpi_mutex());
-        int dead = dtrain__mpi()->failed || dtrain__mpi()->over;
-        for (int peer = 0; peer < lane->size && !dead; peer++) {
-            dtrain__mpi_stream *stream = &lane->streams[peer];
-            for (int i = 0; i < DTRAIN__MPI_SLOTS; i++)
-                left += dtrain__mpi_ended(&stream->slot[i]) == 0;
-            left += dtrain__mpi_ended(&stream->straight) == 0;
-            left += dtrain__mpi_ended(&stream->arriving) == 0;
-            left += dtrain__mpi_ended(&stream->offering) == 0;
-        }
-        left += !dead && dtrain__mpi_ended(&lane->collective) == 0;
-        left += !dead && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
-        int stuck = left > 0 && dtrain__os_now_ns() >= until;
-        dtrain__mpi()->failed |= stuck;
-        left = dtrain__mpi()->failed || dead ? -1 : left;
-        dtrain__os_unlock(dtrain__mpi_mutex());
-        if (stuck)
-            dtrain__log(DTRAIN_LOG_WARN,
-                        "MPI: messages of a group that was destroyed never ended, so MPI_Finalize would "
-                        "hang: end the process without it");
-        if (left < 0)
-            return; /* MPI may use the memory of the lane */
-        if (left > 0)
-            dtrain__os_yield();
-    }
-    for (int peer = 0; peer < lane->size; peer++) {
-        dtrain__free(&lane->heap, lane->streams[peer].slots);
-        dtrain__free(&lane->heap, lane->streams[peer].stage);
-    }
-    dtrain__free(&lane->heap, lane->result);
-    dtrain__free(&lane->heap, lane->extents);
-    dtrain_allocator heap = lane->heap;
-    dtrain__free(&heap, lane->hosts);
-    dtrain__free(&heap, lane);
-}
-
-static void dtrain__mpi_table(dtrain_transport *table, dtrain__mpi_lane *lane, int rank)
-{
-    memset(table, 0, sizeof *table);
-    table->self = lane;
-    table->rank = rank;
-    table->size = lane->size;
-    table->send = dtrain__mpi_send;
-    table->recv = dtrain__mpi_recv;
-    table->exchange = dtrain__mpi_exchange;
-    table->destroy = dtrain__mpi_lane_destroy;
-}
-
-static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns);
-
-/* Gives a group streams of its own, if MPI has tags for it. */
-static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
-{
-    const dtrain__mpi_lane *all = (const dtrain__mpi_lane *)self;
-    const char *staged = dtrain__os_getenv("DTRAIN_MPI_STAGED");
-    if (group >= (uint64_t)all->groups)
-        return DTRAIN_OK;
-    dtrain__mpi_lane *made =
-        dtrain__mpi_lane_new(all->comm, 2 * (int)group + 2, staged != NULL && strcmp(staged, "1") == 0, ranks, size);
-    if (made == NULL)
-        return DTRAIN_ERR_MEMORY;
-    dtrain__mpi_table(lane, made, 0);
-    made->maker.state = group == 0 ? DTRAIN__MPI_GIVEN : DTRAIN__MPI_LACKING;
-    if (!made->staged && (group == 0 || all->makes))
-        lane->offload = dtrain__mpi_offload;
-    return DTRAIN_OK;
-}
-
-/* Says whether a rank still gives signs of life, and gives it one. MPI itself does not tell of deaths. The first lane
- * makes no offers, so its second tag carries the signs. */
-static int dtrain__mpi_alive(void *self, int peer)
-{
-    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
-    dtrain__mpi_stream *stream = &lane->streams[peer];
-    int64_t now = dtrain__os_now_ns();
-    int lost = 0;
-    if (lane->heartbeat_ns == 0)
-        return -1;
-    dtrain__os_lock(dtrain__mpi_mutex());
-    int over = dtrain__mpi()->over; /* a call that needs the peer says it better */
-    for (size_t bytes = 1; bytes > 0 && !lost && !over;) {
-        dtrain__mpi_flight coming;
-        memset(&coming, 0, sizeof coming);
-        bytes = sizeof stream->offer;
-        lost =
-            dtrain__mpi_take(lane, peer, lane->tag + 1, (unsigned char *)stream->offer, &bytes, &coming) != DTRAIN_OK;
-        while (coming.bytes > 0 && !lost) /* one byte, and it has come */
-            lost = dtrain__mpi_ended(&coming) < 0;
-        stream->heard_ns = bytes > 0 || stream->heard_ns == 0 ? now : stream->heard_ns;
-    }
-    if (!lost && !over && now - stream->told_ns > lane->heartbeat_ns / 4 && dtrain__mpi_ended(&stream->offering) > 0) {
-        lost =
-            dtrain__mpi_fly(lane, peer, lane->tag + 1, (unsigned char *)stream->own, 1, &stream->offering) != DTRAIN_OK;
-        stream->told_ns = now;
-    }
-    lost = lost || (!over && now - stream->heard_ns > lane->heartbeat_ns);
-    dtrain__mpi()->failed |= lost;
-    dtrain__os_unlock(dtrain__mpi_mutex());
-    return lost ? -2 : 1;
-}
-
-static uint64_t dtrain__mpi_host(void *self, int rank)
-{
-    return ((dtrain__mpi_lane *)self)->hosts[rank];
-}
-
-/* Sends the number of this rank's host round the ranks, and receives theirs. With DTRAIN_MPI_SHM=0 it is 0, so that
- * MPI moves all bytes. */
-static dtrain_status dtrain__mpi_learn_hosts(dtrain__mpi_lane *lane, int rank, int64_t deadline_ns)
-{
-    const char *shm = dtrain__os_getenv("DTRAIN_MPI_SHM");
-    int n = lane->size;
-    lane->hosts = (uint64_t *)dtrain__alloc(&lane->heap, (size_t)n * sizeof *lane->hosts);
-    if (lane->hosts == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for the hosts of %d ranks", n);
-    lane->hosts[rank] = shm != NULL && strcmp(shm, "0") == 0 ? 0 : dtrain__plane_host();
-    for (int k = 0; k < n - 1; k++) {
-        dtrain_transfer out = {(rank + 1) % n, (unsigned char *)&lane->hosts[(rank + n - k) % n], 8, 0, 0};
-        dtrain_transfer in = {(rank + n - 1) % n, (unsigned char *)&lane->hosts[(rank + n - k - 1) % n], 8, 0, 0};
-        while (out.moved < out.bytes || in.moved < in.bytes) {
-            dtrain_status status = dtrain__mpi_exchange(lane, out.moved < out.bytes ? &out : NULL,
-                                                        in.moved < in.bytes ? &in : NULL, deadline_ns);
-            if (status == DTRAIN_ERR_TIMEOUT)
-                return dtrain__fail(NULL, status, "MPI: rank %d did not say which host it is on", in.peer);
-            if (status != DTRAIN_OK)
-                return status;
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* A copy of a communicator on its way; it stays if the call that makes it is given up. */
-typedef struct dtrain__mpi_copy {
-    dtrain__mpi_comm comm;
-    dtrain__mpi_flight flight;
-} dtrain__mpi_copy;
-
-static dtrain_status dtrain__mpi_copy_begin(dtrain__mpi_copy *copy, dtrain__mpi_comm given)
-{
-    int inter = 0;
-    dtrain_status status = dtrain__mpi_usable();
-    if (status != DTRAIN_OK)
-        return status;
-    int code = given != DTRAIN__MPI_NULL ? dtrain__mpi()->call.Comm_test_inter(given, &inter) : 0;
-    if (given == DTRAIN__MPI_NULL || inter)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_from_mpi: the communicator is %s; give one of which this rank is a member",
-                            inter ? "between two groups" : "MPI_COMM_NULL, as MPI_Comm_split gives for MPI_UNDEFINED");
-    if (code == 0)
-        code = dtrain__mpi()->call.Comm_idup(given, &copy->comm, &copy->flight.request);
-    copy->flight.bytes = 1;
-    return code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_idup", code);
-}
-
-/* Waits until all ranks have come to make the copy. Returns 0 with an error. */
-static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, int64_t timeout_ms, int64_t until)
-{
-    dtrain__os_lock(dtrain__mpi_mutex());
-    int ended = dtrain__mpi_copy_begin(copy, given) == DTRAIN_OK ? 0 : -1;
-    while (ended == 0 && dtrain__os_now_ns() < until) {
-        ended = dtrain__mpi_usable() == DTRAIN_OK ? dtrain__mpi_ended(&copy->flight) : -1;
-        dtrain__os_unlock(dtrain__mpi_mutex()); /* others may have to move for a rank to come here */
-        if (ended == 0)
-            dtrain__os_sleep(50000);
-        dtrain__os_lock(dtrain__mpi_mutex());
-    }
-    dtrain__mpi()->failed |= ended == 0;
-    dtrain__os_unlock(dtrain__mpi_mutex());
-    if (ended == 0)
-        dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                     "MPI: not all ranks of the communicator have come to make the group within %lld ms",
-                     (long long)timeout_ms);
-    return ended > 0;
-}
-
-/* Makes the table of this rank over a copy of a communicator. */
-static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int polls, int64_t until_ns,
-                                          int64_t heartbeat_ns)
-{
-    int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
-    dtrain__os_lock(dtrain__mpi_mutex());
-    dtrain_status status = dtrain__mpi_usable();
-    int code = status == DTRAIN_OK ? dtrain__mpi()->call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
-    if (code == 0)
-        code = dtrain__mpi()->call.Comm_rank(comm, &rank);
-    if (code == 0)
-        code = dtrain__mpi()->call.Comm_size(comm, &size);
-    if (code == 0)
-        code = dtrain__mpi()->call.Query_thread(&level);
-    if (code == 0)
-        code = dtrain__mpi()->call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
-    if (code != 0 && status == DTRAIN_OK)
-        status = dtrain__mpi_error("Comm_get_attr", code);
-    dtrain__os_unlock(dtrain__mpi_mutex());
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__mpi_lane *lane = dtrain__mpi_lane_new(comm, 0, 1, NULL, size);
-    if (lane == NULL)
-        return DTRAIN_ERR_MEMORY;
-    lane->groups = (flag ? *most : 32767) / 2 - 1;
-    lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
-    lane->heartbeat_ns = heartbeat_ns;
-    dtrain__os_lock(dtrain__mpi_mutex());
-    dtrain__mpi()->worlds++;
-    dtrain__os_unlock(dtrain__mpi_mutex());
-    dtrain__mpi_table(table, lane, rank);
-    table->lanes = dtrain__mpi_lanes;
-    table->alive = dtrain__mpi_alive;
-    table->host = dtrain__mpi_host;
-    status = dtrain__mpi_learn_hosts(lane, rank, until_ns);
-    if (status != DTRAIN_OK)
-        dtrain__mpi_lane_destroy(lane);
-    return status;
-}
-
-/* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
-static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int polls, int64_t timeout_ms,
-                                      int64_t heartbeat_ms)
-{
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
-    dtrain__mpi_copy *copy = (dtrain__mpi_copy *)dtrain__alloc(&heap, sizeof *copy);
-    if (copy == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a copy of the communicator");
-    timeout_ms = timeout_ms != 0 ? timeout_ms : 60000;
-    int64_t until_ns = timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(timeout_ms);
-    if (!dtrain__mpi_copied(copy, given, timeout_ms, until_ns)) {
-        if (copy->flight.bytes == 0) /* else MPI may still write to the copy */
-            dtrain__free(&heap, copy);
-        return dtrain__thread_error.status;
-    }
-    dtrain_status status =
-        dtrain__mpi_describe(table, copy->comm, polls, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
-    dtrain__free(&heap, copy);
-    return status;
-}
-
-#endif
-
-/* ---- >>mpi-offload ----
- * MPI's own collectives, for DTRAIN_ALGORITHM_MPI. Each is a call that does not block, and is asked again and again
- * whether it has ended. MPI cannot cancel it. One that is given up keeps its memory: the caller's, and that of the
- * lane.
- *
- * On a world they run on the communicator that dtrain's messages have, as MPI keeps the two apart. A group that is made
- * from it has a communicator of its own from its first such call on. */
-#ifndef DTRAIN__MPI_OFFLOAD
-#define DTRAIN__MPI_OFFLOAD
-
-/* The type in which MPI moves elements; with `folds` it also adds and compares them. */
-static dtrain__mpi_datatype dtrain__mpi_type(dtrain_dtype dtype, int folds)
-{
-    unsigned bits = dtrain_dtype_bits(dtype);
-    if (folds && dtype == DTRAIN_F32)
-        return DTRAIN__MPI_TYPE(FLOAT, 0x210);
-    if (folds && dtype == DTRAIN_F64)
-        return DTRAIN__MPI_TYPE(DOUBLE, 0x214);
-    if (folds && dtype == DTRAIN_I32)
-        return DTRAIN__MPI_TYPE(INT32_T, 0x250);
-    if (folds && dtype == DTRAIN_I64)
-        return DTRAIN__MPI_TYPE(INT64_T, 0x258);
-    return bits == 8    ? DTRAIN__MPI_TYPE(UINT8_T, 0x241)
-           : bits == 16 ? DTRAIN__MPI_TYPE(UINT16_T, 0x249)
-           : bits == 32 ? DTRAIN__MPI_TYPE(UINT32_T, 0x251)
-                        : DTRAIN__MPI_TYPE(UINT64_T, 0x259);
-}
-
-static dtrain__mpi_op dtrain__mpi_op_of(dtrain_op op)
-{
-    switch (op) {
-    case DTRAIN_PROD: return DTRAIN__MPI_OP(PROD, 0x24);
-    case DTRAIN_MIN: return DTRAIN__MPI_OP(MIN, 0x22);
-    case DTRAIN_MAX: return DTRAIN__MPI_OP(MAX, 0x23);
-    case DTRAIN_AND: return DTRAIN__MPI_OP(BAND, 0x28);
-    case DTRAIN_OR: return DTRAIN__MPI_OP(BOR, 0x29);
-    case DTRAIN_XOR: return DTRAIN__MPI_OP(BXOR, 0x2a);
-    default: return DTRAIN__MPI_OP(SUM, 0x21);
-    }
-}
-
-/* Writes parts as `size` counts, then `size` offsets. Returns 0 if one is too large for MPI. */
-static int dtrain__mpi_extents(const dtrain_extent *parts, int size, int *out)
-{
-    for (int rank = 0; rank < size; rank++) {
-        if (parts[rank].count > INT_MAX || parts[rank].begin > INT_MAX - parts[rank].count)
-            return 0;
-        out[rank] = (int)parts[rank].count;
-        out[size + rank] = (int)parts[rank].begin;
-    }
-    return 1;
-}
-
-/* Makes room for what MPI reads and writes until the collective has ended. */
-static dtrain_status dtrain__mpi_offload_room(dtrain__mpi_lane *lane, const dtrain_offload *call)
-{
-    size_t n = (size_t)lane->size, width = dtrain_dtype_bits(call->dtype) / 8;
-    uintptr_t in = (uintptr_t)call->in, out = (uintptr_t)call->out;
-    const dtrain_extent *last = &call->parts[n - 1];
-    void *room;
-    if (lane->extents == NULL)
-        lane->extents = (int *)dtrain__alloc(&lane->heap, 4 * n * sizeof(int));
-    if (lane->extents == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a collective of %d ranks", lane->size);
-    lane->collective.memory = (unsigned char *)call->out;
-    if (call->kind == DTRAIN_OFFLOAD_BROADCAST)
-        return DTRAIN_OK;
-    if (!dtrain__mpi_extents(call->parts, lane->size, lane->extents) ||
-        (call->kind == DTRAIN_OFFLOAD_ALL_TO_ALL &&
-         !dtrain__mpi_extents(call->others, lane->size, lane->extents + 2 * n)))
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "MPI: an all-to-all of more than %d elements on a rank; set DTRAIN_ALGORITHM to "
-                            "mpi,all_to_all=direct",
-                            INT_MAX);
-    if (call->kind != DTRAIN_OFFLOAD_REDUCE_SCATTER || out - in >= (last->begin + last->count) * width)
-        return DTRAIN_OK;
-    room = dtrain__memory_room(&lane->heap, lane->result, call->parts[call->rank].count * width + 1);
-    if (room == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a result of %zu bytes",
-                            call->parts[call->rank].count * width);
-    lane->collective.memory = lane->result = (unsigned char *)room;
-    return DTRAIN_OK;
-}
-
-static void dtrain__mpi_make(void *pointer)
-{
-    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)pointer;
-    dtrain__mpi_maker *maker = &lane->maker;
-    maker->code = dtrain__mpi()->call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
-    DTRAIN__ATOMIC_STORE(&maker->done, 1, RELEASE);
-}
-
-/* Whether the thread has ended; it holds no lock of dtrain's, as MPI's level is MULTIPLE. */
-static int dtrain__mpi_made(dtrain__mpi_lane *lane)
-{
-    if (!DTRAIN__ATOMIC_LOAD(&lane->maker.done, ACQUIRE))
-        return 0;
-    dtrain__os_thread_join(&lane->maker.thread);
-    lane->maker.state = DTRAIN__MPI_MADE;
-    return 1;
-}
-
-/* Starts to make the group's communicator. */
-static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
-{
-    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
-    dtrain__mpi_maker *maker = &lane->maker;
-    dtrain__mpi_group all;
-    int code = mpi->Comm_group(lane->comm, &all);
-    if (code == 0)
-        code = mpi->Group_incl(all, lane->size, lane->ranks, &maker->members);
-    if (code == 0)
-        code = mpi->Group_free(&all);
-    if (code != 0)
-        return dtrain__mpi_error("Group_incl", code);
-    code = dtrain__os_thread_start(&maker->thread, dtrain__mpi_make, lane, (size_t)1 << 20);
-    if (code != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "MPI: the system refused a thread that makes a communicator (%s; see ulimit -u and "
-                            "pids.max); choose another "
-                            "algorithm than MPI",
-                            dtrain__os_error_text(code));
-    maker->state = DTRAIN__MPI_MAKING;
-    return DTRAIN_OK;
-}
-
-/* Looks for the communicator of the lane's collectives. *ready 0: it is being made. */
-static dtrain_status dtrain__mpi_find_comm(dtrain__mpi_lane *lane, dtrain__mpi_comm *comm, int *ready)
-{
-    dtrain__mpi_maker *maker = &lane->maker;
-    dtrain_status status = maker->state == DTRAIN__MPI_LACKING ? dtrain__mpi_make_begin(lane) : DTRAIN_OK;
-    *comm = maker->state == DTRAIN__MPI_GIVEN ? lane->comm : maker->comm;
-    *ready = maker->state != DTRAIN__MPI_MAKING;
-    if (status != DTRAIN_OK || *ready || !dtrain__mpi_made(lane))
-        return status;
-    dtrain__mpi()->call.Group_free(&maker->members);
-    *comm = maker->comm;
-    *ready = 1;
-    if (maker->code == 0)
-        maker->code = dtrain__mpi()->call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
-    return maker->code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_create_group", maker->code);
-}
-
-/* Gives a collective to MPI, once there is a communicator for it. */
-static dtrain_status dtrain__mpi_offload_begin(dtrain__mpi_lane *lane, const dtrain_offload *call)
-{
-    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
-    dtrain__mpi_flight *flight = &lane->collective;
-    int n = lane->size, code, same = call->in == call->out;
-    const char *name;
-    dtrain__mpi_comm comm;
-    int ready;
-    dtrain__mpi_datatype type = dtrain__mpi_type(call->dtype, call->kind == DTRAIN_OFFLOAD_REDUCE_SCATTER);
-    dtrain_status status = dtrain__mpi_find_comm(lane, &comm, &ready);
-    if (status != DTRAIN_OK || !ready)
-        return status;
-    status = dtrain__mpi_offload_room(lane, call);
-    int *parts = lane->extents, *others = parts + 2 * n;
-    if (status != DTRAIN_OK)
-        return status;
-    switch (call->kind) {
-    case DTRAIN_OFFLOAD_REDUCE_SCATTER:
-        name = "Ireduce_scatter";
-        code = mpi->Ireduce_scatter(call->in, flight->memory, parts, type, dtrain__mpi_op_of(call->op), comm,
-                                    &flight->request);
-        break;
-    case DTRAIN_OFFLOAD_ALL_GATHER:
-        name = "Iallgatherv";
-        code =
-            mpi->Iallgatherv(DTRAIN__MPI_IN_PLACE, 0, type, call->out, parts, parts + n, type, comm, &flight->request);
-        break;
-    case DTRAIN_OFFLOAD_BROADCAST:
-        name = "Ibcast";
-        code = mpi->Ibcast(call->out, (int)call->count, type, call->root, comm, &flight->request);
-        break;
-    default:
-        name = "Ialltoallv";
-        code = mpi->Ialltoallv(same ? DTRAIN__MPI_IN_PLACE : call->in, parts, parts + n, type, call->out, others,
-                               others + n, type, comm, &flight->request);
-    }
-    if (code != 0)
-        return dtrain__mpi_error(name, code);
-    flight->bytes = 1;
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns)
-{
-    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
-    for (unsigned turn = 0;; turn++) {
-        int ended = -1;
-        dtrain__os_lock(dtrain__mpi_mutex());
-        dtrain_status status = dtrain__mpi_usable();
-        if (status == DTRAIN_OK && lane->collective.bytes == 0)
-            status = dtrain__mpi_offload_begin(lane, call);
-        if (status == DTRAIN_OK)
-            ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
-        dtrain__os_unlock(dtrain__mpi_mutex());
-        if (ended < 0)
-            return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;
-        if (ended > 0)
-            break;
-        if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)
-            return DTRAIN_ERR_TIMEOUT;
-        dtrain__mpi_rest(turn < 2 * DTRAIN__MPI_HASTE ? turn : DTRAIN__MPI_HASTE + 1); /* MPI moves while it is asked */
-    }
-    if (lane->collective.memory == lane->result && lane->result != NULL)
-        memcpy(call->out, lane->result, call->parts[call->rank].count * (dtrain_dtype_bits(call->dtype) / 8));
-    return DTRAIN_OK;
-}
-
-#endif
 
 /* ---- >>groups_over_mpi ----
  * Worlds over messages of MPI: its transport behind the mux that any transport of two functions has. */
@@ -43024,322 +43764,6 @@ DTRAIN__FAST_END
 #endif
 
 #ifndef DTRAIN_NO_TRAIN
-
-/* ---- >>gemm ----
- * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack. A kernel for each instruction set
- * multiplies a few rows of op(a) by a packed panel in registers. The rows are read in place unless a is transposed. The
- * stack in use stays below 280 KiB, for threads that have half a megabyte.
- *
- * Each element of c is a sum over k in ascending order, a block of 256 at a time. So the bits depend on the shape, and
- * on whether a term is rounded once (AVX2, AVX-512, NEON) or twice.
- *
- *   source   Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015 */
-#ifndef DTRAIN__GEMM
-#define DTRAIN__GEMM
-DTRAIN__FAST_BEGIN
-
-#define DTRAIN__GEMM_KC 256
-#define DTRAIN__GEMM_NC 256
-#define DTRAIN__GEMM_MC 16 /* rows of a transposed a that are packed together: one cache line of each column */
-
-/* Computes c[rows][columns] (+)= a[rows][k] x panel[k][width], with rows and columns up to the kernel's tile. */
-typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
-                                    float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
-
-/* A kernel and the tile of c that it makes. width is at most DTRAIN__GEMM_NC, and rows at most DTRAIN__GEMM_MC. */
-typedef struct dtrain__gemm_shape {
-    dtrain__gemm_kernel kernel;
-    size_t rows, width;
-} dtrain__gemm_shape;
-
-#define DTRAIN__GEMM_PARAMETERS \
-    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows, \
-        size_t columns, int accumulate
-
-static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t ldc, size_t rows, size_t columns,
-                               int accumulate)
-{
-    for (size_t i = 0; i < rows; i++)
-        for (size_t j = 0; j < columns; j++)
-            c[i * ldc + j] = accumulate ? c[i * ldc + j] + tile[i * width + j] : tile[i * width + j];
-}
-
-/* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one. Their results,
- * and those of the panel's padding, are not stored. fmadd takes its first factor as spread(float), a `factor`. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op, factor, spread, fmadd) \
-    attributes static __attribute__((noinline)) void name(DTRAIN__GEMM_PARAMETERS) \
-    { \
-        vector sum[ROWS][VECTORS]; \
-        const float *row[ROWS]; \
-        for (size_t i = 0; i < ROWS; i++) { \
-            row[i] = a + (i < rows ? i : rows - 1) * a_row; \
-            for (size_t v = 0; v < VECTORS; v++) \
-                sum[i][v] = op##_set1_ps(0); \
-        } \
-        for (size_t p = 0; p < k; p++) { \
-            vector b[VECTORS]; \
-            for (size_t v = 0; v < VECTORS; v++) \
-                b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES); \
-            for (size_t i = 0; i < ROWS; i++) { \
-                factor x = spread(row[i][p * a_column]); \
-                for (size_t v = 0; v < VECTORS; v++) \
-                    sum[i][v] = fmadd(x, b[v], sum[i][v]); \
-            } \
-        } \
-        if (rows == ROWS && columns == VECTORS * LANES) { \
-            for (size_t i = 0; i < ROWS; i++) \
-                for (size_t v = 0; v < VECTORS; v++) { \
-                    float *to = c + i * ldc + v * LANES; \
-                    if (accumulate) \
-                        sum[i][v] = op##_loadu_ps(to) + sum[i][v]; \
-                    op##_storeu_ps(to, sum[i][v]); \
-                } \
-        } else { \
-            float tile[ROWS * VECTORS * LANES]; \
-            for (size_t i = 0; i < ROWS; i++) \
-                for (size_t v = 0; v < VECTORS; v++) \
-                    op##_storeu_ps(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]); \
-            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate); \
-        } \
-    }
-
-DTRAIN__EXACT_BEGIN
-
-#if defined(DTRAIN__X86)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512, __m512,
-                    _mm512_set1_ps, _mm512_fmadd_ps)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256, __m256,
-                    _mm256_set1_ps, _mm256_fmadd_ps)
-#endif
-
-#if defined(DTRAIN__NEON)
-/* Multiplies by a lane, so that the factor need not be spread over a vector. */
-DTRAIN__INLINE dtrain__x4 dtrain__gemm_fused(float a, dtrain__x4 b, dtrain__x4 c)
-{
-    __asm__("fmla %0.4s, %2.4s, %1.s[0]" : "+w"(c) : "w"(a), "w"(b));
-    return c;
-}
-
-/* 24 accumulators and their operands fill 28 of the 32 registers. */
-DTRAIN__GEMM_KERNEL(dtrain__gemm_neon, , dtrain__x4, 4, 8, 3, dtrain__x4, float, , dtrain__gemm_fused)
-#endif
-
-/* Two roundings, as on processors without a fused product. */
-DTRAIN__INLINE dtrain__x4 dtrain__gemm_rounded(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
-{
-    dtrain__x4 product = a * b;
-#if defined(__clang__) && defined(DTRAIN__X86)
-    __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
-#elif defined(__clang__) && defined(__aarch64__)
-    __asm__("" : "+w"(product));
-#elif defined(__clang__) && defined(__ARM_FP) && defined(__arm__)
-    for (int i = 0; i < 4; i++) {
-        float lane = product[i];
-        __asm__("" : "+t"(lane));
-        product[i] = lane;
-    }
-#endif
-    return product + c;
-}
-
-/* 8 accumulators and their operands fill the 16 registers of SSE2. */
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, 4, 2, dtrain__x4, dtrain__x4, dtrain__x4_set1_ps,
-                    dtrain__gemm_rounded)
-
-DTRAIN__EXACT_END
-
-/* Interleaves the lower halves of two vectors, or the upper ones. */
-#ifdef __clang__
-#define DTRAIN__GEMM_LACE(name, i, j, k, l) \
-    DTRAIN__INLINE dtrain__x4 name(dtrain__x4 a, dtrain__x4 b) \
-    { \
-        return __builtin_shufflevector(a, b, i, j, k, l); \
-    }
-#else
-#define DTRAIN__GEMM_LACE(name, i, j, k, l) \
-    DTRAIN__INLINE dtrain__x4 name(dtrain__x4 a, dtrain__x4 b) \
-    { \
-        const dtrain__u32x4 lanes = {i, j, k, l}; \
-        return __builtin_shuffle(a, b, lanes); \
-    }
-#endif
-DTRAIN__GEMM_LACE(dtrain__gemm_lace_low, 0, 4, 1, 5)
-DTRAIN__GEMM_LACE(dtrain__gemm_lace_high, 2, 6, 3, 7)
-
-/* Copies k pieces of n floats that lie from_row floats apart, and then to_row. A constant size is a few moves, not a
- * call. */
-static void dtrain__gemm_copy(float *to, size_t to_row, const float *from, size_t from_row, size_t k, size_t n)
-{
-    if (n == 32)
-        for (size_t p = 0; p < k; p++)
-            memcpy(to + p * to_row, from + p * from_row, 32 * sizeof(float));
-    else if (n == 16)
-        for (size_t p = 0; p < k; p++)
-            memcpy(to + p * to_row, from + p * from_row, 16 * sizeof(float));
-    else
-        for (size_t p = 0; p < k; p++)
-            memcpy(to + p * to_row, from + p * from_row, n * sizeof(float));
-}
-
-/* out[4][4], rows `width` floats apart, = the transpose of four columns of four floats. */
-DTRAIN__INLINE void dtrain__gemm_turn_four(const float *columns, size_t apart, float *out, size_t width)
-{
-    dtrain__x4 v[4], low[2], high[2];
-    for (size_t i = 0; i < 4; i++)
-        v[i] = dtrain__x4_loadu_ps(columns + i * apart);
-    for (size_t i = 0; i < 2; i++) {
-        low[i] = dtrain__gemm_lace_low(v[i], v[i + 2]);
-        high[i] = dtrain__gemm_lace_high(v[i], v[i + 2]);
-    }
-    dtrain__x4_storeu_ps(out, dtrain__gemm_lace_low(low[0], low[1]));
-    dtrain__x4_storeu_ps(out + width, dtrain__gemm_lace_high(low[0], low[1]));
-    dtrain__x4_storeu_ps(out + 2 * width, dtrain__gemm_lace_low(high[0], high[1]));
-    dtrain__x4_storeu_ps(out + 3 * width, dtrain__gemm_lace_high(high[0], high[1]));
-}
-
-/* Transposes n columns of k floats into a panel. */
-static void dtrain__gemm_turn(const float *columns, size_t apart, size_t k, size_t n, size_t width, float *panel)
-{
-    const size_t line = DTRAIN__CACHE_LINE / sizeof(float);
-    size_t deep = k - k % 4, wide = n - n % 4;
-    for (size_t p = 0; p < deep; p += line) /* a cache line of each column at a time */
-        for (size_t i = 0; i < wide; i += 4)
-            for (size_t q = p; q < p + line && q < deep; q += 4)
-                dtrain__gemm_turn_four(columns + i * apart + q, apart, panel + q * width + i, width);
-    for (size_t i = 0; i < n; i++)
-        for (size_t q = i < wide ? deep : 0; q < k; q++)
-            panel[q * width + i] = columns[i * apart + q];
-}
-
-/* Packs alpha x op(b)[0 .. k)[0 .. n) into panels of `width` columns, zero beyond n. */
-static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, size_t k, size_t n, size_t width,
-                              float alpha, float *pack)
-{
-    for (size_t j = 0; j < n; j += width) {
-        size_t columns = n - j < width ? n - j : width;
-        float *panel = pack + j * k;
-        if (columns < width)
-            memset(panel, 0, k * width * sizeof(float));
-        if (b_column == 1)
-            dtrain__gemm_copy(panel, width, b + j, b_row, k, columns);
-        else
-            dtrain__gemm_turn(b + j * b_column, b_column, k, columns, width, panel);
-        if (alpha != 1)
-            dtrain__fold_weigh_f32(panel, (double)alpha, panel, k * width);
-    }
-}
-
-/* Asks for a row of a that a later tile reads. Processors do not foresee it, as rows may lie pages apart. */
-static void dtrain__gemm_fetch(const float *row, size_t k)
-{
-    for (size_t p = 0; p < k; p += DTRAIN__CACHE_LINE / sizeof(float))
-        __builtin_prefetch(row + p);
-}
-
-/* Asks for a tile of c, to which a kernel stores at its end. */
-static void dtrain__gemm_expect(float *c, size_t ldc, size_t rows, size_t columns)
-{
-    for (size_t i = 0; i < rows; i++)
-        for (size_t j = 0; j < columns; j += DTRAIN__CACHE_LINE / sizeof(float))
-            __builtin_prefetch(c + i * ldc + j, 1);
-}
-
-/* Computes c (+)= op(a) x the packed nc columns of op(b). */
-static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, size_t lda, int transpose_a, size_t m,
-                               size_t nc, size_t kc, const float *pack, float *c, size_t ldc, int accumulate)
-{
-    float pack_a[DTRAIN__GEMM_KC * DTRAIN__GEMM_MC] __attribute__((aligned(64)));
-    int packs = transpose_a && nc > 2 * shape->width; /* with fewer panels, a is read too seldom to repay packing */
-    size_t group = packs ? DTRAIN__GEMM_MC / shape->rows * shape->rows : m;
-    size_t a_row = transpose_a ? 1 : lda, a_column = packs ? DTRAIN__GEMM_MC : transpose_a ? lda : 1;
-    for (size_t low = 0; low < m; low += group) {
-        size_t high = m - low < group ? m : low + group;
-        const float *rows = a + low * (transpose_a ? 1 : lda);
-        if (packs) {
-            dtrain__gemm_copy(pack_a, DTRAIN__GEMM_MC, rows, lda, kc, high - low);
-            rows = pack_a;
-        }
-        for (size_t i = low; i < high; i += shape->rows)
-            for (size_t j = 0; j < nc; j += shape->width) {
-                size_t panel = j / shape->width, next = i + shape->rows + panel;
-                size_t tall = high - i < shape->rows ? high - i : shape->rows;
-                size_t wide = nc - j < shape->width ? nc - j : shape->width;
-                if (!transpose_a && panel < shape->rows && next < high)
-                    dtrain__gemm_fetch(a + next * lda, kc);
-                dtrain__gemm_expect(c + i * ldc + j, ldc, tall, wide);
-                shape->kernel(kc, rows + (i - low) * a_row, a_row, a_column, pack + j * kc, c + i * ldc + j, ldc, tall,
-                              wide, accumulate);
-            }
-    }
-}
-
-static dtrain__gemm_shape dtrain__gemm_choose(void)
-{
-    dtrain__gemm_shape shape = {dtrain__gemm_base, 4, 8};
-#if defined(DTRAIN__X86)
-    int isa = dtrain__isa();
-    if (isa == DTRAIN__ISA_AVX512) {
-        shape.kernel = dtrain__gemm_avx512;
-        shape.rows = 8;
-        shape.width = 32;
-    } else if (isa == DTRAIN__ISA_AVX2) {
-        shape.kernel = dtrain__gemm_avx2;
-        shape.rows = 6;
-        shape.width = 16;
-    }
-#elif defined(DTRAIN__NEON)
-    if (dtrain__isa() != DTRAIN__ISA_SCALAR) {
-        shape.kernel = dtrain__gemm_neon;
-        shape.rows = 8;
-        shape.width = 12;
-    }
-#endif
-    return shape;
-}
-
-static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
-                                 const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c,
-                                 size_t ldc)
-{
-    float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
-    dtrain__gemm_shape shape = dtrain__gemm_choose();
-    size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
-    size_t most = DTRAIN__GEMM_NC / shape.width * shape.width; /* whole panels fit into pack */
-    if (m == 0 || n == 0)
-        return;
-    if (alpha == 0)
-        k = 0;
-    for (size_t i = 0; i < m; i++) {
-        if (beta == 0 && k == 0)
-            memset(c + i * ldc, 0, n * sizeof(float));
-        else if (beta != 0 && beta != 1)
-            dtrain__fold_weigh_f32(c + i * ldc, (double)beta, c + i * ldc, n);
-    }
-    for (size_t jc = 0; jc < n; jc += most) {
-        size_t nc = n - jc < most ? n - jc : most;
-        for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
-            size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
-            dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, shape.width, alpha, pack);
-            dtrain__gemm_block(&shape, a + pc * (transpose_a ? lda : 1), lda, transpose_a, m, nc, kc, pack, c + jc, ldc,
-                               beta != 0 || pc > 0);
-        }
-    }
-}
-
-DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
-                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc)
-{
-#ifdef DTRAIN_SGEMM
-    DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-#else
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain__gemm_builtin(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-    dtrain__fpmode_restore(mode);
-#endif
-}
-
-DTRAIN__FAST_END
-#endif
 
 /* ---- >>train-kernels ----
  * The steps of AdamW and SGD over float32, once for each instruction set. Every operation is rounded by itself in a
@@ -58421,337 +58845,6 @@ static dtrain_status dtrain__lock_take(dtrain__lock *lock, int directory, const 
     return DTRAIN_OK;
 }
 
-#endif
-
-/* ---- >>region ----
- * Arithmetic of pieces: what a piece has of its tensor, which elements two pieces share, and whether pieces tile a
- * tensor.
- *
- * A region is a range of a box, counted row by row. Its elements come in the order of the tensor. So what two regions
- * share is found by walking the box that their boxes share, run by run. A run is a range of elements that are
- * neighbours in the tensor, and so in both regions. */
-#ifndef DTRAIN__REGION
-#define DTRAIN__REGION
-DTRAIN__FAST_BEGIN
-
-typedef struct dtrain__region {
-    int ndim;
-    size_t shape[DTRAIN_MAX_DIMS], stride[DTRAIN_MAX_DIMS]; /* of the tensor */
-    size_t begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS];   /* of the box */
-    size_t at, count;                                       /* range in the box */
-    size_t run;                                             /* elements of the box that are neighbours in the tensor */
-} dtrain__region;
-
-/* Derives stride and run. The shape's elements must not overflow, and the box must be inside it. */
-static void dtrain__region_settle(dtrain__region *region)
-{
-    int whole = 1;
-    size_t stride = 1;
-    region->run = 1;
-    for (int d = region->ndim - 1; d >= 0; d--) {
-        region->stride[d] = stride;
-        stride *= region->shape[d];
-        if (whole)
-            region->run *= region->size[d];
-        whole = whole && region->size[d] == region->shape[d];
-    }
-    region->run = region->run > 0 ? region->run : 1;
-}
-
-/* Makes the region of a piece. Returns what is wrong with it, or NULL. */
-static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece *piece)
-{
-    size_t elements = 1, bits;
-    memset(region, 0, sizeof *region);
-    if (piece->ndim < 0 || piece->ndim > DTRAIN_MAX_DIMS)
-        return "ndim is not from 0 to 8";
-    if (dtrain_dtype_bits(piece->dtype) < 8)
-        return "its dtype has no whole number of bytes";
-    region->ndim = piece->ndim;
-    for (int d = 0; d < piece->ndim; d++) {
-        region->shape[d] = piece->shape[d];
-        region->begin[d] = piece->boxed ? piece->box_begin[d] : 0;
-        region->size[d] = piece->boxed ? piece->box_size[d] : piece->shape[d];
-        if (region->begin[d] > region->shape[d] || region->size[d] > region->shape[d] - region->begin[d])
-            return "its box reaches beyond the shape";
-        if (!dtrain__mul_size(elements, region->shape[d], &elements))
-            return "its shape has more elements than memory";
-    }
-    if (!dtrain__mul_size(elements, dtrain_dtype_bits(piece->dtype), &bits))
-        return "its shape has more elements than memory";
-    elements = dtrain__pieces_product(region->size, 0, region->ndim);
-    if (piece->begin > elements || piece->count > elements - piece->begin)
-        return "its range reaches beyond the box";
-    if (piece->copies < 0 || piece->copy < 0 || piece->copy >= (piece->copies > 0 ? piece->copies : 1))
-        return "copy is not from 0 to copies - 1";
-    region->at = piece->begin;
-    region->count = piece->count;
-    dtrain__region_settle(region);
-    return NULL;
-}
-
-/* Returns the place in the tensor of element e of the box. */
-static size_t dtrain__region_place(const dtrain__region *region, size_t e)
-{
-    size_t place = 0;
-    for (int d = region->ndim - 1; d >= 0; d--) {
-        place += (region->begin[d] + e % region->size[d]) * region->stride[d];
-        e /= region->size[d];
-    }
-    return place;
-}
-
-/* Returns the first element of the box whose place in the tensor is at or after `place`. */
-static size_t dtrain__region_seek(const dtrain__region *region, size_t place)
-{
-    size_t e = region->ndim == 0 ? place : 0; /* a scalar: 0, or its end */
-    for (int d = 0; d < region->ndim; d++) {
-        size_t index = place / region->stride[d];
-        place %= region->stride[d];
-        if (index < region->begin[d])
-            return e * dtrain__pieces_product(region->size, d, region->ndim);
-        if (index - region->begin[d] >= region->size[d])
-            return (e + 1) * dtrain__pieces_product(region->size, d, region->ndim);
-        e = e * region->size[d] + (index - region->begin[d]);
-    }
-    return e;
-}
-
-/* Walks what two regions of one tensor share, run by run. */
-typedef struct dtrain__region_overlap {
-    const dtrain__region *from, *to;
-    dtrain__region both; /* at: the next element */
-    size_t end;
-} dtrain__region_overlap;
-
-/* Elements [from_begin, from_begin + count) of one region are [to_begin, ...) of the other. */
-typedef struct dtrain__region_overlap_run {
-    size_t from_begin, to_begin, count;
-} dtrain__region_overlap_run;
-
-/* Begins a walk. Returns 0 if they share nothing. */
-static int dtrain__region_overlap_begin(dtrain__region_overlap *overlap, const dtrain__region *from,
-                                        const dtrain__region *to)
-{
-    dtrain__region *both = &overlap->both;
-    overlap->from = from;
-    overlap->to = to;
-    if (from->count == 0 || to->count == 0)
-        return 0;
-    *both = *from;
-    for (int d = 0; d < both->ndim; d++) {
-        size_t begin = from->begin[d] > to->begin[d] ? from->begin[d] : to->begin[d];
-        size_t a = from->begin[d] + from->size[d], b = to->begin[d] + to->size[d], end = a < b ? a : b;
-        if (begin >= end)
-            return 0;
-        both->begin[d] = begin;
-        both->size[d] = end - begin;
-    }
-    dtrain__region_settle(both);
-    size_t low = dtrain__region_place(from, from->at), low_to = dtrain__region_place(to, to->at);
-    size_t high = dtrain__region_place(from, from->at + from->count - 1);
-    size_t high_to = dtrain__region_place(to, to->at + to->count - 1);
-    low = low > low_to ? low : low_to;
-    high = high < high_to ? high : high_to;
-    if (low > high)
-        return 0;
-    both->at = dtrain__region_seek(both, low);
-    overlap->end = dtrain__region_seek(both, high + 1);
-    return both->at < overlap->end;
-}
-
-/* Gives the next run; returns 0 after the last. */
-static int dtrain__region_overlap_next(dtrain__region_overlap *overlap, dtrain__region_overlap_run *run)
-{
-    dtrain__region *both = &overlap->both;
-    run->count = 0;
-    while (both->at < overlap->end) {
-        size_t n = both->run - both->at % both->run, left = overlap->end - both->at;
-        size_t place = dtrain__region_place(both, both->at);
-        size_t from = dtrain__region_seek(overlap->from, place) - overlap->from->at;
-        size_t to = dtrain__region_seek(overlap->to, place) - overlap->to->at;
-        n = n < left ? n : left;
-        if (run->count > 0 && (from != run->from_begin + run->count || to != run->to_begin + run->count))
-            break;
-        if (run->count == 0) {
-            run->from_begin = from;
-            run->to_begin = to;
-        }
-        run->count += n;
-        both->at += n;
-    }
-    return run->count > 0;
-}
-
-/* Returns the number of elements that they share. The overlap must be at its beginning. */
-static size_t dtrain__region_overlap_count(const dtrain__region_overlap *overlap)
-{
-    return overlap->end - overlap->both.at;
-}
-
-/* ---- boxes of a range ---- */
-
-typedef dtrain_status (*dtrain__region_visit)(void *user, const dtrain__region *box);
-
-/* Calls visit with the boxes that a region consists of, at most 2 * ndim - 1, in the order of its elements. Dimensions
- * before d are one index wide; low and high count in those from d on. Recurses at most ndim deep. */
-static dtrain_status dtrain__region_boxes_from(dtrain__region *box, int d, size_t low, size_t high,
-                                               dtrain__region_visit visit, void *user)
-{
-    size_t all = dtrain__pieces_product(box->size, d, box->ndim);
-    dtrain_status status = DTRAIN_OK;
-    if (low >= high)
-        return DTRAIN_OK;
-    if (low == 0 && high == all)
-        return visit(user, box);
-    size_t inner = all / box->size[d], begin = box->begin[d], size = box->size[d];
-    size_t first = (low + inner - 1) / inner, last = high / inner; /* whole indices: first up to last */
-    box->size[d] = 1;
-    if (low % inner != 0) { /* the rest of one index, which may also end the range */
-        box->begin[d] = begin + low / inner;
-        status = dtrain__region_boxes_from(box, d + 1, low % inner, high / inner == low / inner ? high % inner : inner,
-                                           visit, user);
-    }
-    if (status == DTRAIN_OK && first < last) {
-        box->begin[d] = begin + first;
-        box->size[d] = last - first;
-        status = visit(user, box);
-        box->size[d] = 1;
-    }
-    if (status == DTRAIN_OK && high % inner != 0 && first <= last) {
-        box->begin[d] = begin + last;
-        status = dtrain__region_boxes_from(box, d + 1, 0, high % inner, visit, user);
-    }
-    box->begin[d] = begin;
-    box->size[d] = size;
-    return status;
-}
-
-static dtrain_status dtrain__region_boxes(const dtrain__region *region, dtrain__region_visit visit, void *user)
-{
-    dtrain__region box = *region;
-    return dtrain__region_boxes_from(&box, 0, region->at, region->at + region->count, visit, user);
-}
-
-/* ---- tiling ----
- * Checks that regions hold every element of their tensor once. Every index of every dimension gets a random weight
- * modulo a prime. A box weighs the product of its sides' sums, and a set of boxes weighs what its elements weigh
- * together. Regions that tile the tensor weigh what it weighs. Others pass only by chance (Schwartz and Zippel), in
- * both of two rounds at most once in 2^55. This takes time linear in the number of regions, whatever their form;
- * comparing pairs does not. The code draws the running sums of weights at random, which is equivalent. */
-
-#define DTRAIN__REGION_TILING_PRIME 0x7fffffffu /* 2^31 - 1 */
-
-typedef struct dtrain__region_tiling {
-    uint64_t seed[2];
-    uint64_t weight[2], whole[2];
-    size_t count; /* elements of all regions, for the error text */
-} dtrain__region_tiling;
-
-/* Returns the sum of the weights of indices below `index`. */
-static uint64_t dtrain__region_tiling_sum(uint64_t seed, int d, size_t index)
-{
-    return index == 0 ? 0 : dtrain_random_u64(seed + (uint64_t)d, index) % DTRAIN__REGION_TILING_PRIME;
-}
-
-static dtrain_status dtrain__region_tiling_weigh(void *user, const dtrain__region *box)
-{
-    dtrain__region_tiling *tiling = (dtrain__region_tiling *)user;
-    for (int k = 0; k < 2; k++) {
-        uint64_t weight = 1;
-        for (int d = 0; d < box->ndim; d++) {
-            uint64_t below = dtrain__region_tiling_sum(tiling->seed[k], d, box->begin[d]);
-            uint64_t upto = dtrain__region_tiling_sum(tiling->seed[k], d, box->begin[d] + box->size[d]);
-            weight = weight * ((upto + DTRAIN__REGION_TILING_PRIME - below) % DTRAIN__REGION_TILING_PRIME) %
-                     DTRAIN__REGION_TILING_PRIME;
-        }
-        tiling->weight[k] = (tiling->weight[k] + weight) % DTRAIN__REGION_TILING_PRIME;
-    }
-    return DTRAIN_OK;
-}
-
-/* Begins the check of a tensor, or of a region of it. */
-static void dtrain__region_tiling_begin(dtrain__region_tiling *tiling, const dtrain__region *whole)
-{
-    memset(tiling, 0, sizeof *tiling);
-    if (dtrain__os_random(tiling->seed, sizeof tiling->seed) != 0)
-        tiling->seed[0] = tiling->seed[1] = (uint64_t)dtrain__os_now_ns();
-    tiling->seed[1] ^= 0x9e3779b97f4a7c15u;
-    if (whole->count > 0)
-        dtrain__region_boxes(whole, dtrain__region_tiling_weigh, tiling);
-    memcpy(tiling->whole, tiling->weight, sizeof tiling->whole);
-    memset(tiling->weight, 0, sizeof tiling->weight);
-}
-
-static void dtrain__region_tiling_add(dtrain__region_tiling *tiling, const dtrain__region *region)
-{
-    if (region->count > 0)
-        dtrain__region_boxes(region, dtrain__region_tiling_weigh, tiling);
-    tiling->count = region->count <= SIZE_MAX - tiling->count ? tiling->count + region->count : SIZE_MAX;
-}
-
-static int dtrain__region_tiling_whole(const dtrain__region_tiling *tiling)
-{
-    return tiling->weight[0] == tiling->whole[0] && tiling->weight[1] == tiling->whole[1];
-}
-
-/* ---- pieces ---- */
-
-/* Compares the names of two pieces with their suffixes, byte by byte; also for qsort. */
-static int dtrain__region_compare_names(const void *left, const void *right)
-{
-    const dtrain_piece *a = (const dtrain_piece *)left, *b = (const dtrain_piece *)right;
-    const char *parts[2][2] = {{a->name, a->suffix != NULL ? a->suffix : ""},
-                               {b->name, b->suffix != NULL ? b->suffix : ""}};
-    int part[2] = {0, 0};
-    for (;;) {
-        for (int k = 0; k < 2; k++)
-            if (*parts[k][part[k]] == '\0' && part[k] == 0)
-                part[k] = 1;
-        int x = (unsigned char)*parts[0][part[0]], y = (unsigned char)*parts[1][part[1]];
-        if (x != y || x == 0)
-            return x - y;
-        parts[0][part[0]]++;
-        parts[1][part[1]]++;
-    }
-}
-
-/* Writes the full name, cut if it is long, for texts. */
-static const char *dtrain__region_name(char out[160], const dtrain_piece *piece)
-{
-    snprintf(out, 160, "%.120s%s", piece->name != NULL ? piece->name : "(no name)",
-             piece->suffix != NULL ? piece->suffix : "");
-    return out;
-}
-
-static dtrain_status dtrain__region_check(dtrain__region *region, const dtrain_piece *piece, size_t index,
-                                          const char *call)
-{
-    char name[160];
-    if (piece->name == NULL || piece->name[0] == '\0')
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: piece %zu has no name: give it its tensor's", call, index);
-    const char *bad = dtrain__region_of(region, piece);
-    if (bad != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: piece %zu, of \"%s\": %s", call, index,
-                            dtrain__region_name(name, piece), bad);
-    return DTRAIN_OK;
-}
-
-/* Orders regions of one tensor; 0: they are equal. */
-static int dtrain__region_compare(const dtrain__region *a, const dtrain__region *b)
-{
-    for (int d = 0; d < a->ndim; d++) {
-        if (a->begin[d] != b->begin[d])
-            return a->begin[d] < b->begin[d] ? -1 : 1;
-        if (a->size[d] != b->size[d])
-            return a->size[d] < b->size[d] ? -1 : 1;
-    }
-    if (a->at != b->at)
-        return a->at < b->at ? -1 : 1;
-    return a->count < b->count ? -1 : a->count > b->count;
-}
-
-DTRAIN__FAST_END
 #endif
 
 /* ---- >>index ----

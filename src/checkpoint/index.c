@@ -9,7 +9,7 @@
 #define DTRAIN__INDEX
 #include "checkpoint.h"
 #include "../format/safetensors_write.c"
-#include "region.c"
+#include "../tensor/region.c"
 #include "../base/json.c"
 
 #define DTRAIN__INDEX_BYTES ((uint64_t)1 << 32) /* the longest text that is read */

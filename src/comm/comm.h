@@ -48,7 +48,7 @@
 #define DTRAIN__COMM_H
 #include "../base/base.h"
 #include "../tensor/tensor.h"
-#include "../transport/transport.h"
+#include "../wire/transport.h"
 
 #ifdef __cplusplus
 extern "C" {

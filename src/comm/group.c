@@ -9,7 +9,7 @@
 #include "../base/worker.c"
 #include "../tensor/fold.c"
 #include "../transport/threads.c"
-#include "../control/socket_plane.c"
+#include "../transport/socket_plane.c"
 #include "groups.h"
 DTRAIN__FAST_BEGIN
 

@@ -3,7 +3,7 @@
 #ifndef DTRAIN__OWN_TRANSPORT
 #define DTRAIN__OWN_TRANSPORT
 #include "own_transport.h"
-#include "../control/mux_plane.c"
+#include "../transport/mux_plane.c"
 #include "create.c"
 
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,

@@ -5,8 +5,8 @@
 #ifndef DTRAIN__PLACE
 #define DTRAIN__PLACE
 #include "op.c"
-#include "../transport/net.c"
-#include "../control/admission.c"
+#include "../wire/net.c"
+#include "../wire/admission.c"
 
 typedef struct dtrain__place {
     dtrain__keys keys;                /* rank and size of the world, token, job */

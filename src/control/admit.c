@@ -192,7 +192,7 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     if (purpose == DTRAIN__PURPOSE_CONTROL)
         handshake->received = hub->members[peer].control.received;
     else if (dtrain__hub_shares(hub, peer)) {
-        handshake->ring_bytes = dtrain__threads_ring_bytes(hub->size, hub->polls);
+        handshake->ring_bytes = dtrain__ring_bytes(hub->size, hub->polls);
         handshake->filled =
             dtrain__shm_offer(handshake->offer, handshake->ring_bytes, &handshake->page, &handshake->page_fd);
     }

@@ -52,7 +52,8 @@ static void dtrain__channel_free(dtrain__channel *channel)
     }
     dtrain__free(hub->allocator, channel->lanes);
     dtrain__free(hub->allocator, channel->peers);
-    dtrain__arena_free(channel->arena);
+    if (channel->arena_free != NULL)
+        channel->arena_free(channel->arena);
     dtrain__seat_free(&channel->seat);
     dtrain__os_pipe_close(channel->wake);
     dtrain__free(hub->allocator, channel);

@@ -579,7 +579,7 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
     if (status != DTRAIN_OK)
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
     else if (call->what == DTRAIN__STORE_GET && !found)
-        *call->bytes = DTRAIN_STORE_ABSENT;
+        *call->bytes = SIZE_MAX; /* DTRAIN_STORE_ABSENT */
     else if (call->bytes != NULL) {
         if (bytes > 0 && call->capacity > 0)
             memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);

@@ -12,9 +12,8 @@
 #ifndef DTRAIN__HUB
 #define DTRAIN__HUB
 #include "../base/memory.c"
-#include "arena.c"
-#include "admission.c"
-#include "../transport/stream.c"
+#include "../wire/admission.c"
+#include "../wire/stream.c"
 #include "consent.c"
 
 #define DTRAIN__HANDSHAKES 64 /* strangers' connections for which there is room beside those of all ranks */
@@ -57,10 +56,11 @@ typedef struct dtrain__channel {
     int attend;          /* some lane needs a step */
     int wake[2];         /* a pipe that wakes the waiting caller */
     uint32_t waiting;
-    uint32_t dozing;      /* the service thread waits for the doorbell, which is `wake` */
-    int awaiting;         /* some peer has a nonzero awaits */
-    dtrain__arena *arena; /* NULL: the members share no memory */
-    dtrain__tell last;    /* writes what this rank does; may be NULL */
+    uint32_t dozing;             /* the service thread waits for the doorbell, which is `wake` */
+    int awaiting;                /* some peer has a nonzero awaits */
+    struct dtrain__arena *arena; /* NULL: the members share no memory */
+    void (*arena_free)(struct dtrain__arena *arena);
+    dtrain__tell last; /* writes what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
 

@@ -11,17 +11,13 @@
 #include "../base/memory.c"
 #include "../base/sha256.c"
 #include "../base/worker.c"
-#include "../transport/transport.h"
-#include "../comm/groups.h"
+#include "../wire/keys.c"
+#include "../wire/transport.h"
 
 #define DTRAIN__MAX_RANKS 1024
-#define DTRAIN__RUN_BYTES 16
-#define DTRAIN__JOB_BYTES 64
-#define DTRAIN__NAME_BYTES 96
 #define DTRAIN__FINGERPRINT_BYTES 128
 #define DTRAIN__MAX_LANES 8
 #define DTRAIN__LAST_CHAIN 4 /* most ranks that one heartbeat tells of */
-#define DTRAIN__ADDRESS_BYTES 256
 
 DTRAIN__FAST_BEGIN
 
@@ -172,17 +168,6 @@ typedef struct dtrain__store_call {
     dtrain_status status;
     char why[301];
 } dtrain__store_call;
-
-/* What all handshakes of one rank share. */
-typedef struct dtrain__keys {
-    unsigned char token[256];
-    size_t token_bytes;                   /* 0: the proof is made with an empty key */
-    unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on the others until they hear it */
-    int rank, world_size;
-    int secure;                    /* as in dtrain_comm_desc */
-    char job[DTRAIN__JOB_BYTES];   /* the launcher's id of the job; empty: it gave none */
-    char name[DTRAIN__NAME_BYTES]; /* this process: "pid 4711 (train) on alpha" */
-} dtrain__keys;
 
 /* What moves bytes between processes of one host: desc.transport. ANY: shared memory where it can be had. MPI: those of
  * all hosts. */

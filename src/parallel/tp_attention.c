@@ -7,7 +7,7 @@
 #define DTRAIN__TP_ATTENTION
 #include "tp_softmax.c"
 #include "tensor_parallel.h"
-#include "../train/gemm.c"
+#include "../tensor/gemm.c"
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__TP_ATTENTION_STRIP 64 /* positions in a strip */

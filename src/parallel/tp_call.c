@@ -5,7 +5,7 @@
 #define DTRAIN__TP_CALL
 #include "tensor_parallel.h"
 #include "../train/train_kernels.c"
-#include "../train/gemm.c"
+#include "../tensor/gemm.c"
 #include "../comm/work.c"
 #include "../comm/collectives.c"
 

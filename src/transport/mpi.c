@@ -10,7 +10,7 @@
 #ifndef DTRAIN__MPI
 #define DTRAIN__MPI
 #include "mpi_api.c"
-#include "transport.h"
+#include "../wire/transport.h"
 #include "../control/plane.c"
 #include "../base/memory.c"
 

@@ -4,146 +4,15 @@
  * share a council, the mutex that guards it, an allocator and a service thread, which live until the last group ends.
  *
  * Ranks read each other's buffers in place. Each has one slot, where it posts its next call. The collectives are those
- * of >>fused.
- *
- * Invariants: only its own rank writes a slot. A rank sets its `inside` flag, then checks that the group is not broken,
- * and then reads a peer's buffers. A rank that fails breaks the group first and looks at the flags then. So it takes
- * its buffers back only when nobody is inside them. */
+ * of >>fused. */
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
 #include "../base/worker.c"
 #include "../control/consent.c"
+#include "shared.c"
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__POST_WORDS 13
-#define DTRAIN__POST_INLINE_BYTES 1024
-#define DTRAIN__POST_LINE_BYTES 32 /* of those, in the cache line that says that they are there */
-
-/* Where a rank's buffers are, for peers in one address space. */
-typedef struct dtrain__post_own {
-    const void *in;
-    void *out;
-    const size_t *counts, *offsets; /* for an uneven all-to-all: what the rank sends to each */
-} dtrain__post_own;
-
-/* What a rank posts for one collective. Peers read it until they post the next one. Between processes it lies in shared
- * memory, so its layout is the same whatever the width of a pointer. */
-typedef struct dtrain__post {
-    uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
-    union {
-        dtrain__post_own own;
-        uint64_t room[4];
-    } at;
-    uint64_t places[2]; /* between processes: where in and out lie in their windows */
-    /* 2 x turn of the operation, + 1 if it was withdrawn at its deadline; peers read what follows in the same line */
-    uint64_t arrived __attribute__((aligned(DTRAIN__CACHE_LINE)));
-    uint64_t check;                                /* of call; if equal, peers need not read call */
-    uint64_t windows[2];                           /* between processes: of in and out (see >>window); 0: in none */
-    unsigned char data[DTRAIN__POST_INLINE_BYTES]; /* small inputs */
-} dtrain__post;
-
-/* What a rank's device does with its peers' memory: see >>device_events. */
-typedef struct dtrain__device_word {
-    uint64_t turn;   /* the number of calls whose whole work the device has been given */
-    uint32_t inside; /* 2: the device may use peers' memory; 1: this rank may still use peers' events; 0: neither */
-} dtrain__device_word;
-
-typedef struct dtrain__slot {
-    uint64_t finished; /* turn of the last operation whose buffers this rank no longer reads */
-    uint64_t put;      /* rounds that this rank has put into bounce buffers, of all operations (see >>bounce) */
-    uint64_t taken;    /* those of which it has taken its cells */
-    uint32_t inside;
-    uint32_t closed; /* between processes: the group is broken, and nobody enters this rank's buffers any more */
-    /* rank 0's: counts 2 for each try to withdraw a post; odd while a rank does it. Peers read it in each call */
-    uint64_t withdrawn __attribute__((aligned(DTRAIN__CACHE_LINE)));
-    uint32_t asleep; /* between processes: this rank waits for its doorbell */
-    dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
-    dtrain__post posts[2] __attribute__((
-        aligned(DTRAIN__CACHE_LINE))); /* by parity of the turn: peers may still read turn s while s + 1 is posted */
-} dtrain__slot;
-
-/* Processes with words of 32 bits and of 64 share these. */
-DTRAIN__PLACED(dtrain__post, places, 136);
-DTRAIN__PLACED(dtrain__post, data, 224);
-DTRAIN__PLACED(dtrain__slot, closed, 28);
-DTRAIN__PLACED(dtrain__slot, asleep, 72);
-DTRAIN__PLACED(dtrain__slot, posts, 192);
-DTRAIN__PLACED(dtrain__slot, posts[1], 192 + 1280);
-
-typedef struct dtrain__shared {
-    dtrain__bell bell; /* unused between processes */
-    dtrain__membership *members;
-    dtrain__slot *slots;   /* one for each rank */
-    size_t inline_bytes;   /* up to here a rank's input lies in its post */
-    unsigned char *bounce; /* between processes: two buffers for each rank, bounce_stride apart; small inputs, too */
-    size_t bounce_bytes, bounce_stride;
-    const int *doorbells; /* between processes: what wakes each rank */
-    int crowded;          /* between processes: the ranks of the host outnumber its processors */
-} dtrain__shared;
-
-/* Wakes the ranks that wait for this one. */
-static void dtrain__shared_ring(dtrain__shared *shared, int rank)
-{
-    if (shared->doorbells == NULL) {
-        dtrain__bell_ring(&shared->bell);
-        return;
-    }
-    for (int peer = 0; peer < shared->members->size; peer++) {
-        uint32_t *asleep = &shared->slots[peer].asleep;
-        if (peer != rank && DTRAIN__ATOMIC_LOAD(asleep, SEQ_CST) != 0 &&
-            DTRAIN__ATOMIC_EXCHANGE(asleep, 0u, SEQ_CST) != 0)
-            dtrain__os_poke(shared->doorbells[peer]);
-    }
-}
-
-/* Whether a rank has closed its buffers. Between threads the broken group says so. */
-static int dtrain__shared_closed(const dtrain__shared *shared)
-{
-    int closed = dtrain__membership_broken(shared->members);
-    for (int rank = 0; shared->doorbells != NULL && rank < shared->members->size; rank++)
-        closed |= DTRAIN__ATOMIC_LOAD(&shared->slots[rank].closed, SEQ_CST) != 0;
-    return closed;
-}
-
-/* Enters the peers' buffers. Returns 0 if the group is broken, and they may be gone. */
-static int dtrain__shared_enter(dtrain__shared *shared, int rank)
-{
-    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 1, SEQ_CST);
-    if (!dtrain__shared_closed(shared))
-        return 1;
-    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, SEQ_CST);
-    return 0;
-}
-
-static void dtrain__shared_leave(dtrain__shared *shared, int rank)
-{
-    DTRAIN__ATOMIC_STORE(&shared->slots[rank].inside, 0, RELEASE);
-}
-
 /* ---- groups ---- */
-
-#define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
-#define DTRAIN__THREADS_POLLED_BYTES ((size_t)1 << 20) /* of a ring of ranks that poll, as each looks once a frame */
-#define DTRAIN__THREADS_POLLED_ALL ((size_t)8 << 20)   /* of all rings of such a rank, but for the least size */
-
-/* Where the two sides of a ring are. Its bytes lie elsewhere. */
-typedef struct dtrain__threads_ring {
-    uint64_t written;
-    char pad[DTRAIN__CACHE_LINE - 8];
-    uint64_t read;
-    char pad2[DTRAIN__CACHE_LINE - 8];
-} dtrain__threads_ring;
-
-DTRAIN__PLACED(dtrain__threads_ring, read, 64);
-
-/* The size of a ring: a power of two. A message should fit, as what does not fit waits for the next poll. */
-static size_t dtrain__threads_ring_bytes(int ranks, int polls)
-{
-    size_t bytes = polls ? DTRAIN__THREADS_POLLED_BYTES : DTRAIN__THREADS_RING_BYTES;
-    while (bytes > DTRAIN__THREADS_RING_BYTES && bytes * (size_t)ranks > DTRAIN__THREADS_POLLED_ALL)
-        bytes /= 2;
-    return bytes;
-}
 
 typedef struct dtrain__threads_group dtrain__threads_group;
 
@@ -170,65 +39,38 @@ struct dtrain__threads_group {
     int ends; /* how many ranks have joined and not left */
     dtrain__threads_world *world;
     dtrain__threads_rank *ranks;
-    dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender. Its bytes follow each */
+    dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender. Its bytes follow each */
 };
 
 /* The bytes of each ring. */
 static size_t dtrain__threads_room(const dtrain__threads_group *group)
 {
-    return dtrain__threads_ring_bytes(group->members.size, group->world->polls);
+    return dtrain__ring_bytes(group->members.size, group->world->polls);
 }
 
 /* ---- messages ---- */
 
-static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
+static dtrain__ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
 {
     return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
-}
-
-/* Returns the bytes in a ring. */
-static uint64_t dtrain__threads_held(const dtrain__threads_ring *ring)
-{
-    uint64_t read = DTRAIN__ATOMIC_LOAD(&ring->read, SEQ_CST);
-    return DTRAIN__ATOMIC_LOAD(&ring->written, SEQ_CST) - read;
-}
-
-/* Moves bytes into the ring, whose `size` bytes are at `held`, or out of it. Returns how many. None if the counters
- * cannot be right: they may lie in memory of another process (see >>shm). */
-static size_t dtrain__threads_copy(dtrain__threads_ring *ring, unsigned char *held, size_t size, int put,
-                                   unsigned char *data, size_t bytes)
-{
-    uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written;
-    uint64_t moved = DTRAIN__ATOMIC_LOAD(mine, RELAXED);
-    uint64_t ahead = moved - DTRAIN__ATOMIC_LOAD(theirs, SEQ_CST);
-    uint64_t room = put ? size - ahead : 0 - ahead; /* 64 bits: the peer's counter may be false */
-    size_t n = bytes < room ? bytes : (size_t)room;
-    size_t at = (size_t)moved % size, first = size - at;
-    if (n == 0 || room > size)
-        return 0;
-    first = first < n ? first : n;
-    memcpy(put ? held + at : data, put ? data : held + at, first);
-    memcpy(put ? held : data + first, put ? data + first : held, n - first);
-    DTRAIN__ATOMIC_STORE(mine, moved + n, SEQ_CST);
-    return n;
 }
 
 typedef struct dtrain__threads_way {
     dtrain__threads_rank *mine;
     int peer, sending;
-    dtrain__threads_ring **ring;
+    dtrain__ring **ring;
 } dtrain__threads_way;
 
 static int dtrain__threads_ready(void *pointer)
 {
     const dtrain__threads_way *way = (dtrain__threads_way *)pointer;
-    dtrain__threads_ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
+    dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
     const dtrain__membership *members = way->mine->seat.members;
     if (dtrain__membership_broken(members) || dtrain__membership_left(members, way->peer))
         return 1;
     if (ring == NULL)
         return 0;
-    uint64_t held = dtrain__threads_held(ring);
+    uint64_t held = dtrain__ring_held(ring);
     return way->sending ? held < dtrain__threads_room(way->mine->group) : held > 0;
 }
 
@@ -242,11 +84,11 @@ static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned cha
     *moved = 0;
     for (unsigned turn = 0;; turn++) {
         int left = dtrain__membership_left(seat->members, way->peer);
-        dtrain__threads_ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
+        dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
         size_t n = 0;
         if (ring != NULL && !(way->sending && left))
-            n = dtrain__threads_copy(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
-                                     way->sending, data + *moved, bytes - *moved);
+            n = dtrain__ring_move(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
+                                  way->sending, data + *moved, bytes - *moved);
         *moved += n;
         if (n > 0) {
             dtrain__bell_ring(bell);
@@ -271,8 +113,8 @@ static dtrain_status dtrain__threads_send(void *self, int peer, const void *data
     *moved = 0;
     memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
     if (*way.ring == NULL) {
-        size_t whole = sizeof(dtrain__threads_ring) + dtrain__threads_room(mine->group);
-        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, whole);
+        size_t whole = sizeof(dtrain__ring) + dtrain__threads_room(mine->group);
+        dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(mine->group->world->allocator, whole);
         if (ring == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
                                 whole, mine->seat.rank, peer);
@@ -446,7 +288,7 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
     group->shared.inline_bytes = DTRAIN__POST_INLINE_BYTES;
     group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
     group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
-    group->rings = (dtrain__threads_ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
+    group->rings = (dtrain__ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__ring *));
     if (dtrain__membership_open(&group->members, allocator, size) && group->shared.slots != NULL &&
         group->ranks != NULL && group->rings != NULL)
         return group;
@@ -536,9 +378,8 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 static size_t dtrain__threads_untaken(void *self, int rank)
 {
     dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__threads_ring *ring =
-        DTRAIN__ATOMIC_LOAD(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), ACQUIRE);
-    return ring != NULL ? (size_t)dtrain__threads_held(ring) : 0;
+    dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), ACQUIRE);
+    return ring != NULL ? (size_t)dtrain__ring_held(ring) : 0;
 }
 
 static const dtrain__plane dtrain__threads_plane = {

@@ -128,10 +128,10 @@ fi
 
 # ---- Python ----
 
-sed -n '/^ \*     import ctypes/,/^ \*\/$/s/^ \*     //p' "$root/src/guide.h" | cmp - "$root/tests/interop/ctypes_ddp.py" >"$logs" 2>&1 &&
+sed -n '/^ \*     import ctypes/,/^ \*\/$/s/^ \*     //p' "$root/src/manual/guide.h" | cmp - "$root/tests/interop/ctypes_ddp.py" >"$logs" 2>&1 &&
     [ "$(wc -l <"$root/tests/interop/ctypes_ddp.py")" -le 40 ]
 check $? "the manual shows ctypes_ddp.py, of 40 lines at most"
-grep -qF "find_package(dtrain $series)" "$root/src/manual.h"
+grep -qF "find_package(dtrain $series)" "$root/src/manual/manual.h"
 check $? "the manual asks CMake for this version"
 if command -v python3 >"$logs"; then
     # Gradients of the first step are 2 (1, 2) and 1 (4, 0), their mean is (3, 2): w is (-0.5, 1). Those of the second

@@ -195,6 +195,12 @@ awk '{ print } /^#define DTRAIN__STATUS$/ { print "#include \"../comm/queue.c\""
 fails_with "a later include" 'includes comm/queue.c, which stands later' $tool
 holds "nothing written" cmp dtrain.h "$root/dtrain.h"
 cp "$root/src/base/status.c" src/base/status.c
+echo '#include "../train/train.h"' >>src/tensor/region.c
+fails_with "a header of a higher floor" 'includes train/train.h, which stands on a higher floor' $tool
+cp "$root/src/tensor/region.c" src/tensor/region.c
+sed '/^wire\/net.c$/d; s|^transport/socket.c$|&\nwire/net.c|' "$root/src/order.txt" >src/order.txt
+fails_with "a folder in two places" 'lists the folder wire twice: wire/net.c' $tool
+cp "$root/src/order.txt" src/order.txt
 seam() { # name, line, what the tool says
     echo "$2" >>src/comm/queue.c
     fails_with "$1" "src/comm/queue.c:[0-9]*: $3" $tool

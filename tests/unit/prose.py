@@ -119,14 +119,14 @@ def kinds():
     public, private = [], []
     names = (ROOT / "src/order.txt").read_text().split("[implementation]")[0].split("\n")
     for name in names:
-        if name.endswith(".h") and name not in MANUAL:
+        if name.endswith(".h") and not name.startswith("manual/"):
             public.append(ROOT / "src" / name)
     public += [ROOT / "src/cuda/manual.h", ROOT / "src/cuda/cuda.h"]
     for path in sorted((ROOT / "src").rglob("*.[ch]")):
         if path not in public and path.name not in MANUAL:
             private.append(path)
     others = [p for d in ("examples", "tools") for p in sorted((ROOT / d).glob("*.[ch]"))]
-    return [("README", [ROOT / "README.md"]), ("manual", [ROOT / "src" / name for name in MANUAL]), ("public comments", public),
+    return [("README", [ROOT / "README.md"]), ("manual", [ROOT / "src/manual" / name for name in MANUAL]), ("public comments", public),
             ("private comments", private), ("examples and tools", others)]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Holds README.md and the manual, src/manual.h and src/guide.h, to what they show: called by tests/unit/readme.sh.
+"""Holds README.md and the manual, src/manual/manual.h and guide.h, to what they show: called by tests/unit/readme.sh.
 
   python3 tests/unit/readme.py snippets        each code block of the manual, and of the headers, stands in one function
                                                of snippets.c or test_snippets_parts.c, in order
@@ -246,7 +246,7 @@ def main(args):
         return default and (ROOT / default).read_text()
 
     readme = option("--readme", "README.md")
-    manual = option("--manual", "src/manual.h").replace(" * CONVENTIONS", (ROOT / "src/guide.h").read_text() + " * CONVENTIONS")
+    manual = option("--manual", "src/manual/manual.h").replace(" * CONVENTIONS", (ROOT / "src/manual/guide.h").read_text() + " * CONVENTIONS")
     source = option("--snippets", "tests/unit/snippets.c")
     header = option("--header", None)
     parts = ROOT / "tests/unit/test_snippets_parts.c"

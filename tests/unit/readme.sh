@@ -113,12 +113,12 @@ sum='dtrain_all_reduce(world, grads, grads, count, DTRAIN_F32, DTRAIN_'
 wrong_gradient "a mean of what is divided by all examples" "s/${sum}SUM/${sum}MEAN/"
 wrong_gradient "the mean of the ranks' means" "/^for (size_t i/d; /^    grads\[i\] .= /d
     /$sum/s/^/for (size_t i = 0; i < count; i++) grads[i] \/= (float)mine; /; s/${sum}SUM/${sum}MEAN/"
-sed 's/dtrain_comm_ready(world, &ready)/dtrain_comm_ready(world)/' src/manual.h >"$dir/wrong.h"
+sed 's/dtrain_comm_ready(world, &ready)/dtrain_comm_ready(world)/' src/manual/manual.h >"$dir/wrong.h"
 fails "a wrong block of the manual" snippets --manual "$dir/wrong.h"
 sed 's/backward(qkvw, d_qkvw, unit)/backward(unit)/' src/shard/fsdp.h >"$dir/wrong.h"
 fails "a wrong block of a header" snippets --header "$dir/wrong.h"
 [ "$(grep -c '^FAIL' "$dir/log")" -eq 1 ]
 check $? "the header's other blocks are found"
-sed 's/DTRAIN_ISA /DTRAIN_ISO /' src/manual.h >"$dir/wrong.h"
+sed 's/DTRAIN_ISA /DTRAIN_ISO /' src/manual/manual.h >"$dir/wrong.h"
 fails "a wrong variable of the manual" tables --manual "$dir/wrong.h"
 checked

@@ -224,7 +224,7 @@ for compiler in gcc clang; do
     done
 done
 # Lines of code in the manual between two headings, without what stands beside them.
-manual() { cat src/manual.h src/guide.h | sed -n "/^ \* $1/,/^ \* $2/p" | sed -n 's/^ \*     *\([^ .].*\)/\1/p' | sed 's/   .*//'; }
+manual() { cat src/manual/manual.h src/manual/guide.h | sed -n "/^ \* $1/,/^ \* $2/p" | sed -n 's/^ \*     *\([^ .].*\)/\1/p' | sed 's/   .*//'; }
 stands() { # heading, next heading, the most lines
     manual "$1" "$2" >"$dir/lines"
     sed 's/^ *//' tests/unit/snippets.c >"$dir/stripped"

@@ -69,7 +69,7 @@ TEST(a_world_stays_until_its_last_group_is_freed)
         pthread_join(threads[rank], NULL);
     dtrain_comm_destroy(ends[0][0]);
     dtrain_comm_destroy(ends[1][1]);
-    stops_begin(DTRAIN__THREADS_RING_BYTES, 0); /* rank 0 frees the ring between them */
+    stops_begin(DTRAIN__RING_BYTES, 0); /* rank 0 frees the ring between them */
     pthread_create(&threads[0], NULL, leaves_last, ends[0][1]);
     stops_wait();
     dtrain_comm_destroy(ends[1][0]);

@@ -23,7 +23,7 @@ static int open_pair_to_fork(pair *p)
     size_t ring = 0;
     int fds[2], fd;
     memset(p, 0, sizeof *p);
-    dtrain__shm_offer(offer, DTRAIN__THREADS_RING_BYTES, &pages[0], &fd);
+    dtrain__shm_offer(offer, DTRAIN__RING_BYTES, &pages[0], &fd);
     if (pages[0] == NULL) {
         printf("skipped: this system has no memory that processes can share\n");
         return 0;
@@ -36,7 +36,7 @@ static int open_pair_to_fork(pair *p)
         CHECK_EQ(fcntl(fds[side], F_SETFL, O_NONBLOCK), 0);
         p->ends[side].fd = fds[side];
         p->ends[side].shm.page = pages[side];
-        p->ends[side].shm.ring_bytes = DTRAIN__THREADS_RING_BYTES;
+        p->ends[side].shm.ring_bytes = DTRAIN__RING_BYTES;
         p->ends[side].shm.side = side;
     }
     return pages[1] != NULL;
@@ -182,7 +182,7 @@ TEST(a_process_that_is_killed_in_a_store_leaves_an_end_and_no_lock)
 
 TEST(counters_that_cannot_be_are_a_corrupt_connection)
 {
-    static const uint64_t bad[] = {DTRAIN__THREADS_RING_BYTES + 1, (uint64_t)1 << 40, (uint64_t)1 << 63};
+    static const uint64_t bad[] = {DTRAIN__RING_BYTES + 1, (uint64_t)1 << 40, (uint64_t)1 << 63};
     unsigned char data[100] = {1};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         pair p;
@@ -209,7 +209,7 @@ TEST(an_offer_that_lies_is_not_taken)
     CHECK(dtrain__shm_open(offer, &ring) == NULL);
     memset(offer, 255, sizeof offer);
     CHECK(dtrain__shm_open(offer, &ring) == NULL);
-    dtrain__shm_offer(offer, DTRAIN__THREADS_RING_BYTES, &page, &fd);
+    dtrain__shm_offer(offer, DTRAIN__RING_BYTES, &page, &fd);
     if (page == NULL)
         return;
     memcpy(other, offer, sizeof other);
@@ -224,16 +224,16 @@ TEST(an_offer_that_lies_is_not_taken)
     dtrain__put_le(other, 1, 8); /* another process */
     CHECK(dtrain__shm_open(other, &ring) == NULL);
     memcpy(other, offer, sizeof other);
-    dtrain__put_le(other + 12, 2 * DTRAIN__THREADS_RING_BYTES, 4); /* larger rings than there are */
+    dtrain__put_le(other + 12, 2 * DTRAIN__RING_BYTES, 4); /* larger rings than there are */
     CHECK(dtrain__shm_open(other, &ring) == NULL);
-    dtrain__put_le(other + 12, DTRAIN__THREADS_RING_BYTES + 1, 4);
+    dtrain__put_le(other + 12, DTRAIN__RING_BYTES + 1, 4);
     CHECK(dtrain__shm_open(other, &ring) == NULL);
     opened = dtrain__shm_open(offer, &ring);
     CHECK(opened != NULL);
     dtrain__shm_close(&opened, ring);
     dtrain__os_share_close(fd);
     CHECK(dtrain__shm_open(offer, &ring) == NULL); /* the offer has ended */
-    dtrain__shm_close(&page, DTRAIN__THREADS_RING_BYTES);
+    dtrain__shm_close(&page, DTRAIN__RING_BYTES);
 }
 
 /* ---- which ranks share memory ---- */

@@ -9,9 +9,9 @@
  *   source   Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015 */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
-#include "train.h"
-#include "../tensor/isa.c"
-#include "../tensor/fold.c"
+#include "gemm.h"
+#include "isa.c"
+#include "fold.c"
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__GEMM_KC 256

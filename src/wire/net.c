@@ -5,10 +5,11 @@
  * for a lock. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
+#include "../base/memory.c"
 #include "../base/os_sockets.c"
 #include "../base/os_files.c"
 #include "../base/status.c"
-#include "../control/plane.c"
+#include "keys.c"
 
 #define DTRAIN__MAX_ADDRESSES 8 /* per name */
 

@@ -19,9 +19,9 @@
 #define DTRAIN__ADMISSION
 #include "../base/os_files.c"
 #include "../base/status.c"
-#include "../transport/chacha.c"
-#include "../transport/shm.c"
-#include "plane.c"
+#include "chacha.c"
+#include "shm.c"
+#include "keys.c"
 
 #define DTRAIN__WIRE_VERSION 11u
 #define DTRAIN__HELLO_BYTES \

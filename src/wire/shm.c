@@ -10,7 +10,8 @@
 #ifndef DTRAIN__SHM
 #define DTRAIN__SHM
 #include "net.c"
-#include "threads.c"
+#include "../base/memory.c"
+#include "rings.c"
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__SHM_OFFER_BYTES 32
@@ -19,7 +20,7 @@ typedef struct dtrain__shm_page {
     unsigned char key[16];
     uint32_t asleep[2]; /* whether this side waits for a byte on the connection */
     char pad[DTRAIN__CACHE_LINE - 24];
-    dtrain__threads_ring ways[2]; /* by the side that sends; side 0 has connected. Their bytes follow the page */
+    dtrain__ring ways[2]; /* by the side that sends; side 0 has connected. Their bytes follow the page */
 } dtrain__shm_page;
 
 DTRAIN__PLACED(dtrain__shm_page, ways[1], 64 + 128);
@@ -49,7 +50,7 @@ static void dtrain__shm_close(dtrain__shm_page **page, size_t ring_bytes)
 static size_t dtrain__shm_offer(unsigned char offer[DTRAIN__SHM_OFFER_BYTES], size_t ring_bytes,
                                 dtrain__shm_page **page, int *fd)
 {
-    int empty = ring_bytes > DTRAIN__THREADS_RING_BYTES;
+    int empty = ring_bytes > DTRAIN__RING_BYTES;
     memset(offer, 0, DTRAIN__SHM_OFFER_BYTES);
     *fd = -1;
     *page = dtrain__without("shm") ? NULL
@@ -83,8 +84,8 @@ static dtrain__shm_page *dtrain__shm_open(const unsigned char offer[DTRAIN__SHM_
 {
     uint64_t process = dtrain__get_le(offer, 8), fd = dtrain__get_le(offer + 8, 4),
              bytes = dtrain__get_le(offer + 12, 4);
-    if (process == 0 || process > INT_MAX || fd > INT_MAX || bytes < DTRAIN__THREADS_RING_BYTES ||
-        bytes > DTRAIN__THREADS_POLLED_BYTES || (bytes & (bytes - 1)) != 0 || dtrain__without("shm"))
+    if (process == 0 || process > INT_MAX || fd > INT_MAX || bytes < DTRAIN__RING_BYTES ||
+        bytes > DTRAIN__RING_POLLED_BYTES || (bytes & (bytes - 1)) != 0 || dtrain__without("shm"))
         return NULL;
     *ring_bytes = (size_t)bytes;
     dtrain__shm_page *page =
@@ -111,7 +112,7 @@ static unsigned char *dtrain__shm_ring(const dtrain__shm *shm, int side)
 /* Returns the bytes in the ring that a side fills. */
 static uint64_t dtrain__shm_held(const dtrain__shm *shm, int side)
 {
-    return dtrain__threads_held(&shm->page->ways[side]);
+    return dtrain__ring_held(&shm->page->ways[side]);
 }
 
 /* Looks at the connection after nothing could be moved. Returns 0, or -1 with errno if the connection has ended or the
@@ -135,8 +136,8 @@ static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size
 {
     unsigned char *from;
     memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
-    size_t n = dtrain__threads_copy(&shm->page->ways[shm->side], dtrain__shm_ring(shm, shm->side), shm->ring_bytes, 1,
-                                    from, bytes);
+    size_t n = dtrain__ring_move(&shm->page->ways[shm->side], dtrain__shm_ring(shm, shm->side), shm->ring_bytes, 1,
+                                 from, bytes);
     if (n == 0)
         return dtrain__shm_look(shm, fd, shm->side);
     dtrain__shm_wake(shm, fd);
@@ -146,12 +147,12 @@ static ssize_t dtrain__shm_send(dtrain__shm *shm, int fd, const void *data, size
 /* Receives from the ring, otherwise as dtrain__net_recv. What a peer sent before it left is still received. */
 static ssize_t dtrain__shm_recv(dtrain__shm *shm, int fd, void *data, size_t bytes)
 {
-    dtrain__threads_ring *ring = &shm->page->ways[1 - shm->side];
+    dtrain__ring *ring = &shm->page->ways[1 - shm->side];
     unsigned char *held = dtrain__shm_ring(shm, 1 - shm->side);
-    size_t n = dtrain__threads_copy(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
+    size_t n = dtrain__ring_move(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
     if (n == 0 && dtrain__shm_look(shm, fd, 1 - shm->side) < 0) {
         int error = errno;
-        n = dtrain__threads_copy(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
+        n = dtrain__ring_move(ring, held, shm->ring_bytes, 0, (unsigned char *)data, bytes);
         errno = error;
         if (n == 0)
             return -1;

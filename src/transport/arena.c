@@ -8,8 +8,8 @@
  * group, and whoever waits looks for that. */
 #ifndef DTRAIN__ARENA
 #define DTRAIN__ARENA
-#include "council.c"
-#include "../transport/threads.c"
+#include "../control/council.c"
+#include "shared.c"
 
 #define DTRAIN__ARENA_RANKS 64                    /* each has a descriptor for the doorbell of each other one */
 #define DTRAIN__ARENA_INLINE_BYTES ((size_t)4096) /* more is faster through the ranks' cells */

@@ -6,7 +6,7 @@
 #ifndef DTRAIN__STREAM
 #define DTRAIN__STREAM
 #include "../base/memory.c"
-#include "../control/admission.c"
+#include "admission.c"
 #include "chacha.c"
 #include "shm.c"
 DTRAIN__FAST_BEGIN

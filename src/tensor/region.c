@@ -7,8 +7,7 @@
  * neighbours in the tensor, and so in both regions. */
 #ifndef DTRAIN__REGION
 #define DTRAIN__REGION
-#include "checkpoint.h"
-#include "../tensor/pieces.c"
+#include "pieces.c"
 #include "../base/xxh64.c"
 #include "../base/memory.c"
 #include "../base/random.c"

@@ -2,7 +2,8 @@
  * The control plane of ranks in several processes: each group is a channel of the hub (see >>hub). */
 #ifndef DTRAIN__SOCKET_PLANE
 #define DTRAIN__SOCKET_PLANE
-#include "../transport/socket.c"
+#include "arena.c"
+#include "socket.c"
 
 static void dtrain__socket_plane_end(dtrain__end *end, dtrain__channel *channel)
 {
@@ -39,7 +40,7 @@ static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t 
     for (;;) {
         uint64_t seen = DTRAIN__ATOMIC_LOAD(&channel->hub->council.news, SEQ_CST);
         struct pollfd none[1];
-        dtrain_status status = dtrain__socket_formed(channel, formed, started_ns, deadline_ns);
+        dtrain_status status = dtrain__world_formed(channel, formed, started_ns, deadline_ns);
         if (*formed || status != DTRAIN_OK || !wait)
             return status;
         dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
@@ -130,6 +131,7 @@ static int dtrain__socket_plane_offer(void *self, int polls, unsigned char *offe
             return 0;
     /* where this rank is not to share, it offers none, and all learn it */
     int doorbell = dtrain__hub_shares(hub, hub->rank) ? channel->wake[1] : -1;
+    channel->arena_free = dtrain__arena_free;
     return dtrain__arena_offer(&channel->arena, &channel->seat, doorbell, polls, offer);
 }
 
@@ -190,7 +192,7 @@ static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain_
                                                  const dtrain__hub_desc *desc, dtrain_allocator *allocator)
 {
     dtrain__channel *channel;
-    dtrain_status status = dtrain__socket_create(&channel, keys, desc, allocator);
+    dtrain_status status = dtrain__world_create(&channel, keys, desc, allocator);
     if (status != DTRAIN_OK)
         return status;
     channel->hub->council.exchange = dtrain__socket_exchange;

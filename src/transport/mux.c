@@ -21,7 +21,7 @@
 #define DTRAIN__MUX
 #include "../base/xxh64.c"
 #include "arena.c"
-#include "consent.c"
+#include "../control/consent.c"
 
 #define DTRAIN__MUX_HEADER 24
 #define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */

@@ -16,9 +16,10 @@
  *
  * CONTENTS (search for the mark)
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
- *     >>tensor       element types, conversions, tensors, the matrix product
+ *     >>tensor       element types, conversions, tensors
  *     >>device       memory and arithmetic of GPUs: queues, copies, events, a table to fill for your own device
  *     >>pieces       lists of what objects keep, for checkpoints and file formats of your own
+ *     >>sgemm        the matrix product of layers
  *     >>transport    the table to fill for a transport of your own
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, the
  *                    store
