@@ -69,24 +69,25 @@ static int beside_a_writer; /* which may remove what verify has found */
 /* The newest checkpoint, loaded whole by a program that is alone, with every hash checked; -1: there is none. */
 static long newest(const char *directory)
 {
-    static holding h;
+    holding *h = (holding *)malloc(sizeof *h); /* several ranks may ask at once */
     dtrain_checkpoint_desc desc;
     dtrain_checkpoint *ckpt = NULL;
     long step = -1;
     memset(&desc, 0, sizeof desc);
     desc.directory = directory;
-    holding_begin(&h, 1, 0);
+    holding_begin(h, 1, 0);
     CHECK_EQ(dtrain_checkpoint_create(&ckpt, NULL, &desc), DTRAIN_OK);
-    dtrain_status status = dtrain_checkpoint_load(ckpt, &h.state, NULL, NULL);
+    dtrain_status status = dtrain_checkpoint_load(ckpt, &h->state, NULL, NULL);
     if (status == DTRAIN_OK) {
-        step = (long)h.state.step;
-        CHECK(holding_is(&h, (uint64_t)step));
+        step = (long)h->state.step;
+        CHECK(holding_is(h, (uint64_t)step));
         if (!beside_a_writer)
             CHECK_EQ(dtrain_checkpoint_verify(directory), DTRAIN_OK);
     } else if (strstr(dtrain_last_error(), "holds no checkpoint that is whole") == NULL) {
         TEST_FAIL("the newest checkpoint does not load: %s", dtrain_last_error());
     }
     dtrain_checkpoint_destroy(ckpt);
+    free(h);
     return step;
 }
 
