@@ -2213,7 +2213,7 @@ typedef enum dtrain_progress {
  *   source    RFC 8439 (ChaCha20-Poly1305), RFC 5869 (HKDF-SHA256) */
 typedef struct dtrain_comm_desc {
     int rank;                /* used when world_size is not 0 */
-    int world_size;          /* up to 1,024; 0: from the environment */
+    int world_size;          /* 0: from the environment */
     const char *root;        /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
     const char *token;       /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint; /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
@@ -2285,7 +2285,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready);
 /* Makes the `ranks` ends of a group for a program that brings its own threads: comms[r] is rank r's end.
  *
  *   comms    out: ranks pointers, NULL on an error. One thread at a time uses each, and each is destroyed by itself
- *   ranks    1 to 1,024
+ *   ranks    1 or more
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY
  *
@@ -2294,7 +2294,7 @@ DTRAIN_API_MUST dtrain_status dtrain_threads_create(dtrain_comm **comms, int ran
 
 /* Runs body once for each rank, on a thread of its own, and returns when all have returned.
  *
- *   ranks     1 to 1,024
+ *   ranks     1 or more
  *   body      gets user and its rank's end, which is destroyed after body returns. If body returns an error, its ends
  *             of other groups count as gone, too, but the program still destroys them
  *   returns   DTRAIN_OK if every body returned it; else the status of the rank that failed first, with a text that
@@ -12980,7 +12980,8 @@ DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
 #define DTRAIN__FOLD
 
 #define DTRAIN__FOLD_TILE_BYTES 4096
-#define DTRAIN__FOLD_LEVELS 11 /* 1,024 inputs */
+#define DTRAIN__FOLD_LEVELS 11                           /* of 1,024 inputs */
+#define DTRAIN__FOLD_SMALL (DTRAIN__FOLD_TILE_BYTES / 4) /* of a tile of more inputs: 44 levels take as much stack */
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
@@ -13239,45 +13240,47 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fpmode_restore(mode);
 }
 
-/* tiles[0] = tree over in[0 .. n-1], for count elements from byte `at` on; tiles[1 ..] are for the levels below. */
+/* tile = tree over in[0 .. n-1], for count elements from byte `at` on. The levels below have the next tiles, each
+ * `stride` bytes on. */
 static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *const *in, int n, size_t at, size_t count,
-                              unsigned char (*tiles)[DTRAIN__FOLD_TILE_BYTES])
+                              unsigned char *tile, size_t stride)
 {
     dtrain_dtype wide = dtrain__fold_partial(dtype);
     int left = dtrain__fold_left(n);
     if (n == 1) {
         const unsigned char *from = (const unsigned char *)in[0] + at;
         if (wide == dtype)
-            memcpy(tiles[0], from, count * (dtrain_dtype_bits(dtype) / 8));
+            memcpy(tile, from, count * (dtrain_dtype_bits(dtype) / 8));
         else
-            dtrain__dtype_convert(from, dtype, tiles[0], wide, count);
+            dtrain__dtype_convert(from, dtype, tile, wide, count);
         return;
     }
-    dtrain__fold_tree(dtype, op, in, left, at, count, tiles);
+    dtrain__fold_tree(dtype, op, in, left, at, count, tile, stride);
     if (n - left == 1 && wide == dtype) {
-        dtrain__fold_pair_kernel(wide, op, tiles[0], (const unsigned char *)in[left] + at, count);
+        dtrain__fold_pair_kernel(wide, op, tile, (const unsigned char *)in[left] + at, count);
         return;
     }
-    dtrain__fold_tree(dtype, op, in + left, n - left, at, count, tiles + 1);
-    dtrain__fold_pair_kernel(wide, op, tiles[0], tiles[1], count);
+    dtrain__fold_tree(dtype, op, in + left, n - left, at, count, tile + stride, stride);
+    dtrain__fold_pair_kernel(wide, op, tile, tile + stride, count);
 }
 
 /* Folds as dtrain__fold does, to results of dtype `to`: dtype or its partial dtype. The caller has set the mode. */
 static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
                                dtrain_dtype to, void *const *out, int m, size_t begin, size_t count)
 {
-    unsigned char tiles[DTRAIN__FOLD_LEVELS][DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
+    unsigned char tiles[DTRAIN__FOLD_LEVELS * DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
+    size_t stride = n <= 1 << (DTRAIN__FOLD_LEVELS - 1) ? DTRAIN__FOLD_TILE_BYTES : DTRAIN__FOLD_SMALL;
     dtrain_dtype wide = dtrain__fold_partial(dtype);
     size_t width = dtrain_dtype_bits(dtype) / 8, to_width = dtrain_dtype_bits(to) / 8;
-    size_t tile = DTRAIN__FOLD_TILE_BYTES / (dtrain_dtype_bits(wide) / 8);
+    size_t tile = stride / (dtrain_dtype_bits(wide) / 8);
     for (size_t at = begin; at < begin + count; at += tile) {
         size_t step = begin + count - at < tile ? begin + count - at : tile;
-        unsigned char *result = tiles[0];
-        dtrain__fold_tree(dtype, op, in, n, at * width, step, tiles);
-        dtrain__fold_divide(wide, op, divisor, tiles[0], step);
+        unsigned char *result = tiles;
+        dtrain__fold_tree(dtype, op, in, n, at * width, step, tiles, stride);
+        dtrain__fold_divide(wide, op, divisor, tiles, step);
         if (wide != to) {
-            dtrain__dtype_convert(tiles[0], wide, tiles[1], to, step);
-            result = tiles[1];
+            dtrain__dtype_convert(tiles, wide, tiles + stride, to, step);
+            result = tiles + stride;
         }
         for (int k = 0; k < m; k++)
             memcpy((unsigned char *)out[k] + at * to_width, result, step * to_width);
@@ -13415,8 +13418,8 @@ static void dtrain__vector(dtrain_dtype dtype, void *y, double factor, const voi
 #ifndef DTRAIN__NORM
 #define DTRAIN__NORM
 
-/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32. The largest square is below 2^256. The sum of 2^58
- * squares, over all ranks, has 612 bits. Each limb keeps 32 of them between calls. */
+/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32. The largest square is below 2^256. The sum of 2^72
+ * squares, over all ranks, has 626 bits. Each limb keeps 32 of them between calls. */
 #define DTRAIN__NORM_DIGITS 20
 #define DTRAIN__NORM_INFINITIES 20 /* the limb that counts them */
 #define DTRAIN__NORM_NANS 21
@@ -13427,7 +13430,7 @@ static void dtrain__vector(dtrain_dtype dtype, void *y, double factor, const voi
 #define DTRAIN__NORM_FEW 128u     /* for fewer elements, clearing and reading the bins costs more than it saves */
 #define DTRAIN__NORM_SETS 4u      /* so neighbours with one exponent need not wait for each other's store */
 
-/* The sum: zero before the first element. Up to 1024 ranks all-reduce it as I64 with DTRAIN_SUM. */
+/* The sum: zero before the first element. Up to 2^24 ranks all-reduce it as I64 with DTRAIN_SUM. */
 typedef struct dtrain__norm {
     int64_t limbs[DTRAIN__NORM_LIMBS];
 } dtrain__norm;
@@ -19945,7 +19948,8 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
 
-#define DTRAIN__MAX_RANKS 1024
+#define DTRAIN__RANK_BITS 24 /* of a rank in the name of a group, and beside other numbers */
+#define DTRAIN__MAX_RANKS (1 << DTRAIN__RANK_BITS)
 #define DTRAIN__FINGERPRINT_BYTES 128
 #define DTRAIN__MAX_LANES 8
 #define DTRAIN__LAST_CHAIN 4 /* most ranks that one heartbeat tells of */
@@ -20197,13 +20201,13 @@ static void dtrain__origin_stop(dtrain__origin *origin)
 /* Makes a group's name, unlike any other: a count that `rank` keeps, and rank itself. */
 static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
 {
-    return serial << 10 | (uint64_t)rank;
+    return serial << DTRAIN__RANK_BITS | (uint64_t)rank;
 }
 
 /* Returns the rank that made the id. */
 static int dtrain__plane_group_maker(uint64_t id)
 {
-    return (int)(id & 1023);
+    return (int)(id & (DTRAIN__MAX_RANKS - 1));
 }
 
 /* Returns the same number in all processes of this host. */
@@ -20309,7 +20313,7 @@ typedef struct dtrain__seat {
     dtrain__council *council;
     uint64_t id; /* the same on all members; 0: the world */
     int rank, size;
-    int *worlds;                      /* each member's rank in the world */
+    int *worlds;                      /* each member's rank in the world; NULL: the same */
     dtrain__membership own, *members; /* own, or what it shares with the seats of other ranks */
     unsigned char *bound; /* for each rank of the world, 1: its loss ends this group, too; NULL: only members count */
     uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
@@ -20331,8 +20335,8 @@ struct dtrain__council {
     dtrain__asker *askers;
     uint32_t asked;                             /* counts requests to the store */
     dtrain__consent *consents, *spare_consents; /* the latest first */
-    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of the group being looked at */
-    unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
+    int listed, *list;                          /* the ranks of the group being looked at */
+    unsigned char *lists;                       /* for each rank, whether it is in list; in the same block */
     /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
     void (*tell)(void *self);                /* tells that something has come that a caller may wait for */
@@ -20414,11 +20418,12 @@ static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint6
     seat->id = id;
     seat->rank = rank;
     seat->size = size;
-    seat->worlds = (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int));
-    for (int i = 0; seat->worlds != NULL && i < size; i++)
-        seat->worlds[i] = worlds != NULL ? worlds[i] : i;
+    seat->worlds = worlds != NULL ? (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int)) : NULL;
+    if (seat->worlds != NULL)
+        memcpy(seat->worlds, worlds, (size_t)size * sizeof(int));
     seat->members = shared != NULL ? shared : &seat->own;
-    return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
+    return (seat->worlds != NULL || worlds == NULL) &&
+           (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
 }
 
 /* Lets whoever is left go on, in all groups of the world. */
@@ -20443,9 +20448,17 @@ static void dtrain__seat_unlink(dtrain__seat *seat)
     *at = seat->next;
 }
 
+/* The rank in the world. */
+static int dtrain__seat_world(const dtrain__seat *seat, int rank)
+{
+    return seat->worlds != NULL ? seat->worlds[rank] : rank;
+}
+
 /* The rank in the group of the world's rank `world`; -1: not a member. */
 static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
 {
+    if (seat->worlds == NULL)
+        return world < seat->size ? world : -1;
     for (int rank = 0; rank < seat->size; rank++)
         if (seat->worlds[rank] == world)
             return rank;
@@ -20584,12 +20597,6 @@ static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
     end->allocator = seat->council->allocator;
 }
 
-/* The rank in the world. */
-static int dtrain__seat_world(const dtrain__seat *seat, int rank)
-{
-    return seat->worlds[rank];
-}
-
 /* Lists the ranks of the world whose loss ends the group, members or not. Returns how many; worlds NULL: the most that
  * it may list. */
 static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
@@ -20654,6 +20661,17 @@ static void dtrain__seat_leaving(dtrain__seat *seat, int forked, uint64_t calls)
 {
     seat->forked = forked;
     seat->calls = calls;
+}
+
+/* Gives a council of `size` ranks its memory. Returns 0 if there is none. dtrain__council_free takes it. */
+static int dtrain__council_open(dtrain__council *council, int size)
+{
+    council->list = (int *)dtrain__alloc(council->allocator, (size_t)size * (sizeof(int) + 1));
+    if (council->list == NULL)
+        return 0;
+    council->size = size;
+    council->lists = (unsigned char *)(council->list + size);
+    return 1;
 }
 
 /* Starts a list of ranks of the world; dtrain__council_list_add adds each. */
@@ -20947,7 +20965,7 @@ static void dtrain__council_unask(dtrain__seat *seat, const dtrain__store_call *
 /* Names the rank that keeps the store. In a group that it is no member of, rank 0 is another one. */
 static const char *dtrain__council_keeper(const dtrain__seat *seat)
 {
-    return seat->worlds[0] == 0 ? "rank 0" : "rank 0 of the first world";
+    return dtrain__seat_world(seat, 0) == 0 ? "rank 0" : "rank 0 of the first world";
 }
 
 /* Begins a store call: sends the request, or serves it on rank 0. */
@@ -20958,7 +20976,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
     dtrain__asker asker;
     asker.next = NULL;
-    asker.rank = seat->worlds[seat->rank];
+    asker.rank = dtrain__seat_world(seat, seat->rank);
     asker.group = seat->id | (call->own ? DTRAIN__STORE_OWN : 0);
     asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
     asker.key_bytes = strlen(call->key);
@@ -21422,7 +21440,7 @@ static void dtrain__consent_list(dtrain__seat *seat)
 {
     dtrain__council_list(seat->council);
     for (int i = 0; i < seat->size; i++)
-        dtrain__council_list_add(seat->council, (uint64_t)seat->worlds[i]);
+        dtrain__council_list_add(seat->council, (uint64_t)dtrain__seat_world(seat, i));
 }
 
 /* Votes in this rank's group. Voting again changes the vote until the consent is decided. Returns 0 if there is no
@@ -21444,7 +21462,7 @@ static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agr
     for (int i = 0; i < seat->size; i++)
         if (dtrain__membership_left(seat->members, i))
             consent->votes[i].vote = DTRAIN__VOTE_OUT;
-    dtrain__consent_note(consent, seat->worlds[seat->rank], agreement->kind, agreement->flags);
+    dtrain__consent_note(consent, dtrain__seat_world(seat, seat->rank), agreement->kind, agreement->flags);
     if (leader != council->rank)
         dtrain__consent_send(council, leader, consent);
     dtrain__consent_step(council);
@@ -21500,6 +21518,7 @@ static void dtrain__council_free(dtrain__council *council)
     for (int rank = 0; rank < council->size; rank++)
         dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
     dtrain__store_free(&council->store, council->allocator);
+    dtrain__free(council->allocator, council->list);
     while (council->consents != NULL)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)
@@ -21544,7 +21563,7 @@ static int dtrain__consent_frame_fits(dtrain__council *council, int from, const 
         const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
         uint64_t world = dtrain__get_le(entry + 8, 4);
         if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_DEAD ||
-            (seat != NULL && seat->worlds[i] != (int)world))
+            (seat != NULL && dtrain__seat_world(seat, (int)i) != (int)world))
             return 0;
         among |= (int)world == from;
     }
@@ -21739,10 +21758,12 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 #define DTRAIN__HANDOVER_NS 1000000000               /* that the next leader waits after a leader has left */
 #define DTRAIN__CALL_NS 300000000                    /* for a new leader to call the others; then they call it */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
+#define DTRAIN__FRAME_MEMBER ((size_t)512)    /* and for each rank of the world, as some frames list all */
 #define DTRAIN__QUEUE_BYTES ((size_t)1 << 20) /* waiting for a member: up to here the leader reads its requests */
 #define DTRAIN__QUEUE_MOST (8 * DTRAIN__QUEUE_BYTES) /* from here on, what others say to it is dropped */
 #define DTRAIN__WHY_BYTES 480
 #define DTRAIN__LAST_BYTES 192
+#define DTRAIN__HEARD (2 * DTRAIN__LAST_CHAIN) /* ranks of which one that does not lead keeps what they do */
 
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
@@ -21788,35 +21809,39 @@ typedef struct dtrain__notes {
 /* What a rank was doing when it was last heard. Only the owners of the ends understand the bytes. */
 typedef struct dtrain__last_heard {
     unsigned char data[DTRAIN__LAST_BYTES];
-    size_t bytes; /* 0: never heard of */
-    int awaits;   /* the rank that it waits for, or -1 */
+    size_t bytes;
+    int awaits; /* the rank that it waits for, or -1 */
     int64_t heard_ns;
+    int rank;
 } dtrain__last_heard;
 
 typedef struct dtrain__member {
-    char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0; empty: it
-                                              * is rank 0, or never listens */
-    char name[DTRAIN__NAME_BYTES];           /* "pid 4711 (train) on alpha" */
-    char job[DTRAIN__JOB_BYTES];             /* on rank 0: the job that it came with */
-    char why[DTRAIN__WHY_BYTES];             /* why it left or is lost; may be empty */
-    char trouble[160];                       /* why the last try to connect to it for data failed */
-    uint64_t host;                           /* the same number on all ranks of a host */
-    uint64_t process, began;                 /* its number in its system, and when it began, by that system's count */
-    int known;                               /* this system knows the process by these */
-    int joined, expected;                    /* expected: its control connection may come back */
-    int gone;                                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
-    int closed;             /* it is lost, and a unix socket of its was closed, as only its own process can */
-    int doubted;            /* it has left, unless its network says so in its place */
-    int held;               /* a frame of it waits in `in`: see hub_hears() */
-    dtrain__stream control; /* the leader has one to each rank, the others one to the leader */
+    /* texts, made when there is something to say: see hub_say() */
+    char *address; /* "host:port", "unix:/path", or ":port" on the host of rank 0; empty: it is rank 0, or never listens
+                    */
+    char *name;    /* "pid 4711 (train) on alpha" */
+    char *job;     /* on rank 0: the job that it came with */
+    char *why;     /* why it left or is lost; may be empty */
+    char *trouble; /* why the last try to connect to it for data failed */
+    uint64_t host; /* the same number on all ranks of a host */
+    uint64_t process, began; /* its number in its system, and when it began, by that system's count */
+    int known;               /* this system knows the process by these */
+    int joined, expected;    /* expected: its control connection may come back */
+    int gone;                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
+    int closed;              /* it is lost, and a unix socket of its was closed, as only its own process can */
+    int doubted;             /* it has left, unless its network says so in its place */
+    int held;                /* a frame of it waits in `in`: see hub_hears() */
+    dtrain__stream control;  /* the leader has one to each rank, the others one to the leader */
     dtrain__bytes in, out;
+    size_t table_at;  /* bytes of `out` that go before what is due of hub->table */
+    size_t table_due; /* bytes of hub->table to send */
     int64_t heard_ns, down_ns;
     int64_t told_ns;            /* when the system took the last bytes for it */
     int64_t wants_ns, every_ns; /* its heartbeat_ms, 0: none, and how often its heartbeats come; before the first, 0 */
     dtrain__handshake *handshake; /* a control connection that this rank is making */
     int64_t call_ns, wait_ns;     /* it is tried again at call_ns; the last wait for that was wait_ns */
     int poll_index;
-    dtrain__last_heard last;
+    dtrain__last_heard *last; /* NULL: never heard of */
 } dtrain__member;
 
 struct dtrain__hub {
@@ -21856,6 +21881,9 @@ struct dtrain__hub {
     uint32_t stepping, kicked;
     dtrain__handshake *handshakes; /* of connections that come in */
     dtrain__member *members;
+    dtrain__bytes table; /* on rank 0: the frame that tells each rank where all are */
+    char nothing[1];     /* all empty texts of members */
+    dtrain__last_heard heard[DTRAIN__HEARD];
     struct pollfd *fds;
     int64_t late_ns, late_at_ns;                              /* by how much a heartbeat was late, and when */
     int64_t beat_ns, stepped_ns, accept_ns, told_ns, full_ns; /* full_ns: when the log last told of descriptors */
@@ -21922,12 +21950,96 @@ DTRAIN__PRINTF(2, 3) static void dtrain__hub_note(dtrain__hub *hub, const char *
     va_end(arguments);
 }
 
+/* This rank has no memory to continue. It says so rather than fall silent. */
+static void dtrain__hub_short_of_memory(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
+        dtrain__seat_end(seat, seat->rank, &cause);
+}
+
+static void dtrain__hub_unsay(dtrain__hub *hub, char **text)
+{
+    if (*text != hub->nothing)
+        dtrain__free(hub->allocator, *text);
+    *text = hub->nothing;
+}
+
+/* Begins with a member of whom nothing is known. */
+static void dtrain__hub_expect(dtrain__hub *hub, dtrain__member *member)
+{
+    member->control.fd = -1;
+    member->address = member->name = member->job = member->why = member->trouble = hub->nothing;
+}
+
+/* Replaces a text of a member. An empty one takes no memory. Returns 0 if there is no memory: then it is empty. */
+static int dtrain__hub_say(dtrain__hub *hub, char **text, const char *said)
+{
+    size_t bytes = strlen(said) + 1;
+    char *own = bytes > 1 ? (char *)dtrain__alloc(hub->allocator, bytes) : NULL;
+    if (own != NULL)
+        memcpy(own, said, bytes);
+    dtrain__hub_unsay(hub, text);
+    *text = own != NULL ? own : hub->nothing;
+    return own != NULL || bytes == 1;
+}
+
+/* Takes a text of a member, of less than `capacity` bytes. */
+static int dtrain__take_said(dtrain__hub *hub, dtrain__reader *reader, char **text, size_t capacity)
+{
+    char said[DTRAIN__ADDRESS_BYTES];
+    if (!dtrain__take_text(reader, 1, said, capacity))
+        return 0;
+    if (!dtrain__hub_say(hub, text, said))
+        dtrain__hub_short_of_memory(hub);
+    return 1;
+}
+
 /* Takes a member's address: numeric, as no name is looked up here, ":port", a unix socket's path, or nothing. */
-static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
+static int dtrain__take_address(dtrain__hub *hub, dtrain__reader *reader, dtrain__member *member)
 {
     dtrain__address address;
-    return dtrain__take_text(reader, 1, member->address, sizeof member->address) &&
+    return dtrain__take_said(hub, reader, &member->address, DTRAIN__ADDRESS_BYTES / 2) &&
            (member->address[0] == 0 || dtrain__net_parse(member->address, &address) == DTRAIN_OK);
+}
+
+/* What a rank was last heard to do. A leader keeps that of all, others that of the few of which they heard last. So a
+ * warm loop allocates nothing. */
+static dtrain__last_heard *dtrain__hub_heard(dtrain__hub *hub, int rank)
+{
+    dtrain__last_heard *oldest = hub->heard;
+    if (hub->members[rank].last != NULL)
+        return hub->members[rank].last;
+    for (int i = 1; i < DTRAIN__HEARD; i++)
+        if (hub->heard[i].heard_ns < oldest->heard_ns)
+            oldest = &hub->heard[i];
+    if (hub->members[oldest->rank].last == oldest)
+        hub->members[oldest->rank].last = NULL;
+    memset(oldest, 0, sizeof *oldest);
+    oldest->rank = rank;
+    oldest->awaits = -1;
+    return hub->members[rank].last = oldest;
+}
+
+/* This rank leads: makes room for what each other one does, and for heartbeats to it. */
+static void dtrain__hub_hear_all(dtrain__hub *hub)
+{
+    int short_of = 0;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__last_heard **last = &hub->members[rank].last;
+        if (*last == NULL && (*last = (dtrain__last_heard *)dtrain__alloc(hub->allocator, sizeof **last)) != NULL)
+            (*last)->awaits = -1;
+        short_of |= *last == NULL || !dtrain__bytes_room(hub->allocator, &hub->members[rank].out, 1);
+    }
+    if (short_of)
+        dtrain__hub_short_of_memory(hub);
+}
+
+/* The bytes that wait to be sent to a member. */
+static size_t dtrain__hub_due(const dtrain__member *member)
+{
+    return member->table_due + member->out.bytes;
 }
 
 /* Whether a rank never listens, as its listen_on says. */
@@ -22024,7 +22136,7 @@ static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason 
     dtrain__give(hub, &member->out, reason->calls, 8);
     dtrain__give(hub, &member->out, (uint64_t)count, 4);
     for (int i = 0; i < count; i++)
-        dtrain__give(hub, &member->out, (uint64_t)channel->seat.worlds[i], 4);
+        dtrain__give(hub, &member->out, (uint64_t)dtrain__seat_world(&channel->seat, i), 4);
     dtrain__frame_close(member, begin);
 }
 
@@ -22043,7 +22155,7 @@ static void dtrain__channel_relay(const dtrain__channel *channel, const dtrain__
     if (!dtrain__hub_leads(hub))
         dtrain__frame_reason(hub, hub->leader, reason, channel);
     for (int i = 0; dtrain__hub_leads(hub) && i < channel->seat.size; i++)
-        dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
+        dtrain__frame_reason(hub, dtrain__seat_world(&channel->seat, i), reason, NULL);
 }
 
 /* The lane for the next bytes to or from a peer, and how many bytes it takes. */
@@ -22083,6 +22195,8 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
         hub->members[rank].call_ns = dtrain__hub_leads(hub) ? begin : begin + DTRAIN__CALL_NS;
         hub->members[rank].held = 0;
     }
+    if (dtrain__hub_leads(hub))
+        dtrain__hub_hear_all(hub);
     dtrain__hub_kick(hub); /* for frames that were held */
     for (int rank = 0; dtrain__hub_leads(hub) && rank < hub->size; rank++) {
         const dtrain__member *member = &hub->members[rank];
@@ -22114,7 +22228,7 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
         return;
     member->gone = gone;
     member->expected = 0;
-    snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, why);
+    dtrain__hub_say(hub, &member->why, why);
     for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
         dtrain__hub_marks(seat, rank);
     if (hub->formed && rank == hub->leader)
@@ -22136,7 +22250,7 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
     dtrain__frame_reason(hub, rank, &reason, NULL);
     if (dtrain__hub_leads(hub))
         dtrain__hub_relay(hub, rank, &reason);
-    if (member->control.fd >= 0)
+    if (member->control.fd >= 0 && member->table_due == 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_hang_up(&member->control);
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
@@ -22178,7 +22292,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     if (!hub->formed && hub->rank == 0) {
         /* the rank may start again and join anew */
         member->joined = 0;
-        member->in.bytes = member->out.bytes = 0;
+        member->in.bytes = member->out.bytes = member->table_at = member->table_due = 0;
         return;
     }
     snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
@@ -22312,9 +22426,10 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
     dtrain__member *member = &hub->members[rank];
     char fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400], text[DTRAIN__WHY_BYTES];
     dtrain__reason refusal = {DTRAIN__FRAME_REFUSE, 0, rank, DTRAIN_ERR_MISMATCH, text, 0};
-    if (hub->rank != 0 || hub->formed || member->joined || !dtrain__take_address(reader, member) ||
+    if (hub->rank != 0 || hub->formed || member->joined || !dtrain__take_address(hub, reader, member) ||
         !dtrain__take(reader, &member->host, 8) || !dtrain__take(reader, &member->process, 8) ||
-        !dtrain__take(reader, &member->began, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
+        !dtrain__take(reader, &member->began, 8) ||
+        !dtrain__take_said(hub, reader, &member->name, DTRAIN__NAME_BYTES) ||
         !dtrain__take_text(reader, 2, fingerprint, sizeof fingerprint) ||
         !dtrain__take_text(reader, 2, believed, sizeof believed) || reader->left > 0)
         return 0;
@@ -22373,6 +22488,8 @@ static void dtrain__hub_formed(dtrain__hub *hub)
                         dtrain__os_process_began((long)member->process, &told) == member->began && told;
     }
     hub->crowded = dtrain__os_crowded(&crowd);
+    if (dtrain__hub_leads(hub))
+        dtrain__hub_hear_all(hub);
     if (world != NULL && !dtrain__channel_lay(world)) {
         dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its connections", hub->rank);
         dtrain__seat_end(&world->seat, hub->rank, &cause);
@@ -22389,10 +22506,11 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
     hub->connections = (int)connections;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
-        if ((rank == 0 ? !dtrain__take_text(reader, 1, member->address, 1) : !dtrain__take_address(reader, member)) ||
+        if ((rank == 0 ? !dtrain__take_said(hub, reader, &member->address, 1)
+                       : !dtrain__take_address(hub, reader, member)) ||
             !dtrain__take(reader, &member->host, 8) || !dtrain__take(reader, &member->process, 8) ||
             !dtrain__take(reader, &member->began, 8) ||
-            !dtrain__take_text(reader, 1, member->name, sizeof member->name))
+            !dtrain__take_said(hub, reader, &member->name, DTRAIN__NAME_BYTES))
             return 0;
     }
     if (reader->left > 0)
@@ -22413,7 +22531,8 @@ static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason 
         return 0;
     dtrain__council_list(&hub->council);
     for (size_t i = 0; dtrain__take(&list, &rank, 4); i++) {
-        if (!dtrain__council_list_add(&hub->council, rank) || (seat != NULL && rank != (uint64_t)seat->worlds[i]))
+        if (!dtrain__council_list_add(&hub->council, rank) ||
+            (seat != NULL && rank != (uint64_t)dtrain__seat_world(seat, (int)i)))
             return 0;
         among |= (int)rank == from;
         about = i == (size_t)reason->about ? rank : about;
@@ -22458,7 +22577,8 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     if (reason->type == DTRAIN__FRAME_BYE) {
         if (seat != NULL && reason->about != seat->rank)
             dtrain__seat_left(seat, reason->about, reason->text, reason->calls);
-        dtrain__council_left(&hub->council, reason->channel, seat != NULL ? seat->worlds[reason->about] : from);
+        dtrain__council_left(&hub->council, reason->channel,
+                             seat != NULL ? dtrain__seat_world(seat, reason->about) : from);
     } else if (seat != NULL) {
         dtrain__membership_because(&cause, reason->status, "%s", reason->text);
         if (!dtrain__seat_break(seat, &cause))
@@ -22473,7 +22593,7 @@ static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 {
     dtrain__member *self = &hub->members[hub->rank];
     hub->council.given_up = 1;
-    snprintf(self->why, sizeof self->why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
+    dtrain__hub_say(hub, &self->why, how);
     for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
         dtrain__seat_lost(seat, hub->rank, DTRAIN_ERR_PEER_LOST, self->name, self->why);
     dtrain__hub_tell(hub);
@@ -22534,7 +22654,7 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
 /* Finds out what this rank does now: in the first group that waits for a peer, else in the oldest. */
 static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
 {
-    dtrain__last_heard *own = &hub->members[hub->rank].last;
+    dtrain__last_heard *own = dtrain__hub_heard(hub, hub->rank);
     own->awaits = -1;
     own->bytes = 0;
     own->heard_ns = now;
@@ -22543,15 +22663,15 @@ static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
         if (channel->last != NULL)
             own->bytes = channel->last(channel->last_user, own->data, sizeof own->data, &own->awaits);
         if (own->awaits >= 0)
-            own->awaits = channel->seat.worlds[own->awaits];
+            own->awaits = dtrain__seat_world(&channel->seat, own->awaits);
     }
 }
 
 /* Adds what is known of a rank to a heartbeat. Returns the rank that it waits for, or -1. */
 static int dtrain__give_last(dtrain__hub *hub, dtrain__member *to, int about, int64_t now)
 {
-    const dtrain__last_heard *last = &hub->members[about].last;
-    if (last->bytes == 0)
+    const dtrain__last_heard *last = hub->members[about].last;
+    if (last == NULL || last->bytes == 0)
         return -1;
     dtrain__give(hub, &to->out, (uint64_t)about, 4);
     dtrain__give(hub, &to->out, (uint64_t)(last->awaits + 1), 4);
@@ -22569,7 +22689,7 @@ static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
         bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (dtrain__hub_leads(hub) && (int)about != from) ||
         (int)about == hub->rank)
         return 0;
-    dtrain__last_heard *last = &hub->members[about].last;
+    dtrain__last_heard *last = dtrain__hub_heard(hub, (int)about);
     memcpy(last->data, reader->at, (size_t)bytes);
     last->bytes = (size_t)bytes;
     last->awaits = (int)awaits - 1;
@@ -22645,7 +22765,7 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
         uint64_t bytes = dtrain__get_le(member->in.data + at, 4);
         int type = (int)dtrain__get_le(member->in.data + at + 4, 2), gone = member->gone != DTRAIN__PRESENT;
         dtrain__reader frame = {member->in.data + at + 6, (size_t)bytes};
-        if (bytes > DTRAIN__FRAME_BYTES)
+        if (bytes > DTRAIN__FRAME_BYTES + DTRAIN__FRAME_MEMBER * (size_t)hub->size)
             good = 0;
         else if (member->in.bytes - at - 6 < bytes)
             break;
@@ -22658,15 +22778,6 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     }
     dtrain__bytes_drop(&member->in, at < member->in.bytes ? at : member->in.bytes);
     return good;
-}
-
-/* This rank has no memory to continue. It says so rather than fall silent. */
-static void dtrain__hub_short_of_memory(dtrain__hub *hub)
-{
-    dtrain__error cause;
-    dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
-    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
-        dtrain__seat_end(seat, seat->rank, &cause);
 }
 
 /* Handles what has come from a member, until frames are held or nothing more is there. */
@@ -22702,18 +22813,28 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 static void dtrain__hub_flush(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
-    while (member->control.fd >= 0 && (member->out.bytes > 0 || dtrain__stream_owes(&member->control))) {
-        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
+    while (member->control.fd >= 0 && (dtrain__hub_due(member) > 0 || dtrain__stream_owes(&member->control))) {
+        int table = member->table_at == 0 && member->table_due > 0;
+        size_t before = member->table_due > 0 ? member->table_at : member->out.bytes;
+        ssize_t n = dtrain__stream_send(
+            &member->control, table ? hub->table.data + (hub->table.bytes - member->table_due) : member->out.data,
+            table ? member->table_due : before, 0);
         if (n < 0 && member->held && hub->reconnect_ns > 0) {
             dtrain__hub_control_down(hub, rank, errno);
         } else if (n < 0) {
-            member->out.bytes = member->held ? 0 : member->out.bytes;
+            if (member->held)
+                member->out.bytes = member->table_at = 0;
             dtrain__hub_listen_to(hub, rank);
         }
         if (n <= 0)
             return;
         member->told_ns = dtrain__os_now_ns();
-        dtrain__bytes_drop(&member->out, (size_t)n);
+        if (table) {
+            member->table_due -= (size_t)n;
+        } else {
+            member->table_at -= member->table_due > 0 ? (size_t)n : 0;
+            dtrain__bytes_drop(&member->out, (size_t)n);
+        }
         if (member->held && member->out.bytes <= DTRAIN__QUEUE_BYTES) {
             member->held = 0;
             dtrain__hub_kick(hub); /* its input may hold frames */
@@ -22727,7 +22848,7 @@ static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 {
     for (int rank = 0; rank < hub->size; rank++)
         for (int turn = 0; turn < tries && rank != hub->rank && hub->members[rank].control.fd >= 0 &&
-                           (turn == 0 || hub->members[rank].out.bytes > 0);
+                           (turn == 0 || dtrain__hub_due(&hub->members[rank]) > 0);
              turn++)
             dtrain__hub_flush(hub, rank);
 }
@@ -23025,7 +23146,7 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = lane->wait_ns = 0;
-    hub->members[handshake->peer].trouble[0] = 0;
+    dtrain__hub_unsay(hub, &hub->members[handshake->peer].trouble);
 }
 
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *handshake)
@@ -23044,9 +23165,9 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     member->expected = member->closed = 0;
     member->wait_ns = 0;
     member->heard_ns = dtrain__os_now_ns();
-    memcpy(member->job, handshake->job, sizeof member->job);
+    dtrain__hub_say(hub, &member->job, handshake->job);
     if (!hub->formed && !handshake->initiator)
-        memcpy(member->name, handshake->name, sizeof member->name);
+        dtrain__hub_say(hub, &member->name, handshake->name);
 }
 
 /* Admits a proved peer, or refuses it with a text. */
@@ -23694,7 +23815,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
-    char why[DTRAIN__FILES_TEXT];
+    char why[DTRAIN__FILES_TEXT], address[DTRAIN__ADDRESS_BYTES / 2];
     dtrain__address told;
     int local, error;
     dtrain_status status = dtrain__hub_own_address(hub, &local);
@@ -23708,10 +23829,12 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
     if (dtrain__net_is_zoned(&told))
         told.at.v6.sin6_scope_id = 0; /* a peer puts in its own */
     if (local)
-        snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
+        snprintf(address, sizeof address, ":%d", dtrain__net_port(&hub->listening));
     else
-        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&told).text);
-    return DTRAIN_OK;
+        snprintf(address, sizeof address, "%.120s", dtrain__net_text(&told).text);
+    return dtrain__hub_say(hub, &self->address, address)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
 /* Listens, unless this rank never does, and joins at rank 0. */
@@ -23741,22 +23864,26 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++)
         if (!hub->members[rank].joined)
             return;
+    dtrain__member *own = &hub->members[0]; /* it sends nothing to itself, so its output is free */
+    size_t begin = dtrain__frame_open(hub, own, DTRAIN__FRAME_TABLE);
+    dtrain__give(hub, &own->out, (uint64_t)hub->size, 4);
+    dtrain__give(hub, &own->out, (uint64_t)hub->connections, 1);
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__give_text(hub, &own->out, 1, hub->members[rank].address);
+        dtrain__give(hub, &own->out, hub->members[rank].host, 8);
+        dtrain__give(hub, &own->out, hub->members[rank].process, 8);
+        dtrain__give(hub, &own->out, hub->members[rank].began, 8);
+        dtrain__give_text(hub, &own->out, 1, hub->members[rank].name);
+    }
+    if (!dtrain__frame_close(own, begin)) {
+        dtrain__hub_short_of_memory(hub);
+        return;
+    }
+    hub->table = own->out;
+    memset(&own->out, 0, sizeof own->out);
     for (int to = 1; to < hub->size; to++) {
-        dtrain__member *member = &hub->members[to];
-        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_TABLE);
-        dtrain__give(hub, &member->out, (uint64_t)hub->size, 4);
-        dtrain__give(hub, &member->out, (uint64_t)hub->connections, 1);
-        for (int rank = 0; rank < hub->size; rank++) {
-            dtrain__give_text(hub, &member->out, 1, hub->members[rank].address);
-            dtrain__give(hub, &member->out, hub->members[rank].host, 8);
-            dtrain__give(hub, &member->out, hub->members[rank].process, 8);
-            dtrain__give(hub, &member->out, hub->members[rank].began, 8);
-            dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
-        }
-        if (!dtrain__frame_close(member, begin)) {
-            dtrain__hub_short_of_memory(hub);
-            return;
-        }
+        hub->members[to].table_at = hub->members[to].out.bytes;
+        hub->members[to].table_due = hub->table.bytes;
     }
     dtrain__hub_formed(hub);
     hub->notes.joined = 1;
@@ -23850,22 +23977,22 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
 {
     dtrain__hub *hub = channel->hub;
     dtrain__peer *peer = &channel->peers[rank];
-    dtrain__member *member = &hub->members[channel->seat.worlds[rank]];
+    dtrain__member *member = &hub->members[dtrain__seat_world(&channel->seat, rank)];
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
     if (handshake == NULL && lane->wanted && !dtrain__lane_open(lane, 1) && now >= lane->retry_ns &&
         !(hub->polls && hub->made_ns == now) && !dtrain__membership_left(channel->seat.members, rank) &&
-        dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
+        dtrain__channel_admitted(channel, dtrain__seat_world(&channel->seat, rank), index) ==
             NULL) { /* else each side would drop the other's choice */
-        if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address)) {
-            snprintf(member->trouble, sizeof member->trouble,
-                     "it never listens (its listen_on is \"none\"), and has not connected to this rank");
+        if (!dtrain__hub_peer_address(hub, dtrain__seat_world(&channel->seat, rank), &address)) {
+            dtrain__hub_say(hub, &member->trouble,
+                            "it never listens (its listen_on is \"none\"), and has not connected to this rank");
             lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
             return;
         }
         handshake = lane->handshake =
-            dtrain__hub_connect(hub, channel->seat.worlds[rank], DTRAIN__PURPOSE_DATA, &address);
+            dtrain__hub_connect(hub, dtrain__seat_world(&channel->seat, rank), DTRAIN__PURPOSE_DATA, &address);
         if (handshake != NULL) {
             hub->made_ns = handshake->page != NULL ? now : hub->made_ns;
             handshake->channel = channel->seat.id;
@@ -23880,8 +24007,10 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
                                        channel->seat.rank, rank, why);
             dtrain__seat_end(&channel->seat, channel->seat.rank, &cause);
         } else {
-            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+            char trouble[160];
+            snprintf(trouble, sizeof trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
                      dtrain__os_error_text(errno));
+            dtrain__hub_say(hub, &member->trouble, trouble);
             lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
         }
     }
@@ -23897,7 +24026,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     else if (handshake->error.status == DTRAIN_ERR_ABORTED && handshake->peer_received > lane->links)
         lane->links = handshake->peer_received;
     else
-        snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
+        dtrain__hub_say(hub, &member->trouble, handshake->error.text);
     lane->retry_ns = now + 50000000; /* until then what is left on the connection before can be received */
     if (lane->retry_ns < later)
         lane->retry_ns = later;
@@ -23958,7 +24087,7 @@ static void dtrain__hub_step_again(dtrain__channel *channel, int rank, dtrain__l
     if (lane->stream.fd < 0 || !dtrain__stream_owes(&lane->stream) ||
         dtrain__stream_send(&lane->stream, NULL, 0, 0) >= 0)
         return;
-    dtrain__lane_down(channel->hub, lane, channel->seat.worlds[rank], 1, errno);
+    dtrain__lane_down(channel->hub, lane, dtrain__seat_world(&channel->seat, rank), 1, errno);
     lane->wanted = channel->hub->reconnect_ns > 0;
 }
 
@@ -23992,7 +24121,7 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
     dtrain__give(hub, &member->out, dtrain__hub_ms(dtrain__hub_beat_every(hub, member)), 4);
     if (!leads)
         dtrain__give_last(hub, member, hub->rank, now);
-    for (int i = 0, about = member->last.awaits; leads && i < DTRAIN__LAST_CHAIN; i++)
+    for (int i = 0, about = member->last != NULL ? member->last->awaits : -1; leads && i < DTRAIN__LAST_CHAIN; i++)
         if (about < 0 || about == to)
             break;
         else
@@ -24008,7 +24137,7 @@ static void dtrain__hub_unanswered(dtrain__channel *channel, int rank, dtrain__l
     dtrain__error lost;
     char ends[128];
     if (hub->reconnect_ns > 0) {
-        dtrain__lane_down(hub, lane, channel->seat.worlds[rank], 1, ETIMEDOUT);
+        dtrain__lane_down(hub, lane, dtrain__seat_world(&channel->seat, rank), 1, ETIMEDOUT);
         lane->wanted = channel->attend = 1;
         dtrain__hub_tell(hub);
         return;
@@ -24018,7 +24147,7 @@ static void dtrain__hub_unanswered(dtrain__channel *channel, int rank, dtrain__l
         &lost, DTRAIN_ERR_PEER_LOST,
         "rank %d (%s) is lost: the other host has answered nothing on its connection to rank %d (%s) for heartbeat_ms; "
         "a firewall may have forgotten it, or the network is cut: reconnect_ms makes one again",
-        rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, ends);
+        rank, hub->members[dtrain__seat_world(&channel->seat, rank)].name, channel->seat.rank, ends);
     dtrain__seat_end(&channel->seat, rank, &lost);
 }
 
@@ -24107,7 +24236,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
-            member->control.fd >= 0 && member->out.bytes == 0) { /* output that waits is a sign of life as well */
+            member->control.fd >= 0 && dtrain__hub_due(member) == 0) { /* output that waits is a sign of life as well */
             int64_t every = dtrain__hub_beat_every(hub, member), due = member->told_ns + every;
             if (now >= due) {
                 dtrain__hub_beat(hub, rank, suspect, longest, now);
@@ -24215,7 +24344,7 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         else if (hub->rank != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
                  member->control.fd < 0 && member->call_ns < due && hub->root_count > 0)
             due = member->call_ns;
-        int writes = member->out.bytes > 0 || dtrain__stream_owes(&member->control);
+        int writes = dtrain__hub_due(member) > 0 || dtrain__stream_owes(&member->control);
         if (rank == hub->rank || member->control.fd < 0 || (member->held && !writes))
             continue;
         member->poll_index = *count;
@@ -24417,11 +24546,23 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     channel->seat.next = hub->council.seats;
     hub->council.seats = &channel->seat;
     for (int i = 0; i < size; i++)
-        if (hub->members[channel->seat.worlds[i]].gone != DTRAIN__PRESENT)
-            dtrain__hub_marks(&channel->seat, channel->seat.worlds[i]);
+        if (hub->members[dtrain__seat_world(&channel->seat, i)].gone != DTRAIN__PRESENT)
+            dtrain__hub_marks(&channel->seat, dtrain__seat_world(&channel->seat, i));
     dtrain__hub_kick(hub); /* connections may be waiting for it */
     *out = channel;
     return DTRAIN_OK;
+}
+
+/* Frees what is kept of a member. */
+static void dtrain__hub_forget(dtrain__hub *hub, dtrain__member *member)
+{
+    char **texts[] = {&member->address, &member->name, &member->job, &member->why, &member->trouble};
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++)
+        dtrain__hub_unsay(hub, texts[i]);
+    if (member->last < hub->heard || member->last >= hub->heard + DTRAIN__HEARD)
+        dtrain__free(hub->allocator, member->last);
+    dtrain__bytes_free(hub->allocator, &member->in);
+    dtrain__bytes_free(hub->allocator, &member->out);
 }
 
 static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
@@ -24431,10 +24572,10 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
         dtrain__channel_hang_up(&member->control, forked);
         dtrain__hub_free_handshake(hub, &member->handshake);
         dtrain__stream_free(hub->allocator, &member->control);
-        dtrain__bytes_free(hub->allocator, &member->in);
-        dtrain__bytes_free(hub->allocator, &member->out);
+        dtrain__hub_forget(hub, member);
     }
     dtrain__free(hub->allocator, hub->members);
+    dtrain__bytes_free(hub->allocator, &hub->table);
 }
 
 static void dtrain__hub_free(dtrain__hub *hub, int forked)
@@ -24525,7 +24666,8 @@ static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_n
     dtrain__hub_wait((dtrain__channel *)(void *)seat, none, 0, until_ns, seen);
 }
 
-static void dtrain__hub_convene(dtrain__hub *hub)
+/* Returns 0 if there is no memory. */
+static int dtrain__hub_convene(dtrain__hub *hub)
 {
     dtrain__council *council = &hub->council;
     council->serial = dtrain__council_number();
@@ -24533,7 +24675,6 @@ static void dtrain__hub_convene(dtrain__hub *hub)
     council->allocator = hub->allocator;
     council->origin = &hub->origin;
     council->rank = hub->rank;
-    council->size = hub->size;
     council->send = dtrain__hub_send;
     council->tell = dtrain__hub_news;
     council->gone = dtrain__hub_fate;
@@ -24543,6 +24684,7 @@ static void dtrain__hub_convene(dtrain__hub *hub)
     council->lost = dtrain__hub_marks;
     council->ended = dtrain__hub_end;
     council->wait = dtrain__hub_await;
+    return dtrain__council_open(council, hub->size);
 }
 
 #endif
@@ -24575,7 +24717,6 @@ static void dtrain__world_describe(dtrain__hub *hub, const dtrain__keys *keys, c
     hub->keys = *keys;
     hub->rank = keys->rank;
     hub->size = keys->world_size;
-    dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
     hub->listen_fd = desc->listen_fd;
     hub->on_address = desc->on_address;
@@ -24603,19 +24744,21 @@ static void dtrain__world_describe(dtrain__hub *hub, const dtrain__keys *keys, c
     snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
 }
 
-static void dtrain__world_introduce(dtrain__hub *hub)
+/* Returns 0 if there is no memory. */
+static int dtrain__world_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
     char host[64] = "?", program[24];
     int told = 0;
     dtrain__os_host_name(host, sizeof host);
     dtrain__os_program(program, sizeof program);
-    snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
-    snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
+    snprintf(hub->keys.name, sizeof hub->keys.name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
+    int good = dtrain__hub_say(hub, &self->name, hub->keys.name);
     self->host = dtrain__plane_host();
     self->process = (uint64_t)dtrain__os_self();
     self->began = dtrain__os_process_began(dtrain__os_self(), &told) ^ dtrain__os_process_space() << 40;
     self->joined = 1;
+    return good;
 }
 
 /* Opens the pipe, chooses the run's name, finds the root, and on rank 0 opens the listener. */
@@ -24643,11 +24786,10 @@ static dtrain_status dtrain__world_start(dtrain__hub *hub, dtrain__channel **out
     size_t size = (size_t)hub->size;
     hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
     hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
-    if (hub->members == NULL || hub->fds == NULL)
+    for (int rank = 0; hub->members != NULL && rank < hub->size; rank++)
+        dtrain__hub_expect(hub, &hub->members[rank]);
+    if (hub->members == NULL || hub->fds == NULL || !dtrain__hub_convene(hub) || !dtrain__world_introduce(hub))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
-    for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
-    dtrain__world_introduce(hub);
     dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
     return status == DTRAIN_OK ? dtrain__world_open(hub) : status;
 }
@@ -24841,7 +24983,7 @@ struct dtrain__threads_group {
     int ends; /* how many ranks have joined and not left */
     dtrain__threads_world *world;
     dtrain__threads_rank *ranks;
-    dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender. Its bytes follow each */
+    dtrain__ring ***rings; /* [from][to]; the sender makes its row, and each ring. Its bytes follow each */
 };
 
 /* The bytes of each ring. */
@@ -24852,21 +24994,28 @@ static size_t dtrain__threads_room(const dtrain__threads_group *group)
 
 /* ---- messages ---- */
 
-static dtrain__ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
+/* Returns NULL if the sender has sent nothing yet. */
+static dtrain__ring *dtrain__threads_ring(const dtrain__threads_group *group, int from, int to)
 {
-    return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
+    dtrain__ring **row = DTRAIN__ATOMIC_LOAD(&group->rings[from], ACQUIRE);
+    return row != NULL ? DTRAIN__ATOMIC_LOAD(&row[to], ACQUIRE) : NULL;
 }
 
 typedef struct dtrain__threads_way {
     dtrain__threads_rank *mine;
     int peer, sending;
-    dtrain__ring **ring;
 } dtrain__threads_way;
+
+static dtrain__ring *dtrain__threads_ring_of(const dtrain__threads_way *way)
+{
+    int rank = way->mine->seat.rank;
+    return dtrain__threads_ring(way->mine->group, way->sending ? rank : way->peer, way->sending ? way->peer : rank);
+}
 
 static int dtrain__threads_ready(void *pointer)
 {
     const dtrain__threads_way *way = (dtrain__threads_way *)pointer;
-    dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
+    dtrain__ring *ring = dtrain__threads_ring_of(way);
     const dtrain__membership *members = way->mine->seat.members;
     if (dtrain__membership_broken(members) || dtrain__membership_left(members, way->peer))
         return 1;
@@ -24886,7 +25035,7 @@ static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned cha
     *moved = 0;
     for (unsigned turn = 0;; turn++) {
         int left = dtrain__membership_left(seat->members, way->peer);
-        dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
+        dtrain__ring *ring = dtrain__threads_ring_of(way);
         size_t n = 0;
         if (ring != NULL && !(way->sending && left))
             n = dtrain__ring_move(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
@@ -24906,22 +25055,35 @@ static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned cha
     }
 }
 
+/* Makes the ring to a peer. Returns 0 if there is no memory. */
+static int dtrain__threads_ring_make(dtrain__threads_rank *mine, int peer)
+{
+    dtrain__threads_group *group = mine->group;
+    dtrain_allocator *allocator = group->world->allocator;
+    dtrain__ring **row = group->rings[mine->seat.rank];
+    if (row == NULL) {
+        row = (dtrain__ring **)dtrain__alloc(allocator, (size_t)mine->seat.size * sizeof(dtrain__ring *));
+        if (row == NULL)
+            return 0;
+        DTRAIN__ATOMIC_STORE(&group->rings[mine->seat.rank], row, RELEASE);
+    }
+    dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(allocator, sizeof *ring + dtrain__threads_room(group));
+    if (ring != NULL)
+        DTRAIN__ATOMIC_STORE(&row[peer], ring, RELEASE);
+    return ring != NULL;
+}
+
 static dtrain_status dtrain__threads_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
                                           size_t *moved)
 {
     dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__threads_way way = {mine, peer, 1, dtrain__threads_ring_between(mine->group, mine->seat.rank, peer)};
+    dtrain__threads_way way = {mine, peer, 1};
     unsigned char *from;
     *moved = 0;
     memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
-    if (*way.ring == NULL) {
-        size_t whole = sizeof(dtrain__ring) + dtrain__threads_room(mine->group);
-        dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(mine->group->world->allocator, whole);
-        if (ring == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
-                                whole, mine->seat.rank, peer);
-        DTRAIN__ATOMIC_STORE(way.ring, ring, RELEASE);
-    }
+    if (dtrain__threads_ring_of(&way) == NULL && !dtrain__threads_ring_make(mine, peer))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
+                            dtrain__threads_room(mine->group), mine->seat.rank, peer);
     return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);
 }
 
@@ -24929,7 +25091,7 @@ static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size
                                           size_t *moved)
 {
     dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__threads_way way = {mine, peer, 0, dtrain__threads_ring_between(mine->group, peer, mine->seat.rank)};
+    dtrain__threads_way way = {mine, peer, 0};
     return dtrain__threads_move(&way, (unsigned char *)data, bytes, deadline_ns, moved);
 }
 
@@ -24973,8 +25135,11 @@ static void dtrain__threads_free(dtrain__threads_group *group)
 {
     size_t size = (size_t)group->members.size;
     dtrain_allocator *allocator = group->world->allocator;
-    for (size_t i = 0; group->rings != NULL && i < size * size; i++)
-        dtrain__free(allocator, group->rings[i]);
+    for (size_t from = 0; group->rings != NULL && from < size; from++) {
+        for (size_t to = 0; group->rings[from] != NULL && to < size; to++)
+            dtrain__free(allocator, group->rings[from][to]);
+        dtrain__free(allocator, group->rings[from]);
+    }
     for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
         dtrain__free(allocator, group->ranks[rank].record);
     dtrain__membership_free(&group->members, allocator);
@@ -24997,7 +25162,7 @@ static void dtrain__threads_world_free(dtrain__threads_world *world)
 static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
 {
     dtrain__seat_left(seat, rank, why, calls);
-    dtrain__council_left(seat->council, seat->id, seat->worlds[rank]);
+    dtrain__council_left(seat->council, seat->id, dtrain__seat_world(seat, rank));
 }
 
 static void dtrain__threads_leave(void *self, const char *why)
@@ -25015,7 +25180,7 @@ static void dtrain__threads_leave(void *self, const char *why)
 static void dtrain__threads_give_up(void *self, const dtrain__error *why)
 {
     dtrain__seat *of = (dtrain__seat *)self;
-    int world = of->worlds[of->rank], rank;
+    int world = dtrain__seat_world(of, of->rank), rank;
     dtrain__error lost;
     dtrain__membership_because(&lost, DTRAIN_ERR_PEER_LOST,
                                "rank %d of the world, of another group of this mesh, has left: %.400s", world,
@@ -25061,10 +25226,13 @@ static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *all
         return NULL;
     dtrain__council *council = &world->council;
     world->allocator = council->allocator = allocator;
+    if (!dtrain__council_open(council, size)) {
+        dtrain__free(allocator, world);
+        return NULL;
+    }
     world->origin.bell = &world->bell;
     council->self = world;
     council->origin = &world->origin;
-    council->size = size;
     council->tell = dtrain__threads_tell;
     council->gone = dtrain__threads_gone;
     council->mutex = &world->mutex;
@@ -25090,7 +25258,7 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
     group->shared.inline_bytes = DTRAIN__POST_INLINE_BYTES;
     group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
     group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
-    group->rings = (dtrain__ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__ring *));
+    group->rings = (dtrain__ring ***)dtrain__alloc(allocator, ranks * sizeof(dtrain__ring **));
     if (dtrain__membership_open(&group->members, allocator, size) && group->shared.slots != NULL &&
         group->ranks != NULL && group->rings != NULL)
         return group;
@@ -25179,8 +25347,8 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 
 static size_t dtrain__threads_untaken(void *self, int rank)
 {
-    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), ACQUIRE);
+    dtrain__threads_way way = {(dtrain__threads_rank *)self, rank, 0};
+    const dtrain__ring *ring = dtrain__threads_ring_of(&way);
     return ring != NULL ? (size_t)dtrain__ring_held(ring) : 0;
 }
 
@@ -25450,23 +25618,24 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
     int left = dtrain__membership_left(channel->seat.members, rank),
-        coming = lane->handshake != NULL ||
-                 dtrain__channel_admitted(channel, channel->seat.worlds[rank], (int)(lane - peer->lanes)) != NULL;
+        coming = lane->handshake != NULL || dtrain__channel_admitted(channel, dtrain__seat_world(&channel->seat, rank),
+                                                                     (int)(lane - peer->lanes)) != NULL;
     if (left && coming) /* the peer may have connected, sent all of its bytes, and left */
         return DTRAIN_OK;
     if (left)
         return dtrain__seat_needs(&channel->seat, rank);
-    if (dtrain__hub_is_deaf(hub, hub->rank) && dtrain__hub_is_deaf(hub, channel->seat.worlds[rank]))
+    if (dtrain__hub_is_deaf(hub, hub->rank) && dtrain__hub_is_deaf(hub, dtrain__seat_world(&channel->seat, rank)))
         dtrain__fail(&lost, DTRAIN_ERR_UNSUPPORTED,
                      "rank %d (%s) and rank %d cannot connect to each other, as neither listens (listen_on is \"none\" "
                      "on both): let one of them listen, or send by way of a rank that listens",
-                     rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank);
+                     rank, hub->members[dtrain__seat_world(&channel->seat, rank)].name, channel->seat.rank);
     else if (dtrain__net_is_corrupt(lane->why) && hub->reconnect_ns == 0)
         dtrain__fail(&lost, DTRAIN_ERR_CORRUPT, "rank %d (%s) and rank %d cannot trust their connection: %s", rank,
-                     hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, dtrain__net_why(lane->why));
+                     hub->members[dtrain__seat_world(&channel->seat, rank)].name, channel->seat.rank,
+                     dtrain__net_why(lane->why));
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s%s",
-                     rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank,
+                     rank, hub->members[dtrain__seat_world(&channel->seat, rank)].name, channel->seat.rank,
                      lane->why == EPROTO      ? " without its sealed end"
                      : lane->why == ETIMEDOUT ? ", as its other host answered nothing"
                                               : "",
@@ -25507,7 +25676,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
                                 "smaller than its count; keep it until the call, or dtrain_work_wait, has returned",
                                 channel->seat.rank, sending ? "to" : "in from", transfer->peer, (void *)data);
         if (n < 0) {
-            dtrain__lane_down(channel->hub, lane, channel->seat.worlds[transfer->peer], sending, errno);
+            dtrain__lane_down(channel->hub, lane, dtrain__seat_world(&channel->seat, transfer->peer), sending, errno);
             continue;
         }
         if (n == 0)
@@ -25696,7 +25865,7 @@ static dtrain_status dtrain__socket_plane_group(void *self, const dtrain__group_
 static uint64_t dtrain__socket_plane_host(void *self, int rank)
 {
     const dtrain__channel *channel = (dtrain__channel *)self;
-    return channel->hub->members[channel->seat.worlds[rank]].host;
+    return channel->hub->members[dtrain__seat_world(&channel->seat, rank)].host;
 }
 
 static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns,
@@ -25720,7 +25889,7 @@ static void dtrain__socket_plane_way(void *self, int rank, char *text, size_t ca
     dtrain__os_lock(&hub->mutex);
     const dtrain__lane *lanes = channel->peers[rank].lanes;
     if (lanes != NULL && lanes->stream.fd >= 0)
-        dtrain__hub_way(hub, channel->seat.worlds[rank], &lanes->stream, text, capacity);
+        dtrain__hub_way(hub, dtrain__seat_world(&channel->seat, rank), &lanes->stream, text, capacity);
     dtrain__os_unlock(&hub->mutex);
 }
 
@@ -25738,10 +25907,10 @@ static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, 
                                         int64_t *age_ns)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
-    const dtrain__last_heard *last = &channel->hub->members[channel->seat.worlds[rank]].last;
     size_t bytes = 0;
     dtrain__os_lock(&channel->hub->mutex);
-    if (last->bytes <= capacity && last->heard_ns > after_ns) {
+    const dtrain__last_heard *last = channel->hub->members[dtrain__seat_world(&channel->seat, rank)].last;
+    if (last != NULL && last->bytes <= capacity && last->heard_ns > after_ns) {
         bytes = last->bytes;
         memcpy(out, last->data, bytes);
         *age_ns = dtrain__os_now_ns() - last->heard_ns;
@@ -25756,7 +25925,7 @@ static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, si
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
-    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->seat.worlds[awaited]] : NULL;
+    const dtrain__member *member = awaited >= 0 ? &hub->members[dtrain__seat_world(&channel->seat, awaited)] : NULL;
     dtrain__os_lock(&hub->mutex);
     int silent = hub->suspect >= 0 ? dtrain__seat_rank(&channel->seat, hub->suspect) : -1;
     if (member != NULL && member->trouble[0] != 0)
@@ -25793,7 +25962,7 @@ static int dtrain__socket_plane_offer(void *self, int polls, unsigned char *offe
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     for (int rank = 0; rank < channel->seat.size; rank++)
-        if (hub->members[channel->seat.worlds[rank]].host != hub->members[hub->rank].host)
+        if (hub->members[dtrain__seat_world(&channel->seat, rank)].host != hub->members[hub->rank].host)
             return 0;
     /* where this rank is not to share, it offers none, and all learn it */
     int doorbell = dtrain__hub_shares(hub, hub->rank) ? channel->wake[1] : -1;
@@ -25917,7 +26086,7 @@ static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain_
 
 #define DTRAIN__MUX_HEADER 24
 #define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
-#define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
+#define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message, and 16 for each rank */
 #define DTRAIN__MUX_SMALL ((size_t)8192)               /* largest payload that moves in one piece with its header */
 #define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer's bytes before a call waits for them */
 #ifndef DTRAIN__MUX_KEPT
@@ -26091,7 +26260,13 @@ static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uin
     return post;
 }
 
-/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes. It is sent when the mux is driven.
+/* The most bytes of a control message. Some list all ranks. */
+static size_t dtrain__mux_control(const dtrain__mux *mux)
+{
+    return DTRAIN__MUX_CONTROL + 16 * (size_t)mux->table.size;
+}
+
+/* Copies a control message, a head and data of at most dtrain__mux_control() bytes. It is sent when the mux is driven.
  * Any thread; never blocks. Returns 0 if there is no memory, or the peer does not receive. */
 static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
                             const void *data, size_t bytes)
@@ -26124,7 +26299,8 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
     dtrain__put_le(head, number, 8);
     for (int rank = 0; rank < lane->seat.size; rank++)
         if (rank != lane->seat.rank && !dtrain__membership_left(lane->seat.members, rank))
-            dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
+            dtrain__mux_post(lane->mux, dtrain__seat_world(&lane->seat, rank), lane->seat.id, kind, head, sizeof head,
+                             text, bytes);
 }
 
 /* Counts `sent` bytes of a peer's first post, then returns the first post that is left. */
@@ -26366,7 +26542,7 @@ static void dtrain__mux_open(dtrain__mux *mux, int peer)
     p->kind = (int)(kind & 255);
     p->left = (size_t)dtrain__get_le(p->header + 12, 4);
     p->got = 0;
-    if (kind > 255 || p->left > (kind == DTRAIN__MUX_DATA ? DTRAIN__MUX_FRAME : DTRAIN__MUX_CONTROL) ||
+    if (kind > 255 || p->left > (kind == DTRAIN__MUX_DATA ? DTRAIN__MUX_FRAME : dtrain__mux_control(mux)) ||
         (kind == DTRAIN__MUX_DATA && check != dtrain__xxh64_of(p->header, 16, 0))) {
         p->left = 0;
         dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
@@ -26401,7 +26577,7 @@ static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int pee
             raw->more = (int)(in->bytes - in->moved);
     } else if (p->kind != DTRAIN__MUX_DATA) {
         if (p->control == NULL)
-            p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
+            p->control = (unsigned char *)dtrain__alloc(mux->allocator, dtrain__mux_control(mux));
         raw->data = p->control != NULL ? p->control + p->control_bytes : NULL;
     } else if (p->inbox == NULL) { /* there was no memory for it before */
         p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
@@ -26539,7 +26715,7 @@ static void dtrain__mux_park(dtrain__mux *mux, int peer)
 #define DTRAIN__MUX_LANES
 
 static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved);
-static void dtrain__mux_convene(dtrain__mux *mux);
+static int dtrain__mux_convene(dtrain__mux *mux);
 
 /* The table's send or recv has failed. What the peer sent before is received before it counts as gone. */
 static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtrain_transfer *in, dtrain_status status)
@@ -26742,16 +26918,18 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
         size_t before = in != NULL ? in->moved : 0;
         int sends, receives, more;
         if (in != NULL)
-            dtrain__mux_inbox_take(mux, &mux->peers[lane->seat.worlds[in->peer]], lane->inboxes[in->peer], in);
+            dtrain__mux_inbox_take(mux, &mux->peers[dtrain__seat_world(&lane->seat, in->peer)], lane->inboxes[in->peer],
+                                   in);
         if (out != NULL)
             dtrain__mux_collect(lane, out);
         if (in != NULL)
             *moved |= in->moved > before;
         if ((out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return 1;
-        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->seat.worlds[out->peer], out, &raw_out);
-        receives =
-            in != NULL && dtrain__mux_next_in(lane, mux, lane->seat.worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
+        sends =
+            out != NULL && dtrain__mux_next_out(lane, mux, dtrain__seat_world(&lane->seat, out->peer), out, &raw_out);
+        receives = in != NULL && dtrain__mux_next_in(lane, mux, dtrain__seat_world(&lane->seat, in->peer), in,
+                                                     DTRAIN__MUX_KEPT, &raw_in);
         if (!sends && !receives)
             return 0;
         more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
@@ -26772,7 +26950,7 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
     const dtrain_transfer *ways[] = {out, in};
     int64_t now = dtrain__os_now_ns();
     for (int way = 0; way < 2; way++) {
-        int peer = ways[way] != NULL ? lane->seat.worlds[ways[way]->peer] : mux->table.rank;
+        int peer = ways[way] != NULL ? dtrain__seat_world(&lane->seat, ways[way]->peer) : mux->table.rank;
         const dtrain__mux_peer *p = &mux->peers[peer];
         if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->seat.id)
             return dtrain__fail(
@@ -26823,12 +27001,12 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
     if (out != NULL && out->moved < out->bytes && dtrain__membership_left(lane->seat.members, out->peer))
         return dtrain__seat_needs(&lane->seat, out->peer);
     if (out != NULL)
-        status = dtrain__mux_stage(mux, lane->seat.worlds[out->peer]);
+        status = dtrain__mux_stage(mux, dtrain__seat_world(&lane->seat, out->peer));
     if (status != DTRAIN_OK)
         return status;
     int complete = dtrain__mux_turn(lane, out, in, until_ns, moved);
     if (out != NULL)
-        dtrain__mux_park(mux, lane->seat.worlds[out->peer]);
+        dtrain__mux_park(mux, dtrain__seat_world(&lane->seat, out->peer));
     lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
     if (!complete && !*moved)
         *others = dtrain__mux_sweep(mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY
@@ -26887,7 +27065,7 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
         lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
         int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
         if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
-            dtrain__mux_lost(lane, lane->seat.worlds[lost], status,
+            dtrain__mux_lost(lane, dtrain__seat_world(&lane->seat, lost), status,
                              dtrain__thread_error.status == status ? dtrain__thread_error.text
                                                                    : "its end of the transport is closed");
         else if (status != DTRAIN_ERR_TIMEOUT && !moved)
@@ -27003,8 +27181,8 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
         dtrain__os_mutex_init(&mux->mutex);
         dtrain__os_mutex_init(&mux->origin.mutex);
         mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
-        dtrain__mux_convene(mux);
-        if (mux->peers != NULL)
+        int convened = dtrain__mux_convene(mux);
+        if (mux->peers != NULL && convened)
             return DTRAIN_OK;
         dtrain__mux_free(mux);
     }
@@ -27052,7 +27230,7 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
         status = dtrain__council_check(&mux->council, id, rank, size);
     good = good && status == DTRAIN_OK;
     for (int i = 0; good && i < size; i++) {
-        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->seat.worlds[i], id);
+        lane->inboxes[i] = dtrain__mux_inbox_find(mux, dtrain__seat_world(&lane->seat, i), id);
         good = lane->inboxes[i] != NULL;
     }
     if (good) {
@@ -27078,7 +27256,7 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
     dtrain__mux *mux = lane->mux;
     dtrain__seat_unlink(&lane->seat);
     for (int rank = 0; rank < lane->seat.size; rank++) {
-        int peer = lane->seat.worlds[rank];
+        int peer = dtrain__seat_world(&lane->seat, rank);
         dtrain__mux_peer *p = &mux->peers[peer];
         p->owner = p->owner == lane ? NULL : p->owner;
         lane->inboxes[rank]->closed = 1;
@@ -27213,7 +27391,8 @@ static void dtrain__mux_council_wait(dtrain__seat *seat, unsigned turn, int64_t 
         dtrain__mux_rest(mux, (int64_t)100000 << (turn < 4 ? turn : 4), until_ns);
 }
 
-static void dtrain__mux_convene(dtrain__mux *mux)
+/* Returns 0 if there is no memory. */
+static int dtrain__mux_convene(dtrain__mux *mux)
 {
     dtrain__council *council = &mux->council;
     council->serial = mux->table.host != NULL ? dtrain__council_number() : 0;
@@ -27221,7 +27400,6 @@ static void dtrain__mux_convene(dtrain__mux *mux)
     council->allocator = mux->allocator;
     council->origin = &mux->origin;
     council->rank = mux->table.rank;
-    council->size = mux->table.size;
     council->send = dtrain__mux_council_send;
     council->tell = dtrain__mux_council_tell;
     council->gone = dtrain__mux_council_gone;
@@ -27231,6 +27409,7 @@ static void dtrain__mux_convene(dtrain__mux *mux)
     council->lost = dtrain__mux_marks;
     council->ended = dtrain__mux_end;
     council->wait = dtrain__mux_council_wait;
+    return dtrain__council_open(council, mux->table.size);
 }
 
 /* ---- the transport ---- */
@@ -27321,8 +27500,15 @@ static dtrain_status dtrain__mux_plane_lanes(dtrain__mux_lane *lane)
 {
     const dtrain_transport *table = &lane->mux->table;
     dtrain_status status = DTRAIN_OK;
-    if (table->lanes != NULL)
-        status = table->lanes(table->self, lane->seat.id, lane->seat.worlds, lane->seat.size, &lane->own);
+    size_t size = (size_t)lane->seat.size;
+    int *worlds = table->lanes != NULL ? (int *)dtrain__alloc(lane->mux->allocator, size * sizeof(int)) : NULL;
+    if (table->lanes != NULL && worlds == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", lane->seat.size);
+    for (int rank = 0; worlds != NULL && rank < lane->seat.size; rank++)
+        worlds[rank] = dtrain__seat_world(&lane->seat, rank);
+    if (worlds != NULL)
+        status = table->lanes(table->self, lane->seat.id, worlds, lane->seat.size, &lane->own);
+    dtrain__free(lane->mux->allocator, worlds);
     if (status == DTRAIN_OK)
         return status;
     if (dtrain__thread_error.status != status)
@@ -27353,7 +27539,7 @@ static uint64_t dtrain__mux_plane_host(void *self, int rank)
 {
     const dtrain__mux_lane *lane = (const dtrain__mux_lane *)self;
     const dtrain_transport *table = &lane->mux->table;
-    return table->host != NULL ? table->host(table->self, lane->seat.worlds[rank]) : 0;
+    return table->host != NULL ? table->host(table->self, dtrain__seat_world(&lane->seat, rank)) : 0;
 }
 
 static int dtrain__mux_plane_offer(void *self, int polls, unsigned char *offer)
@@ -27377,7 +27563,7 @@ static void dtrain__mux_plane_open(void *self, unsigned char *offers)
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     for (int rank = 0; rank < lane->seat.size; rank++) {
         uint64_t process = dtrain__get_le(offers + (size_t)rank * DTRAIN__SHARING_BYTES + DTRAIN__OFFER_PROCESS, 8);
-        lane->mux->peers[lane->seat.worlds[rank]].process = process <= INT_MAX ? (long)process : 0;
+        lane->mux->peers[dtrain__seat_world(&lane->seat, rank)].process = process <= INT_MAX ? (long)process : 0;
     }
     dtrain__arena_open(lane->arena, &lane->seat, offers);
 }
@@ -28807,15 +28993,16 @@ struct dtrain_comm {
     uint64_t rounds;      /* of all operations that went through bounce buffers */
     dtrain__recorder *recorder;
     int published;                       /* the transport owns it */
-    dtrain__direction *directions;       /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */
+    dtrain__direction **directions;      /* from (way 0) and to (way 1) each rank; made when it has a message with it */
     dtrain__direction *busy, **busy_end; /* those that have queued messages; drive_mutex guards them */
+    dtrain_extent *parts, *others;       /* size each, of the operation under way; others: what an all-to-all receives.
+                                          * One block with the next three, made at the first operation */
     const void **ins;                    /* size pointers each, for folds */
     void **outs;
-    unsigned copies;               /* to bounce buffers; some are timed */
-    int streams;                   /* these copies bypass the caches */
-    unsigned char **buffers;       /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
-    uint64_t group;                /* its name among the groups of these ranks; 0: the first */
-    dtrain_extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
+    unsigned copies;                       /* to bounce buffers; some are timed */
+    int streams;                           /* these copies bypass the caches */
+    unsigned char **buffers;               /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
+    uint64_t group;                        /* its name among the groups of these ranks; 0: the first */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
@@ -28828,7 +29015,7 @@ struct dtrain_comm {
     dtrain_work *head, *tail, *spare, *newest; /* head: of the queue, less the messages that are in their directions */
     uint32_t pending;                          /* queued and not done */
     unsigned char waste[2][4096];              /* where owed bytes go */
-    uint64_t missed; /* the last collective that a leaver missed << 16, and that rank; 0: none */
+    uint64_t missed; /* the last collective that a leaver missed << RANK_BITS, and that rank; 0: none */
     unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
                                                 * takes it */
     int held_from;
@@ -28894,6 +29081,34 @@ static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *
     return dtrain__fail(error, DTRAIN_ERR_INVALID,
                         "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
                         call, comm->process, dtrain__os_pid());
+}
+
+/* What has moved from (sending 0) or to a peer with which a message has been; NULL: none has. */
+static dtrain__direction *dtrain__group_direction(const dtrain_comm *comm, int peer, int sending)
+{
+    dtrain__direction **pairs = DTRAIN__ATOMIC_LOAD(&comm->directions, ACQUIRE);
+    dtrain__direction *pair = pairs != NULL ? DTRAIN__ATOMIC_LOAD(&pairs[peer], ACQUIRE) : NULL;
+    return pair != NULL ? pair + sending : NULL;
+}
+
+/* Makes both directions between this rank and a peer. Any thread. Returns 0 if there is no memory. */
+static int dtrain__group_acquaint(dtrain_comm *comm, int peer)
+{
+    dtrain__direction **pairs, *pair = dtrain__group_direction(comm, peer, 0);
+    if (pair != NULL)
+        return 1;
+    dtrain__os_lock(&comm->queue_mutex);
+    pairs = comm->directions;
+    if (pairs == NULL) {
+        pairs = (dtrain__direction **)dtrain__alloc(comm->allocator, (size_t)comm->size * sizeof *pairs);
+        DTRAIN__ATOMIC_STORE(&comm->directions, pairs, RELEASE);
+    }
+    if (pairs != NULL && pairs[peer] == NULL) {
+        pair = (dtrain__direction *)dtrain__alloc(comm->allocator, 2 * sizeof *pair);
+        DTRAIN__ATOMIC_STORE(&pairs[peer], pair, RELEASE);
+    }
+    dtrain__os_unlock(&comm->queue_mutex);
+    return dtrain__group_direction(comm, peer, 0) != NULL;
 }
 
 /* The deadline of a call of the group that begins at now. */
@@ -29125,7 +29340,7 @@ typedef struct dtrain__text {
 static uint64_t dtrain__op_pack(const dtrain__op *whole, int step)
 {
     return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
-           (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
+           (uint64_t)whole->root << 16 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
 }
 
 /* What the caller called. A step of a call on memory of devices keeps the whole call in its digest. So does what ranks
@@ -29136,8 +29351,8 @@ static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
     if (call->form < DTRAIN__ON_DEVICE)
         return whole;
     whole.kind = call->digest & 0x7f;
-    whole.op = call->digest >> 8 & 0xffff;
-    whole.root = call->digest >> 24 & 0xffff;
+    whole.op = call->digest >> 8 & 0xff;
+    whole.root = call->digest >> 16 & (DTRAIN__MAX_RANKS - 1);
     whole.dtype = call->digest >> 40 & 0xffff;
     whole.count = call->first;
     whole.form = 0;
@@ -29308,6 +29523,23 @@ static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char *
                      "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
                      dtrain__op_text(comm, op).text, comm->rank, bytes);
     return room != NULL;
+}
+
+/* Makes the tables that have an entry for each rank, at the first operation. Returns 0 if there is no memory. */
+static int dtrain__op_tables(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t size = (size_t)comm->size;
+    unsigned char *room = NULL;
+    if (comm->parts != NULL)
+        return 1;
+    if (!dtrain__op_reserve(comm, op, &room, size * (2 * sizeof *comm->parts + 4 * sizeof(void *))))
+        return 0;
+    comm->parts = (dtrain_extent *)(void *)room;
+    comm->others = comm->parts + size;
+    comm->ins = (const void **)(void *)(comm->others + size);
+    comm->outs = (void **)(void *)(comm->ins + size);
+    comm->buffers = (unsigned char **)(void *)(comm->outs + size);
+    return 1;
 }
 
 /* Folds n elements of all of comm->ins into `count` outs. */
@@ -29513,7 +29745,15 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     status = dtrain__op_check_peer(comm, op, op->root);
     if (status == DTRAIN_OK && op->kind == DTRAIN__EXCHANGE)
         status = dtrain__op_check_peer(comm, op, op->from);
-    return status == DTRAIN_OK ? dtrain__op_check_buffers(comm, op) : status;
+    if (status == DTRAIN_OK)
+        status = dtrain__op_check_buffers(comm, op);
+    if (status != DTRAIN_OK || !dtrain__op_is_message(op))
+        return status;
+    int room = (op->root < 0 || dtrain__group_acquaint(comm, op->root)) &&
+               (op->kind != DTRAIN__EXCHANGE || op->from < 0 || dtrain__group_acquaint(comm, op->from));
+    return room ? DTRAIN_OK
+                : dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory to count messages",
+                               dtrain__op_kind_name(op->kind), comm->rank);
 }
 
 DTRAIN__FAST_END
@@ -29942,8 +30182,9 @@ static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op,
         before = rank;
         rank = next;
     }
-    if (circle && rank == comm->rank && before >= 0 &&
-        comm->directions[2 * before + (op->kind == DTRAIN__RECV)].first == NULL)
+    const dtrain__direction *other =
+        before >= 0 ? dtrain__group_direction(comm, before, op->kind == DTRAIN__RECV) : NULL;
+    if (circle && rank == comm->rank && before >= 0 && (other == NULL || other->first == NULL))
         snprintf(text + used, capacity - used,
                  op->kind == DTRAIN__SEND ? "; they all send first, and nobody receives: call dtrain_exchange, or let "
                                             "one rank receive first"
@@ -32270,9 +32511,12 @@ static void dtrain__window_world_ended(uint64_t world)
 static void dtrain__window_note(const dtrain_comm *comm)
 {
     const dtrain__council *council = comm->seat->council;
-    unsigned char gone[DTRAIN__MAX_RANKS];
-    if (DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST) == 0)
-        return;
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    unsigned char *gone = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST) != 0
+                              ? (unsigned char *)dtrain__alloc(&heap, (size_t)council->size)
+                              : NULL;
+    if (gone == NULL)
+        return; /* without memory, windows stay until the next call */
     dtrain__seat_lock(comm->seat, 1);
     for (int rank = 0; rank < council->size; rank++)
         gone[rank] = council->gone(council->self, rank) != DTRAIN__PRESENT;
@@ -32284,6 +32528,7 @@ static void dtrain__window_note(const dtrain_comm *comm)
                 window->worlds[place] = -1;
     dtrain__window_sweep(0);
     dtrain__window_lock(0);
+    dtrain__free(&heap, gone);
 }
 
 /* Takes the pages of a buffer from the others, as one of them was stopped while it wrote there. They keep what was
@@ -33345,6 +33590,8 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
         op->turn = comm->turn + 1;
         if (dtrain__membership_broken(comm->members))
             return dtrain__fused_end_broken(comm, op);
+        if (!dtrain__op_tables(comm, op))
+            return 1;
         dtrain__op_layout(comm, op);
         if (!dtrain__fused_lend(comm, op))
             return 1;
@@ -33394,19 +33641,14 @@ static int dtrain__message_stuck(const dtrain_comm *comm, int peer, size_t moved
     return peer >= 0 && moved > 0 && moved < SIZE_MAX && !dtrain__group_has_left(comm, peer);
 }
 
-static dtrain__direction *dtrain__message_direction(const dtrain_comm *comm, int peer, int sending)
-{
-    return &comm->directions[2 * peer + sending];
-}
-
 /* Counts the whole messages that an operation has moved. first: the one with op->root; in: the incoming one of an
  * exchange. */
 static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int first, int in)
 {
     if (op->root >= 0 && first)
-        dtrain__message_direction(comm, op->root, op->kind != DTRAIN__RECV)->number = op->number;
+        dtrain__group_direction(comm, op->root, op->kind != DTRAIN__RECV)->number = op->number;
     if (op->kind == DTRAIN__EXCHANGE && op->from >= 0 && in)
-        dtrain__message_direction(comm, op->from, 0)->number = op->in_number;
+        dtrain__group_direction(comm, op->from, 0)->number = op->in_number;
 }
 
 /* Returns where header and small payload of one direction are. Messages of a queue move together and have buffers of
@@ -33417,19 +33659,23 @@ static unsigned char *dtrain__message_buffer(dtrain_comm *comm, const dtrain__op
 }
 
 /* A collective ends because a rank has left. The rest of its messages under way is owed: it moves before the next
- * messages of the same two ranks and is dropped. Returns 0 if the size of the rest is unknown. */
+ * messages of the same two ranks and is dropped. Returns 0 if the size of the rest is unknown, or there is no
+ * memory. */
 static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
 {
     const size_t header = sizeof(dtrain__message_header);
     dtrain__message_header came;
     dtrain__step step;
-    if (op->sent > 0 && op->sent != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->send_at, &step))
-        dtrain__message_direction(comm, step.to, 1)->owed = header + step.send_bytes - op->sent;
+    if (op->sent > 0 && op->sent != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->send_at, &step)) {
+        if (!dtrain__group_acquaint(comm, step.to))
+            return 0;
+        dtrain__group_direction(comm, step.to, 1)->owed = header + step.send_bytes - op->sent;
+    }
     if (op->received > 0 && op->received != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->at, &step)) {
-        if (op->received < header)
+        if (op->received < header || !dtrain__group_acquaint(comm, step.from))
             return 0;
         memcpy(&came, dtrain__message_buffer(comm, op, 0), sizeof came);
-        dtrain__message_direction(comm, step.from, 0)->owed = header + (size_t)came.bytes - op->received;
+        dtrain__group_direction(comm, step.from, 0)->owed = header + (size_t)came.bytes - op->received;
     }
     return 1;
 }
@@ -33444,7 +33690,7 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
                               op->received == SIZE_MAX || op->at > 0);
         return !dtrain__message_stuck(comm, op->root, op->sent) && !dtrain__message_stuck(comm, op->from, op->received);
     }
-    comm->missed = op->number << 16 | (uint64_t)dtrain__membership_misses(comm->members, op->number);
+    comm->missed = op->number << DTRAIN__RANK_BITS | (uint64_t)dtrain__membership_misses(comm->members, op->number);
     return dtrain__message_owe(comm, op);
 }
 
@@ -33498,9 +33744,9 @@ static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
         return;
     }
     if (op->root >= 0)
-        op->number = 1 + dtrain__message_direction(comm, op->root, op->kind != DTRAIN__RECV)->number;
+        op->number = 1 + dtrain__group_direction(comm, op->root, op->kind != DTRAIN__RECV)->number;
     if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
-        op->in_number = 1 + dtrain__message_direction(comm, op->from, 0)->number;
+        op->in_number = 1 + dtrain__group_direction(comm, op->from, 0)->number;
 }
 
 /* Ends a collective that a rank left before, and a message to such a rank that has not begun; returns 1 then. All ranks
@@ -33535,6 +33781,8 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain
     if (dtrain__message_needs_left(comm, op))
         return 1;
     dtrain__recorder_start(comm, op);
+    if (!dtrain__op_tables(comm, op))
+        return 1;
     dtrain__op_layout(comm, op);
     if (!dtrain__op_reserve(comm, op, &comm->scratch, dtrain__plan_scratch(comm, op)))
         return 1;
@@ -33627,7 +33875,8 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     size_t header = sizeof(dtrain__message_header), offset = done - header, chunk = dtrain__step_chunk(comm), run;
     unsigned char *small = dtrain__message_buffer(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
-    size_t owed = dtrain__message_direction(comm, next.peer, sending)->owed;
+    const dtrain__direction *direction = dtrain__group_direction(comm, next.peer, sending);
+    size_t owed = direction != NULL ? direction->owed : 0;
     if (owed > 0) {
         next.data = comm->waste[sending];
         next.bytes = owed < sizeof comm->waste[0] ? owed : sizeof comm->waste[0];
@@ -33706,7 +33955,7 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
         op->received -= whole;
         memmove(packet, packet + whole, op->received);
     } else {
-        dtrain__message_direction(comm, step->from, 0)->owed = whole - op->received;
+        dtrain__group_direction(comm, step->from, 0)->owed = whole - op->received;
         op->received = 0;
     }
     op->touched = op->received > 0 || op->sent > 0 || op->send_at > 0;
@@ -33720,8 +33969,8 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     dtrain__message_header came;
     if (dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind != DTRAIN__SEND)
         return 0;
-    int rank = (int)(came.tag & 0xffff);
-    if (came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
+    int rank = (int)(came.tag & (DTRAIN__MAX_RANKS - 1));
+    if (came.tag >> DTRAIN__RANK_BITS != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
         return 0;
     dtrain__seat_skipped(comm->seat, rank, op->number - 1);
     if (dtrain__membership_misses(comm->members, op->number) < 0)
@@ -33760,10 +34009,10 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
 {
     size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
     size_t payload = sending ? step->send_bytes : step->recv_bytes, chunk = dtrain__step_chunk(comm);
-    dtrain__direction *direction = dtrain__message_direction(comm, sending ? step->to : step->from, sending);
+    dtrain__direction *direction = dtrain__group_direction(comm, sending ? step->to : step->from, sending);
     if (moved == 0)
         return DTRAIN_OK; /* everything complete has been handled */
-    if (direction->owed > 0) {
+    if (direction != NULL && direction->owed > 0) {
         direction->owed -= moved;
         return DTRAIN_OK;
     }
@@ -34242,7 +34491,7 @@ static void dtrain__queue_deal(dtrain_comm *comm)
     dtrain_work *work;
     dtrain__os_lock(&comm->queue_mutex);
     while ((work = comm->head) != NULL && dtrain__op_is_one_way(&work->op)) {
-        dtrain__direction *direction = dtrain__message_direction(comm, work->op.root, work->op.kind == DTRAIN__SEND);
+        dtrain__direction *direction = dtrain__group_direction(comm, work->op.root, work->op.kind == DTRAIN__SEND);
         dtrain__queue_pop(comm);
         work->next = NULL;
         if (direction->first != NULL) {
@@ -34998,7 +35247,10 @@ static void dtrain__create_free(dtrain_comm *comm)
         DTRAIN__ATOMIC_STORE(&work->mark, DTRAIN__GONE, RELAXED);
         dtrain__free(allocator, work);
     }
+    for (int peer = 0; comm->directions != NULL && peer < comm->size; peer++)
+        dtrain__free(allocator, comm->directions[peer]);
     dtrain__free(allocator, comm->directions);
+    dtrain__free(allocator, comm->parts);
     dtrain__free(allocator, comm->scratch);
     dtrain__free(allocator, comm->notes);
     dtrain__free(allocator, comm->packed);
@@ -35039,7 +35291,6 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
 {
     const dtrain_transport *transport = &end->transport;
     dtrain_allocator *allocator = end->allocator;
-    size_t size = (size_t)transport->size;
     dtrain_status status;
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator, sizeof *comm);
     if (comm == NULL)
@@ -35066,21 +35317,13 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     dtrain__os_mutex_init(&comm->queue_mutex);
     dtrain__os_mutex_init(&comm->drive_mutex);
     comm->busy_end = &comm->busy;
-    comm->directions = (dtrain__direction *)dtrain__alloc(
-        allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + 2 * sizeof(void *)));
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
     if (comm->blocked != NULL)
         comm->blocked->held = 1;
-    if (comm->directions == NULL || comm->blocked == NULL || !dtrain__recorder_create(comm)) {
+    if (comm->blocked == NULL || !dtrain__recorder_create(comm))
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    } else {
-        comm->parts = (dtrain_extent *)(void *)(comm->directions + 2 * size);
-        comm->others = comm->parts + size;
-        comm->ins = (const void **)(void *)(comm->others + size);
-        comm->outs = (void **)(void *)(comm->ins + size);
-        comm->buffers = (unsigned char **)(void *)(comm->outs + size);
+    else
         status = dtrain__trace_prefix(comm, desc->trace_on_failure);
-    }
     if (status == DTRAIN_OK)
         status = dtrain__create_choose(comm);
     if (status == DTRAIN_OK)

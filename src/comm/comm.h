@@ -219,7 +219,7 @@ typedef enum dtrain_progress {
  *   source    RFC 8439 (ChaCha20-Poly1305), RFC 5869 (HKDF-SHA256) */
 typedef struct dtrain_comm_desc {
     int rank;                /* used when world_size is not 0 */
-    int world_size;          /* up to 1,024; 0: from the environment */
+    int world_size;          /* 0: from the environment */
     const char *root;        /* where rank 0 listens: "host:port", "[address]:port", "unix:/path", "unix:@name" */
     const char *token;       /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint; /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
@@ -291,7 +291,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready);
 /* Makes the `ranks` ends of a group for a program that brings its own threads: comms[r] is rank r's end.
  *
  *   comms    out: ranks pointers, NULL on an error. One thread at a time uses each, and each is destroyed by itself
- *   ranks    1 to 1,024
+ *   ranks    1 or more
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY
  *
@@ -300,7 +300,7 @@ DTRAIN_API_MUST dtrain_status dtrain_threads_create(dtrain_comm **comms, int ran
 
 /* Runs body once for each rank, on a thread of its own, and returns when all have returned.
  *
- *   ranks     1 to 1,024
+ *   ranks     1 or more
  *   body      gets user and its rank's end, which is destroyed after body returns. If body returns an error, its ends
  *             of other groups count as gone, too, but the program still destroys them
  *   returns   DTRAIN_OK if every body returned it; else the status of the rank that failed first, with a text that

@@ -22,7 +22,10 @@ static void dtrain__create_free(dtrain_comm *comm)
         DTRAIN__ATOMIC_STORE(&work->mark, DTRAIN__GONE, RELAXED);
         dtrain__free(allocator, work);
     }
+    for (int peer = 0; comm->directions != NULL && peer < comm->size; peer++)
+        dtrain__free(allocator, comm->directions[peer]);
     dtrain__free(allocator, comm->directions);
+    dtrain__free(allocator, comm->parts);
     dtrain__free(allocator, comm->scratch);
     dtrain__free(allocator, comm->notes);
     dtrain__free(allocator, comm->packed);
@@ -63,7 +66,6 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
 {
     const dtrain_transport *transport = &end->transport;
     dtrain_allocator *allocator = end->allocator;
-    size_t size = (size_t)transport->size;
     dtrain_status status;
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator, sizeof *comm);
     if (comm == NULL)
@@ -90,21 +92,13 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     dtrain__os_mutex_init(&comm->queue_mutex);
     dtrain__os_mutex_init(&comm->drive_mutex);
     comm->busy_end = &comm->busy;
-    comm->directions = (dtrain__direction *)dtrain__alloc(
-        allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + 2 * sizeof(void *)));
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
     if (comm->blocked != NULL)
         comm->blocked->held = 1;
-    if (comm->directions == NULL || comm->blocked == NULL || !dtrain__recorder_create(comm)) {
+    if (comm->blocked == NULL || !dtrain__recorder_create(comm))
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    } else {
-        comm->parts = (dtrain_extent *)(void *)(comm->directions + 2 * size);
-        comm->others = comm->parts + size;
-        comm->ins = (const void **)(void *)(comm->others + size);
-        comm->outs = (void **)(void *)(comm->ins + size);
-        comm->buffers = (unsigned char **)(void *)(comm->outs + size);
+    else
         status = dtrain__trace_prefix(comm, desc->trace_on_failure);
-    }
     if (status == DTRAIN_OK)
         status = dtrain__create_choose(comm);
     if (status == DTRAIN_OK)

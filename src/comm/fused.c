@@ -761,6 +761,8 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
         op->turn = comm->turn + 1;
         if (dtrain__membership_broken(comm->members))
             return dtrain__fused_end_broken(comm, op);
+        if (!dtrain__op_tables(comm, op))
+            return 1;
         dtrain__op_layout(comm, op);
         if (!dtrain__fused_lend(comm, op))
             return 1;

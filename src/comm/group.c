@@ -191,15 +191,16 @@ struct dtrain_comm {
     uint64_t rounds;      /* of all operations that went through bounce buffers */
     dtrain__recorder *recorder;
     int published;                       /* the transport owns it */
-    dtrain__direction *directions;       /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */
+    dtrain__direction **directions;      /* from (way 0) and to (way 1) each rank; made when it has a message with it */
     dtrain__direction *busy, **busy_end; /* those that have queued messages; drive_mutex guards them */
+    dtrain_extent *parts, *others;       /* size each, of the operation under way; others: what an all-to-all receives.
+                                          * One block with the next three, made at the first operation */
     const void **ins;                    /* size pointers each, for folds */
     void **outs;
-    unsigned copies;               /* to bounce buffers; some are timed */
-    int streams;                   /* these copies bypass the caches */
-    unsigned char **buffers;       /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
-    uint64_t group;                /* its name among the groups of these ranks; 0: the first */
-    dtrain_extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
+    unsigned copies;                       /* to bounce buffers; some are timed */
+    int streams;                           /* these copies bypass the caches */
+    unsigned char **buffers;               /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
+    uint64_t group;                        /* its name among the groups of these ranks; 0: the first */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
@@ -212,7 +213,7 @@ struct dtrain_comm {
     dtrain_work *head, *tail, *spare, *newest; /* head: of the queue, less the messages that are in their directions */
     uint32_t pending;                          /* queued and not done */
     unsigned char waste[2][4096];              /* where owed bytes go */
-    uint64_t missed; /* the last collective that a leaver missed << 16, and that rank; 0: none */
+    uint64_t missed; /* the last collective that a leaver missed << RANK_BITS, and that rank; 0: none */
     unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
                                                 * takes it */
     int held_from;
@@ -278,6 +279,34 @@ static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *
     return dtrain__fail(error, DTRAIN_ERR_INVALID,
                         "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
                         call, comm->process, dtrain__os_pid());
+}
+
+/* What has moved from (sending 0) or to a peer with which a message has been; NULL: none has. */
+static dtrain__direction *dtrain__group_direction(const dtrain_comm *comm, int peer, int sending)
+{
+    dtrain__direction **pairs = DTRAIN__ATOMIC_LOAD(&comm->directions, ACQUIRE);
+    dtrain__direction *pair = pairs != NULL ? DTRAIN__ATOMIC_LOAD(&pairs[peer], ACQUIRE) : NULL;
+    return pair != NULL ? pair + sending : NULL;
+}
+
+/* Makes both directions between this rank and a peer. Any thread. Returns 0 if there is no memory. */
+static int dtrain__group_acquaint(dtrain_comm *comm, int peer)
+{
+    dtrain__direction **pairs, *pair = dtrain__group_direction(comm, peer, 0);
+    if (pair != NULL)
+        return 1;
+    dtrain__os_lock(&comm->queue_mutex);
+    pairs = comm->directions;
+    if (pairs == NULL) {
+        pairs = (dtrain__direction **)dtrain__alloc(comm->allocator, (size_t)comm->size * sizeof *pairs);
+        DTRAIN__ATOMIC_STORE(&comm->directions, pairs, RELEASE);
+    }
+    if (pairs != NULL && pairs[peer] == NULL) {
+        pair = (dtrain__direction *)dtrain__alloc(comm->allocator, 2 * sizeof *pair);
+        DTRAIN__ATOMIC_STORE(&pairs[peer], pair, RELEASE);
+    }
+    dtrain__os_unlock(&comm->queue_mutex);
+    return dtrain__group_direction(comm, peer, 0) != NULL;
 }
 
 /* The deadline of a call of the group that begins at now. */

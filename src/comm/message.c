@@ -23,19 +23,14 @@ static int dtrain__message_stuck(const dtrain_comm *comm, int peer, size_t moved
     return peer >= 0 && moved > 0 && moved < SIZE_MAX && !dtrain__group_has_left(comm, peer);
 }
 
-static dtrain__direction *dtrain__message_direction(const dtrain_comm *comm, int peer, int sending)
-{
-    return &comm->directions[2 * peer + sending];
-}
-
 /* Counts the whole messages that an operation has moved. first: the one with op->root; in: the incoming one of an
  * exchange. */
 static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int first, int in)
 {
     if (op->root >= 0 && first)
-        dtrain__message_direction(comm, op->root, op->kind != DTRAIN__RECV)->number = op->number;
+        dtrain__group_direction(comm, op->root, op->kind != DTRAIN__RECV)->number = op->number;
     if (op->kind == DTRAIN__EXCHANGE && op->from >= 0 && in)
-        dtrain__message_direction(comm, op->from, 0)->number = op->in_number;
+        dtrain__group_direction(comm, op->from, 0)->number = op->in_number;
 }
 
 /* Returns where header and small payload of one direction are. Messages of a queue move together and have buffers of
@@ -46,19 +41,23 @@ static unsigned char *dtrain__message_buffer(dtrain_comm *comm, const dtrain__op
 }
 
 /* A collective ends because a rank has left. The rest of its messages under way is owed: it moves before the next
- * messages of the same two ranks and is dropped. Returns 0 if the size of the rest is unknown. */
+ * messages of the same two ranks and is dropped. Returns 0 if the size of the rest is unknown, or there is no
+ * memory. */
 static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
 {
     const size_t header = sizeof(dtrain__message_header);
     dtrain__message_header came;
     dtrain__step step;
-    if (op->sent > 0 && op->sent != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->send_at, &step))
-        dtrain__message_direction(comm, step.to, 1)->owed = header + step.send_bytes - op->sent;
+    if (op->sent > 0 && op->sent != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->send_at, &step)) {
+        if (!dtrain__group_acquaint(comm, step.to))
+            return 0;
+        dtrain__group_direction(comm, step.to, 1)->owed = header + step.send_bytes - op->sent;
+    }
     if (op->received > 0 && op->received != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->at, &step)) {
-        if (op->received < header)
+        if (op->received < header || !dtrain__group_acquaint(comm, step.from))
             return 0;
         memcpy(&came, dtrain__message_buffer(comm, op, 0), sizeof came);
-        dtrain__message_direction(comm, step.from, 0)->owed = header + (size_t)came.bytes - op->received;
+        dtrain__group_direction(comm, step.from, 0)->owed = header + (size_t)came.bytes - op->received;
     }
     return 1;
 }
@@ -73,7 +72,7 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
                               op->received == SIZE_MAX || op->at > 0);
         return !dtrain__message_stuck(comm, op->root, op->sent) && !dtrain__message_stuck(comm, op->from, op->received);
     }
-    comm->missed = op->number << 16 | (uint64_t)dtrain__membership_misses(comm->members, op->number);
+    comm->missed = op->number << DTRAIN__RANK_BITS | (uint64_t)dtrain__membership_misses(comm->members, op->number);
     return dtrain__message_owe(comm, op);
 }
 
@@ -127,9 +126,9 @@ static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
         return;
     }
     if (op->root >= 0)
-        op->number = 1 + dtrain__message_direction(comm, op->root, op->kind != DTRAIN__RECV)->number;
+        op->number = 1 + dtrain__group_direction(comm, op->root, op->kind != DTRAIN__RECV)->number;
     if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
-        op->in_number = 1 + dtrain__message_direction(comm, op->from, 0)->number;
+        op->in_number = 1 + dtrain__group_direction(comm, op->from, 0)->number;
 }
 
 /* Ends a collective that a rank left before, and a message to such a rank that has not begun; returns 1 then. All ranks
@@ -164,6 +163,8 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain
     if (dtrain__message_needs_left(comm, op))
         return 1;
     dtrain__recorder_start(comm, op);
+    if (!dtrain__op_tables(comm, op))
+        return 1;
     dtrain__op_layout(comm, op);
     if (!dtrain__op_reserve(comm, op, &comm->scratch, dtrain__plan_scratch(comm, op)))
         return 1;
@@ -256,7 +257,8 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     size_t header = sizeof(dtrain__message_header), offset = done - header, chunk = dtrain__step_chunk(comm), run;
     unsigned char *small = dtrain__message_buffer(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
-    size_t owed = dtrain__message_direction(comm, next.peer, sending)->owed;
+    const dtrain__direction *direction = dtrain__group_direction(comm, next.peer, sending);
+    size_t owed = direction != NULL ? direction->owed : 0;
     if (owed > 0) {
         next.data = comm->waste[sending];
         next.bytes = owed < sizeof comm->waste[0] ? owed : sizeof comm->waste[0];
@@ -335,7 +337,7 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
         op->received -= whole;
         memmove(packet, packet + whole, op->received);
     } else {
-        dtrain__message_direction(comm, step->from, 0)->owed = whole - op->received;
+        dtrain__group_direction(comm, step->from, 0)->owed = whole - op->received;
         op->received = 0;
     }
     op->touched = op->received > 0 || op->sent > 0 || op->send_at > 0;
@@ -349,8 +351,8 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     dtrain__message_header came;
     if (dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind != DTRAIN__SEND)
         return 0;
-    int rank = (int)(came.tag & 0xffff);
-    if (came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
+    int rank = (int)(came.tag & (DTRAIN__MAX_RANKS - 1));
+    if (came.tag >> DTRAIN__RANK_BITS != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
         return 0;
     dtrain__seat_skipped(comm->seat, rank, op->number - 1);
     if (dtrain__membership_misses(comm->members, op->number) < 0)
@@ -389,10 +391,10 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
 {
     size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
     size_t payload = sending ? step->send_bytes : step->recv_bytes, chunk = dtrain__step_chunk(comm);
-    dtrain__direction *direction = dtrain__message_direction(comm, sending ? step->to : step->from, sending);
+    dtrain__direction *direction = dtrain__group_direction(comm, sending ? step->to : step->from, sending);
     if (moved == 0)
         return DTRAIN_OK; /* everything complete has been handled */
-    if (direction->owed > 0) {
+    if (direction != NULL && direction->owed > 0) {
         direction->owed -= moved;
         return DTRAIN_OK;
     }

@@ -145,7 +145,7 @@ typedef struct dtrain__text {
 static uint64_t dtrain__op_pack(const dtrain__op *whole, int step)
 {
     return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
-           (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
+           (uint64_t)whole->root << 16 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
 }
 
 /* What the caller called. A step of a call on memory of devices keeps the whole call in its digest. So does what ranks
@@ -156,8 +156,8 @@ static dtrain__call dtrain__op_call_whole(const dtrain__call *call)
     if (call->form < DTRAIN__ON_DEVICE)
         return whole;
     whole.kind = call->digest & 0x7f;
-    whole.op = call->digest >> 8 & 0xffff;
-    whole.root = call->digest >> 24 & 0xffff;
+    whole.op = call->digest >> 8 & 0xff;
+    whole.root = call->digest >> 16 & (DTRAIN__MAX_RANKS - 1);
     whole.dtype = call->digest >> 40 & 0xffff;
     whole.count = call->first;
     whole.form = 0;
@@ -328,6 +328,23 @@ static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char *
                      "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
                      dtrain__op_text(comm, op).text, comm->rank, bytes);
     return room != NULL;
+}
+
+/* Makes the tables that have an entry for each rank, at the first operation. Returns 0 if there is no memory. */
+static int dtrain__op_tables(dtrain_comm *comm, dtrain__op *op)
+{
+    size_t size = (size_t)comm->size;
+    unsigned char *room = NULL;
+    if (comm->parts != NULL)
+        return 1;
+    if (!dtrain__op_reserve(comm, op, &room, size * (2 * sizeof *comm->parts + 4 * sizeof(void *))))
+        return 0;
+    comm->parts = (dtrain_extent *)(void *)room;
+    comm->others = comm->parts + size;
+    comm->ins = (const void **)(void *)(comm->others + size);
+    comm->outs = (void **)(void *)(comm->ins + size);
+    comm->buffers = (unsigned char **)(void *)(comm->outs + size);
+    return 1;
 }
 
 /* Folds n elements of all of comm->ins into `count` outs. */
@@ -533,7 +550,15 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     status = dtrain__op_check_peer(comm, op, op->root);
     if (status == DTRAIN_OK && op->kind == DTRAIN__EXCHANGE)
         status = dtrain__op_check_peer(comm, op, op->from);
-    return status == DTRAIN_OK ? dtrain__op_check_buffers(comm, op) : status;
+    if (status == DTRAIN_OK)
+        status = dtrain__op_check_buffers(comm, op);
+    if (status != DTRAIN_OK || !dtrain__op_is_message(op))
+        return status;
+    int room = (op->root < 0 || dtrain__group_acquaint(comm, op->root)) &&
+               (op->kind != DTRAIN__EXCHANGE || op->from < 0 || dtrain__group_acquaint(comm, op->from));
+    return room ? DTRAIN_OK
+                : dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory to count messages",
+                               dtrain__op_kind_name(op->kind), comm->rank);
 }
 
 DTRAIN__FAST_END

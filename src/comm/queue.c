@@ -173,7 +173,7 @@ static void dtrain__queue_deal(dtrain_comm *comm)
     dtrain_work *work;
     dtrain__os_lock(&comm->queue_mutex);
     while ((work = comm->head) != NULL && dtrain__op_is_one_way(&work->op)) {
-        dtrain__direction *direction = dtrain__message_direction(comm, work->op.root, work->op.kind == DTRAIN__SEND);
+        dtrain__direction *direction = dtrain__group_direction(comm, work->op.root, work->op.kind == DTRAIN__SEND);
         dtrain__queue_pop(comm);
         work->next = NULL;
         if (direction->first != NULL) {

@@ -317,8 +317,9 @@ static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op,
         before = rank;
         rank = next;
     }
-    if (circle && rank == comm->rank && before >= 0 &&
-        comm->directions[2 * before + (op->kind == DTRAIN__RECV)].first == NULL)
+    const dtrain__direction *other =
+        before >= 0 ? dtrain__group_direction(comm, before, op->kind == DTRAIN__RECV) : NULL;
+    if (circle && rank == comm->rank && before >= 0 && (other == NULL || other->first == NULL))
         snprintf(text + used, capacity - used,
                  op->kind == DTRAIN__SEND ? "; they all send first, and nobody receives: call dtrain_exchange, or let "
                                             "one rank receive first"

@@ -232,9 +232,12 @@ static void dtrain__window_world_ended(uint64_t world)
 static void dtrain__window_note(const dtrain_comm *comm)
 {
     const dtrain__council *council = comm->seat->council;
-    unsigned char gone[DTRAIN__MAX_RANKS];
-    if (DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST) == 0)
-        return;
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    unsigned char *gone = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST) != 0
+                              ? (unsigned char *)dtrain__alloc(&heap, (size_t)council->size)
+                              : NULL;
+    if (gone == NULL)
+        return; /* without memory, windows stay until the next call */
     dtrain__seat_lock(comm->seat, 1);
     for (int rank = 0; rank < council->size; rank++)
         gone[rank] = council->gone(council->self, rank) != DTRAIN__PRESENT;
@@ -246,6 +249,7 @@ static void dtrain__window_note(const dtrain_comm *comm)
                 window->worlds[place] = -1;
     dtrain__window_sweep(0);
     dtrain__window_lock(0);
+    dtrain__free(&heap, gone);
 }
 
 /* Takes the pages of a buffer from the others, as one of them was stopped while it wrote there. They keep what was

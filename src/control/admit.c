@@ -290,7 +290,7 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;
     lane->down_ns = lane->wait_ns = 0;
-    hub->members[handshake->peer].trouble[0] = 0;
+    dtrain__hub_unsay(hub, &hub->members[handshake->peer].trouble);
 }
 
 static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *handshake)
@@ -309,9 +309,9 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     member->expected = member->closed = 0;
     member->wait_ns = 0;
     member->heard_ns = dtrain__os_now_ns();
-    memcpy(member->job, handshake->job, sizeof member->job);
+    dtrain__hub_say(hub, &member->job, handshake->job);
     if (!hub->formed && !handshake->initiator)
-        memcpy(member->name, handshake->name, sizeof member->name);
+        dtrain__hub_say(hub, &member->name, handshake->name);
 }
 
 /* Admits a proved peer, or refuses it with a text. */

@@ -88,11 +88,23 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     channel->seat.next = hub->council.seats;
     hub->council.seats = &channel->seat;
     for (int i = 0; i < size; i++)
-        if (hub->members[channel->seat.worlds[i]].gone != DTRAIN__PRESENT)
-            dtrain__hub_marks(&channel->seat, channel->seat.worlds[i]);
+        if (hub->members[dtrain__seat_world(&channel->seat, i)].gone != DTRAIN__PRESENT)
+            dtrain__hub_marks(&channel->seat, dtrain__seat_world(&channel->seat, i));
     dtrain__hub_kick(hub); /* connections may be waiting for it */
     *out = channel;
     return DTRAIN_OK;
+}
+
+/* Frees what is kept of a member. */
+static void dtrain__hub_forget(dtrain__hub *hub, dtrain__member *member)
+{
+    char **texts[] = {&member->address, &member->name, &member->job, &member->why, &member->trouble};
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++)
+        dtrain__hub_unsay(hub, texts[i]);
+    if (member->last < hub->heard || member->last >= hub->heard + DTRAIN__HEARD)
+        dtrain__free(hub->allocator, member->last);
+    dtrain__bytes_free(hub->allocator, &member->in);
+    dtrain__bytes_free(hub->allocator, &member->out);
 }
 
 static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
@@ -102,10 +114,10 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
         dtrain__channel_hang_up(&member->control, forked);
         dtrain__hub_free_handshake(hub, &member->handshake);
         dtrain__stream_free(hub->allocator, &member->control);
-        dtrain__bytes_free(hub->allocator, &member->in);
-        dtrain__bytes_free(hub->allocator, &member->out);
+        dtrain__hub_forget(hub, member);
     }
     dtrain__free(hub->allocator, hub->members);
+    dtrain__bytes_free(hub->allocator, &hub->table);
 }
 
 static void dtrain__hub_free(dtrain__hub *hub, int forked)
@@ -196,7 +208,8 @@ static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_n
     dtrain__hub_wait((dtrain__channel *)(void *)seat, none, 0, until_ns, seen);
 }
 
-static void dtrain__hub_convene(dtrain__hub *hub)
+/* Returns 0 if there is no memory. */
+static int dtrain__hub_convene(dtrain__hub *hub)
 {
     dtrain__council *council = &hub->council;
     council->serial = dtrain__council_number();
@@ -204,7 +217,6 @@ static void dtrain__hub_convene(dtrain__hub *hub)
     council->allocator = hub->allocator;
     council->origin = &hub->origin;
     council->rank = hub->rank;
-    council->size = hub->size;
     council->send = dtrain__hub_send;
     council->tell = dtrain__hub_news;
     council->gone = dtrain__hub_fate;
@@ -214,6 +226,7 @@ static void dtrain__hub_convene(dtrain__hub *hub)
     council->lost = dtrain__hub_marks;
     council->ended = dtrain__hub_end;
     council->wait = dtrain__hub_await;
+    return dtrain__council_open(council, hub->size);
 }
 
 #endif

@@ -401,7 +401,7 @@ static void dtrain__consent_list(dtrain__seat *seat)
 {
     dtrain__council_list(seat->council);
     for (int i = 0; i < seat->size; i++)
-        dtrain__council_list_add(seat->council, (uint64_t)seat->worlds[i]);
+        dtrain__council_list_add(seat->council, (uint64_t)dtrain__seat_world(seat, i));
 }
 
 /* Votes in this rank's group. Voting again changes the vote until the consent is decided. Returns 0 if there is no
@@ -423,7 +423,7 @@ static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agr
     for (int i = 0; i < seat->size; i++)
         if (dtrain__membership_left(seat->members, i))
             consent->votes[i].vote = DTRAIN__VOTE_OUT;
-    dtrain__consent_note(consent, seat->worlds[seat->rank], agreement->kind, agreement->flags);
+    dtrain__consent_note(consent, dtrain__seat_world(seat, seat->rank), agreement->kind, agreement->flags);
     if (leader != council->rank)
         dtrain__consent_send(council, leader, consent);
     dtrain__consent_step(council);
@@ -479,6 +479,7 @@ static void dtrain__council_free(dtrain__council *council)
     for (int rank = 0; rank < council->size; rank++)
         dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
     dtrain__store_free(&council->store, council->allocator);
+    dtrain__free(council->allocator, council->list);
     while (council->consents != NULL)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)
@@ -523,7 +524,7 @@ static int dtrain__consent_frame_fits(dtrain__council *council, int from, const 
         const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
         uint64_t world = dtrain__get_le(entry + 8, 4);
         if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_DEAD ||
-            (seat != NULL && seat->worlds[i] != (int)world))
+            (seat != NULL && dtrain__seat_world(seat, (int)i) != (int)world))
             return 0;
         among |= (int)world == from;
     }

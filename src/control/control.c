@@ -62,9 +62,10 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
     dtrain__member *member = &hub->members[rank];
     char fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400], text[DTRAIN__WHY_BYTES];
     dtrain__reason refusal = {DTRAIN__FRAME_REFUSE, 0, rank, DTRAIN_ERR_MISMATCH, text, 0};
-    if (hub->rank != 0 || hub->formed || member->joined || !dtrain__take_address(reader, member) ||
+    if (hub->rank != 0 || hub->formed || member->joined || !dtrain__take_address(hub, reader, member) ||
         !dtrain__take(reader, &member->host, 8) || !dtrain__take(reader, &member->process, 8) ||
-        !dtrain__take(reader, &member->began, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
+        !dtrain__take(reader, &member->began, 8) ||
+        !dtrain__take_said(hub, reader, &member->name, DTRAIN__NAME_BYTES) ||
         !dtrain__take_text(reader, 2, fingerprint, sizeof fingerprint) ||
         !dtrain__take_text(reader, 2, believed, sizeof believed) || reader->left > 0)
         return 0;
@@ -123,6 +124,8 @@ static void dtrain__hub_formed(dtrain__hub *hub)
                         dtrain__os_process_began((long)member->process, &told) == member->began && told;
     }
     hub->crowded = dtrain__os_crowded(&crowd);
+    if (dtrain__hub_leads(hub))
+        dtrain__hub_hear_all(hub);
     if (world != NULL && !dtrain__channel_lay(world)) {
         dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its connections", hub->rank);
         dtrain__seat_end(&world->seat, hub->rank, &cause);
@@ -139,10 +142,11 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
     hub->connections = (int)connections;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
-        if ((rank == 0 ? !dtrain__take_text(reader, 1, member->address, 1) : !dtrain__take_address(reader, member)) ||
+        if ((rank == 0 ? !dtrain__take_said(hub, reader, &member->address, 1)
+                       : !dtrain__take_address(hub, reader, member)) ||
             !dtrain__take(reader, &member->host, 8) || !dtrain__take(reader, &member->process, 8) ||
             !dtrain__take(reader, &member->began, 8) ||
-            !dtrain__take_text(reader, 1, member->name, sizeof member->name))
+            !dtrain__take_said(hub, reader, &member->name, DTRAIN__NAME_BYTES))
             return 0;
     }
     if (reader->left > 0)
@@ -163,7 +167,8 @@ static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason 
         return 0;
     dtrain__council_list(&hub->council);
     for (size_t i = 0; dtrain__take(&list, &rank, 4); i++) {
-        if (!dtrain__council_list_add(&hub->council, rank) || (seat != NULL && rank != (uint64_t)seat->worlds[i]))
+        if (!dtrain__council_list_add(&hub->council, rank) ||
+            (seat != NULL && rank != (uint64_t)dtrain__seat_world(seat, (int)i)))
             return 0;
         among |= (int)rank == from;
         about = i == (size_t)reason->about ? rank : about;
@@ -208,7 +213,8 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     if (reason->type == DTRAIN__FRAME_BYE) {
         if (seat != NULL && reason->about != seat->rank)
             dtrain__seat_left(seat, reason->about, reason->text, reason->calls);
-        dtrain__council_left(&hub->council, reason->channel, seat != NULL ? seat->worlds[reason->about] : from);
+        dtrain__council_left(&hub->council, reason->channel,
+                             seat != NULL ? dtrain__seat_world(seat, reason->about) : from);
     } else if (seat != NULL) {
         dtrain__membership_because(&cause, reason->status, "%s", reason->text);
         if (!dtrain__seat_break(seat, &cause))
@@ -223,7 +229,7 @@ static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 {
     dtrain__member *self = &hub->members[hub->rank];
     hub->council.given_up = 1;
-    snprintf(self->why, sizeof self->why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
+    dtrain__hub_say(hub, &self->why, how);
     for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
         dtrain__seat_lost(seat, hub->rank, DTRAIN_ERR_PEER_LOST, self->name, self->why);
     dtrain__hub_tell(hub);
@@ -284,7 +290,7 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
 /* Finds out what this rank does now: in the first group that waits for a peer, else in the oldest. */
 static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
 {
-    dtrain__last_heard *own = &hub->members[hub->rank].last;
+    dtrain__last_heard *own = dtrain__hub_heard(hub, hub->rank);
     own->awaits = -1;
     own->bytes = 0;
     own->heard_ns = now;
@@ -293,15 +299,15 @@ static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
         if (channel->last != NULL)
             own->bytes = channel->last(channel->last_user, own->data, sizeof own->data, &own->awaits);
         if (own->awaits >= 0)
-            own->awaits = channel->seat.worlds[own->awaits];
+            own->awaits = dtrain__seat_world(&channel->seat, own->awaits);
     }
 }
 
 /* Adds what is known of a rank to a heartbeat. Returns the rank that it waits for, or -1. */
 static int dtrain__give_last(dtrain__hub *hub, dtrain__member *to, int about, int64_t now)
 {
-    const dtrain__last_heard *last = &hub->members[about].last;
-    if (last->bytes == 0)
+    const dtrain__last_heard *last = hub->members[about].last;
+    if (last == NULL || last->bytes == 0)
         return -1;
     dtrain__give(hub, &to->out, (uint64_t)about, 4);
     dtrain__give(hub, &to->out, (uint64_t)(last->awaits + 1), 4);
@@ -319,7 +325,7 @@ static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
         bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (dtrain__hub_leads(hub) && (int)about != from) ||
         (int)about == hub->rank)
         return 0;
-    dtrain__last_heard *last = &hub->members[about].last;
+    dtrain__last_heard *last = dtrain__hub_heard(hub, (int)about);
     memcpy(last->data, reader->at, (size_t)bytes);
     last->bytes = (size_t)bytes;
     last->awaits = (int)awaits - 1;
@@ -395,7 +401,7 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
         uint64_t bytes = dtrain__get_le(member->in.data + at, 4);
         int type = (int)dtrain__get_le(member->in.data + at + 4, 2), gone = member->gone != DTRAIN__PRESENT;
         dtrain__reader frame = {member->in.data + at + 6, (size_t)bytes};
-        if (bytes > DTRAIN__FRAME_BYTES)
+        if (bytes > DTRAIN__FRAME_BYTES + DTRAIN__FRAME_MEMBER * (size_t)hub->size)
             good = 0;
         else if (member->in.bytes - at - 6 < bytes)
             break;
@@ -408,15 +414,6 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
     }
     dtrain__bytes_drop(&member->in, at < member->in.bytes ? at : member->in.bytes);
     return good;
-}
-
-/* This rank has no memory to continue. It says so rather than fall silent. */
-static void dtrain__hub_short_of_memory(dtrain__hub *hub)
-{
-    dtrain__error cause;
-    dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
-    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
-        dtrain__seat_end(seat, seat->rank, &cause);
 }
 
 /* Handles what has come from a member, until frames are held or nothing more is there. */
@@ -452,18 +449,28 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
 static void dtrain__hub_flush(dtrain__hub *hub, int rank)
 {
     dtrain__member *member = &hub->members[rank];
-    while (member->control.fd >= 0 && (member->out.bytes > 0 || dtrain__stream_owes(&member->control))) {
-        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
+    while (member->control.fd >= 0 && (dtrain__hub_due(member) > 0 || dtrain__stream_owes(&member->control))) {
+        int table = member->table_at == 0 && member->table_due > 0;
+        size_t before = member->table_due > 0 ? member->table_at : member->out.bytes;
+        ssize_t n = dtrain__stream_send(
+            &member->control, table ? hub->table.data + (hub->table.bytes - member->table_due) : member->out.data,
+            table ? member->table_due : before, 0);
         if (n < 0 && member->held && hub->reconnect_ns > 0) {
             dtrain__hub_control_down(hub, rank, errno);
         } else if (n < 0) {
-            member->out.bytes = member->held ? 0 : member->out.bytes;
+            if (member->held)
+                member->out.bytes = member->table_at = 0;
             dtrain__hub_listen_to(hub, rank);
         }
         if (n <= 0)
             return;
         member->told_ns = dtrain__os_now_ns();
-        dtrain__bytes_drop(&member->out, (size_t)n);
+        if (table) {
+            member->table_due -= (size_t)n;
+        } else {
+            member->table_at -= member->table_due > 0 ? (size_t)n : 0;
+            dtrain__bytes_drop(&member->out, (size_t)n);
+        }
         if (member->held && member->out.bytes <= DTRAIN__QUEUE_BYTES) {
             member->held = 0;
             dtrain__hub_kick(hub); /* its input may hold frames */
@@ -477,7 +484,7 @@ static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 {
     for (int rank = 0; rank < hub->size; rank++)
         for (int turn = 0; turn < tries && rank != hub->rank && hub->members[rank].control.fd >= 0 &&
-                           (turn == 0 || hub->members[rank].out.bytes > 0);
+                           (turn == 0 || dtrain__hub_due(&hub->members[rank]) > 0);
              turn++)
             dtrain__hub_flush(hub, rank);
 }

@@ -75,7 +75,7 @@ typedef struct dtrain__seat {
     dtrain__council *council;
     uint64_t id; /* the same on all members; 0: the world */
     int rank, size;
-    int *worlds;                      /* each member's rank in the world */
+    int *worlds;                      /* each member's rank in the world; NULL: the same */
     dtrain__membership own, *members; /* own, or what it shares with the seats of other ranks */
     unsigned char *bound; /* for each rank of the world, 1: its loss ends this group, too; NULL: only members count */
     uint64_t leader;      /* 1 + the id of the group whose end also ends this one; 0: there is none */
@@ -97,8 +97,8 @@ struct dtrain__council {
     dtrain__asker *askers;
     uint32_t asked;                             /* counts requests to the store */
     dtrain__consent *consents, *spare_consents; /* the latest first */
-    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of the group being looked at */
-    unsigned char lists[DTRAIN__MAX_RANKS];     /* for each rank, whether it is in list */
+    int listed, *list;                          /* the ranks of the group being looked at */
+    unsigned char *lists;                       /* for each rank, whether it is in list; in the same block */
     /* Sends a message of a head and data. Returns 0 if there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
     void (*tell)(void *self);                /* tells that something has come that a caller may wait for */
@@ -180,11 +180,12 @@ static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint6
     seat->id = id;
     seat->rank = rank;
     seat->size = size;
-    seat->worlds = (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int));
-    for (int i = 0; seat->worlds != NULL && i < size; i++)
-        seat->worlds[i] = worlds != NULL ? worlds[i] : i;
+    seat->worlds = worlds != NULL ? (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int)) : NULL;
+    if (seat->worlds != NULL)
+        memcpy(seat->worlds, worlds, (size_t)size * sizeof(int));
     seat->members = shared != NULL ? shared : &seat->own;
-    return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
+    return (seat->worlds != NULL || worlds == NULL) &&
+           (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
 }
 
 /* Lets whoever is left go on, in all groups of the world. */
@@ -209,9 +210,17 @@ static void dtrain__seat_unlink(dtrain__seat *seat)
     *at = seat->next;
 }
 
+/* The rank in the world. */
+static int dtrain__seat_world(const dtrain__seat *seat, int rank)
+{
+    return seat->worlds != NULL ? seat->worlds[rank] : rank;
+}
+
 /* The rank in the group of the world's rank `world`; -1: not a member. */
 static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
 {
+    if (seat->worlds == NULL)
+        return world < seat->size ? world : -1;
     for (int rank = 0; rank < seat->size; rank++)
         if (seat->worlds[rank] == world)
             return rank;
@@ -350,12 +359,6 @@ static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
     end->allocator = seat->council->allocator;
 }
 
-/* The rank in the world. */
-static int dtrain__seat_world(const dtrain__seat *seat, int rank)
-{
-    return seat->worlds[rank];
-}
-
 /* Lists the ranks of the world whose loss ends the group, members or not. Returns how many; worlds NULL: the most that
  * it may list. */
 static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
@@ -420,6 +423,17 @@ static void dtrain__seat_leaving(dtrain__seat *seat, int forked, uint64_t calls)
 {
     seat->forked = forked;
     seat->calls = calls;
+}
+
+/* Gives a council of `size` ranks its memory. Returns 0 if there is none. dtrain__council_free takes it. */
+static int dtrain__council_open(dtrain__council *council, int size)
+{
+    council->list = (int *)dtrain__alloc(council->allocator, (size_t)size * (sizeof(int) + 1));
+    if (council->list == NULL)
+        return 0;
+    council->size = size;
+    council->lists = (unsigned char *)(council->list + size);
+    return 1;
 }
 
 /* Starts a list of ranks of the world; dtrain__council_list_add adds each. */
@@ -713,7 +727,7 @@ static void dtrain__council_unask(dtrain__seat *seat, const dtrain__store_call *
 /* Names the rank that keeps the store. In a group that it is no member of, rank 0 is another one. */
 static const char *dtrain__council_keeper(const dtrain__seat *seat)
 {
-    return seat->worlds[0] == 0 ? "rank 0" : "rank 0 of the first world";
+    return dtrain__seat_world(seat, 0) == 0 ? "rank 0" : "rank 0 of the first world";
 }
 
 /* Begins a store call: sends the request, or serves it on rank 0. */
@@ -724,7 +738,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
     dtrain__asker asker;
     asker.next = NULL;
-    asker.rank = seat->worlds[seat->rank];
+    asker.rank = dtrain__seat_world(seat, seat->rank);
     asker.group = seat->id | (call->own ? DTRAIN__STORE_OWN : 0);
     asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
     asker.key_bytes = strlen(call->key);

@@ -24,10 +24,12 @@
 #define DTRAIN__HANDOVER_NS 1000000000               /* that the next leader waits after a leader has left */
 #define DTRAIN__CALL_NS 300000000                    /* for a new leader to call the others; then they call it */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
+#define DTRAIN__FRAME_MEMBER ((size_t)512)    /* and for each rank of the world, as some frames list all */
 #define DTRAIN__QUEUE_BYTES ((size_t)1 << 20) /* waiting for a member: up to here the leader reads its requests */
 #define DTRAIN__QUEUE_MOST (8 * DTRAIN__QUEUE_BYTES) /* from here on, what others say to it is dropped */
 #define DTRAIN__WHY_BYTES 480
 #define DTRAIN__LAST_BYTES 192
+#define DTRAIN__HEARD (2 * DTRAIN__LAST_CHAIN) /* ranks of which one that does not lead keeps what they do */
 
 /* One connection's worth of data to and from a peer. */
 typedef struct dtrain__lane {
@@ -73,35 +75,39 @@ typedef struct dtrain__notes {
 /* What a rank was doing when it was last heard. Only the owners of the ends understand the bytes. */
 typedef struct dtrain__last_heard {
     unsigned char data[DTRAIN__LAST_BYTES];
-    size_t bytes; /* 0: never heard of */
-    int awaits;   /* the rank that it waits for, or -1 */
+    size_t bytes;
+    int awaits; /* the rank that it waits for, or -1 */
     int64_t heard_ns;
+    int rank;
 } dtrain__last_heard;
 
 typedef struct dtrain__member {
-    char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0; empty: it
-                                              * is rank 0, or never listens */
-    char name[DTRAIN__NAME_BYTES];           /* "pid 4711 (train) on alpha" */
-    char job[DTRAIN__JOB_BYTES];             /* on rank 0: the job that it came with */
-    char why[DTRAIN__WHY_BYTES];             /* why it left or is lost; may be empty */
-    char trouble[160];                       /* why the last try to connect to it for data failed */
-    uint64_t host;                           /* the same number on all ranks of a host */
-    uint64_t process, began;                 /* its number in its system, and when it began, by that system's count */
-    int known;                               /* this system knows the process by these */
-    int joined, expected;                    /* expected: its control connection may come back */
-    int gone;                                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
-    int closed;             /* it is lost, and a unix socket of its was closed, as only its own process can */
-    int doubted;            /* it has left, unless its network says so in its place */
-    int held;               /* a frame of it waits in `in`: see hub_hears() */
-    dtrain__stream control; /* the leader has one to each rank, the others one to the leader */
+    /* texts, made when there is something to say: see hub_say() */
+    char *address; /* "host:port", "unix:/path", or ":port" on the host of rank 0; empty: it is rank 0, or never listens
+                    */
+    char *name;    /* "pid 4711 (train) on alpha" */
+    char *job;     /* on rank 0: the job that it came with */
+    char *why;     /* why it left or is lost; may be empty */
+    char *trouble; /* why the last try to connect to it for data failed */
+    uint64_t host; /* the same number on all ranks of a host */
+    uint64_t process, began; /* its number in its system, and when it began, by that system's count */
+    int known;               /* this system knows the process by these */
+    int joined, expected;    /* expected: its control connection may come back */
+    int gone;                /* DTRAIN__PRESENT, DTRAIN__LEFT or DTRAIN__LOST */
+    int closed;              /* it is lost, and a unix socket of its was closed, as only its own process can */
+    int doubted;             /* it has left, unless its network says so in its place */
+    int held;                /* a frame of it waits in `in`: see hub_hears() */
+    dtrain__stream control;  /* the leader has one to each rank, the others one to the leader */
     dtrain__bytes in, out;
+    size_t table_at;  /* bytes of `out` that go before what is due of hub->table */
+    size_t table_due; /* bytes of hub->table to send */
     int64_t heard_ns, down_ns;
     int64_t told_ns;            /* when the system took the last bytes for it */
     int64_t wants_ns, every_ns; /* its heartbeat_ms, 0: none, and how often its heartbeats come; before the first, 0 */
     dtrain__handshake *handshake; /* a control connection that this rank is making */
     int64_t call_ns, wait_ns;     /* it is tried again at call_ns; the last wait for that was wait_ns */
     int poll_index;
-    dtrain__last_heard last;
+    dtrain__last_heard *last; /* NULL: never heard of */
 } dtrain__member;
 
 struct dtrain__hub {
@@ -141,6 +147,9 @@ struct dtrain__hub {
     uint32_t stepping, kicked;
     dtrain__handshake *handshakes; /* of connections that come in */
     dtrain__member *members;
+    dtrain__bytes table; /* on rank 0: the frame that tells each rank where all are */
+    char nothing[1];     /* all empty texts of members */
+    dtrain__last_heard heard[DTRAIN__HEARD];
     struct pollfd *fds;
     int64_t late_ns, late_at_ns;                              /* by how much a heartbeat was late, and when */
     int64_t beat_ns, stepped_ns, accept_ns, told_ns, full_ns; /* full_ns: when the log last told of descriptors */
@@ -207,12 +216,96 @@ DTRAIN__PRINTF(2, 3) static void dtrain__hub_note(dtrain__hub *hub, const char *
     va_end(arguments);
 }
 
+/* This rank has no memory to continue. It says so rather than fall silent. */
+static void dtrain__hub_short_of_memory(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
+        dtrain__seat_end(seat, seat->rank, &cause);
+}
+
+static void dtrain__hub_unsay(dtrain__hub *hub, char **text)
+{
+    if (*text != hub->nothing)
+        dtrain__free(hub->allocator, *text);
+    *text = hub->nothing;
+}
+
+/* Begins with a member of whom nothing is known. */
+static void dtrain__hub_expect(dtrain__hub *hub, dtrain__member *member)
+{
+    member->control.fd = -1;
+    member->address = member->name = member->job = member->why = member->trouble = hub->nothing;
+}
+
+/* Replaces a text of a member. An empty one takes no memory. Returns 0 if there is no memory: then it is empty. */
+static int dtrain__hub_say(dtrain__hub *hub, char **text, const char *said)
+{
+    size_t bytes = strlen(said) + 1;
+    char *own = bytes > 1 ? (char *)dtrain__alloc(hub->allocator, bytes) : NULL;
+    if (own != NULL)
+        memcpy(own, said, bytes);
+    dtrain__hub_unsay(hub, text);
+    *text = own != NULL ? own : hub->nothing;
+    return own != NULL || bytes == 1;
+}
+
+/* Takes a text of a member, of less than `capacity` bytes. */
+static int dtrain__take_said(dtrain__hub *hub, dtrain__reader *reader, char **text, size_t capacity)
+{
+    char said[DTRAIN__ADDRESS_BYTES];
+    if (!dtrain__take_text(reader, 1, said, capacity))
+        return 0;
+    if (!dtrain__hub_say(hub, text, said))
+        dtrain__hub_short_of_memory(hub);
+    return 1;
+}
+
 /* Takes a member's address: numeric, as no name is looked up here, ":port", a unix socket's path, or nothing. */
-static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
+static int dtrain__take_address(dtrain__hub *hub, dtrain__reader *reader, dtrain__member *member)
 {
     dtrain__address address;
-    return dtrain__take_text(reader, 1, member->address, sizeof member->address) &&
+    return dtrain__take_said(hub, reader, &member->address, DTRAIN__ADDRESS_BYTES / 2) &&
            (member->address[0] == 0 || dtrain__net_parse(member->address, &address) == DTRAIN_OK);
+}
+
+/* What a rank was last heard to do. A leader keeps that of all, others that of the few of which they heard last. So a
+ * warm loop allocates nothing. */
+static dtrain__last_heard *dtrain__hub_heard(dtrain__hub *hub, int rank)
+{
+    dtrain__last_heard *oldest = hub->heard;
+    if (hub->members[rank].last != NULL)
+        return hub->members[rank].last;
+    for (int i = 1; i < DTRAIN__HEARD; i++)
+        if (hub->heard[i].heard_ns < oldest->heard_ns)
+            oldest = &hub->heard[i];
+    if (hub->members[oldest->rank].last == oldest)
+        hub->members[oldest->rank].last = NULL;
+    memset(oldest, 0, sizeof *oldest);
+    oldest->rank = rank;
+    oldest->awaits = -1;
+    return hub->members[rank].last = oldest;
+}
+
+/* This rank leads: makes room for what each other one does, and for heartbeats to it. */
+static void dtrain__hub_hear_all(dtrain__hub *hub)
+{
+    int short_of = 0;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__last_heard **last = &hub->members[rank].last;
+        if (*last == NULL && (*last = (dtrain__last_heard *)dtrain__alloc(hub->allocator, sizeof **last)) != NULL)
+            (*last)->awaits = -1;
+        short_of |= *last == NULL || !dtrain__bytes_room(hub->allocator, &hub->members[rank].out, 1);
+    }
+    if (short_of)
+        dtrain__hub_short_of_memory(hub);
+}
+
+/* The bytes that wait to be sent to a member. */
+static size_t dtrain__hub_due(const dtrain__member *member)
+{
+    return member->table_due + member->out.bytes;
 }
 
 /* Whether a rank never listens, as its listen_on says. */
@@ -309,7 +402,7 @@ static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason 
     dtrain__give(hub, &member->out, reason->calls, 8);
     dtrain__give(hub, &member->out, (uint64_t)count, 4);
     for (int i = 0; i < count; i++)
-        dtrain__give(hub, &member->out, (uint64_t)channel->seat.worlds[i], 4);
+        dtrain__give(hub, &member->out, (uint64_t)dtrain__seat_world(&channel->seat, i), 4);
     dtrain__frame_close(member, begin);
 }
 
@@ -328,7 +421,7 @@ static void dtrain__channel_relay(const dtrain__channel *channel, const dtrain__
     if (!dtrain__hub_leads(hub))
         dtrain__frame_reason(hub, hub->leader, reason, channel);
     for (int i = 0; dtrain__hub_leads(hub) && i < channel->seat.size; i++)
-        dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
+        dtrain__frame_reason(hub, dtrain__seat_world(&channel->seat, i), reason, NULL);
 }
 
 /* The lane for the next bytes to or from a peer, and how many bytes it takes. */
@@ -368,6 +461,8 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
         hub->members[rank].call_ns = dtrain__hub_leads(hub) ? begin : begin + DTRAIN__CALL_NS;
         hub->members[rank].held = 0;
     }
+    if (dtrain__hub_leads(hub))
+        dtrain__hub_hear_all(hub);
     dtrain__hub_kick(hub); /* for frames that were held */
     for (int rank = 0; dtrain__hub_leads(hub) && rank < hub->size; rank++) {
         const dtrain__member *member = &hub->members[rank];
@@ -399,7 +494,7 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
         return;
     member->gone = gone;
     member->expected = 0;
-    snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, why);
+    dtrain__hub_say(hub, &member->why, why);
     for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
         dtrain__hub_marks(seat, rank);
     if (hub->formed && rank == hub->leader)
@@ -421,7 +516,7 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, const char *how)
     dtrain__frame_reason(hub, rank, &reason, NULL);
     if (dtrain__hub_leads(hub))
         dtrain__hub_relay(hub, rank, &reason);
-    if (member->control.fd >= 0)
+    if (member->control.fd >= 0 && member->table_due == 0)
         dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
     dtrain__stream_hang_up(&member->control);
     dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
@@ -463,7 +558,7 @@ static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
     if (!hub->formed && hub->rank == 0) {
         /* the rank may start again and join anew */
         member->joined = 0;
-        member->in.bytes = member->out.bytes = 0;
+        member->in.bytes = member->out.bytes = member->table_at = member->table_due = 0;
         return;
     }
     snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,

@@ -14,7 +14,8 @@
 #include "../wire/keys.c"
 #include "../wire/transport.h"
 
-#define DTRAIN__MAX_RANKS 1024
+#define DTRAIN__RANK_BITS 24 /* of a rank in the name of a group, and beside other numbers */
+#define DTRAIN__MAX_RANKS (1 << DTRAIN__RANK_BITS)
 #define DTRAIN__FINGERPRINT_BYTES 128
 #define DTRAIN__MAX_LANES 8
 #define DTRAIN__LAST_CHAIN 4 /* most ranks that one heartbeat tells of */
@@ -266,13 +267,13 @@ static void dtrain__origin_stop(dtrain__origin *origin)
 /* Makes a group's name, unlike any other: a count that `rank` keeps, and rank itself. */
 static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
 {
-    return serial << 10 | (uint64_t)rank;
+    return serial << DTRAIN__RANK_BITS | (uint64_t)rank;
 }
 
 /* Returns the rank that made the id. */
 static int dtrain__plane_group_maker(uint64_t id)
 {
-    return (int)(id & 1023);
+    return (int)(id & (DTRAIN__MAX_RANKS - 1));
 }
 
 /* Returns the same number in all processes of this host. */

@@ -43,7 +43,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
-    char why[DTRAIN__FILES_TEXT];
+    char why[DTRAIN__FILES_TEXT], address[DTRAIN__ADDRESS_BYTES / 2];
     dtrain__address told;
     int local, error;
     dtrain_status status = dtrain__hub_own_address(hub, &local);
@@ -57,10 +57,12 @@ static dtrain_status dtrain__hub_open_door(dtrain__hub *hub)
     if (dtrain__net_is_zoned(&told))
         told.at.v6.sin6_scope_id = 0; /* a peer puts in its own */
     if (local)
-        snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
+        snprintf(address, sizeof address, ":%d", dtrain__net_port(&hub->listening));
     else
-        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&told).text);
-    return DTRAIN_OK;
+        snprintf(address, sizeof address, "%.120s", dtrain__net_text(&told).text);
+    return dtrain__hub_say(hub, &self->address, address)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
 }
 
 /* Listens, unless this rank never does, and joins at rank 0. */
@@ -90,22 +92,26 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++)
         if (!hub->members[rank].joined)
             return;
+    dtrain__member *own = &hub->members[0]; /* it sends nothing to itself, so its output is free */
+    size_t begin = dtrain__frame_open(hub, own, DTRAIN__FRAME_TABLE);
+    dtrain__give(hub, &own->out, (uint64_t)hub->size, 4);
+    dtrain__give(hub, &own->out, (uint64_t)hub->connections, 1);
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__give_text(hub, &own->out, 1, hub->members[rank].address);
+        dtrain__give(hub, &own->out, hub->members[rank].host, 8);
+        dtrain__give(hub, &own->out, hub->members[rank].process, 8);
+        dtrain__give(hub, &own->out, hub->members[rank].began, 8);
+        dtrain__give_text(hub, &own->out, 1, hub->members[rank].name);
+    }
+    if (!dtrain__frame_close(own, begin)) {
+        dtrain__hub_short_of_memory(hub);
+        return;
+    }
+    hub->table = own->out;
+    memset(&own->out, 0, sizeof own->out);
     for (int to = 1; to < hub->size; to++) {
-        dtrain__member *member = &hub->members[to];
-        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_TABLE);
-        dtrain__give(hub, &member->out, (uint64_t)hub->size, 4);
-        dtrain__give(hub, &member->out, (uint64_t)hub->connections, 1);
-        for (int rank = 0; rank < hub->size; rank++) {
-            dtrain__give_text(hub, &member->out, 1, hub->members[rank].address);
-            dtrain__give(hub, &member->out, hub->members[rank].host, 8);
-            dtrain__give(hub, &member->out, hub->members[rank].process, 8);
-            dtrain__give(hub, &member->out, hub->members[rank].began, 8);
-            dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
-        }
-        if (!dtrain__frame_close(member, begin)) {
-            dtrain__hub_short_of_memory(hub);
-            return;
-        }
+        hub->members[to].table_at = hub->members[to].out.bytes;
+        hub->members[to].table_due = hub->table.bytes;
     }
     dtrain__hub_formed(hub);
     hub->notes.joined = 1;
@@ -199,22 +205,22 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
 {
     dtrain__hub *hub = channel->hub;
     dtrain__peer *peer = &channel->peers[rank];
-    dtrain__member *member = &hub->members[channel->seat.worlds[rank]];
+    dtrain__member *member = &hub->members[dtrain__seat_world(&channel->seat, rank)];
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
     if (handshake == NULL && lane->wanted && !dtrain__lane_open(lane, 1) && now >= lane->retry_ns &&
         !(hub->polls && hub->made_ns == now) && !dtrain__membership_left(channel->seat.members, rank) &&
-        dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
+        dtrain__channel_admitted(channel, dtrain__seat_world(&channel->seat, rank), index) ==
             NULL) { /* else each side would drop the other's choice */
-        if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address)) {
-            snprintf(member->trouble, sizeof member->trouble,
-                     "it never listens (its listen_on is \"none\"), and has not connected to this rank");
+        if (!dtrain__hub_peer_address(hub, dtrain__seat_world(&channel->seat, rank), &address)) {
+            dtrain__hub_say(hub, &member->trouble,
+                            "it never listens (its listen_on is \"none\"), and has not connected to this rank");
             lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
             return;
         }
         handshake = lane->handshake =
-            dtrain__hub_connect(hub, channel->seat.worlds[rank], DTRAIN__PURPOSE_DATA, &address);
+            dtrain__hub_connect(hub, dtrain__seat_world(&channel->seat, rank), DTRAIN__PURPOSE_DATA, &address);
         if (handshake != NULL) {
             hub->made_ns = handshake->page != NULL ? now : hub->made_ns;
             handshake->channel = channel->seat.id;
@@ -229,8 +235,10 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
                                        channel->seat.rank, rank, why);
             dtrain__seat_end(&channel->seat, channel->seat.rank, &cause);
         } else {
-            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+            char trouble[160];
+            snprintf(trouble, sizeof trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
                      dtrain__os_error_text(errno));
+            dtrain__hub_say(hub, &member->trouble, trouble);
             lane->retry_ns = dtrain__hub_again_ns(&lane->wait_ns, now);
         }
     }
@@ -246,7 +254,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     else if (handshake->error.status == DTRAIN_ERR_ABORTED && handshake->peer_received > lane->links)
         lane->links = handshake->peer_received;
     else
-        snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
+        dtrain__hub_say(hub, &member->trouble, handshake->error.text);
     lane->retry_ns = now + 50000000; /* until then what is left on the connection before can be received */
     if (lane->retry_ns < later)
         lane->retry_ns = later;
@@ -307,7 +315,7 @@ static void dtrain__hub_step_again(dtrain__channel *channel, int rank, dtrain__l
     if (lane->stream.fd < 0 || !dtrain__stream_owes(&lane->stream) ||
         dtrain__stream_send(&lane->stream, NULL, 0, 0) >= 0)
         return;
-    dtrain__lane_down(channel->hub, lane, channel->seat.worlds[rank], 1, errno);
+    dtrain__lane_down(channel->hub, lane, dtrain__seat_world(&channel->seat, rank), 1, errno);
     lane->wanted = channel->hub->reconnect_ns > 0;
 }
 
@@ -341,7 +349,7 @@ static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t sile
     dtrain__give(hub, &member->out, dtrain__hub_ms(dtrain__hub_beat_every(hub, member)), 4);
     if (!leads)
         dtrain__give_last(hub, member, hub->rank, now);
-    for (int i = 0, about = member->last.awaits; leads && i < DTRAIN__LAST_CHAIN; i++)
+    for (int i = 0, about = member->last != NULL ? member->last->awaits : -1; leads && i < DTRAIN__LAST_CHAIN; i++)
         if (about < 0 || about == to)
             break;
         else
@@ -357,7 +365,7 @@ static void dtrain__hub_unanswered(dtrain__channel *channel, int rank, dtrain__l
     dtrain__error lost;
     char ends[128];
     if (hub->reconnect_ns > 0) {
-        dtrain__lane_down(hub, lane, channel->seat.worlds[rank], 1, ETIMEDOUT);
+        dtrain__lane_down(hub, lane, dtrain__seat_world(&channel->seat, rank), 1, ETIMEDOUT);
         lane->wanted = channel->attend = 1;
         dtrain__hub_tell(hub);
         return;
@@ -367,7 +375,7 @@ static void dtrain__hub_unanswered(dtrain__channel *channel, int rank, dtrain__l
         &lost, DTRAIN_ERR_PEER_LOST,
         "rank %d (%s) is lost: the other host has answered nothing on its connection to rank %d (%s) for heartbeat_ms; "
         "a firewall may have forgotten it, or the network is cut: reconnect_ms makes one again",
-        rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, ends);
+        rank, hub->members[dtrain__seat_world(&channel->seat, rank)].name, channel->seat.rank, ends);
     dtrain__seat_end(&channel->seat, rank, &lost);
 }
 
@@ -456,7 +464,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
-            member->control.fd >= 0 && member->out.bytes == 0) { /* output that waits is a sign of life as well */
+            member->control.fd >= 0 && dtrain__hub_due(member) == 0) { /* output that waits is a sign of life as well */
             int64_t every = dtrain__hub_beat_every(hub, member), due = member->told_ns + every;
             if (now >= due) {
                 dtrain__hub_beat(hub, rank, suspect, longest, now);
@@ -564,7 +572,7 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         else if (hub->rank != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
                  member->control.fd < 0 && member->call_ns < due && hub->root_count > 0)
             due = member->call_ns;
-        int writes = member->out.bytes > 0 || dtrain__stream_owes(&member->control);
+        int writes = dtrain__hub_due(member) > 0 || dtrain__stream_owes(&member->control);
         if (rank == hub->rank || member->control.fd < 0 || (member->held && !writes))
             continue;
         member->poll_index = *count;

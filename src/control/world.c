@@ -29,7 +29,6 @@ static void dtrain__world_describe(dtrain__hub *hub, const dtrain__keys *keys, c
     hub->keys = *keys;
     hub->rank = keys->rank;
     hub->size = keys->world_size;
-    dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
     hub->listen_fd = desc->listen_fd;
     hub->on_address = desc->on_address;
@@ -57,19 +56,21 @@ static void dtrain__world_describe(dtrain__hub *hub, const dtrain__keys *keys, c
     snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
 }
 
-static void dtrain__world_introduce(dtrain__hub *hub)
+/* Returns 0 if there is no memory. */
+static int dtrain__world_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
     char host[64] = "?", program[24];
     int told = 0;
     dtrain__os_host_name(host, sizeof host);
     dtrain__os_program(program, sizeof program);
-    snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
-    snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
+    snprintf(hub->keys.name, sizeof hub->keys.name, "pid %ld%s on %.44s", dtrain__os_self(), program, host);
+    int good = dtrain__hub_say(hub, &self->name, hub->keys.name);
     self->host = dtrain__plane_host();
     self->process = (uint64_t)dtrain__os_self();
     self->began = dtrain__os_process_began(dtrain__os_self(), &told) ^ dtrain__os_process_space() << 40;
     self->joined = 1;
+    return good;
 }
 
 /* Opens the pipe, chooses the run's name, finds the root, and on rank 0 opens the listener. */
@@ -97,11 +98,10 @@ static dtrain_status dtrain__world_start(dtrain__hub *hub, dtrain__channel **out
     size_t size = (size_t)hub->size;
     hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
     hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
-    if (hub->members == NULL || hub->fds == NULL)
+    for (int rank = 0; hub->members != NULL && rank < hub->size; rank++)
+        dtrain__hub_expect(hub, &hub->members[rank]);
+    if (hub->members == NULL || hub->fds == NULL || !dtrain__hub_convene(hub) || !dtrain__world_introduce(hub))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
-    for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
-    dtrain__world_introduce(hub);
     dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
     return status == DTRAIN_OK ? dtrain__world_open(hub) : status;
 }

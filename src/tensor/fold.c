@@ -11,7 +11,8 @@
 #include "dtype.c"
 
 #define DTRAIN__FOLD_TILE_BYTES 4096
-#define DTRAIN__FOLD_LEVELS 11 /* 1,024 inputs */
+#define DTRAIN__FOLD_LEVELS 11                           /* of 1,024 inputs */
+#define DTRAIN__FOLD_SMALL (DTRAIN__FOLD_TILE_BYTES / 4) /* of a tile of more inputs: 44 levels take as much stack */
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
@@ -270,45 +271,47 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fpmode_restore(mode);
 }
 
-/* tiles[0] = tree over in[0 .. n-1], for count elements from byte `at` on; tiles[1 ..] are for the levels below. */
+/* tile = tree over in[0 .. n-1], for count elements from byte `at` on. The levels below have the next tiles, each
+ * `stride` bytes on. */
 static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *const *in, int n, size_t at, size_t count,
-                              unsigned char (*tiles)[DTRAIN__FOLD_TILE_BYTES])
+                              unsigned char *tile, size_t stride)
 {
     dtrain_dtype wide = dtrain__fold_partial(dtype);
     int left = dtrain__fold_left(n);
     if (n == 1) {
         const unsigned char *from = (const unsigned char *)in[0] + at;
         if (wide == dtype)
-            memcpy(tiles[0], from, count * (dtrain_dtype_bits(dtype) / 8));
+            memcpy(tile, from, count * (dtrain_dtype_bits(dtype) / 8));
         else
-            dtrain__dtype_convert(from, dtype, tiles[0], wide, count);
+            dtrain__dtype_convert(from, dtype, tile, wide, count);
         return;
     }
-    dtrain__fold_tree(dtype, op, in, left, at, count, tiles);
+    dtrain__fold_tree(dtype, op, in, left, at, count, tile, stride);
     if (n - left == 1 && wide == dtype) {
-        dtrain__fold_pair_kernel(wide, op, tiles[0], (const unsigned char *)in[left] + at, count);
+        dtrain__fold_pair_kernel(wide, op, tile, (const unsigned char *)in[left] + at, count);
         return;
     }
-    dtrain__fold_tree(dtype, op, in + left, n - left, at, count, tiles + 1);
-    dtrain__fold_pair_kernel(wide, op, tiles[0], tiles[1], count);
+    dtrain__fold_tree(dtype, op, in + left, n - left, at, count, tile + stride, stride);
+    dtrain__fold_pair_kernel(wide, op, tile, tile + stride, count);
 }
 
 /* Folds as dtrain__fold does, to results of dtype `to`: dtype or its partial dtype. The caller has set the mode. */
 static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
                                dtrain_dtype to, void *const *out, int m, size_t begin, size_t count)
 {
-    unsigned char tiles[DTRAIN__FOLD_LEVELS][DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
+    unsigned char tiles[DTRAIN__FOLD_LEVELS * DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
+    size_t stride = n <= 1 << (DTRAIN__FOLD_LEVELS - 1) ? DTRAIN__FOLD_TILE_BYTES : DTRAIN__FOLD_SMALL;
     dtrain_dtype wide = dtrain__fold_partial(dtype);
     size_t width = dtrain_dtype_bits(dtype) / 8, to_width = dtrain_dtype_bits(to) / 8;
-    size_t tile = DTRAIN__FOLD_TILE_BYTES / (dtrain_dtype_bits(wide) / 8);
+    size_t tile = stride / (dtrain_dtype_bits(wide) / 8);
     for (size_t at = begin; at < begin + count; at += tile) {
         size_t step = begin + count - at < tile ? begin + count - at : tile;
-        unsigned char *result = tiles[0];
-        dtrain__fold_tree(dtype, op, in, n, at * width, step, tiles);
-        dtrain__fold_divide(wide, op, divisor, tiles[0], step);
+        unsigned char *result = tiles;
+        dtrain__fold_tree(dtype, op, in, n, at * width, step, tiles, stride);
+        dtrain__fold_divide(wide, op, divisor, tiles, step);
         if (wide != to) {
-            dtrain__dtype_convert(tiles[0], wide, tiles[1], to, step);
-            result = tiles[1];
+            dtrain__dtype_convert(tiles, wide, tiles + stride, to, step);
+            result = tiles + stride;
         }
         for (int k = 0; k < m; k++)
             memcpy((unsigned char *)out[k] + at * to_width, result, step * to_width);

@@ -11,8 +11,8 @@
 #define DTRAIN__NORM
 #include "isa.c"
 
-/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32. The largest square is below 2^256. The sum of 2^58
- * squares, over all ranks, has 612 bits. Each limb keeps 32 of them between calls. */
+/* Bit 0 of limb 0 is 2^-298, the square of the smallest float32. The largest square is below 2^256. The sum of 2^72
+ * squares, over all ranks, has 626 bits. Each limb keeps 32 of them between calls. */
 #define DTRAIN__NORM_DIGITS 20
 #define DTRAIN__NORM_INFINITIES 20 /* the limb that counts them */
 #define DTRAIN__NORM_NANS 21
@@ -23,7 +23,7 @@
 #define DTRAIN__NORM_FEW 128u     /* for fewer elements, clearing and reading the bins costs more than it saves */
 #define DTRAIN__NORM_SETS 4u      /* so neighbours with one exponent need not wait for each other's store */
 
-/* The sum: zero before the first element. Up to 1024 ranks all-reduce it as I64 with DTRAIN_SUM. */
+/* The sum: zero before the first element. Up to 2^24 ranks all-reduce it as I64 with DTRAIN_SUM. */
 typedef struct dtrain__norm {
     int64_t limbs[DTRAIN__NORM_LIMBS];
 } dtrain__norm;

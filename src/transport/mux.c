@@ -25,7 +25,7 @@
 
 #define DTRAIN__MUX_HEADER 24
 #define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
-#define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
+#define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message, and 16 for each rank */
 #define DTRAIN__MUX_SMALL ((size_t)8192)               /* largest payload that moves in one piece with its header */
 #define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer's bytes before a call waits for them */
 #ifndef DTRAIN__MUX_KEPT
@@ -199,7 +199,13 @@ static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uin
     return post;
 }
 
-/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes. It is sent when the mux is driven.
+/* The most bytes of a control message. Some list all ranks. */
+static size_t dtrain__mux_control(const dtrain__mux *mux)
+{
+    return DTRAIN__MUX_CONTROL + 16 * (size_t)mux->table.size;
+}
+
+/* Copies a control message, a head and data of at most dtrain__mux_control() bytes. It is sent when the mux is driven.
  * Any thread; never blocks. Returns 0 if there is no memory, or the peer does not receive. */
 static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
                             const void *data, size_t bytes)
@@ -232,7 +238,8 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
     dtrain__put_le(head, number, 8);
     for (int rank = 0; rank < lane->seat.size; rank++)
         if (rank != lane->seat.rank && !dtrain__membership_left(lane->seat.members, rank))
-            dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
+            dtrain__mux_post(lane->mux, dtrain__seat_world(&lane->seat, rank), lane->seat.id, kind, head, sizeof head,
+                             text, bytes);
 }
 
 /* Counts `sent` bytes of a peer's first post, then returns the first post that is left. */
@@ -474,7 +481,7 @@ static void dtrain__mux_open(dtrain__mux *mux, int peer)
     p->kind = (int)(kind & 255);
     p->left = (size_t)dtrain__get_le(p->header + 12, 4);
     p->got = 0;
-    if (kind > 255 || p->left > (kind == DTRAIN__MUX_DATA ? DTRAIN__MUX_FRAME : DTRAIN__MUX_CONTROL) ||
+    if (kind > 255 || p->left > (kind == DTRAIN__MUX_DATA ? DTRAIN__MUX_FRAME : dtrain__mux_control(mux)) ||
         (kind == DTRAIN__MUX_DATA && check != dtrain__xxh64_of(p->header, 16, 0))) {
         p->left = 0;
         dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
@@ -509,7 +516,7 @@ static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int pee
             raw->more = (int)(in->bytes - in->moved);
     } else if (p->kind != DTRAIN__MUX_DATA) {
         if (p->control == NULL)
-            p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
+            p->control = (unsigned char *)dtrain__alloc(mux->allocator, dtrain__mux_control(mux));
         raw->data = p->control != NULL ? p->control + p->control_bytes : NULL;
     } else if (p->inbox == NULL) { /* there was no memory for it before */
         p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);

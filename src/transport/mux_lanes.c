@@ -6,7 +6,7 @@
 #include "mux.c"
 
 static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved);
-static void dtrain__mux_convene(dtrain__mux *mux);
+static int dtrain__mux_convene(dtrain__mux *mux);
 
 /* The table's send or recv has failed. What the peer sent before is received before it counts as gone. */
 static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtrain_transfer *in, dtrain_status status)
@@ -209,16 +209,18 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
         size_t before = in != NULL ? in->moved : 0;
         int sends, receives, more;
         if (in != NULL)
-            dtrain__mux_inbox_take(mux, &mux->peers[lane->seat.worlds[in->peer]], lane->inboxes[in->peer], in);
+            dtrain__mux_inbox_take(mux, &mux->peers[dtrain__seat_world(&lane->seat, in->peer)], lane->inboxes[in->peer],
+                                   in);
         if (out != NULL)
             dtrain__mux_collect(lane, out);
         if (in != NULL)
             *moved |= in->moved > before;
         if ((out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return 1;
-        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->seat.worlds[out->peer], out, &raw_out);
-        receives =
-            in != NULL && dtrain__mux_next_in(lane, mux, lane->seat.worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
+        sends =
+            out != NULL && dtrain__mux_next_out(lane, mux, dtrain__seat_world(&lane->seat, out->peer), out, &raw_out);
+        receives = in != NULL && dtrain__mux_next_in(lane, mux, dtrain__seat_world(&lane->seat, in->peer), in,
+                                                     DTRAIN__MUX_KEPT, &raw_in);
         if (!sends && !receives)
             return 0;
         more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
@@ -239,7 +241,7 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
     const dtrain_transfer *ways[] = {out, in};
     int64_t now = dtrain__os_now_ns();
     for (int way = 0; way < 2; way++) {
-        int peer = ways[way] != NULL ? lane->seat.worlds[ways[way]->peer] : mux->table.rank;
+        int peer = ways[way] != NULL ? dtrain__seat_world(&lane->seat, ways[way]->peer) : mux->table.rank;
         const dtrain__mux_peer *p = &mux->peers[peer];
         if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->seat.id)
             return dtrain__fail(
@@ -290,12 +292,12 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
     if (out != NULL && out->moved < out->bytes && dtrain__membership_left(lane->seat.members, out->peer))
         return dtrain__seat_needs(&lane->seat, out->peer);
     if (out != NULL)
-        status = dtrain__mux_stage(mux, lane->seat.worlds[out->peer]);
+        status = dtrain__mux_stage(mux, dtrain__seat_world(&lane->seat, out->peer));
     if (status != DTRAIN_OK)
         return status;
     int complete = dtrain__mux_turn(lane, out, in, until_ns, moved);
     if (out != NULL)
-        dtrain__mux_park(mux, lane->seat.worlds[out->peer]);
+        dtrain__mux_park(mux, dtrain__seat_world(&lane->seat, out->peer));
     lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
     if (!complete && !*moved)
         *others = dtrain__mux_sweep(mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY
@@ -354,7 +356,7 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
         lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
         int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
         if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
-            dtrain__mux_lost(lane, lane->seat.worlds[lost], status,
+            dtrain__mux_lost(lane, dtrain__seat_world(&lane->seat, lost), status,
                              dtrain__thread_error.status == status ? dtrain__thread_error.text
                                                                    : "its end of the transport is closed");
         else if (status != DTRAIN_ERR_TIMEOUT && !moved)
@@ -470,8 +472,8 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
         dtrain__os_mutex_init(&mux->mutex);
         dtrain__os_mutex_init(&mux->origin.mutex);
         mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
-        dtrain__mux_convene(mux);
-        if (mux->peers != NULL)
+        int convened = dtrain__mux_convene(mux);
+        if (mux->peers != NULL && convened)
             return DTRAIN_OK;
         dtrain__mux_free(mux);
     }
@@ -519,7 +521,7 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
         status = dtrain__council_check(&mux->council, id, rank, size);
     good = good && status == DTRAIN_OK;
     for (int i = 0; good && i < size; i++) {
-        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->seat.worlds[i], id);
+        lane->inboxes[i] = dtrain__mux_inbox_find(mux, dtrain__seat_world(&lane->seat, i), id);
         good = lane->inboxes[i] != NULL;
     }
     if (good) {
@@ -545,7 +547,7 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
     dtrain__mux *mux = lane->mux;
     dtrain__seat_unlink(&lane->seat);
     for (int rank = 0; rank < lane->seat.size; rank++) {
-        int peer = lane->seat.worlds[rank];
+        int peer = dtrain__seat_world(&lane->seat, rank);
         dtrain__mux_peer *p = &mux->peers[peer];
         p->owner = p->owner == lane ? NULL : p->owner;
         lane->inboxes[rank]->closed = 1;

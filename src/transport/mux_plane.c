@@ -66,7 +66,8 @@ static void dtrain__mux_council_wait(dtrain__seat *seat, unsigned turn, int64_t 
         dtrain__mux_rest(mux, (int64_t)100000 << (turn < 4 ? turn : 4), until_ns);
 }
 
-static void dtrain__mux_convene(dtrain__mux *mux)
+/* Returns 0 if there is no memory. */
+static int dtrain__mux_convene(dtrain__mux *mux)
 {
     dtrain__council *council = &mux->council;
     council->serial = mux->table.host != NULL ? dtrain__council_number() : 0;
@@ -74,7 +75,6 @@ static void dtrain__mux_convene(dtrain__mux *mux)
     council->allocator = mux->allocator;
     council->origin = &mux->origin;
     council->rank = mux->table.rank;
-    council->size = mux->table.size;
     council->send = dtrain__mux_council_send;
     council->tell = dtrain__mux_council_tell;
     council->gone = dtrain__mux_council_gone;
@@ -84,6 +84,7 @@ static void dtrain__mux_convene(dtrain__mux *mux)
     council->lost = dtrain__mux_marks;
     council->ended = dtrain__mux_end;
     council->wait = dtrain__mux_council_wait;
+    return dtrain__council_open(council, mux->table.size);
 }
 
 /* ---- the transport ---- */
@@ -174,8 +175,15 @@ static dtrain_status dtrain__mux_plane_lanes(dtrain__mux_lane *lane)
 {
     const dtrain_transport *table = &lane->mux->table;
     dtrain_status status = DTRAIN_OK;
-    if (table->lanes != NULL)
-        status = table->lanes(table->self, lane->seat.id, lane->seat.worlds, lane->seat.size, &lane->own);
+    size_t size = (size_t)lane->seat.size;
+    int *worlds = table->lanes != NULL ? (int *)dtrain__alloc(lane->mux->allocator, size * sizeof(int)) : NULL;
+    if (table->lanes != NULL && worlds == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", lane->seat.size);
+    for (int rank = 0; worlds != NULL && rank < lane->seat.size; rank++)
+        worlds[rank] = dtrain__seat_world(&lane->seat, rank);
+    if (worlds != NULL)
+        status = table->lanes(table->self, lane->seat.id, worlds, lane->seat.size, &lane->own);
+    dtrain__free(lane->mux->allocator, worlds);
     if (status == DTRAIN_OK)
         return status;
     if (dtrain__thread_error.status != status)
@@ -206,7 +214,7 @@ static uint64_t dtrain__mux_plane_host(void *self, int rank)
 {
     const dtrain__mux_lane *lane = (const dtrain__mux_lane *)self;
     const dtrain_transport *table = &lane->mux->table;
-    return table->host != NULL ? table->host(table->self, lane->seat.worlds[rank]) : 0;
+    return table->host != NULL ? table->host(table->self, dtrain__seat_world(&lane->seat, rank)) : 0;
 }
 
 static int dtrain__mux_plane_offer(void *self, int polls, unsigned char *offer)
@@ -230,7 +238,7 @@ static void dtrain__mux_plane_open(void *self, unsigned char *offers)
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     for (int rank = 0; rank < lane->seat.size; rank++) {
         uint64_t process = dtrain__get_le(offers + (size_t)rank * DTRAIN__SHARING_BYTES + DTRAIN__OFFER_PROCESS, 8);
-        lane->mux->peers[lane->seat.worlds[rank]].process = process <= INT_MAX ? (long)process : 0;
+        lane->mux->peers[dtrain__seat_world(&lane->seat, rank)].process = process <= INT_MAX ? (long)process : 0;
     }
     dtrain__arena_open(lane->arena, &lane->seat, offers);
 }

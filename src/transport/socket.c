@@ -23,23 +23,24 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
     int left = dtrain__membership_left(channel->seat.members, rank),
-        coming = lane->handshake != NULL ||
-                 dtrain__channel_admitted(channel, channel->seat.worlds[rank], (int)(lane - peer->lanes)) != NULL;
+        coming = lane->handshake != NULL || dtrain__channel_admitted(channel, dtrain__seat_world(&channel->seat, rank),
+                                                                     (int)(lane - peer->lanes)) != NULL;
     if (left && coming) /* the peer may have connected, sent all of its bytes, and left */
         return DTRAIN_OK;
     if (left)
         return dtrain__seat_needs(&channel->seat, rank);
-    if (dtrain__hub_is_deaf(hub, hub->rank) && dtrain__hub_is_deaf(hub, channel->seat.worlds[rank]))
+    if (dtrain__hub_is_deaf(hub, hub->rank) && dtrain__hub_is_deaf(hub, dtrain__seat_world(&channel->seat, rank)))
         dtrain__fail(&lost, DTRAIN_ERR_UNSUPPORTED,
                      "rank %d (%s) and rank %d cannot connect to each other, as neither listens (listen_on is \"none\" "
                      "on both): let one of them listen, or send by way of a rank that listens",
-                     rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank);
+                     rank, hub->members[dtrain__seat_world(&channel->seat, rank)].name, channel->seat.rank);
     else if (dtrain__net_is_corrupt(lane->why) && hub->reconnect_ns == 0)
         dtrain__fail(&lost, DTRAIN_ERR_CORRUPT, "rank %d (%s) and rank %d cannot trust their connection: %s", rank,
-                     hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, dtrain__net_why(lane->why));
+                     hub->members[dtrain__seat_world(&channel->seat, rank)].name, channel->seat.rank,
+                     dtrain__net_why(lane->why));
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s%s",
-                     rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank,
+                     rank, hub->members[dtrain__seat_world(&channel->seat, rank)].name, channel->seat.rank,
                      lane->why == EPROTO      ? " without its sealed end"
                      : lane->why == ETIMEDOUT ? ", as its other host answered nothing"
                                               : "",
@@ -80,7 +81,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
                                 "smaller than its count; keep it until the call, or dtrain_work_wait, has returned",
                                 channel->seat.rank, sending ? "to" : "in from", transfer->peer, (void *)data);
         if (n < 0) {
-            dtrain__lane_down(channel->hub, lane, channel->seat.worlds[transfer->peer], sending, errno);
+            dtrain__lane_down(channel->hub, lane, dtrain__seat_world(&channel->seat, transfer->peer), sending, errno);
             continue;
         }
         if (n == 0)

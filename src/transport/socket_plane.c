@@ -30,7 +30,7 @@ static dtrain_status dtrain__socket_plane_group(void *self, const dtrain__group_
 static uint64_t dtrain__socket_plane_host(void *self, int rank)
 {
     const dtrain__channel *channel = (dtrain__channel *)self;
-    return channel->hub->members[channel->seat.worlds[rank]].host;
+    return channel->hub->members[dtrain__seat_world(&channel->seat, rank)].host;
 }
 
 static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns,
@@ -54,7 +54,7 @@ static void dtrain__socket_plane_way(void *self, int rank, char *text, size_t ca
     dtrain__os_lock(&hub->mutex);
     const dtrain__lane *lanes = channel->peers[rank].lanes;
     if (lanes != NULL && lanes->stream.fd >= 0)
-        dtrain__hub_way(hub, channel->seat.worlds[rank], &lanes->stream, text, capacity);
+        dtrain__hub_way(hub, dtrain__seat_world(&channel->seat, rank), &lanes->stream, text, capacity);
     dtrain__os_unlock(&hub->mutex);
 }
 
@@ -72,10 +72,10 @@ static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, 
                                         int64_t *age_ns)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
-    const dtrain__last_heard *last = &channel->hub->members[channel->seat.worlds[rank]].last;
     size_t bytes = 0;
     dtrain__os_lock(&channel->hub->mutex);
-    if (last->bytes <= capacity && last->heard_ns > after_ns) {
+    const dtrain__last_heard *last = channel->hub->members[dtrain__seat_world(&channel->seat, rank)].last;
+    if (last != NULL && last->bytes <= capacity && last->heard_ns > after_ns) {
         bytes = last->bytes;
         memcpy(out, last->data, bytes);
         *age_ns = dtrain__os_now_ns() - last->heard_ns;
@@ -90,7 +90,7 @@ static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, si
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
-    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->seat.worlds[awaited]] : NULL;
+    const dtrain__member *member = awaited >= 0 ? &hub->members[dtrain__seat_world(&channel->seat, awaited)] : NULL;
     dtrain__os_lock(&hub->mutex);
     int silent = hub->suspect >= 0 ? dtrain__seat_rank(&channel->seat, hub->suspect) : -1;
     if (member != NULL && member->trouble[0] != 0)
@@ -127,7 +127,7 @@ static int dtrain__socket_plane_offer(void *self, int polls, unsigned char *offe
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     for (int rank = 0; rank < channel->seat.size; rank++)
-        if (hub->members[channel->seat.worlds[rank]].host != hub->members[hub->rank].host)
+        if (hub->members[dtrain__seat_world(&channel->seat, rank)].host != hub->members[hub->rank].host)
             return 0;
     /* where this rank is not to share, it offers none, and all learn it */
     int doorbell = dtrain__hub_shares(hub, hub->rank) ? channel->wake[1] : -1;

@@ -39,7 +39,7 @@ struct dtrain__threads_group {
     int ends; /* how many ranks have joined and not left */
     dtrain__threads_world *world;
     dtrain__threads_rank *ranks;
-    dtrain__ring **rings; /* size x size, [from * size + to]; made by the sender. Its bytes follow each */
+    dtrain__ring ***rings; /* [from][to]; the sender makes its row, and each ring. Its bytes follow each */
 };
 
 /* The bytes of each ring. */
@@ -50,21 +50,28 @@ static size_t dtrain__threads_room(const dtrain__threads_group *group)
 
 /* ---- messages ---- */
 
-static dtrain__ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
+/* Returns NULL if the sender has sent nothing yet. */
+static dtrain__ring *dtrain__threads_ring(const dtrain__threads_group *group, int from, int to)
 {
-    return &group->rings[(size_t)from * (size_t)group->members.size + (size_t)to];
+    dtrain__ring **row = DTRAIN__ATOMIC_LOAD(&group->rings[from], ACQUIRE);
+    return row != NULL ? DTRAIN__ATOMIC_LOAD(&row[to], ACQUIRE) : NULL;
 }
 
 typedef struct dtrain__threads_way {
     dtrain__threads_rank *mine;
     int peer, sending;
-    dtrain__ring **ring;
 } dtrain__threads_way;
+
+static dtrain__ring *dtrain__threads_ring_of(const dtrain__threads_way *way)
+{
+    int rank = way->mine->seat.rank;
+    return dtrain__threads_ring(way->mine->group, way->sending ? rank : way->peer, way->sending ? way->peer : rank);
+}
 
 static int dtrain__threads_ready(void *pointer)
 {
     const dtrain__threads_way *way = (dtrain__threads_way *)pointer;
-    dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
+    dtrain__ring *ring = dtrain__threads_ring_of(way);
     const dtrain__membership *members = way->mine->seat.members;
     if (dtrain__membership_broken(members) || dtrain__membership_left(members, way->peer))
         return 1;
@@ -84,7 +91,7 @@ static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned cha
     *moved = 0;
     for (unsigned turn = 0;; turn++) {
         int left = dtrain__membership_left(seat->members, way->peer);
-        dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(way->ring, ACQUIRE);
+        dtrain__ring *ring = dtrain__threads_ring_of(way);
         size_t n = 0;
         if (ring != NULL && !(way->sending && left))
             n = dtrain__ring_move(ring, (unsigned char *)(ring + 1), dtrain__threads_room(way->mine->group),
@@ -104,22 +111,35 @@ static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned cha
     }
 }
 
+/* Makes the ring to a peer. Returns 0 if there is no memory. */
+static int dtrain__threads_ring_make(dtrain__threads_rank *mine, int peer)
+{
+    dtrain__threads_group *group = mine->group;
+    dtrain_allocator *allocator = group->world->allocator;
+    dtrain__ring **row = group->rings[mine->seat.rank];
+    if (row == NULL) {
+        row = (dtrain__ring **)dtrain__alloc(allocator, (size_t)mine->seat.size * sizeof(dtrain__ring *));
+        if (row == NULL)
+            return 0;
+        DTRAIN__ATOMIC_STORE(&group->rings[mine->seat.rank], row, RELEASE);
+    }
+    dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(allocator, sizeof *ring + dtrain__threads_room(group));
+    if (ring != NULL)
+        DTRAIN__ATOMIC_STORE(&row[peer], ring, RELEASE);
+    return ring != NULL;
+}
+
 static dtrain_status dtrain__threads_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
                                           size_t *moved)
 {
     dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__threads_way way = {mine, peer, 1, dtrain__threads_ring_between(mine->group, mine->seat.rank, peer)};
+    dtrain__threads_way way = {mine, peer, 1};
     unsigned char *from;
     *moved = 0;
     memcpy(&from, &data, sizeof data); /* casts const away; sending only reads */
-    if (*way.ring == NULL) {
-        size_t whole = sizeof(dtrain__ring) + dtrain__threads_room(mine->group);
-        dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(mine->group->world->allocator, whole);
-        if (ring == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
-                                whole, mine->seat.rank, peer);
-        DTRAIN__ATOMIC_STORE(way.ring, ring, RELEASE);
-    }
+    if (dtrain__threads_ring_of(&way) == NULL && !dtrain__threads_ring_make(mine, peer))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
+                            dtrain__threads_room(mine->group), mine->seat.rank, peer);
     return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);
 }
 
@@ -127,7 +147,7 @@ static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size
                                           size_t *moved)
 {
     dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__threads_way way = {mine, peer, 0, dtrain__threads_ring_between(mine->group, peer, mine->seat.rank)};
+    dtrain__threads_way way = {mine, peer, 0};
     return dtrain__threads_move(&way, (unsigned char *)data, bytes, deadline_ns, moved);
 }
 
@@ -171,8 +191,11 @@ static void dtrain__threads_free(dtrain__threads_group *group)
 {
     size_t size = (size_t)group->members.size;
     dtrain_allocator *allocator = group->world->allocator;
-    for (size_t i = 0; group->rings != NULL && i < size * size; i++)
-        dtrain__free(allocator, group->rings[i]);
+    for (size_t from = 0; group->rings != NULL && from < size; from++) {
+        for (size_t to = 0; group->rings[from] != NULL && to < size; to++)
+            dtrain__free(allocator, group->rings[from][to]);
+        dtrain__free(allocator, group->rings[from]);
+    }
     for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
         dtrain__free(allocator, group->ranks[rank].record);
     dtrain__membership_free(&group->members, allocator);
@@ -195,7 +218,7 @@ static void dtrain__threads_world_free(dtrain__threads_world *world)
 static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
 {
     dtrain__seat_left(seat, rank, why, calls);
-    dtrain__council_left(seat->council, seat->id, seat->worlds[rank]);
+    dtrain__council_left(seat->council, seat->id, dtrain__seat_world(seat, rank));
 }
 
 static void dtrain__threads_leave(void *self, const char *why)
@@ -213,7 +236,7 @@ static void dtrain__threads_leave(void *self, const char *why)
 static void dtrain__threads_give_up(void *self, const dtrain__error *why)
 {
     dtrain__seat *of = (dtrain__seat *)self;
-    int world = of->worlds[of->rank], rank;
+    int world = dtrain__seat_world(of, of->rank), rank;
     dtrain__error lost;
     dtrain__membership_because(&lost, DTRAIN_ERR_PEER_LOST,
                                "rank %d of the world, of another group of this mesh, has left: %.400s", world,
@@ -259,10 +282,13 @@ static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *all
         return NULL;
     dtrain__council *council = &world->council;
     world->allocator = council->allocator = allocator;
+    if (!dtrain__council_open(council, size)) {
+        dtrain__free(allocator, world);
+        return NULL;
+    }
     world->origin.bell = &world->bell;
     council->self = world;
     council->origin = &world->origin;
-    council->size = size;
     council->tell = dtrain__threads_tell;
     council->gone = dtrain__threads_gone;
     council->mutex = &world->mutex;
@@ -288,7 +314,7 @@ static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world,
     group->shared.inline_bytes = DTRAIN__POST_INLINE_BYTES;
     group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
     group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
-    group->rings = (dtrain__ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__ring *));
+    group->rings = (dtrain__ring ***)dtrain__alloc(allocator, ranks * sizeof(dtrain__ring **));
     if (dtrain__membership_open(&group->members, allocator, size) && group->shared.slots != NULL &&
         group->ranks != NULL && group->rings != NULL)
         return group;
@@ -377,8 +403,8 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 
 static size_t dtrain__threads_untaken(void *self, int rank)
 {
-    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
-    dtrain__ring *ring = DTRAIN__ATOMIC_LOAD(dtrain__threads_ring_between(mine->group, rank, mine->seat.rank), ACQUIRE);
+    dtrain__threads_way way = {(dtrain__threads_rank *)self, rank, 0};
+    const dtrain__ring *ring = dtrain__threads_ring_of(&way);
     return ring != NULL ? (size_t)dtrain__ring_held(ring) : 0;
 }
 

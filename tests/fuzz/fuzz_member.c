@@ -78,16 +78,18 @@ static void begin(world *w, int role)
     hub->size = hub->keys.world_size = SIZE;
     hub->keys.job[0] = 'y';
     hub->connections = 2;
-    dtrain__hub_convene(hub);
+    must(dtrain__hub_convene(hub));
     hub->members = w->members;
     hub->heartbeat_ns = 1000000000;
     hub->kick[0] = hub->kick[1] = -1;
     hub->listening.at.any.sa_family = AF_UNIX;
     hub->suspect = -1;
     for (int rank = 0; rank < SIZE; rank++) {
-        w->members[rank].control.fd = w->members[rank].last.awaits = -1;
+        char name[32];
+        snprintf(name, sizeof name, "pid %d on alpha", rank);
+        dtrain__hub_expect(hub, &w->members[rank]);
+        must(dtrain__hub_say(hub, &w->members[rank].name, name));
         w->members[rank].joined = !forms;
-        snprintf(w->members[rank].name, sizeof w->members[rank].name, "pid %d on alpha", rank);
     }
     join(w, 0, all, SIZE, !forms);
     if (forms)
@@ -193,7 +195,7 @@ static void go_on(dtrain__channel *channel)
             continue;
         for (int i = 0; i < channel->seat.size; i++) {
             rank = goes_on[i] && i == channel->seat.rank ? count : rank;
-            worlds[count] = channel->seat.worlds[i];
+            worlds[count] = dtrain__seat_world(&channel->seat, i);
             count += goes_on[i] != 0;
         }
         if (rank >= 0 && dtrain__channel_create(&rest, hub, vote.id, worlds, count, rank) == DTRAIN_OK)
@@ -215,11 +217,11 @@ static void act(world *w)
     dtrain__consent_step(&hub->council);
     dtrain__consent_resend(&hub->council);
     for (int rank = 0; rank < SIZE; rank++) {
-        const dtrain__last_heard *last = &w->members[rank].last;
+        const dtrain__last_heard *last = w->members[rank].last;
         dtrain__last theirs;
         if (rank != hub->rank)
             dtrain__hub_beat(hub, rank, hub->suspect, hub->suspect_ns, now);
-        if (last->bytes == sizeof theirs) {
+        if (last != NULL && last->bytes == sizeof theirs) {
             memcpy(&theirs, last->data, sizeof theirs);
             must(strlen(dtrain__op_call_text(&theirs.call).text) < sizeof(dtrain__text));
         }
@@ -234,10 +236,9 @@ static void end(world *w)
         dtrain__seat_unlink(&channel->seat);
         dtrain__channel_free(channel);
     }
-    for (int rank = 0; rank < SIZE; rank++) {
-        dtrain__bytes_free(hub->allocator, &w->members[rank].in);
-        dtrain__bytes_free(hub->allocator, &w->members[rank].out);
-    }
+    for (int rank = 0; rank < SIZE; rank++)
+        dtrain__hub_forget(hub, &w->members[rank]);
+    dtrain__bytes_free(hub->allocator, &hub->table);
     dtrain__council_free(&hub->council);
     must(w->heap.bytes == 0);
 }

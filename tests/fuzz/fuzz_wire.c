@@ -55,11 +55,10 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
     hub.rank = rank;
     hub.size = 3;
     hub.connections = 1;
-    dtrain__hub_convene(&hub);
     hub.members = members;
     for (int i = 0; i < 3; i++)
-        members[i].control.fd = -1;
-    if (dtrain__channel_create(&world, &hub, 0, NULL, 3, rank) != DTRAIN_OK)
+        dtrain__hub_expect(&hub, &members[i]);
+    if (!dtrain__hub_convene(&hub) || dtrain__channel_create(&world, &hub, 0, NULL, 3, rank) != DTRAIN_OK)
         abort();
     if (bytes > 0 && data[0] % 2)
         dtrain__hub_formed(&hub);
@@ -69,10 +68,8 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
         from->in.bytes = bytes - 1;
         dtrain__hub_frames(&hub, rank == 0 ? 1 : 0);
     }
-    for (int i = 0; i < 3; i++) {
-        dtrain__bytes_free(&heap, &members[i].in);
-        dtrain__bytes_free(&heap, &members[i].out);
-    }
+    for (int i = 0; i < 3; i++)
+        dtrain__hub_forget(&hub, &members[i]);
     dtrain__council_free(&hub.council);
     dtrain__channel_free(world);
     if (heap.bytes != 0)

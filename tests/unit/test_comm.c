@@ -651,6 +651,53 @@ static dtrain_status a_barrier(dtrain_comm *world, void *user)
     return dtrain_barrier(world);
 }
 
+/* Returns the bytes that a world of threads takes for each rank. */
+static size_t bytes_of_each(int ranks)
+{
+    dtrain_comm **world = (dtrain_comm **)calloc((size_t)ranks, sizeof *world);
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = &heap;
+    CHECK_EQ(dtrain_threads_create(world, ranks, &desc), DTRAIN_OK);
+    size_t bytes = heap.bytes / (size_t)ranks;
+    for (int rank = 0; rank < ranks; rank++)
+        dtrain_comm_destroy(world[rank]);
+    CHECK_EQ(heap.bytes, 0);
+    free(world);
+    return bytes;
+}
+
+TEST(a_rank_of_two_thousand_takes_no_more_memory_than_one_of_a_hundred)
+{
+    size_t few = bytes_of_each(100), many = bytes_of_each(2000);
+    if (many > few + few / 100)
+        TEST_FAIL("%zu bytes for each of 2,000 ranks, %zu for each of 100", many, few);
+}
+
+static dtrain_status a_ring(dtrain_comm *world, void *user)
+{
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), last = rank;
+    int64_t sum = rank;
+    (void)user;
+    CHECK_EQ(dtrain_all_reduce(world, &sum, &sum, 1, DTRAIN_I64, DTRAIN_SUM), DTRAIN_OK);
+    CHECK_EQ(sum, (int64_t)ranks * (ranks - 1) / 2);
+    CHECK_EQ(dtrain_exchange(world, &rank, 1, (rank + 1) % ranks, &last, 1, (rank + ranks - 1) % ranks, DTRAIN_I32),
+             DTRAIN_OK);
+    CHECK_EQ(last, (rank + ranks - 1) % ranks);
+    CHECK_EQ(dtrain_broadcast(world, &last, 1, DTRAIN_I32, ranks - 1), DTRAIN_OK);
+    CHECK_EQ(last, ranks - 2);
+    return DTRAIN_OK;
+}
+
+TEST(eleven_hundred_ranks_sum_and_send)
+{
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.stack_bytes = 256 << 10;
+    CHECK_EQ(dtrain_run_threads(1100, a_ring, NULL, &desc), DTRAIN_OK);
+}
+
 TEST(two_hundred_ranks_on_small_stacks_meet)
 {
     dtrain_comm_desc desc;

@@ -164,7 +164,7 @@ static int wants_to_vote(const rank_end *r)
     if (!r->alive || r->out || r->votes)
         return 0;
     for (int i = 0; i < r->seat->size; i++)
-        if (r->gone[r->seat->worlds[i]])
+        if (r->gone[dtrain__seat_world(r->seat, i)])
             return 1;
     return 0;
 }
@@ -200,7 +200,7 @@ static void votes(rank_end *r, int begins)
     r->votes = 0;
     for (int i = 0; i < r->seat->size; i++)
         if (r->goes_on[i])
-            worlds[size++] = r->seat->worlds[i];
+            worlds[size++] = dtrain__seat_world(r->seat, i);
     r->out = a.status != DTRAIN_OK || !r->goes_on[r->seat->rank];
     if (!r->out)
         joins(r, a.id, worlds, size);
@@ -222,7 +222,7 @@ static void begin(uint64_t seed)
         c->allocator = &net.heap;
         c->origin = &r->origin;
         c->rank = rank;
-        c->size = net.ranks;
+        CHECK(dtrain__council_open(c, net.ranks));
         c->send = send_to;
         c->tell = tell;
         c->gone = gone;
@@ -318,9 +318,9 @@ static int run(uint64_t seed)
             TEST_FAIL("seed %llu, %d ranks: ranks %d and %d go on in different groups", (unsigned long long)seed,
                       net.ranks, one->rank, rank);
         for (int i = 0; i < r->seat->size; i++)
-            if (r->gone[r->seat->worlds[i]])
+            if (r->gone[dtrain__seat_world(r->seat, i)])
                 TEST_FAIL("seed %llu: rank %d goes on with rank %d, which is lost", (unsigned long long)seed, rank,
-                          r->seat->worlds[i]);
+                          dtrain__seat_world(r->seat, i));
     }
     end();
     return going;

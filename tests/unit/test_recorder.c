@@ -615,8 +615,8 @@ TEST(what_a_heartbeat_says_of_a_rank_is_checked)
     dtrain__put_le(frame + 24, 100, 4);
     dtrain__put_le(frame + 28, DTRAIN__LAST_BYTES, 2);
     CHECK(dtrain__hub_frame(&hub, 2, DTRAIN__FRAME_BEAT, frame, sizeof frame));
-    CHECK_EQ(members[2].last.bytes, DTRAIN__LAST_BYTES);
-    CHECK_EQ(members[2].last.awaits, 2);
+    CHECK_EQ(members[2].last->bytes, DTRAIN__LAST_BYTES);
+    CHECK_EQ(members[2].last->awaits, 2);
     CHECK(!dtrain__hub_frame(&hub, 1, DTRAIN__FRAME_BEAT, frame, sizeof frame)); /* rank 1 speaks for itself only */
     for (size_t bytes = 17; bytes < sizeof frame; bytes++)
         CHECK(!dtrain__hub_frame(&hub, 2, DTRAIN__FRAME_BEAT, frame, bytes));

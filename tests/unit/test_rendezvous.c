@@ -349,7 +349,9 @@ static int reaches_the_other(dtrain_comm *world, scene *s)
     float x = 7, y = 0;
     if (rank == 0) {
         pthread_mutex_lock(&hub->mutex);
-        snprintf(hub->members[1].address, sizeof hub->members[1].address, "127.0.0.1:%d", *(const int *)s->user);
+        char address[32];
+        snprintf(address, sizeof address, "127.0.0.1:%d", *(const int *)s->user);
+        CHECK(dtrain__hub_say(hub, &hub->members[1].address, address));
         pthread_mutex_unlock(&hub->mutex);
         CHECK_EQ(dtrain_send_async(world, &x, 1, DTRAIN_F32, 1, &work), DTRAIN_OK);
     }

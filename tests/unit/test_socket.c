@@ -705,3 +705,41 @@ TEST(descriptors_above_1024_are_like_others)
     CHECK_EQ(end_of(pids[0], 60), 0);
     CHECK_EQ(end_of(pids[1], 60), 0);
 }
+
+/* Rank 0 has sent the first 3 bytes of a frame when all ranks have come. */
+TEST(the_table_of_addresses_goes_between_frames)
+{
+    static dtrain__hub hub;
+    dtrain__member members[2];
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    unsigned char got[256];
+    int fds[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, fds), 0);
+    memset(&hub, 0, sizeof hub);
+    memset(members, 0, sizeof members);
+    hub.allocator = &heap;
+    hub.members = members;
+    hub.size = 2;
+    dtrain__hub_expect(&hub, &members[0]);
+    dtrain__hub_expect(&hub, &members[1]);
+    members[0].joined = members[1].joined = 1;
+    members[1].control.fd = fds[0];
+    dtrain__frame_close(&members[1], dtrain__frame_open(&hub, &members[1], 0x4241));
+    dtrain__bytes_drop(&members[1].out, 3);
+    dtrain__hub_complete(&hub);
+    dtrain__frame_close(&members[1], dtrain__frame_open(&hub, &members[1], 0x4443));
+    dtrain__hub_flush(&hub, 1);
+    size_t table = hub.table.bytes;
+    CHECK(table > 6 && table < sizeof got - 9);
+    CHECK_EQ(recv(fds[1], got, sizeof got, MSG_DONTWAIT), (ssize_t)(3 + table + 6));
+    CHECK_EQ(memcmp(got, "\0AB", 3), 0);
+    CHECK_EQ(memcmp(got + 3, hub.table.data, table), 0);
+    CHECK_EQ(memcmp(got + 3 + table, "\0\0\0\0CD", 6), 0);
+    CHECK_EQ(dtrain__hub_due(&members[1]), 0);
+    dtrain__bytes_free(&heap, &hub.table);
+    for (int rank = 0; rank < 2; rank++)
+        dtrain__hub_forget(&hub, &members[rank]);
+    CHECK_EQ(heap.bytes, 0);
+    close(fds[0]);
+    close(fds[1]);
+}

@@ -487,19 +487,31 @@ TEST(pairs_and_a_finish_give_the_bits_of_the_fold)
         }
 }
 
-TEST(a_thousand_and_twenty_four_inputs_fit_the_stack)
+TEST(any_number_of_inputs_fits_the_stack)
 {
-    static double value[1024], sum;
-    const void *in[1024];
+    enum { MOST = 70000, LONG = 700 };
+    static const int counts[] = {1021, 1022, 1023, 1024, 1025, 2047, 2048, 2049, 4097, 65536, MOST};
+    static double value[MOST], sum;
+    static float same_value[LONG], many[LONG];
+    static const void *in[MOST];
     void *out[1];
-    out[0] = &sum;
-    for (int n = 1021; n <= 1024; n++) {
+    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+        int n = counts[c];
+        out[0] = &sum;
         for (int k = 0; k < n; k++) {
             value[k] = uniform();
             in[k] = &value[k];
         }
         dtrain__fold(DTRAIN_F64, DTRAIN_SUM, 1, in, n, out, 1, 0, 1);
         CHECK(sum == tree_float(DTRAIN_F64, DTRAIN_SUM, value, n));
+        out[0] = many; /* several tiles; small integers are exact in any order */
+        for (int k = 0; k < n; k++)
+            in[k] = same_value;
+        for (int i = 0; i < LONG; i++)
+            same_value[i] = (float)(i % 7);
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1, in, n, out, 1, 0, LONG);
+        for (int i = 0; i < LONG; i++)
+            CHECK(many[i] == (float)(i % 7 * n));
     }
 }
 
