@@ -20348,8 +20348,7 @@ struct dtrain__council {
     dtrain__os_mutex *mutex;                 /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
-    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
-                                                                               * ended */
+    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members of the end */
     /* Waits until there may be news, or until_ns. `seen`: news so far; turn: how often this call has waited. */
     void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
     dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
@@ -21751,12 +21750,11 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 #define DTRAIN__HUB
 
 #define DTRAIN__HANDSHAKES 64 /* strangers' connections for which there is room beside those of all ranks */
-#define DTRAIN__HANDSHAKE_NS \
-    DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, for a peer to prove itself \
-                                                      */
-#define DTRAIN__STRIPE ((size_t)1 << 18)             /* bytes of a stream that each of several lanes carries in turn */
-#define DTRAIN__HANDOVER_NS 1000000000               /* that the next leader waits after a leader has left */
-#define DTRAIN__CALL_NS 300000000                    /* for a new leader to call the others; then they call it */
+/* of polling, for a peer to prove itself */
+#define DTRAIN__HANDSHAKE_NS DTRAIN__TUNED(handshake_ns, (int64_t)5000000000)
+#define DTRAIN__STRIPE ((size_t)1 << 18) /* bytes of a stream that each of several lanes carries in turn */
+#define DTRAIN__HANDOVER_NS 1000000000   /* that the next leader waits after a leader has left */
+#define DTRAIN__CALL_NS 300000000        /* for a new leader to call the others; then they call it */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
 #define DTRAIN__FRAME_MEMBER ((size_t)512)    /* and for each rank of the world, as some frames list all */
 #define DTRAIN__QUEUE_BYTES ((size_t)1 << 20) /* waiting for a member: up to here the leader reads its requests */
@@ -23889,11 +23887,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
-#define DTRAIN__COMPLETE_NS \
-    5000000000 /* that a complete group at the root may take to end: perhaps the run before's \
-                */
-#define DTRAIN__GIVEN_UP_NS \
-    60000000000 /* that a group which has lost this rank may take: it is in the middle of a step */
+/* that a complete group at the root may take to end: perhaps the run before's */
+#define DTRAIN__COMPLETE_NS 5000000000
+/* that a group which has lost this rank may take: it is in the middle of a step */
+#define DTRAIN__GIVEN_UP_NS 60000000000
 
 /* A try to reach rank 0 has failed. Only a no that rank 0 has proved ends anything: anybody may answer at its address,
  * and bytes may be changed on the way. A group that is not this one may be about to end. */

@@ -110,8 +110,7 @@ struct dtrain__council {
     dtrain__os_mutex *mutex;                 /* guards the council; NULL: lock does */
     void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* applies what is known of a rank that is gone */
-    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that the group has
-                                                                               * ended */
+    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members of the end */
     /* Waits until there may be news, or until_ns. `seen`: news so far; turn: how often this call has waited. */
     void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
     dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);

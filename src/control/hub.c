@@ -17,12 +17,11 @@
 #include "consent.c"
 
 #define DTRAIN__HANDSHAKES 64 /* strangers' connections for which there is room beside those of all ranks */
-#define DTRAIN__HANDSHAKE_NS \
-    DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, for a peer to prove itself \
-                                                      */
-#define DTRAIN__STRIPE ((size_t)1 << 18)             /* bytes of a stream that each of several lanes carries in turn */
-#define DTRAIN__HANDOVER_NS 1000000000               /* that the next leader waits after a leader has left */
-#define DTRAIN__CALL_NS 300000000                    /* for a new leader to call the others; then they call it */
+/* of polling, for a peer to prove itself */
+#define DTRAIN__HANDSHAKE_NS DTRAIN__TUNED(handshake_ns, (int64_t)5000000000)
+#define DTRAIN__STRIPE ((size_t)1 << 18) /* bytes of a stream that each of several lanes carries in turn */
+#define DTRAIN__HANDOVER_NS 1000000000   /* that the next leader waits after a leader has left */
+#define DTRAIN__CALL_NS 300000000        /* for a new leader to call the others; then they call it */
 #define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
 #define DTRAIN__FRAME_MEMBER ((size_t)512)    /* and for each rank of the world, as some frames list all */
 #define DTRAIN__QUEUE_BYTES ((size_t)1 << 20) /* waiting for a member: up to here the leader reads its requests */

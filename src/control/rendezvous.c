@@ -117,11 +117,10 @@ static void dtrain__hub_complete(dtrain__hub *hub)
     hub->notes.joined = 1;
 }
 
-#define DTRAIN__COMPLETE_NS \
-    5000000000 /* that a complete group at the root may take to end: perhaps the run before's \
-                */
-#define DTRAIN__GIVEN_UP_NS \
-    60000000000 /* that a group which has lost this rank may take: it is in the middle of a step */
+/* that a complete group at the root may take to end: perhaps the run before's */
+#define DTRAIN__COMPLETE_NS 5000000000
+/* that a group which has lost this rank may take: it is in the middle of a step */
+#define DTRAIN__GIVEN_UP_NS 60000000000
 
 /* A try to reach rank 0 has failed. Only a no that rank 0 has proved ends anything: anybody may answer at its address,
  * and bytes may be changed on the way. A group that is not this one may be about to end. */
