@@ -115,7 +115,9 @@ for ranks in 1 2 3 4; do
         grep -o ' loss=[0-9.]*' "$dir/gpt.out" >"$dir/loss"
         [ $ranks$strategy != 1ddp ] || cp "$dir/hash" "$dir/hash1"
         [ $ranks$strategy != 1ddp ] || cp "$dir/loss" "$dir/loss1"
-        [ -s "$dir/loss1" ] && cmp -s "$dir/loss" "$dir/loss1" && { [ $ranks -eq 3 ] || cmp -s "$dir/hash" "$dir/hash1"; }
+        # on 3 ranks sums round otherwise: the loss is the same to its last digit but one
+        cat "$dir/loss1" "$dir/loss" | tr -d ' ' | awk -F= '{ v[NR] = $2 } END { d = v[1] - v[2]; exit !(NR == 2 && d < 2e-6 && d > -2e-6) }' &&
+            { [ $ranks -eq 3 ] || cmp -s "$dir/hash" "$dir/hash1"; }
         check $? "train_gpt has the same loss, and on powers of two the same weights, on $ranks ranks of --strategy $strategy"
     done
 
