@@ -10769,6 +10769,14 @@ static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, v
     return larger;
 }
 
+/* Returns whether so many blocks fit into the memory that is left. Where it fills them, the system would kill the
+ * process instead of an error. Little is not looked at. */
+static int dtrain__memory_fits(int count, size_t each)
+{
+    uint64_t bytes = (uint64_t)count * each;
+    return bytes < (uint64_t)64 << 20 || bytes < dtrain__os_memory_left();
+}
+
 /* Makes room for `more` elements of `size` bytes after `count`. Returns the array, which grows by doubling, or NULL. */
 static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count,
                                                   size_t more)
@@ -24781,6 +24789,9 @@ static dtrain_status dtrain__world_start(dtrain__hub *hub, dtrain__channel **out
 {
     dtrain__world_describe(hub, keys, desc);
     size_t size = (size_t)hub->size;
+    if (!dtrain__memory_fits(hub->size, sizeof(dtrain__member) + sizeof(dtrain__peer) + sizeof(dtrain__departure)))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "comm_create: no memory for a world of %zu ranks: is its size right?", size);
     hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
     hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
     for (int rank = 0; hub->members != NULL && rank < hub->size; rank++)
@@ -35411,6 +35422,17 @@ static void dtrain__create_tell_apart(int ranks)
             place.keys.world_size, place.believed, ranks);
 }
 
+/* Refuses more ranks than there is memory for. */
+static dtrain_status dtrain__create_fits(const char *call, int ranks)
+{
+    size_t each = sizeof(dtrain_comm) + sizeof(dtrain__recorder) + sizeof(dtrain__slot);
+    if (dtrain__memory_fits(ranks, each))
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: %d ranks take %llu MiB, and %llu MiB are left: give fewer", call,
+                        ranks, (unsigned long long)ranks * each >> 20,
+                        (unsigned long long)(dtrain__os_memory_left() >> 20));
+}
+
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
     dtrain__threads_group *group;
@@ -35422,6 +35444,8 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     for (int rank = 0; rank < ranks; rank++)
         comms[rank] = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
+    if (status == DTRAIN_OK)
+        status = dtrain__create_fits("threads_create", ranks);
     if (ranks > 1)
         dtrain__create_tell_apart(ranks);
     if (status == DTRAIN_OK)
@@ -35689,6 +35713,8 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "run_threads: ranks is %d and body is %s; expected 1 to %d ranks and a function", ranks,
                             body == NULL ? "NULL" : "given", DTRAIN__MAX_RANKS);
+    if (dtrain__create_fits("run_threads", ranks) != DTRAIN_OK)
+        return DTRAIN_ERR_MEMORY;
     if (stack < DTRAIN__LEAST_STACK)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,

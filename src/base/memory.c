@@ -144,6 +144,14 @@ static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, v
     return larger;
 }
 
+/* Returns whether so many blocks fit into the memory that is left. Where it fills them, the system would kill the
+ * process instead of an error. Little is not looked at. */
+static int dtrain__memory_fits(int count, size_t each)
+{
+    uint64_t bytes = (uint64_t)count * each;
+    return bytes < (uint64_t)64 << 20 || bytes < dtrain__os_memory_left();
+}
+
 /* Makes room for `more` elements of `size` bytes after `count`. Returns the array, which grows by doubling, or NULL. */
 static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count,
                                                   size_t more)

@@ -189,6 +189,17 @@ static void dtrain__create_tell_apart(int ranks)
             place.keys.world_size, place.believed, ranks);
 }
 
+/* Refuses more ranks than there is memory for. */
+static dtrain_status dtrain__create_fits(const char *call, int ranks)
+{
+    size_t each = sizeof(dtrain_comm) + sizeof(dtrain__recorder) + sizeof(dtrain__slot);
+    if (dtrain__memory_fits(ranks, each))
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: %d ranks take %llu MiB, and %llu MiB are left: give fewer", call,
+                        ranks, (unsigned long long)ranks * each >> 20,
+                        (unsigned long long)(dtrain__os_memory_left() >> 20));
+}
+
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
     dtrain__threads_group *group;
@@ -200,6 +211,8 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     for (int rank = 0; rank < ranks; rank++)
         comms[rank] = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
+    if (status == DTRAIN_OK)
+        status = dtrain__create_fits("threads_create", ranks);
     if (ranks > 1)
         dtrain__create_tell_apart(ranks);
     if (status == DTRAIN_OK)
@@ -467,6 +480,8 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "run_threads: ranks is %d and body is %s; expected 1 to %d ranks and a function", ranks,
                             body == NULL ? "NULL" : "given", DTRAIN__MAX_RANKS);
+    if (dtrain__create_fits("run_threads", ranks) != DTRAIN_OK)
+        return DTRAIN_ERR_MEMORY;
     if (stack < DTRAIN__LEAST_STACK)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,

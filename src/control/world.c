@@ -96,6 +96,9 @@ static dtrain_status dtrain__world_start(dtrain__hub *hub, dtrain__channel **out
 {
     dtrain__world_describe(hub, keys, desc);
     size_t size = (size_t)hub->size;
+    if (!dtrain__memory_fits(hub->size, sizeof(dtrain__member) + sizeof(dtrain__peer) + sizeof(dtrain__departure)))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "comm_create: no memory for a world of %zu ranks: is its size right?", size);
     hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
     hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
     for (int rank = 0; hub->members != NULL && rank < hub->size; rank++)

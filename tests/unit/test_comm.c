@@ -705,3 +705,16 @@ TEST(two_hundred_ranks_on_small_stacks_meet)
     desc.stack_bytes = 256 << 10;
     CHECK_EQ(dtrain_run_threads(200, a_barrier, NULL, &desc), DTRAIN_OK);
 }
+
+/* Their memory is more than a machine has. It is an error, and the system ends no process. */
+TEST(more_ranks_than_memory_are_an_error)
+{
+    enum { MANY = 16000000 };
+    dtrain_comm **world = (dtrain_comm **)calloc(MANY, sizeof *world);
+    CHECK(world != NULL);
+    CHECK_EQ(dtrain_threads_create(world, MANY, NULL), DTRAIN_ERR_MEMORY);
+    CHECK(strstr(dtrain_last_error(), "16000000 ranks take ") != NULL);
+    CHECK(world[0] == NULL && world[MANY - 1] == NULL);
+    CHECK_EQ(dtrain_run_threads(MANY, a_barrier, NULL, NULL), DTRAIN_ERR_MEMORY);
+    free(world);
+}
