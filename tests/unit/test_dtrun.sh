@@ -36,8 +36,8 @@ end() { # waits for what start has started
     status=$?
 }
 
-until_true() { # command...; for at most 5 seconds
-    tries=100
+until_true() { # command...; for at most 20 seconds
+    tries=400
     until "$@"; do
         tries=$((tries - 1))
         [ $tries -gt 0 ] || return 1
@@ -57,6 +57,9 @@ out_is() { # the output, its lines sorted; \n between lines
 says() { # pattern, in standard error
     grep -q -- "$1" "$dir/err"
 }
+
+said='until grep -q "$0" "$ERR"; do sleep 0.05; done; ' # begins a rank that waits until dtrun's errors have the pattern $0
+export ERR="$dir/err"
 
 gone() { # is no process that has this word in its command line
     ! pgrep -f "$1" >"$dir/pgrep"
@@ -304,7 +307,7 @@ try "the others are ended after the grace period" says '^dtrun: 3 ranks did not 
 try "and each rank's end is told in one line" \
     [ "$(sed -n 's/^dtrun: rank \(.\) (pid [0-9]*) \(.*\)$/\1 \2/p' "$dir/err" | tail -4 | tr '\n' ,)" = \
     "0 was killed by signal 15 (Terminated),1 was killed by signal 15 (Terminated),2 exited with status 7, the first to fail,3 was killed by signal 15 (Terminated)," ]
-run --grace-ms 3000 -n 3 sh -c '[ $DTRAIN_RANK -ne 2 ] || { sleep 0.1; kill -9 $$; }; sleep 0.6; echo ended by myself; exit 3'
+run --grace-ms 9000 -n 3 sh -c '[ $DTRAIN_RANK -ne 2 ] || kill -9 $$; '"$said"'echo ended by myself; exit 3' 'ending the other 2'
 try "a killed rank gives 128 and its signal" [ $status -eq 137 ]
 try "and is named" says '^dtrun: rank 2 (pid [0-9]*) was killed by signal 9 (Killed); ending the other 2 ranks, as --survivors is not set$'
 try "the others may end by themselves within the grace period" lines 2 'ended by myself'
@@ -312,11 +315,11 @@ run --grace-ms 100 -n 2 sh -c '[ $DTRAIN_RANK -eq 0 ] || { sleep 0.1; exit 1; };
 try "SIGKILL ends who ignores SIGTERM" says '^dtrun: rank 0 (pid [0-9]*) was killed by signal 9 (Killed)$'
 run -n 3 sh -c 'sleep 0.$DTRAIN_RANK'
 try "ranks may end one after the other" [ "$status$(cat "$dir/err")" = 0 ]
-run --grace-ms 0 --survivors -n 3 sh -c '[ $DTRAIN_RANK -ne 2 ] || kill -9 $$; sleep 0.6; echo trained on'
+run --grace-ms 0 --survivors -n 3 sh -c '[ $DTRAIN_RANK -ne 2 ] || kill -9 $$; '"$said"'sleep 0.3; echo trained on' 'go on: 2$'
 try "with --survivors the others go on after the grace period" lines 2 'trained on'
 try "which dtrun says" says '^dtrun: rank 2 (pid [0-9]*) was killed by signal 9 (Killed); ranks that go on: 2$'
 try "and the exit status is that of the rank that failed" [ $status -eq 137 ]
-run --grace-ms 0 --survivors -n 3 sh -c '[ $DTRAIN_RANK -eq 2 ] || exit $((5 - DTRAIN_RANK)); sleep 0.6; echo trained on'
+run --grace-ms 0 --survivors -n 3 sh -c '[ $DTRAIN_RANK -eq 2 ] || exit $((5 - DTRAIN_RANK)); '"$said"'sleep 0.3; echo trained on' 'go on: 1$'
 try "so does the last of three" lines 1 'trained on'
 try "whose last loss leaves one" says '^dtrun: rank [01] (pid [0-9]*) exited with status [45]; ranks that go on: 1$'
 start -n 3 --survivors sh -c '[ $DTRAIN_RANK -ne 0 ] || exit 7; echo ready; exec sleep 60'
@@ -357,7 +360,7 @@ until_true lines 2 ready
 kill -TERM $pid
 end
 try "ranks that end well by SIGTERM are status 0" [ "$status $(grep -c 'got TERM' "$dir/out")" = "0 2" ]
-command timeout 1 "$dtrun" -n 2 "$child" tell >"$dir/out" 2>"$dir/err"
+command timeout 3 "$dtrun" -n 2 "$child" tell >"$dir/out" 2>"$dir/err"
 try "timeout(1), which sends it twice at once, does not cut them short" lines 2 'got TERM'
 start -n 2 --grace-ms 100 "$child" stubborn
 until_true lines 2 ready
