@@ -36811,6 +36811,189 @@ static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, in
 
 #endif
 
+#ifndef DTRAIN_NO_CHECKPOINT
+
+/* ---- >>mover ----
+ * Moves pieces between ranks, whoever holds them. In a turn each rank may ask one other for at most `most` bytes. All
+ * ranks hear all requests, so that they go on or stop together, and one all-to-all carries the replies. A rank replies
+ * to as many as fit into a few times `most`; who is not served asks again. So memory does not grow with the bytes that
+ * move. */
+#ifndef DTRAIN__MOVER
+#define DTRAIN__MOVER
+
+#define DTRAIN__MOVER_REPLIES ((size_t)4) /* so many times `most` are what a rank replies in a turn */
+
+/* Begins each request. What else a request says is its owner's. */
+typedef struct dtrain__move {
+    uint64_t holder, bytes; /* bytes 0: no request */
+} dtrain__move;
+
+typedef struct dtrain__mover {
+    dtrain_comm *comm;
+    dtrain_allocator *allocator;
+    const char *call; /* in texts */
+    size_t most, request_bytes;
+    void *user;
+    void (*ask)(void *user, dtrain__move *mine);         /* fills in its next request, if it has one, in zeros */
+    int (*known)(void *user, const dtrain__move *asked); /* whether all ranks can serve or refuse it alike */
+    dtrain_status (*give)(void *user, const dtrain__move *asked, int rank, unsigned char *out); /* fills in its bytes */
+    dtrain_status (*take)(void *user, const dtrain__move *mine, unsigned char *in);
+    dtrain__error failed;               /* the first error of this rank, which then asks no more and gives on */
+    unsigned char *requests, *out, *in; /* requests: of all ranks; each reply begins with 1 if it is not good */
+    size_t *counts[2];
+    size_t turn;
+} dtrain__mover;
+
+static dtrain__move *dtrain__mover_request(const dtrain__mover *mover, size_t rank)
+{
+    return (dtrain__move *)(void *)(mover->requests + rank * mover->request_bytes);
+}
+
+/* Keeps the first error. */
+static void dtrain__mover_check(dtrain__mover *mover, dtrain_status status)
+{
+    if (status != DTRAIN_OK && mover->failed.status == DTRAIN_OK)
+        mover->failed = dtrain__thread_error;
+}
+
+/* Tells every rank what all ask for. *more: some rank asks. */
+static dtrain_status dtrain__mover_hear(dtrain__mover *mover, int *more)
+{
+    size_t ranks = (size_t)dtrain_comm_size(mover->comm);
+    dtrain__move *mine = dtrain__mover_request(mover, (size_t)dtrain_comm_rank(mover->comm));
+    dtrain_status status =
+        dtrain_all_gather(mover->comm, mine, mover->requests, ranks * mover->request_bytes, DTRAIN_U8);
+    *more = 0;
+    for (size_t rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
+        const dtrain__move *asked = dtrain__mover_request(mover, rank);
+        if (asked->bytes > 0 &&
+            (asked->bytes > mover->most || asked->holder >= ranks || !mover->known(mover->user, asked)))
+            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                  "%s: rank %zu asks rank %llu for %llu bytes of a piece that nobody has", mover->call,
+                                  rank, (unsigned long long)asked->holder, (unsigned long long)asked->bytes);
+        *more |= asked->bytes > 0;
+    }
+    return status;
+}
+
+/* Chooses the requests of this turn, the first of them another rank's in each turn, and fills in the bytes that go from
+ * and to this rank. Returns whether its own request is among them. */
+static int dtrain__mover_choose(dtrain__mover *mover)
+{
+    size_t ranks = (size_t)dtrain_comm_size(mover->comm), self = (size_t)dtrain_comm_rank(mover->comm);
+    const dtrain__move *mine = dtrain__mover_request(mover, self);
+    size_t served = 0, room = DTRAIN__MOVER_REPLIES * mover->most; /* served: by the holder that this rank asks */
+    memset(mover->counts[0], 0, 2 * ranks * sizeof(size_t));
+    for (size_t i = 0, out = 0; i < ranks; i++) {
+        size_t rank = (i + mover->turn) % ranks;
+        const dtrain__move *asked = dtrain__mover_request(mover, rank);
+        if (asked->bytes > 0 && asked->holder == self && asked->bytes <= room - out) {
+            out += (size_t)asked->bytes;
+            mover->counts[0][rank] = (size_t)asked->bytes + 1;
+        }
+        if (mine->bytes > 0 && asked->bytes > 0 && asked->holder == mine->holder && asked->bytes <= room - served) {
+            served += (size_t)asked->bytes;
+            if (rank == self)
+                mover->counts[1][mine->holder] = (size_t)mine->bytes + 1;
+        }
+    }
+    mover->turn++;
+    return mine->bytes > 0 && mover->counts[1][mine->holder] > 0;
+}
+
+/* Reads what this rank replies, exchanges the replies, and takes the one for this rank if it comes. */
+static dtrain_status dtrain__mover_exchange(dtrain__mover *mover, int comes)
+{
+    size_t ranks = (size_t)dtrain_comm_size(mover->comm);
+    dtrain__move *mine = dtrain__mover_request(mover, (size_t)dtrain_comm_rank(mover->comm));
+    unsigned char *out = mover->out;
+    for (size_t rank = 0; rank < ranks; out += mover->counts[0][rank++]) {
+        if (mover->counts[0][rank] == 0)
+            continue;
+        dtrain_status given = mover->give(mover->user, dtrain__mover_request(mover, rank), (int)rank, out + 1);
+        *out = given != DTRAIN_OK;
+        if (given != DTRAIN_OK) /* what was in memory before is nobody's business */
+            memset(out + 1, 0, mover->counts[0][rank] - 1);
+        dtrain__mover_check(mover, given);
+    }
+    dtrain_status status = dtrain_all_to_all_v(mover->comm, mover->out, mover->counts[0], NULL, mover->in,
+                                               mover->counts[1], NULL, DTRAIN_U8);
+    if (status != DTRAIN_OK || !comes)
+        return status;
+    if (*mover->in != 0)
+        dtrain__mover_check(mover,
+                            dtrain__fail(NULL, DTRAIN_ERR_IO,
+                                         "%s: rank %llu could not read its part for rank %d: that rank's error "
+                                         "says why",
+                                         mover->call, (unsigned long long)mine->holder, dtrain_comm_rank(mover->comm)));
+    else
+        dtrain__mover_check(mover, mover->take(mover->user, mine, mover->in + 1));
+    mine->bytes = 0;
+    return status;
+}
+
+/* Makes memory for replies, at the first turn in which some rank asks. */
+static dtrain_status dtrain__mover_room(dtrain__mover *mover)
+{
+    dtrain_status status = DTRAIN_OK;
+    size_t ranks = (size_t)dtrain_comm_size(mover->comm);
+    if (mover->turn > 0)
+        return DTRAIN_OK;
+    mover->in = (unsigned char *)dtrain__alloc(mover->allocator, mover->most + 1);
+    mover->out = (unsigned char *)dtrain__alloc(mover->allocator, DTRAIN__MOVER_REPLIES * mover->most + ranks);
+    if (mover->in == NULL || mover->out == NULL)
+        status =
+            dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for pieces of %zu bytes", mover->call, mover->most);
+    return dtrain__alike_agree(mover->comm, mover->call, 1, status);
+}
+
+/* Runs turns until no rank asks any more. */
+static dtrain_status dtrain__mover_turns(dtrain__mover *mover)
+{
+    dtrain__move *mine = dtrain__mover_request(mover, (size_t)dtrain_comm_rank(mover->comm));
+    dtrain_status status = DTRAIN_OK;
+    for (int more = 1; status == DTRAIN_OK && more;) {
+        if (mine->bytes == 0) { /* the last one was served */
+            memset(mine, 0, mover->request_bytes);
+            if (mover->failed.status == DTRAIN_OK)
+                mover->ask(mover->user, mine);
+        }
+        status = dtrain__mover_hear(mover, &more);
+        if (status == DTRAIN_OK && more)
+            status = dtrain__mover_room(mover);
+        if (status == DTRAIN_OK && more)
+            status = dtrain__mover_exchange(mover, dtrain__mover_choose(mover));
+    }
+    return status;
+}
+
+/* Moves what the ranks ask each other for. Every rank calls it. Returns the first error of this rank or of one that it
+ * asked; the others still get what they ask for. DTRAIN_ERR_CORRUPT: a request that no rank may make. Others are those
+ * of the collectives. */
+static dtrain_status dtrain__mover_run(dtrain__mover *mover)
+{
+    size_t ranks = (size_t)dtrain_comm_size(mover->comm);
+    mover->requests = (unsigned char *)dtrain__alloc(mover->allocator, ranks * mover->request_bytes);
+    mover->counts[0] = (size_t *)dtrain__alloc(mover->allocator, 2 * ranks * sizeof(size_t));
+    dtrain_status status = DTRAIN_OK;
+    if (mover->requests == NULL || mover->counts[0] == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for requests of %zu ranks", mover->call, ranks);
+    status = dtrain__alike_agree(mover->comm, mover->call, 1, status);
+    if (status == DTRAIN_OK) {
+        mover->counts[1] = mover->counts[0] + ranks;
+        status = dtrain__mover_turns(mover);
+    }
+    dtrain__free(mover->allocator, mover->requests);
+    dtrain__free(mover->allocator, mover->in);
+    dtrain__free(mover->allocator, mover->out);
+    dtrain__free(mover->allocator, mover->counts[0]);
+    return mover->failed.status != DTRAIN_OK ? dtrain__report(&mover->failed) : status;
+}
+
+#endif
+
+#endif
+
 /* ---- >>split ----
  * Groups out of groups. The ranks of the parent tell each other where they want to be, and each makes its own end. Then
  * they agree whether all could: every rank has its group, or every rank has the error. A group's name is the lowest
@@ -62050,7 +62233,6 @@ typedef struct dtrain__load {
     dtrain__load_job *jobs;
     size_t job_count;
     dtrain__verify_reader reader;
-    dtrain__error failed; /* the first error in reading, for this rank or for others */
 } dtrain__load;
 
 static void dtrain__load_end(dtrain__load *load)
@@ -62588,7 +62770,7 @@ static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_s
  * Checkpoints on disks that ranks do not share. Each rank keeps its own in directory/rank-NNNNN, with an index of its
  * own part. It may be started later on another host or with another number, so every rank lists all parts that it can
  * see. The ranks load the newest save whose parts hold everything, wherever they are. A rank reads what it can reach,
- * and asks the others for the rest: one request of a few MiB a rank and turn. */
+ * and asks the others for the rest. */
 #ifndef DTRAIN__LOCAL
 #define DTRAIN__LOCAL
 
@@ -62926,17 +63108,14 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
 
 /* What one rank asks for in a turn: the elements that a stored piece shares with a range of a box. */
 typedef struct dtrain__local_request {
-    uint64_t holder, piece, bytes; /* bytes 0: no request */
-    uint64_t begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS], at, count;
+    dtrain__move move;
+    uint64_t piece, begin[DTRAIN_MAX_DIMS], size[DTRAIN_MAX_DIMS], at, count;
 } dtrain__local_request;
 
-typedef struct dtrain__local_turn {
+typedef struct dtrain__local_fetcher {
     dtrain__load *load;
-    dtrain__local_request *requests; /* of all ranks */
-    unsigned char *out, *in;         /* in: a byte that says whether the data is good, then the data */
-    size_t *counts[2];
     size_t job, done; /* done: elements of the wanted piece of this job that were asked for */
-} dtrain__local_turn;
+} dtrain__local_fetcher;
 
 /* Gives the region that a request asks about, and the region of the stored piece. */
 static void dtrain__local_regions(const dtrain__load *load, const dtrain__local_request *request,
@@ -62957,13 +63136,13 @@ static void dtrain__local_regions(const dtrain__load *load, const dtrain__local_
 
 /* Fills in this rank's next request: the next range of the wanted piece that shares something, at most a turn's bytes.
  */
-static void dtrain__local_ask(dtrain__local_turn *turn)
+static void dtrain__local_ask(void *user, dtrain__move *mine)
 {
-    dtrain__load *load = turn->load;
-    dtrain__local_request *request = &turn->requests[load->ckpt->rank];
-    memset(request, 0, sizeof *request);
-    for (; turn->job < load->job_count && load->failed.status == DTRAIN_OK; turn->job++, turn->done = 0) {
-        const dtrain__load_job *job = &load->jobs[turn->job];
+    dtrain__local_fetcher *fetcher = (dtrain__local_fetcher *)user;
+    dtrain__load *load = fetcher->load;
+    dtrain__local_request *request = (dtrain__local_request *)mine;
+    for (; fetcher->job < load->job_count; fetcher->job++, fetcher->done = 0) {
+        const dtrain__load_job *job = &load->jobs[fetcher->job];
         const dtrain_piece *want = &load->list.pieces[job->want];
         const dtrain__index_piece *piece = &load->index.pieces[job->have];
         const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
@@ -62974,33 +63153,31 @@ static void dtrain__local_ask(dtrain__local_turn *turn)
             continue;
         dtrain__index_region(&load->index, tensor, piece, &have);
         dtrain__region_of(&region, want);
-        while (turn->done < want->count) {
-            size_t left = want->count - turn->done;
-            region.at = want->begin + turn->done;
+        while (fetcher->done < want->count) {
+            size_t left = want->count - fetcher->done;
+            region.at = want->begin + fetcher->done;
             region.count = left < most ? left : most;
-            turn->done += region.count;
+            fetcher->done += region.count;
             if (!dtrain__region_overlap_begin(&overlap, &have, &region))
                 continue;
             for (int d = 0; d < tensor->ndim; d++) {
                 request->begin[d] = region.begin[d];
                 request->size[d] = region.size[d];
             }
-            request->holder = (uint64_t)load->index.files[job->file].holder;
+            mine->holder = (uint64_t)load->index.files[job->file].holder;
+            mine->bytes = (uint64_t)dtrain__region_overlap_count(&overlap) * bytes;
             request->piece = job->have;
             request->at = region.at;
             request->count = region.count;
-            request->bytes = (uint64_t)dtrain__region_overlap_count(&overlap) * bytes;
             return;
         }
     }
 }
 
-/* Returns whether all ranks can serve or refuse a request alike, so that they go on together. */
-static int dtrain__local_is_request(const dtrain__load *load, const dtrain__local_request *request)
+static int dtrain__local_known(void *user, const dtrain__move *asked)
 {
-    return request->bytes == 0 ||
-           (request->bytes <= DTRAIN__LOCAL_TURN && request->holder < (uint64_t)load->ckpt->ranks &&
-            request->piece < load->index.piece_count);
+    const dtrain__local_fetcher *fetcher = (const dtrain__local_fetcher *)user;
+    return ((const dtrain__local_request *)asked)->piece < fetcher->load->index.piece_count;
 }
 
 /* Begins to read what a request asks for. Returns 0 if it asks for something else than it may, or claims other bytes.
@@ -63009,7 +63186,7 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
                                dtrain__region *region, dtrain__region_overlap *overlap)
 {
     const dtrain__index_tensor *tensor = &load->index.tensors[load->index.pieces[request->piece].tensor];
-    size_t elements = 1;
+    size_t elements = 1, bytes = dtrain_dtype_bits(tensor->dtype) / 8;
     for (int d = 0; d < tensor->ndim; d++) {
         if (request->begin[d] > tensor->shape[d] || request->size[d] > tensor->shape[d] - request->begin[d])
             return 0;
@@ -63019,15 +63196,14 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
         return 0;
     dtrain__local_regions(load, request, region, have);
     return dtrain__region_overlap_begin(overlap, have, region) &&
-           dtrain__region_overlap_count(overlap) == request->bytes / (dtrain_dtype_bits(tensor->dtype) / 8) &&
-           request->bytes % (dtrain_dtype_bits(tensor->dtype) / 8) == 0;
+           dtrain__region_overlap_count(overlap) == request->move.bytes / bytes && request->move.bytes % bytes == 0;
 }
 
-/* Reads what another rank asked for, packed, in the order of elements. The byte before it says whether it is good. */
-static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned char *out)
+/* Reads what another rank asked for, packed, in the order of elements. */
+static dtrain_status dtrain__local_give(void *user, const dtrain__move *asked, int rank, unsigned char *out)
 {
-    dtrain__load *load = turn->load;
-    const dtrain__local_request *request = &turn->requests[rank];
+    dtrain__load *load = ((dtrain__local_fetcher *)user)->load;
+    const dtrain__local_request *request = (const dtrain__local_request *)asked;
     const dtrain__index_piece *piece = &load->index.pieces[request->piece];
     const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
     size_t bytes = dtrain_dtype_bits(tensor->dtype) / 8;
@@ -63035,34 +63211,30 @@ static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned cha
     dtrain__region_overlap overlap;
     dtrain__region_overlap_run run;
     uint64_t begin = 0;
-    unsigned char *to = out + 1;
-    dtrain_status status = DTRAIN_OK;
     if (load->index.files[piece->file].holder >= 0 || !dtrain__local_begin(load, request, &have, &region, &overlap)) {
-        memset(to, 0, (size_t)request->bytes);
-        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint: rank %d asks rank %d for %llu bytes that are not what their piece has", rank,
-                              load->ckpt->rank, (unsigned long long)request->bytes);
+        memset(out, 0, (size_t)asked->bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "checkpoint: rank %d asks rank %d for %llu bytes that are not what their piece has", rank,
+                            load->ckpt->rank, (unsigned long long)asked->bytes);
     }
-    if (status == DTRAIN_OK)
-        status = dtrain__load_open_file(load, piece->file);
+    dtrain_status status = dtrain__load_open_file(load, piece->file);
     if (status == DTRAIN_OK)
         status = dtrain__verify_find(&load->reader, piece, &begin);
     while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
         status = dtrain__verify_copy(&load->reader.data, begin + (uint64_t)run.from_begin * bytes, run.count * bytes,
-                                     DTRAIN_U8, to, DTRAIN_U8);
-        to += run.count * bytes;
+                                     DTRAIN_U8, out, DTRAIN_U8);
+        out += run.count * bytes;
     }
-    *out = status != DTRAIN_OK;
-    if (status != DTRAIN_OK && load->failed.status == DTRAIN_OK)
-        load->failed = dtrain__thread_error;
+    return status;
 }
 
 /* Puts the reply in its place. */
-static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
+static dtrain_status dtrain__local_take(void *user, const dtrain__move *mine, unsigned char *in)
 {
-    dtrain__load *load = turn->load;
-    const dtrain__local_request *request = &turn->requests[load->ckpt->rank];
-    const dtrain__load_job *job = &load->jobs[turn->job];
+    const dtrain__local_fetcher *fetcher = (const dtrain__local_fetcher *)user;
+    const dtrain__local_request *request = (const dtrain__local_request *)mine;
+    dtrain__load *load = fetcher->load;
+    const dtrain__load_job *job = &load->jobs[fetcher->job];
     const dtrain_piece *want = &load->list.pieces[job->want];
     const dtrain__index_tensor *tensor = &load->index.tensors[load->index.pieces[job->have].tensor];
     size_t before = (size_t)request->at - want->begin;
@@ -63070,88 +63242,34 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
                                 want->dtype, want->device, &load->reader.way};
     dtrain__verify_file reply; /* all of it is in the window */
     dtrain__region have, region;
-    if (turn->in[0] != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "checkpoint: rank %llu could not read its part for rank %d: that rank's error says why",
-                            (unsigned long long)request->holder, load->ckpt->rank);
     memset(&reply, 0, sizeof reply);
-    reply.window = turn->in + 1;
-    reply.end = request->bytes;
+    reply.window = in;
+    reply.end = mine->bytes;
     dtrain__local_regions(load, request, &region, &have);
     dtrain_status status = dtrain__verify_share(&reply, 0, 1, &have, tensor->dtype, &region, &to, &load->report.bytes);
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
-/* Runs one turn: every rank asks one other, reads for those that ask it, and gets its reply. *more: some rank asked. */
-static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
-{
-    dtrain_checkpoint *ckpt = turn->load->ckpt;
-    const dtrain__local_request *mine = &turn->requests[ckpt->rank];
-    size_t ranks = (size_t)ckpt->ranks, out = 0;
-    dtrain__local_ask(turn);
-    dtrain_status status = dtrain_all_gather(ckpt->comm, mine, turn->requests, ranks * sizeof *mine, DTRAIN_U8);
-    if (status != DTRAIN_OK)
-        return status;
-    *more = 0;
-    for (size_t rank = 0; rank < ranks; rank++) {
-        const dtrain__local_request *request = &turn->requests[rank];
-        if (!dtrain__local_is_request(turn->load, request))
-            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                                "checkpoint: rank %zu asks rank %llu for %llu bytes of piece %llu, which nobody has",
-                                rank, (unsigned long long)request->holder, (unsigned long long)request->bytes,
-                                (unsigned long long)request->piece);
-        *more |= request->bytes > 0;
-        turn->counts[0][rank] =
-            request->bytes > 0 && request->holder == (uint64_t)ckpt->rank ? (size_t)request->bytes + 1 : 0;
-        turn->counts[1][rank] = mine->bytes > 0 && mine->holder == rank ? (size_t)mine->bytes + 1 : 0;
-        out += turn->counts[0][rank];
-    }
-    if (!*more)
-        return DTRAIN_OK;
-    void *larger = dtrain__memory_grow(ckpt->allocator, turn->out, 1, 0, out);
-    if (larger == NULL) /* the others wait for this rank, and hear of it when it leaves */
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes that others ask for", out);
-    turn->out = (unsigned char *)larger;
-    out = 0;
-    for (size_t rank = 0; rank < ranks; rank++) {
-        if (turn->counts[0][rank] > 0)
-            dtrain__local_serve(turn, (int)rank, turn->out + out);
-        out += turn->counts[0][rank];
-    }
-    status =
-        dtrain_all_to_all_v(ckpt->comm, turn->out, turn->counts[0], NULL, turn->in, turn->counts[1], NULL, DTRAIN_U8);
-    if (status == DTRAIN_OK && mine->bytes > 0 && dtrain__local_take(turn) != DTRAIN_OK &&
-        turn->load->failed.status == DTRAIN_OK)
-        turn->load->failed = dtrain__thread_error;
-    return status;
-}
-
 /* Gets what this rank cannot read itself. Every rank calls it; `own` is the result of its own reading. */
 static dtrain_status dtrain__local_fetch(dtrain__load *load, dtrain_status own)
 {
-    dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain__local_turn turn;
-    size_t ranks = (size_t)ckpt->ranks;
-    int more = 1;
-    memset(&turn, 0, sizeof turn);
-    turn.load = load;
-    if (own != DTRAIN_OK)
-        load->failed = dtrain__thread_error;
-    turn.requests = (dtrain__local_request *)dtrain__alloc(ckpt->allocator, ranks * sizeof *turn.requests);
-    turn.in = (unsigned char *)dtrain__alloc(ckpt->allocator, DTRAIN__LOCAL_TURN + 1);
-    turn.counts[0] = (size_t *)dtrain__alloc(ckpt->allocator, 2 * ranks * sizeof(size_t));
-    dtrain_status status = turn.requests != NULL && turn.in != NULL && turn.counts[0] != NULL
-                               ? DTRAIN_OK
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for requests");
-    status = dtrain__save_agree(ckpt, status, 0, NULL);
-    turn.counts[1] = turn.counts[0] != NULL ? turn.counts[0] + ranks : NULL;
-    while (status == DTRAIN_OK && more && ranks > 1)
-        status = dtrain__local_exchange(&turn, &more);
-    dtrain__free(ckpt->allocator, turn.requests);
-    dtrain__free(ckpt->allocator, turn.in);
-    dtrain__free(ckpt->allocator, turn.counts[0]);
-    dtrain__free(ckpt->allocator, turn.out);
-    return load->failed.status != DTRAIN_OK ? dtrain__report(&load->failed) : status;
+    dtrain__local_fetcher fetcher = {load, 0, 0};
+    dtrain__mover mover;
+    memset(&mover, 0, sizeof mover);
+    if (load->ckpt->ranks == 1)
+        return own;
+    mover.comm = load->ckpt->comm;
+    mover.allocator = load->ckpt->allocator;
+    mover.call = "checkpoint";
+    mover.most = DTRAIN__LOCAL_TURN;
+    mover.request_bytes = sizeof(dtrain__local_request);
+    mover.user = &fetcher;
+    mover.ask = dtrain__local_ask;
+    mover.known = dtrain__local_known;
+    mover.give = dtrain__local_give;
+    mover.take = dtrain__local_take;
+    dtrain__mover_check(&mover, own);
+    return dtrain__mover_run(&mover);
 }
 
 #endif

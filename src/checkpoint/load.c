@@ -37,7 +37,6 @@ typedef struct dtrain__load {
     dtrain__load_job *jobs;
     size_t job_count;
     dtrain__verify_reader reader;
-    dtrain__error failed; /* the first error in reading, for this rank or for others */
 } dtrain__load;
 
 static void dtrain__load_end(dtrain__load *load)
