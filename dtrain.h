@@ -14485,6 +14485,74 @@ DTRAIN__FAST_END
 
 #endif
 
+#ifndef DTRAIN_NO_SHARD
+
+/* ---- >>terms ----
+ * The sum of numbered terms, however many come: the balanced tree whose left part is the largest power of two.
+ *
+ * A binary counter holds it. Level l has the sum of 2^l terms. Term k goes to level t, where k has t trailing one bits:
+ * that level is free. It takes in the lower levels, lowest first. After n terms the levels of n's one bits are left.
+ * They are added up in the same way. */
+#ifndef DTRAIN__TERMS
+#define DTRAIN__TERMS
+
+#define DTRAIN__TERMS_LEVELS 32
+#define DTRAIN__TERMS_TILE 2048 /* elements at a time, in the CPU's first cache */
+
+typedef struct dtrain__terms {
+    float *levels[DTRAIN__TERMS_LEVELS]; /* NULL: not used yet */
+} dtrain__terms;
+
+static int dtrain__terms_level(unsigned term)
+{
+    int ones = 0;
+    while (term >> ones & 1)
+        ones++;
+    return ones;
+}
+
+/* Returns the levels that so many terms need. */
+static int dtrain__terms_levels(unsigned count)
+{
+    int levels = 1;
+    while (count >> levels != 0)
+        levels++;
+    return levels;
+}
+
+/* out = x + the levels of `set` from their element `at` on, lowest first. out may be x, and else is none of them. */
+static dtrain_status dtrain__terms_add(const dtrain__terms *terms, unsigned set, size_t at, const float *x, float *out,
+                                       size_t count, dtrain_device *queue)
+{
+    size_t tile = queue != NULL ? count : DTRAIN__TERMS_TILE;
+    dtrain_status status = DTRAIN_OK;
+    if (set == 0 && out == x)
+        return DTRAIN_OK;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = 0; i < count && status == DTRAIN_OK; i += tile) {
+        size_t n = count - i < tile ? count - i : tile;
+        void *sum[1];
+        const void *in[2];
+        sum[0] = out + i;
+        in[1] = x + i;
+        for (int level = 0; set >> level != 0 && status == DTRAIN_OK; level++) {
+            if (!(set >> level & 1))
+                continue;
+            in[0] = terms->levels[level] + at + i;
+            status = dtrain_device_reduce(queue, DTRAIN_F32, DTRAIN_SUM, in, 2, sum, 1, 0, n);
+            in[1] = sum[0];
+        }
+        if (in[1] != sum[0] && status == DTRAIN_OK)
+            status = dtrain_device_copy(queue, sum[0], in[1], n * sizeof(float));
+    }
+    dtrain__fpmode_restore(mode);
+    return status;
+}
+
+#endif
+
+#endif
+
 #ifndef DTRAIN_NO_CHECKPOINT
 
 /* ---- >>region ----
@@ -47089,15 +47157,6 @@ static int dtrain__layout_ends_bucket(const dtrain__layout *layout, int unit, in
            (units[highest].grad + units[highest].grad_count - units[unit].grad) * sizeof(float) >= bucket_bytes;
 }
 
-/* Returns the levels of the counter that folds this many micro-batches. */
-static int dtrain__layout_levels(int micro_batches)
-{
-    int levels = 1;
-    while (micro_batches >> levels != 0)
-        levels++;
-    return levels;
-}
-
 #endif
 
 /* ---- >>pages ----
@@ -47398,7 +47457,6 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
 #ifndef DTRAIN__FSDP
 #define DTRAIN__FSDP
 
-#define DTRAIN__FSDP_LEVELS 32
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, beside the tied ones */
@@ -47511,9 +47569,9 @@ struct dtrain_fsdp {
     int buckets_old;      /* the next bucket of this step replaces them all */
     dtrain_slice *slices; /* a cut's */
     float *masters, *state;
-    float *levels[DTRAIN__FSDP_LEVELS];      /* sums of 2^l micro-batches, this rank's parts */
-    float *full_levels[DTRAIN__FSDP_LEVELS]; /* the same in full, with keep_full_grads */
-    float *grads;                            /* after finish; NULL: not finished */
+    dtrain__terms parts; /* sums of micro-batches, this rank's parts */
+    dtrain__terms full;  /* the same in full, with keep_full_grads */
+    float *grads;        /* after finish; NULL: not finished */
     uint64_t clock, step;
     uint64_t checks;                         /* parts of the weights that were found alike */
     int last;                                /* the unit gathered last; -1: none in this step */
@@ -48419,18 +48477,6 @@ static void dtrain__fsdp_convert(dtrain_fsdp *fsdp, const void *from, dtrain_dty
         dtrain__fsdp_copy(fsdp, (float *)to, (const float *)from, count);
     else if (count > 0)
         dtrain__fsdp_queued(fsdp, dtrain_device_convert(fsdp->device.queue, from, is, to, becomes, count));
-}
-
-/* out[i] = a[i] + b[i] */
-static void dtrain__fsdp_add(dtrain_fsdp *fsdp, float *out, const float *a, const float *b, size_t count)
-{
-    const void *in[2];
-    void *outs[1];
-    in[0] = a;
-    in[1] = b;
-    outs[0] = out;
-    dtrain__fsdp_queued(fsdp,
-                        dtrain_device_reduce(fsdp->device.queue, DTRAIN_F32, DTRAIN_SUM, in, 2, outs, 1, 0, count));
 }
 
 static void dtrain__fsdp_divide_by(dtrain_fsdp *fsdp, float *x, double divisor, size_t count)
@@ -49641,20 +49687,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit)
  * Gradients, from a unit in full to this rank's part of the sum. In every micro-batch all ranks start units from the
  * last to the first, in whatever order the caller reduces them. A unit that a rank leaves out adds -0, the one number
  * that changes no other. A unit's full gradients are free once they are scattered; between copies only parts travel.
- *
- * A binary counter folds micro-batches. The sum of round k goes to level t, where k has t trailing one bits: that level
- * is free. It takes in the lower levels, lowest first. The end of the step adds up the levels that are left. The result
- * is the balanced tree whose left part is the largest power of two. */
+ * >>terms folds micro-batches: this rank's parts after each round, or with keep_full_grads all before the only round.
+ */
 #ifndef DTRAIN__FSDP_REDUCE
 #define DTRAIN__FSDP_REDUCE
-
-static int dtrain__fsdp_trailing_ones(unsigned number)
-{
-    int ones = 0;
-    while (number >> ones & 1)
-        ones++;
-    return ones;
-}
 
 /* Says whether a unit's part of the reduction waits in 16 bits. It does if it travels between copies. A rank that
  * shares its parameters with no other rounds as if it did. */
@@ -49667,7 +49703,7 @@ static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    return fsdp->levels[fsdp->units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
+    return fsdp->parts.levels[fsdp->units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
 }
 
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
@@ -49689,8 +49725,8 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     uint64_t mode = dtrain__fpmode_enter();
     if (dtrain__fsdp_waits_narrow(fsdp))
         dtrain__fsdp_convert_sum(fsdp, number, sum, 1);
-    for (int level = 0; level < fsdp->units[number].level; level++)
-        dtrain__fsdp_add(fsdp, sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
+    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->parts, (1u << fsdp->units[number].level) - 1, cuts->grad, sum,
+                                                sum, cuts->grad_count, fsdp->device.queue));
     dtrain__fpmode_restore(mode);
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_IDLE;
 }
@@ -49981,12 +50017,12 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     dtrain_status status = fsdp->scattering >= 0 ? dtrain__fsdp_scattered(fsdp, fsdp->scattering) : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
-    unit->level = dtrain__fsdp_trailing_ones((unsigned)fsdp->round);
+    unit->level = dtrain__terms_level((unsigned)fsdp->round);
     unit->stage = DTRAIN__FSDP_GRADS_SCATTERING;
     fsdp->scattering = number;
     dtrain__fsdp_debug_compare(fsdp, number);
     dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed in place */
-    status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
+    status = dtrain__fsdp_level(fsdp, &fsdp->parts.levels[unit->level], fsdp->layout.grads);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_reduce_unit(fsdp, number, dtrain__fsdp_target(fsdp, number));
     dtrain__fsdp_debug_set(fsdp, number, 1, 0);
@@ -50012,24 +50048,14 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
 }
 
 /* Folds one range's gradients with those of this rank's earlier micro-batches. The last micro-batch leaves the sum in
- * place. The CPU folds tiles that stay in its cache. */
+ * place. */
 static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut, int last)
 {
-    int ones = dtrain__fsdp_trailing_ones((unsigned)fsdp->ended);
-    unsigned taken = last ? (unsigned)fsdp->ended : (1u << ones) - 1;
-    float *out = last ? cut->grads : fsdp->full_levels[ones] + cut->full_grad;
-    size_t tile = fsdp->device.queue != NULL ? cut->count : DTRAIN__FSDP_CHUNK;
-    for (size_t i = 0; i < cut->count; i += tile) {
-        size_t n = cut->count - i < tile ? cut->count - i : tile;
-        const float *sum = cut->grads + i;
-        for (int level = 0; taken >> level != 0; level++) {
-            if (taken >> level & 1) {
-                dtrain__fsdp_add(fsdp, out + i, fsdp->full_levels[level] + cut->full_grad + i, sum, n);
-                sum = out + i;
-            }
-        }
-        dtrain__fsdp_copy(fsdp, out + i, sum, n);
-    }
+    unsigned term = (unsigned)fsdp->ended;
+    int level = dtrain__terms_level(term);
+    float *out = last ? cut->grads : fsdp->full.levels[level] + cut->full_grad;
+    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->full, last ? term : (1u << level) - 1, cut->full_grad,
+                                                cut->grads, out, cut->count, fsdp->device.queue));
 }
 
 /* Counts the micro-batches that are folded in full before they are reduced, this one included. Ranks that gather
@@ -50123,12 +50149,11 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_clear_way(fsdp, number);
     if (status == DTRAIN_OK && keeps && !last)
-        status = dtrain__fsdp_level(fsdp, &fsdp->full_levels[dtrain__fsdp_trailing_ones((unsigned)fsdp->ended)],
-                                    layout->trained);
+        status =
+            dtrain__fsdp_level(fsdp, &fsdp->full.levels[dtrain__terms_level((unsigned)fsdp->ended)], layout->trained);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "taking the gradients", number);
     dtrain__fsdp_page_grads(fsdp, number, 1);
-    uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if (cut->trained && unused && cut->count > 0)
@@ -50137,7 +50162,6 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
         if (cut->trained && keeps)
             dtrain__fsdp_keep_cut(fsdp, cut, last);
     }
-    dtrain__fpmode_restore(mode);
     fsdp->units[number].reduced = 1;
     fsdp->units[number].backward = 0;
     fsdp->reduced_units++;
@@ -50775,14 +50799,10 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
     double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
-    float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* no round: an empty sum */
-    for (int level = 0; fsdp->round >> level != 0; level++) {
-        if (!(fsdp->round >> level & 1))
-            continue;
-        if (sum != NULL)
-            dtrain__fsdp_add(fsdp, fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
-        sum = fsdp->levels[level];
-    }
+    unsigned left = (unsigned)fsdp->round, low = left & (~left + 1u);
+    float *sum = fsdp->parts.levels[low > 0 ? dtrain__terms_level(low - 1) : 0]; /* no round: an empty sum */
+    dtrain__fsdp_queued(
+        fsdp, dtrain__terms_add(&fsdp->parts, left & ~low, 0, sum, sum, fsdp->layout.grads, fsdp->device.queue));
     if (!fsdp->in_place)
         dtrain__fsdp_divide_by(fsdp, sum, divisor, fsdp->layout.grads);
     fsdp->grads = sum;
@@ -51682,9 +51702,10 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
     plan->weights = layout->weights * sizeof(float);
     plan->gradients = layout->grads * sizeof(float);
     if (desc->keep_full_grads)
-        plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
+        plan->gradients +=
+            micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__terms_levels((unsigned)micro - 1) : 0;
     else
-        plan->gradients *= (size_t)dtrain__layout_levels(micro);
+        plan->gradients *= (size_t)dtrain__terms_levels((unsigned)micro);
     plan->optimizer = layout->grads * sizeof(float) * dtrain__fsdp_plan_state_floats(&optimizer);
     if (layout->device == NULL) {
         plan->full_weights = dtrain__fsdp_plan_pages(layout, 0, all, spans);
@@ -52056,7 +52077,7 @@ static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
     fsdp->window = shares ? (unsigned char *)memory : NULL;
     fsdp->stages = (float *)(void *)((unsigned char *)memory + slices);
     fsdp->masters = fsdp->stages + stages;
-    fsdp->levels[0] = fsdp->masters + masters;
+    fsdp->parts.levels[0] = fsdp->masters + masters;
     return DTRAIN_OK;
 }
 
@@ -52323,10 +52344,10 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     else
         dtrain__fsdp_release(fsdp, fsdp->stages);
     dtrain__fsdp_release(fsdp, fsdp->state);
-    for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
+    for (int i = 0; i < DTRAIN__TERMS_LEVELS; i++) {
         if (i > 0)
-            dtrain__fsdp_release(fsdp, fsdp->levels[i]);
-        dtrain__fsdp_release(fsdp, fsdp->full_levels[i]);
+            dtrain__fsdp_release(fsdp, fsdp->parts.levels[i]);
+        dtrain__fsdp_release(fsdp, fsdp->full.levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
     dtrain__pages_destroy(&fsdp->pages[0]);

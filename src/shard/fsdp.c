@@ -14,12 +14,12 @@
 #include "layout.c"
 #include "pages.c"
 #include "../tensor/norm.c"
+#include "../tensor/terms.c"
 #include "../train/train_kernels.c"
 #include "../train/optimizer.c"
 #include "../comm/op.c"
 #include "../device/device_group.c"
 
-#define DTRAIN__FSDP_LEVELS 32
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, beside the tied ones */
@@ -132,9 +132,9 @@ struct dtrain_fsdp {
     int buckets_old;      /* the next bucket of this step replaces them all */
     dtrain_slice *slices; /* a cut's */
     float *masters, *state;
-    float *levels[DTRAIN__FSDP_LEVELS];      /* sums of 2^l micro-batches, this rank's parts */
-    float *full_levels[DTRAIN__FSDP_LEVELS]; /* the same in full, with keep_full_grads */
-    float *grads;                            /* after finish; NULL: not finished */
+    dtrain__terms parts; /* sums of micro-batches, this rank's parts */
+    dtrain__terms full;  /* the same in full, with keep_full_grads */
+    float *grads;        /* after finish; NULL: not finished */
     uint64_t clock, step;
     uint64_t checks;                         /* parts of the weights that were found alike */
     int last;                                /* the unit gathered last; -1: none in this step */

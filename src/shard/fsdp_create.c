@@ -333,7 +333,7 @@ static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
     fsdp->window = shares ? (unsigned char *)memory : NULL;
     fsdp->stages = (float *)(void *)((unsigned char *)memory + slices);
     fsdp->masters = fsdp->stages + stages;
-    fsdp->levels[0] = fsdp->masters + masters;
+    fsdp->parts.levels[0] = fsdp->masters + masters;
     return DTRAIN_OK;
 }
 
@@ -600,10 +600,10 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
     else
         dtrain__fsdp_release(fsdp, fsdp->stages);
     dtrain__fsdp_release(fsdp, fsdp->state);
-    for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
+    for (int i = 0; i < DTRAIN__TERMS_LEVELS; i++) {
         if (i > 0)
-            dtrain__fsdp_release(fsdp, fsdp->levels[i]);
-        dtrain__fsdp_release(fsdp, fsdp->full_levels[i]);
+            dtrain__fsdp_release(fsdp, fsdp->parts.levels[i]);
+        dtrain__fsdp_release(fsdp, fsdp->full.levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
     dtrain__pages_destroy(&fsdp->pages[0]);

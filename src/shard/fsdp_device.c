@@ -52,18 +52,6 @@ static void dtrain__fsdp_convert(dtrain_fsdp *fsdp, const void *from, dtrain_dty
         dtrain__fsdp_queued(fsdp, dtrain_device_convert(fsdp->device.queue, from, is, to, becomes, count));
 }
 
-/* out[i] = a[i] + b[i] */
-static void dtrain__fsdp_add(dtrain_fsdp *fsdp, float *out, const float *a, const float *b, size_t count)
-{
-    const void *in[2];
-    void *outs[1];
-    in[0] = a;
-    in[1] = b;
-    outs[0] = out;
-    dtrain__fsdp_queued(fsdp,
-                        dtrain_device_reduce(fsdp->device.queue, DTRAIN_F32, DTRAIN_SUM, in, 2, outs, 1, 0, count));
-}
-
 static void dtrain__fsdp_divide_by(dtrain_fsdp *fsdp, float *x, double divisor, size_t count)
 {
     dtrain_device *queue = fsdp->device.queue;

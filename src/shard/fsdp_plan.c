@@ -174,9 +174,10 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
     plan->weights = layout->weights * sizeof(float);
     plan->gradients = layout->grads * sizeof(float);
     if (desc->keep_full_grads)
-        plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
+        plan->gradients +=
+            micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__terms_levels((unsigned)micro - 1) : 0;
     else
-        plan->gradients *= (size_t)dtrain__layout_levels(micro);
+        plan->gradients *= (size_t)dtrain__terms_levels((unsigned)micro);
     plan->optimizer = layout->grads * sizeof(float) * dtrain__fsdp_plan_state_floats(&optimizer);
     if (layout->device == NULL) {
         plan->full_weights = dtrain__fsdp_plan_pages(layout, 0, all, spans);

@@ -2,23 +2,13 @@
  * Gradients, from a unit in full to this rank's part of the sum. In every micro-batch all ranks start units from the
  * last to the first, in whatever order the caller reduces them. A unit that a rank leaves out adds -0, the one number
  * that changes no other. A unit's full gradients are free once they are scattered; between copies only parts travel.
- *
- * A binary counter folds micro-batches. The sum of round k goes to level t, where k has t trailing one bits: that level
- * is free. It takes in the lower levels, lowest first. The end of the step adds up the levels that are left. The result
- * is the balanced tree whose left part is the largest power of two. */
+ * >>terms folds micro-batches: this rank's parts after each round, or with keep_full_grads all before the only round.
+ */
 #ifndef DTRAIN__FSDP_REDUCE
 #define DTRAIN__FSDP_REDUCE
 #include "fsdp_gather.c"
 #include "reducer.c"
 #include "../comm/plan.c"
-
-static int dtrain__fsdp_trailing_ones(unsigned number)
-{
-    int ones = 0;
-    while (number >> ones & 1)
-        ones++;
-    return ones;
-}
 
 /* Says whether a unit's part of the reduction waits in 16 bits. It does if it travels between copies. A rank that
  * shares its parameters with no other rounds as if it did. */
@@ -31,7 +21,7 @@ static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    return fsdp->levels[fsdp->units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
+    return fsdp->parts.levels[fsdp->units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
 }
 
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
@@ -53,8 +43,8 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     uint64_t mode = dtrain__fpmode_enter();
     if (dtrain__fsdp_waits_narrow(fsdp))
         dtrain__fsdp_convert_sum(fsdp, number, sum, 1);
-    for (int level = 0; level < fsdp->units[number].level; level++)
-        dtrain__fsdp_add(fsdp, sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
+    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->parts, (1u << fsdp->units[number].level) - 1, cuts->grad, sum,
+                                                sum, cuts->grad_count, fsdp->device.queue));
     dtrain__fpmode_restore(mode);
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_IDLE;
 }
@@ -345,12 +335,12 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     dtrain_status status = fsdp->scattering >= 0 ? dtrain__fsdp_scattered(fsdp, fsdp->scattering) : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
-    unit->level = dtrain__fsdp_trailing_ones((unsigned)fsdp->round);
+    unit->level = dtrain__terms_level((unsigned)fsdp->round);
     unit->stage = DTRAIN__FSDP_GRADS_SCATTERING;
     fsdp->scattering = number;
     dtrain__fsdp_debug_compare(fsdp, number);
     dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed in place */
-    status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
+    status = dtrain__fsdp_level(fsdp, &fsdp->parts.levels[unit->level], fsdp->layout.grads);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_reduce_unit(fsdp, number, dtrain__fsdp_target(fsdp, number));
     dtrain__fsdp_debug_set(fsdp, number, 1, 0);
@@ -376,24 +366,14 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
 }
 
 /* Folds one range's gradients with those of this rank's earlier micro-batches. The last micro-batch leaves the sum in
- * place. The CPU folds tiles that stay in its cache. */
+ * place. */
 static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut, int last)
 {
-    int ones = dtrain__fsdp_trailing_ones((unsigned)fsdp->ended);
-    unsigned taken = last ? (unsigned)fsdp->ended : (1u << ones) - 1;
-    float *out = last ? cut->grads : fsdp->full_levels[ones] + cut->full_grad;
-    size_t tile = fsdp->device.queue != NULL ? cut->count : DTRAIN__FSDP_CHUNK;
-    for (size_t i = 0; i < cut->count; i += tile) {
-        size_t n = cut->count - i < tile ? cut->count - i : tile;
-        const float *sum = cut->grads + i;
-        for (int level = 0; taken >> level != 0; level++) {
-            if (taken >> level & 1) {
-                dtrain__fsdp_add(fsdp, out + i, fsdp->full_levels[level] + cut->full_grad + i, sum, n);
-                sum = out + i;
-            }
-        }
-        dtrain__fsdp_copy(fsdp, out + i, sum, n);
-    }
+    unsigned term = (unsigned)fsdp->ended;
+    int level = dtrain__terms_level(term);
+    float *out = last ? cut->grads : fsdp->full.levels[level] + cut->full_grad;
+    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->full, last ? term : (1u << level) - 1, cut->full_grad,
+                                                cut->grads, out, cut->count, fsdp->device.queue));
 }
 
 /* Counts the micro-batches that are folded in full before they are reduced, this one included. Ranks that gather
@@ -487,12 +467,11 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_clear_way(fsdp, number);
     if (status == DTRAIN_OK && keeps && !last)
-        status = dtrain__fsdp_level(fsdp, &fsdp->full_levels[dtrain__fsdp_trailing_ones((unsigned)fsdp->ended)],
-                                    layout->trained);
+        status =
+            dtrain__fsdp_level(fsdp, &fsdp->full.levels[dtrain__terms_level((unsigned)fsdp->ended)], layout->trained);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "taking the gradients", number);
     dtrain__fsdp_page_grads(fsdp, number, 1);
-    uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if (cut->trained && unused && cut->count > 0)
@@ -501,7 +480,6 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
         if (cut->trained && keeps)
             dtrain__fsdp_keep_cut(fsdp, cut, last);
     }
-    dtrain__fpmode_restore(mode);
     fsdp->units[number].reduced = 1;
     fsdp->units[number].backward = 0;
     fsdp->reduced_units++;

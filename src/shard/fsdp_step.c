@@ -160,14 +160,10 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
     double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
-    float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* no round: an empty sum */
-    for (int level = 0; fsdp->round >> level != 0; level++) {
-        if (!(fsdp->round >> level & 1))
-            continue;
-        if (sum != NULL)
-            dtrain__fsdp_add(fsdp, fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
-        sum = fsdp->levels[level];
-    }
+    unsigned left = (unsigned)fsdp->round, low = left & (~left + 1u);
+    float *sum = fsdp->parts.levels[low > 0 ? dtrain__terms_level(low - 1) : 0]; /* no round: an empty sum */
+    dtrain__fsdp_queued(
+        fsdp, dtrain__terms_add(&fsdp->parts, left & ~low, 0, sum, sum, fsdp->layout.grads, fsdp->device.queue));
     if (!fsdp->in_place)
         dtrain__fsdp_divide_by(fsdp, sum, divisor, fsdp->layout.grads);
     fsdp->grads = sum;

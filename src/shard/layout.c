@@ -561,13 +561,4 @@ static int dtrain__layout_ends_bucket(const dtrain__layout *layout, int unit, in
            (units[highest].grad + units[highest].grad_count - units[unit].grad) * sizeof(float) >= bucket_bytes;
 }
 
-/* Returns the levels of the counter that folds this many micro-batches. */
-static int dtrain__layout_levels(int micro_batches)
-{
-    int levels = 1;
-    while (micro_batches >> levels != 0)
-        levels++;
-    return levels;
-}
-
 #endif
