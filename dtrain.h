@@ -47534,6 +47534,81 @@ typedef struct dtrain__fsdp_note {
     uint64_t weights; /* a hash of a part of them; 0: none */
 } dtrain__fsdp_note;
 
+/* What an object keeps in memory for its layout. */
+typedef struct dtrain__fsdp_state {
+    dtrain__pages pages[2]; /* of parameters, of gradients */
+    unsigned char *tables;  /* the block of all tables with an entry a unit, cut, parameter, shard or rank */
+    dtrain__fsdp_unit *units;
+    unsigned char *reserved;       /* a parameter's: 1: its data, 2: its gradient lies in pages */
+    float *lr_factors, *decays;    /* a parameter's */
+    size_t *counts;                /* a cut's: every rank's part */
+    size_t *packed_counts;         /* a unit's: every rank's part of its small ranges, then of those trained */
+    float *stages;                 /* where small ranges are packed, on a device whole units. Its block also has
+                                    * masters and the first level of parts */
+    unsigned char *window;         /* that block is of dtrain_comm_alloc, and begins with pages of slices; or NULL */
+    dtrain__window_alias *aliases; /* where those pages are mapped too */
+    dtrain_slice *slices;          /* a cut's */
+    float *masters, *arrays;       /* arrays: the optimizer's */
+    dtrain__terms parts;           /* sums of micro-batches, this rank's parts */
+    dtrain__terms full;            /* the same in full, with keep_full_grads */
+    float *grads;                  /* after finish; NULL: not finished */
+} dtrain__fsdp_state;
+
+/* Of quantised ranges: see >>fsdp-quantise. */
+typedef struct dtrain__fsdp_codes {
+    size_t *counts;
+    float *scratch;
+    unsigned char *stages;
+    const void **parts; /* a rank's */
+} dtrain__fsdp_codes;
+
+/* Where a step is, and what is under way. */
+typedef struct dtrain__fsdp_schedule {
+    dtrain_work **gathering, **reducing; /* a cut's */
+    dtrain_work **copying;               /* a unit's */
+    int staged[2];                       /* the units whose parameters are in the stages; -1: none */
+    uint64_t clock;
+    int last;                                /* the unit gathered last; -1: none in this step */
+    int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
+    int keeps;                               /* nothing is dropped until the step */
+    int trained_units, reduced_units, ended; /* units with gradients; reduced ones of them; ended micro-batches */
+    int just_ended;                          /* no unit reduced and no pass begun since the last micro-batch ended */
+    int turn;                                /* the unit whose reduction is next */
+    int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
+    int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
+    int round;                               /* rounds that have begun and ended: see dtrain__fsdp_note */
+    int joined;                              /* ended micro-batches without data of this rank */
+} dtrain__fsdp_schedule;
+
+/* What ranks tell each other in a step. */
+typedef struct dtrain__fsdp_exchange {
+    int announced; /* micro-batches; -1: begin was not called */
+    int begins;    /* begin was called once */
+    int most;      /* the most micro-batches that a rank has announced */
+    double announcement[2], *announcements, total_weight;
+    dtrain_work *announcing;
+    dtrain__fsdp_note note, sent_note, *notes;
+    dtrain_work *exchanging;
+    int called; /* rounds of which this rank has told the others whether it begins them */
+} dtrain__fsdp_exchange;
+
+typedef struct dtrain__fsdp_scaling {
+    dtrain__norm sum;   /* of squares, valid if summed */
+    int summed, agreed; /* agreed: the sum is that of all parts of the model */
+    float loss_scale;
+    int good_steps;
+} dtrain__fsdp_scaling;
+
+typedef struct dtrain__fsdp_figures {
+    dtrain_bucket *buckets; /* of the last step: at most twice as many as units */
+    size_t bucket_count;
+    int buckets_old; /* the next bucket of this step replaces them all */
+    dtrain_fsdp_stats stats;
+    dtrain__fsdp_event *events;
+    size_t event_count;
+    int64_t left_ns; /* when the last call returned */
+} dtrain__fsdp_figures;
+
 struct dtrain_fsdp {
     const char *call;               /* the last public call */
     dtrain_comm *comm;              /* the caller's */
@@ -47544,67 +47619,20 @@ struct dtrain_fsdp {
     dtrain_allocator memory;
     dtrain_fsdp_desc desc;
     dtrain_optimizer_desc optimizer;
+    uint64_t step, freeze_step;
+    int freezes;     /* 1-bit Adam: v is frozen after freeze_step steps */
+    int ddp;         /* it is a DDP's */
+    int in_place;    /* gradients are reduced and divided in the caller's memory */
+    uint64_t checks; /* parts of the weights that were found alike */
     dtrain__layout layout;
-    dtrain__pages pages[2]; /* of parameters, of gradients */
-    unsigned char *tables;  /* the block of the tables below with an entry a unit, cut, parameter, shard or rank */
-    dtrain__fsdp_unit *units;
-    unsigned char *reserved;       /* a parameter's: 1: its data, 2: its gradient lies in pages */
-    float *lr_factors, *decays;    /* a parameter's */
-    size_t *counts;                /* a cut's: every rank's part */
-    size_t *packed_counts;         /* a unit's: every rank's part of its small ranges, then of those trained */
-    float *stages;                 /* where small ranges are packed, on a device whole units. Its block also has
-                                    * masters and the first level */
-    unsigned char *window;         /* that block is of dtrain_comm_alloc, and begins with pages of slices; or NULL */
-    dtrain__window_alias *aliases; /* where those pages are mapped too */
-    int staged[2];                 /* the units whose parameters are there; -1: none */
-    dtrain_work **gathering, **reducing; /* a cut's */
-    dtrain_work **copying;               /* a unit's */
-    size_t *code_counts;                 /* of quantised ranges: see >>fsdp-quantise; the stages follow */
-    float *code_scratch;
-    unsigned char *code_stages;
-    const void **code_parts;  /* a rank's */
-    dtrain__reducer *reducer; /* sends compressed sums; NULL: nothing is compressed */
-    dtrain_bucket *buckets;   /* of the last step: at most twice as many as units */
-    size_t bucket_count;
-    int buckets_old;      /* the next bucket of this step replaces them all */
-    dtrain_slice *slices; /* a cut's */
-    float *masters, *state;
-    dtrain__terms parts; /* sums of micro-batches, this rank's parts */
-    dtrain__terms full;  /* the same in full, with keep_full_grads */
-    float *grads;        /* after finish; NULL: not finished */
-    uint64_t clock, step;
-    uint64_t checks;                         /* parts of the weights that were found alike */
-    int last;                                /* the unit gathered last; -1: none in this step */
-    int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
-    int keeps;                               /* nothing is dropped until the step */
-    int ddp;                                 /* it is a DDP's */
-    int in_place;                            /* gradients are reduced and divided in the caller's memory */
-    int trained_units, reduced_units, ended; /* units with gradients; reduced ones of them; ended micro-batches */
-    int just_ended;                          /* no unit reduced and no pass begun since the last micro-batch ended */
-    int turn;                                /* the unit whose reduction is next */
-    int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
-    int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
-    int round;                               /* rounds that have begun and ended: see dtrain__fsdp_note */
-    int joined;                              /* ended micro-batches without data of this rank */
-    int announced;                           /* micro-batches; -1: begin was not called */
-    int begins;                              /* begin was called once */
-    int most;                                /* the most micro-batches that a rank has announced */
-    double announcement[2], *announcements, total_weight;
-    int freezes; /* 1-bit Adam: v is frozen after freeze_step steps */
-    uint64_t freeze_step;
-    dtrain_work *announcing;
-    dtrain__fsdp_note note, sent_note, *notes;
-    dtrain_work *exchanging;
-    int called;         /* rounds of which this rank has told the others whether it begins them */
-    dtrain__norm sum;   /* of squares, valid if summed */
-    int summed, agreed; /* agreed: the sum is that of all parts of the model */
-    float loss_scale;
-    int good_steps;
-    dtrain_fsdp_stats stats;
-    dtrain__fsdp_event *events;
-    size_t event_count;
-    int64_t left_ns; /* when the last call returned */
+    dtrain__fsdp_state state;
+    dtrain__fsdp_codes codes;
+    dtrain__fsdp_schedule schedule;
+    dtrain__fsdp_exchange exchange;
+    dtrain__fsdp_scaling scaling;
+    dtrain__fsdp_figures figures;
     dtrain__fsdp_device device;
+    dtrain__reducer *reducer;    /* sends compressed sums; NULL: nothing is compressed */
     struct dtrain__guard *guard; /* of watched memory, see >>fsdp-debug; NULL: nothing is watched */
     uint64_t *left; /* a cut's: a hash of its gradients after a DDP's reduce; 0: they may be written. NULL: nothing is
                      * compared */
@@ -47621,7 +47649,7 @@ static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, in
 {
     if (fsdp->desc.trace_events == 0 || end_ns <= begin_ns)
         return;
-    dtrain__fsdp_event *event = &fsdp->events[fsdp->event_count++ % fsdp->desc.trace_events];
+    dtrain__fsdp_event *event = &fsdp->figures.events[fsdp->figures.event_count++ % fsdp->desc.trace_events];
     event->lane = lane;
     event->unit = unit;
     event->begin_ns = begin_ns;
@@ -47632,27 +47660,27 @@ static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, in
 /* Counts a bucket that was sent. Its event is the last one. A step of several micro-batches sends it several times. */
 static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_t dense, uint64_t sent, int64_t ns)
 {
-    dtrain_bucket *bucket = fsdp->buckets, *end;
-    if (fsdp->buckets_old)
-        fsdp->bucket_count = 0;
-    fsdp->buckets_old = 0;
-    for (end = bucket + fsdp->bucket_count; bucket < end; bucket++)
+    dtrain_bucket *bucket = fsdp->figures.buckets, *end;
+    if (fsdp->figures.buckets_old)
+        fsdp->figures.bucket_count = 0;
+    fsdp->figures.buckets_old = 0;
+    for (end = bucket + fsdp->figures.bucket_count; bucket < end; bucket++)
         if (bucket->first_unit == first && bucket->last_unit == last)
             break;
     if (bucket == end) {
         memset(bucket, 0, sizeof *bucket);
         bucket->first_unit = first;
         bucket->last_unit = last;
-        fsdp->bucket_count++;
+        fsdp->figures.bucket_count++;
     }
     bucket->dense_bytes += dense;
     bucket->sent_bytes += sent;
     bucket->ns += ns;
-    fsdp->stats.dense_bytes += dense;
-    fsdp->stats.sent_bytes += sent;
-    if (fsdp->desc.trace_events == 0 || fsdp->event_count == 0)
+    fsdp->figures.stats.dense_bytes += dense;
+    fsdp->figures.stats.sent_bytes += sent;
+    if (fsdp->desc.trace_events == 0 || fsdp->figures.event_count == 0)
         return;
-    dtrain__fsdp_event *event = &fsdp->events[(fsdp->event_count - 1) % fsdp->desc.trace_events];
+    dtrain__fsdp_event *event = &fsdp->figures.events[(fsdp->figures.event_count - 1) % fsdp->desc.trace_events];
     if (event->lane == DTRAIN__FSDP_LANE_REDUCE) {
         event->dense_bytes += dense;
         event->sent_bytes += sent;
@@ -47707,10 +47735,11 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
  * make the gathers and reductions that the others make. */
 static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
 {
-    if (fsdp == NULL || fsdp->note.failed)
+    if (fsdp == NULL || fsdp->exchange.note.failed)
         return;
-    fsdp->note.failed = 1;
-    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
+    fsdp->exchange.note.failed = 1;
+    snprintf(fsdp->exchange.note.why, sizeof fsdp->exchange.note.why, "%.*s", DTRAIN__FSDP_WHY - 1,
+             why != NULL ? why : "");
 }
 
 /* Begins a public call: checks the object and the unit, and ends the caller's computation in the trace. */
@@ -47724,8 +47753,9 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
     if (unit < 0 || unit >= fsdp->layout.unit_count)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d", call,
                             unit, fsdp->layout.unit_count - 1);
-    if (fsdp->left_ns != 0)
-        dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_COMPUTE, fsdp->last, fsdp->left_ns, dtrain__os_now_ns());
+    if (fsdp->figures.left_ns != 0)
+        dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_COMPUTE, fsdp->schedule.last, fsdp->figures.left_ns,
+                            dtrain__os_now_ns());
     return DTRAIN_OK;
 }
 
@@ -47741,10 +47771,11 @@ static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
 {
     if (fsdp->device.refused.status != DTRAIN_OK && fsdp->broken.status == DTRAIN_OK) {
         dtrain__report(&fsdp->device.refused);
-        status = dtrain__fsdp_break(fsdp, fsdp->device.refused.status, "queueing on its device the work", fsdp->last);
+        status = dtrain__fsdp_break(fsdp, fsdp->device.refused.status, "queueing on its device the work",
+                                    fsdp->schedule.last);
     }
     if (fsdp->desc.trace_events > 0)
-        fsdp->left_ns = dtrain__os_now_ns();
+        fsdp->figures.left_ns = dtrain__os_now_ns();
     return status;
 }
 
@@ -47752,8 +47783,8 @@ static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
 static void dtrain__fsdp_waited(dtrain_fsdp *fsdp, int unit, int64_t begin_ns, int64_t took_ns)
 {
     int64_t end_ns = dtrain__os_now_ns();
-    fsdp->stats.waited_ns += end_ns - begin_ns;
-    fsdp->stats.communicated_ns += took_ns;
+    fsdp->figures.stats.waited_ns += end_ns - begin_ns;
+    fsdp->figures.stats.communicated_ns += took_ns;
     dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_WAIT, unit, begin_ns, end_ns);
 }
 
@@ -47780,13 +47811,13 @@ static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, in
 static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
-    fsdp->total_weight = (double)ranks;
-    fsdp->most = 1;
-    if (fsdp->announced < 0)
+    fsdp->exchange.total_weight = (double)ranks;
+    fsdp->exchange.most = 1;
+    if (fsdp->exchange.announced < 0)
         return DTRAIN_OK;
-    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__FSDP_LANE_REDUCE, 0);
-    fsdp->total_weight = 0.0;
+    const double *all = fsdp->world != NULL ? fsdp->exchange.announcements : fsdp->exchange.announcement;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->exchange.announcing, DTRAIN__FSDP_LANE_REDUCE, 0);
+    fsdp->exchange.total_weight = 0.0;
     for (int rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
         if (!(all[2 * rank] >= 0.0 && all[2 * rank] <= (double)INT_MAX) || !(all[2 * rank + 1] >= 0.0) ||
             !dtrain__train_finite(all[2 * rank + 1])) {
@@ -47795,8 +47826,8 @@ static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
                          all[2 * rank], all[2 * rank + 1]);
             return dtrain__fsdp_break(fsdp, DTRAIN_ERR_CORRUPT, "hearing what ranks announce", -1);
         }
-        fsdp->most = all[2 * rank] > (double)fsdp->most ? (int)all[2 * rank] : fsdp->most;
-        fsdp->total_weight += all[2 * rank + 1];
+        fsdp->exchange.most = all[2 * rank] > (double)fsdp->exchange.most ? (int)all[2 * rank] : fsdp->exchange.most;
+        fsdp->exchange.total_weight += all[2 * rank + 1];
     }
     return status;
 }
@@ -47823,7 +47854,7 @@ static int dtrain__fsdp_all_done(const dtrain_fsdp *fsdp, dtrain_work *const *wo
 /* Returns this rank's part of a range. */
 static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
 {
-    return fsdp->layout.apart && !cut->home ? fsdp->masters + cut->weight : cut->data + cut->own;
+    return fsdp->layout.apart && !cut->home ? fsdp->state.masters + cut->weight : cut->data + cut->own;
 }
 
 /* Returns where count numbers of 16 bits wait: in the upper half of the memory of count floats. */
@@ -47856,13 +47887,14 @@ static void dtrain__fsdp_widen(float *floats, size_t count, dtrain_dtype dtype)
 
 static unsigned char *dtrain__fsdp_stage(const dtrain_fsdp *fsdp, int number)
 {
-    return (unsigned char *)(fsdp->stages + (size_t)number * fsdp->layout.stage);
+    return (unsigned char *)(fsdp->state.stages + (size_t)number * fsdp->layout.stage);
 }
 
 /* Returns every rank's part of a unit's small ranges, or of their gradients. Sets *begin to where its own begins. */
 static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, int grads, size_t *begin)
 {
-    const size_t *counts = fsdp->packed_counts + (2 * (size_t)number + (size_t)grads) * (size_t)fsdp->layout.shards;
+    const size_t *counts =
+        fsdp->state.packed_counts + (2 * (size_t)number + (size_t)grads) * (size_t)fsdp->layout.shards;
     *begin = 0;
     for (int shard = 0; shard < fsdp->layout.shard; shard++)
         *begin += counts[shard];
@@ -47873,14 +47905,14 @@ static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, in
 static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    if (fsdp->units[number].has_pages == take || fsdp->pages[0].base == NULL)
+    if (fsdp->state.units[number].has_pages == take || fsdp->state.pages[0].base == NULL)
         return;
-    fsdp->units[number].has_pages = take;
+    fsdp->state.units[number].has_pages = take;
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
-        if (fsdp->reserved[cut->param] & 1)
-            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->pages[0], begin, cut->count * sizeof(float));
+        if (fsdp->state.reserved[cut->param] & 1)
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->state.pages[0], begin, cut->count * sizeof(float));
     }
 }
 
@@ -47897,7 +47929,7 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take);
 static void dtrain__fsdp_clear_place(dtrain_fsdp *fsdp, int number)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
-        const dtrain__fsdp_unit *other = &fsdp->units[i];
+        const dtrain__fsdp_unit *other = &fsdp->state.units[i];
         if (i == number || !other->has_grads || !dtrain__fsdp_share_place(fsdp, i, number, 1))
             continue;
         if (other->held || other->stage == DTRAIN__FSDP_GRADS_WAITING || other->stage == DTRAIN__FSDP_GRADS_SCATTERING)
@@ -47922,10 +47954,10 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
     int open = take || dtrain__fsdp_debug_grads_open(fsdp, number);
     if (take)
         dtrain__fsdp_debug_set(fsdp, number, 1, 1);
-    if (fsdp->units[number].has_grads == take)
+    if (fsdp->state.units[number].has_grads == take)
         return;
     dtrain__fsdp_debug_set(fsdp, number, 1, 1);
-    fsdp->units[number].has_grads = take;
+    fsdp->state.units[number].has_grads = take;
     if (take)
         dtrain__fsdp_clear_place(fsdp, number);
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
@@ -47933,8 +47965,8 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float), bytes = cut->count * sizeof(float);
         if (!cut->trained || cut->count == 0)
             continue;
-        if (fsdp->pages[1].base != NULL && (fsdp->reserved[cut->param] & 2))
-            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->pages[1], begin, bytes);
+        if (fsdp->state.pages[1].base != NULL && (fsdp->state.reserved[cut->param] & 2))
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->state.pages[1], begin, bytes);
         else if (!take)
             dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, cut->grads, &zero, 1, bytes));
     }
@@ -48272,7 +48304,7 @@ static void dtrain__fsdp_debug_set(const dtrain_fsdp *fsdp, int number, int grad
 /* Says whether a unit that is not held stays readable. */
 static int dtrain__fsdp_debug_stays(const dtrain_fsdp *fsdp)
 {
-    return fsdp->keeps || fsdp->desc.no_reshard_after_forward;
+    return fsdp->schedule.keeps || fsdp->desc.no_reshard_after_forward;
 }
 
 /* Says whether a unit's gradients are open. */
@@ -48299,10 +48331,10 @@ static void dtrain__fsdp_debug_range(const dtrain_fsdp *fsdp, size_t index, int 
         return;
     range->begin = (uintptr_t)(grad ? cut->grads : cut->data);
     range->end = range->cover = range->begin + cut->count * sizeof(float);
-    if (!(fsdp->reserved[cut->param] & (1 << grad)) || cut->element + cut->count < dtrain_param_elements(param))
+    if (!(fsdp->state.reserved[cut->param] & (1 << grad)) || cut->element + cut->count < dtrain_param_elements(param))
         return;
     /* addresses between two reserved parameters, and behind the last, are unused */
-    const dtrain__pages *pages = &fsdp->pages[grad];
+    const dtrain__pages *pages = &fsdp->state.pages[grad];
     size_t next = cut->param + 1 < layout->table_count ? layout->offsets[cut->param + 1] : pages->bytes;
     range->cover = (uintptr_t)pages->base + next;
 }
@@ -48319,7 +48351,7 @@ static int dtrain__fsdp_debug_start(dtrain_fsdp *fsdp)
     }
     if (guard == NULL || !dtrain__guard_start(guard))
         return 0;
-    fsdp->pages[0].few = fsdp->pages[1].few = SIZE_MAX; /* pages that are closed do not move */
+    fsdp->state.pages[0].few = fsdp->state.pages[1].few = SIZE_MAX; /* pages that are closed do not move */
     for (size_t i = 0; i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         uintptr_t own = guard->ranges[i].begin + cut->own * sizeof(float);
@@ -48338,9 +48370,9 @@ static void dtrain__fsdp_debug_share(const dtrain_fsdp *fsdp)
         const dtrain_param *param = &fsdp->layout.table[i];
         uintptr_t data = (uintptr_t)param->data, grad = (uintptr_t)param->grad;
         size_t count = dtrain_param_elements(param);
-        if (data != 0 && !(fsdp->reserved[i] & 1))
+        if (data != 0 && !(fsdp->state.reserved[i] & 1))
             dtrain__guard_share(data, data + count * dtrain_dtype_bits(param->dtype) / 8);
-        if (grad != 0 && !(fsdp->reserved[i] & 2))
+        if (grad != 0 && !(fsdp->state.reserved[i] & 2))
             dtrain__guard_share(grad, grad + count * sizeof(float));
     }
 }
@@ -48573,9 +48605,9 @@ static dtrain_status dtrain__fsdp_device_reserve(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < layout->cut_count; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
         const dtrain__layout_unit *unit = &layout->units[cut->unit];
-        if (unit->floats[0] > 0 && (fsdp->reserved[cut->param] & 1))
+        if (unit->floats[0] > 0 && (fsdp->state.reserved[cut->param] & 1))
             cut->data = d->blocks[0] + unit->place[0] + cut->stage;
-        if (unit->floats[1] > 0 && (fsdp->reserved[cut->param] & 2))
+        if (unit->floats[1] > 0 && (fsdp->state.reserved[cut->param] & 2))
             cut->grads = d->blocks[1] + unit->place[1] + cut->grad_stage;
     }
     return dtrain__fsdp_make_drift(fsdp);
@@ -48659,7 +48691,7 @@ static dtrain_status dtrain__fsdp_queue_squares(dtrain_fsdp *fsdp, int64_t *limb
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         const dtrain_param_part *part = fsdp->layout.table[cut->param].part;
         if (cut->trained && cut->own_count > 0 && (part == NULL || part->copy == 0))
-            status = dtrain_device_squares(queue, fsdp->slices[i].grads, cut->own_count, limbs);
+            status = dtrain_device_squares(queue, fsdp->state.slices[i].grads, cut->own_count, limbs);
     }
     if (status != DTRAIN_OK || fsdp->reduces == NULL)
         return status;
@@ -48668,19 +48700,19 @@ static dtrain_status dtrain__fsdp_queue_squares(dtrain_fsdp *fsdp, int64_t *limb
                          : dtrain_all_reduce(fsdp->reduces, limbs, limbs, DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM);
 }
 
-/* Puts that sum into fsdp->sum, if it is not there. The CPU waits for a device. */
+/* Puts that sum into fsdp->scaling.sum, if it is not there. The CPU waits for a device. */
 static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 {
-    int64_t *limbs = fsdp->device.queue != NULL ? fsdp->device.limbs : fsdp->sum.limbs;
-    if (fsdp->summed)
+    int64_t *limbs = fsdp->device.queue != NULL ? fsdp->device.limbs : fsdp->scaling.sum.limbs;
+    if (fsdp->scaling.summed)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_queue_squares(fsdp, limbs);
-    if (status == DTRAIN_OK && limbs != fsdp->sum.limbs)
-        status = dtrain_device_copy(fsdp->device.queue, fsdp->sum.limbs, limbs, sizeof fsdp->sum.limbs);
+    if (status == DTRAIN_OK && limbs != fsdp->scaling.sum.limbs)
+        status = dtrain_device_copy(fsdp->device.queue, fsdp->scaling.sum.limbs, limbs, sizeof fsdp->scaling.sum.limbs);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
-    dtrain__norm_carry(&fsdp->sum);
-    fsdp->summed = 1;
+    dtrain__norm_carry(&fsdp->scaling.sum);
+    fsdp->scaling.summed = 1;
     return DTRAIN_OK;
 }
 
@@ -48723,7 +48755,7 @@ static size_t dtrain__fsdp_code_memory(const dtrain__layout *layout, const dtrai
 /* Returns a range's five tables of bytes, with an entry for each rank: see dtrain__fsdp_code_create. */
 static size_t *dtrain__fsdp_code_counts(const dtrain_fsdp *fsdp, size_t index)
 {
-    return fsdp->code_counts + 5 * index * (size_t)fsdp->layout.shards;
+    return fsdp->codes.counts + 5 * index * (size_t)fsdp->layout.shards;
 }
 
 /* Divides up the memory, and fills in five tables for each range:
@@ -48740,8 +48772,8 @@ static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
     size_t n = (size_t)layout->shards;
     if (desc->quantise_gather == 0 && desc->quantise_reduce == 0)
         return DTRAIN_OK;
-    fsdp->code_scratch = (float *)(void *)(fsdp->code_counts + 5 * layout->cut_count * n);
-    fsdp->code_stages = (unsigned char *)fsdp->code_scratch + dtrain__fsdp_code_scratch(layout, desc);
+    fsdp->codes.scratch = (float *)(void *)(fsdp->codes.counts + 5 * layout->cut_count * n);
+    fsdp->codes.stages = (unsigned char *)fsdp->codes.scratch + dtrain__fsdp_code_scratch(layout, desc);
     for (size_t i = 0; i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         size_t *counts = dtrain__fsdp_code_counts(fsdp, i), at = 0, own;
@@ -48763,14 +48795,14 @@ static dtrain_status dtrain__fsdp_code_gather(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
     const size_t *counts = dtrain__fsdp_code_counts(fsdp, index);
-    unsigned char *stage = fsdp->code_stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code,
+    unsigned char *stage = fsdp->codes.stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code,
                   *own = stage;
     for (int shard = 0; shard < fsdp->layout.shard; shard++)
         own += counts[shard];
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__quantise_int8_pack(fsdp->masters + cut->weight, cut->own_count, fsdp->desc.quantise_gather, own);
+    dtrain__quantise_int8_pack(fsdp->state.masters + cut->weight, cut->own_count, fsdp->desc.quantise_gather, own);
     dtrain__fpmode_restore(mode);
-    return dtrain__all_gather_v(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->gathering[index]);
+    return dtrain__all_gather_v(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->schedule.gathering[index]);
 }
 
 /* Unpacks the parts of all ranks, this one's included, so that all ranks have the same bits. */
@@ -48778,7 +48810,7 @@ static void dtrain__fsdp_code_gathered(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
     const size_t *counts = dtrain__fsdp_code_counts(fsdp, index);
-    const unsigned char *from = fsdp->code_stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code;
+    const unsigned char *from = fsdp->codes.stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code;
     uint64_t mode = dtrain__fpmode_enter();
     for (int shard = 0; shard < fsdp->layout.shards; from += counts[shard++]) {
         size_t own, count = dtrain__layout_part(&fsdp->layout, cut, shard, &own);
@@ -48790,12 +48822,12 @@ static void dtrain__fsdp_code_gathered(dtrain_fsdp *fsdp, size_t index)
 
 static unsigned char *dtrain__fsdp_code_out(const dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
 {
-    return fsdp->code_stages + 2 * fsdp->layout.code_stage + cut->code_out;
+    return fsdp->codes.stages + 2 * fsdp->layout.code_stage + cut->code_out;
 }
 
 static unsigned char *dtrain__fsdp_code_in(const dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
 {
-    return fsdp->code_stages + 2 * fsdp->layout.code_stage + fsdp->layout.code_out + cut->code_in;
+    return fsdp->codes.stages + 2 * fsdp->layout.code_stage + fsdp->layout.code_out + cut->code_in;
 }
 
 /* Starts to reduce a range: packs each rank's part of the gradients for that rank. */
@@ -48815,7 +48847,7 @@ static dtrain_status dtrain__fsdp_code_reduce(dtrain_fsdp *fsdp, size_t index)
     dtrain__fpmode_restore(mode);
     return dtrain__all_to_all_v(fsdp->reduces, dtrain__fsdp_code_out(fsdp, cut), out, out + n,
                                 dtrain__fsdp_code_in(fsdp, cut), out + 2 * n, out + 3 * n, DTRAIN_U8,
-                                &fsdp->reducing[index]);
+                                &fsdp->schedule.reducing[index]);
 }
 
 /* Adds up this rank's part of a range, tile by tile. */
@@ -48825,7 +48857,7 @@ static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *su
     size_t n = (size_t)fsdp->layout.shards, block = fsdp->desc.quantise_reduce, tile = dtrain__fsdp_code_tile(block);
     size_t blocks = dtrain__quantise_blocks(cut->own_count, block);
     const size_t *offsets = dtrain__fsdp_code_counts(fsdp, index) + 4 * n;
-    unsigned char *code = (unsigned char *)(fsdp->code_scratch + n * tile);
+    unsigned char *code = (unsigned char *)(fsdp->codes.scratch + n * tile);
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t at = 0; at < cut->own_count; at += tile) {
         size_t count = cut->own_count - at < tile ? cut->own_count - at : tile;
@@ -48836,10 +48868,10 @@ static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *su
             const unsigned char *in = dtrain__fsdp_code_in(fsdp, cut) + offsets[r];
             memcpy(code, in + 4 * (at / block), scales);
             memcpy(code + scales, in + 4 * blocks + at, count);
-            dtrain__quantise_int8_unpack(code, fsdp->code_scratch + r * tile, count, block);
-            fsdp->code_parts[r] = fsdp->code_scratch + r * tile;
+            dtrain__quantise_int8_unpack(code, fsdp->codes.scratch + r * tile, count, block);
+            fsdp->codes.parts[r] = fsdp->codes.scratch + r * tile;
         }
-        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, fsdp->code_parts, (int)n, outs, 1, 0, count);
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, fsdp->codes.parts, (int)n, outs, 1, 0, count);
     }
     dtrain__fpmode_restore(mode);
 }
@@ -49062,7 +49094,7 @@ static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int hig
 {
     dtrain__reducer *reducer = fsdp->reducer;
     dtrain__reducer_job *job = &reducer->jobs[lowest];
-    double weight = fsdp->announced >= 0 ? fsdp->announcement[1] : 1.0;
+    double weight = fsdp->exchange.announced >= 0 ? fsdp->exchange.announcement[1] : 1.0;
     dtrain_status status = dtrain__fsdp_announced(fsdp);
     if (status == DTRAIN_OK && reducer->queue != NULL)
         status = dtrain__device_event_record(reducer->caller, reducer->events[2 * lowest]);
@@ -49073,14 +49105,14 @@ static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int hig
     job->highest = highest;
     job->sums = sums;
     job->step = fsdp->step;
-    job->total = fsdp->total_weight;
+    job->total = fsdp->exchange.total_weight;
     if (fsdp->freezes && fsdp->step >= fsdp->freeze_step) {
-        job->momenta.m = fsdp->state; /* laid out as the gradients */
+        job->momenta.m = fsdp->state.arrays; /* laid out as the gradients */
         job->momenta.rest1 = (float)(1.0 - (double)fsdp->optimizer.beta1);
         job->momenta.factor = (float)((double)fsdp->optimizer.beta1 * weight);
     }
     dtrain__worker_post(&reducer->worker, &job->job);
-    fsdp->units[lowest].job = job->job.number;
+    fsdp->state.units[lowest].job = job->job.number;
     return DTRAIN_OK;
 }
 
@@ -49088,15 +49120,15 @@ static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int hig
 static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
 {
     dtrain__reducer *reducer = fsdp->reducer;
-    int lowest = fsdp->units[number].lowest;
+    int lowest = fsdp->state.units[number].lowest;
     const dtrain__reducer_job *job = &reducer->jobs[lowest];
     int64_t begin = dtrain__os_now_ns();
-    if (fsdp->units[lowest].job == 0)
+    if (fsdp->state.units[lowest].job == 0)
         return DTRAIN_OK;
-    dtrain__reducer_wait(reducer, fsdp->units[lowest].job, INT64_MAX);
+    dtrain__reducer_wait(reducer, fsdp->state.units[lowest].job, INT64_MAX);
     if (job->status == DTRAIN_OK && reducer->queue != NULL)
         dtrain__fsdp_queued(fsdp, dtrain__device_event_await(reducer->caller, reducer->events[2 * lowest + 1]));
-    fsdp->units[lowest].job = 0;
+    fsdp->state.units[lowest].job = 0;
     dtrain__fsdp_waited(fsdp, number, begin, job->end_ns - job->begin_ns);
     if (job->status != DTRAIN_OK) {
         dtrain__report(&reducer->error);
@@ -49366,7 +49398,7 @@ static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit);
 static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    const size_t *counts = fsdp->state.counts + index * (size_t)fsdp->layout.shards;
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     float *full = cut->data;
     unsigned char *half = dtrain__fsdp_half(full, cut->count);
@@ -49376,11 +49408,13 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
         return dtrain__fsdp_code_gather(fsdp, index);
     if (dtype == DTRAIN_F32)
         return dtrain__all_gather_v(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
-                                    &fsdp->gathering[index]);
-    dtrain__fsdp_convert(fsdp, fsdp->masters + cut->weight, DTRAIN_F32, half + 2 * cut->own, dtype, cut->own_count);
+                                    &fsdp->schedule.gathering[index]);
+    dtrain__fsdp_convert(fsdp, fsdp->state.masters + cut->weight, DTRAIN_F32, half + 2 * cut->own, dtype,
+                         cut->own_count);
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
-    return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype, &fsdp->gathering[index]);
+    return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype,
+                                &fsdp->schedule.gathering[index]);
 }
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
@@ -49388,13 +49422,13 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
 /* Takes the stage of a unit. If another unit is being gathered by way of it, that gather ends first. */
 static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
 {
-    int other = fsdp->staged[number % 2];
+    int other = fsdp->schedule.staged[number % 2];
     dtrain_status status = DTRAIN_OK;
     if ((fsdp->layout.units[number].packed == 0 || fsdp->layout.stage == 0) && fsdp->layout.code_stage == 0)
         return DTRAIN_OK;
-    if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+    if (other >= 0 && other != number && fsdp->state.units[other].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
         status = dtrain__fsdp_gather_finish(fsdp, other);
-    fsdp->staged[number % 2] = number;
+    fsdp->schedule.staged[number % 2] = number;
     return status;
 }
 
@@ -49416,7 +49450,7 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
         straight ? (unsigned char *)(fsdp->device.blocks[0] + unit->place[0]) : dtrain__fsdp_stage(fsdp, number % 2);
     if (unit->packed == 0)
         return DTRAIN_OK;
-    const void *mine = straight && fsdp->layout.apart ? fsdp->masters + fsdp->layout.cuts[unit->first].weight
+    const void *mine = straight && fsdp->layout.apart ? fsdp->state.masters + fsdp->layout.cuts[unit->first].weight
                                                       : (const void *)(all + begin * width);
     for (size_t i = unit->end; i-- > unit->first && !straight;) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
@@ -49431,14 +49465,14 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
     return fsdp->device.queue != NULL
                ? dtrain__async_start_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], DTRAIN__ALL_GATHER, mine, all, counts,
                                        dtype, (dtrain_op)0, &fsdp->device.works[DTRAIN__FSDP_GATHERS][number])
-               : dtrain__all_gather_v(fsdp->gathers, mine, all, counts, NULL, dtype, &fsdp->gathering[first]);
+               : dtrain__all_gather_v(fsdp->gathers, mine, all, counts, NULL, dtype, &fsdp->schedule.gathering[first]);
 }
 
 static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_debug_set(fsdp, number, 0, 1);
     dtrain__fsdp_page_weights(fsdp, number, 1);
-    fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_GATHERING;
+    fsdp->state.units[number].state = DTRAIN__FSDP_WEIGHTS_GATHERING;
     dtrain_status status = dtrain__fsdp_gather_stage(fsdp, number);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_gather_packed(fsdp, number);
@@ -49454,9 +49488,10 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     size_t width = dtype == DTRAIN_F32 ? 4 : 2;
-    dtrain_status status = fsdp->device.queue != NULL
-                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_GATHERS, number, number)
-                               : dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, number);
+    dtrain_status status =
+        fsdp->device.queue != NULL
+            ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_GATHERS, number, number)
+            : dtrain__fsdp_wait_all(fsdp, fsdp->schedule.gathering, DTRAIN__FSDP_LANE_GATHER, number);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = unit->first; i < unit->end && !dtrain__fsdp_gathers_straight(fsdp, number); i++) {
@@ -49468,9 +49503,9 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
         else if (dtype != DTRAIN_F32)
             dtrain__fsdp_widen(cut->data, cut->count, dtype);
     }
-    fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_READY;
-    fsdp->units[number].stale = 0;
-    if (!fsdp->units[number].held && !dtrain__fsdp_debug_stays(fsdp))
+    fsdp->state.units[number].state = DTRAIN__FSDP_WEIGHTS_READY;
+    fsdp->state.units[number].stale = 0;
+    if (!fsdp->state.units[number].held && !dtrain__fsdp_debug_stays(fsdp))
         dtrain__fsdp_debug_set(fsdp, number, 0, 0);
     return DTRAIN_OK;
 }
@@ -49479,9 +49514,9 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_gather_whole(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
-    if (!fsdp->layout.resident && fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+    if (!fsdp->layout.resident && fsdp->state.units[number].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
         status = dtrain__fsdp_gather_start(fsdp, number);
-    if (status == DTRAIN_OK && fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+    if (status == DTRAIN_OK && fsdp->state.units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
         status = dtrain__fsdp_gather_finish(fsdp, number);
     if (status == DTRAIN_OK)
         dtrain__fsdp_debug_set(fsdp, number, 0, 1);
@@ -49493,7 +49528,7 @@ static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
-        if (fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        if (fsdp->state.units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
             status = dtrain__fsdp_gather_finish(fsdp, i);
     return status;
 }
@@ -49502,11 +49537,11 @@ static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+    if (fsdp->state.units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
         status = dtrain__fsdp_gather_finish(fsdp, number);
     if (status == DTRAIN_OK) {
-        fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_ABSENT;
-        fsdp->units[number].stale = 0;
+        fsdp->state.units[number].state = DTRAIN__FSDP_WEIGHTS_ABSENT;
+        fsdp->state.units[number].stale = 0;
         dtrain__fsdp_debug_set(fsdp, number, 0, 1);
         dtrain__fsdp_page_weights(fsdp, number, 0);
         dtrain__fsdp_debug_set(fsdp, number, 0, 0);
@@ -49521,9 +49556,9 @@ static dtrain_status dtrain__fsdp_device_make_room(dtrain_fsdp *fsdp, int number
     *room = 1;
     for (int i = 0; i < fsdp->layout.unit_count && status == DTRAIN_OK; i++) {
         if (i == number || !dtrain__fsdp_share_place(fsdp, i, number, 0) ||
-            fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+            fsdp->state.units[i].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
             continue;
-        if (!fsdp->units[i].held)
+        if (!fsdp->state.units[i].held)
             status = dtrain__fsdp_gather_drop(fsdp, i);
         else
             *room = 0;
@@ -49537,16 +49572,16 @@ static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *
     if (fsdp->device.queue != NULL)
         return dtrain__fsdp_device_make_room(fsdp, number, room);
     *room = 1;
-    if (fsdp->keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
+    if (fsdp->schedule.keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
         return DTRAIN_OK;
     for (;;) {
         int rotating = 0, oldest = -1;
         for (int i = 0; i < fsdp->layout.unit_count; i++) {
-            const dtrain__fsdp_unit *unit = &fsdp->units[i];
+            const dtrain__fsdp_unit *unit = &fsdp->state.units[i];
             if (i == number || unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT || fsdp->layout.units[i].tied)
                 continue;
             rotating++;
-            if (!unit->held && i != fsdp->last && (oldest < 0 || unit->used < fsdp->units[oldest].used))
+            if (!unit->held && i != fsdp->schedule.last && (oldest < 0 || unit->used < fsdp->state.units[oldest].used))
                 oldest = i;
         }
         *room = rotating < DTRAIN__FSDP_ROTATING;
@@ -49562,13 +49597,13 @@ static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *
 static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
 {
     int room;
-    if (number < 0 || number >= fsdp->layout.unit_count || fsdp->units[number].state != DTRAIN__FSDP_WEIGHTS_ABSENT ||
-        fsdp->desc.debug)
+    if (number < 0 || number >= fsdp->layout.unit_count ||
+        fsdp->state.units[number].state != DTRAIN__FSDP_WEIGHTS_ABSENT || fsdp->desc.debug)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_make_room(fsdp, number, &room);
     if (status != DTRAIN_OK || !room)
         return status;
-    fsdp->units[number].used = ++fsdp->clock;
+    fsdp->state.units[number].used = ++fsdp->schedule.clock;
     return dtrain__fsdp_gather_start(fsdp, number);
 }
 
@@ -49576,10 +49611,10 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
  * top, unless the pass was on its way down. Unit 0 after a unit on its way up begins another pass. */
 static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
 {
-    int last = fsdp->last;
+    int last = fsdp->schedule.last;
     if (last < 0 || unit > last)
         return 1;
-    int rising = fsdp->units[last].fresh && !fsdp->units[last].backward;
+    int rising = fsdp->state.units[last].fresh && !fsdp->state.units[last].backward;
     return unit == last ? (rising ? -1 : 1) : (unit == 0 && rising ? 1 : -1);
 }
 
@@ -49589,15 +49624,15 @@ static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
  *   returns   the direction; 0 for a tied unit that is used beside the held one, which is no turn of the pass */
 static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
 {
-    dtrain__fsdp_unit *unit = &fsdp->units[number];
-    int beside = toward == 0 && fsdp->layout.units[number].tied && fsdp->last >= 0 && fsdp->last != number &&
-                 fsdp->units[fsdp->last].held;
+    dtrain__fsdp_unit *unit = &fsdp->state.units[number];
+    int beside = toward == 0 && fsdp->layout.units[number].tied && fsdp->schedule.last >= 0 &&
+                 fsdp->schedule.last != number && fsdp->state.units[fsdp->schedule.last].held;
     int direction = beside ? 0 : toward != 0 ? toward : dtrain__fsdp_direction(fsdp, number);
-    if (direction > 0 && fsdp->last >= 0 && number > fsdp->last && fsdp->reduced_units == 0)
-        fsdp->units[fsdp->last].backward = 0; /* it was gathered twice on the way up: that was no turn */
+    if (direction > 0 && fsdp->schedule.last >= 0 && number > fsdp->schedule.last && fsdp->schedule.reduced_units == 0)
+        fsdp->state.units[fsdp->schedule.last].backward = 0; /* it was gathered twice on the way up: that was no turn */
     unit->held = unit->fresh = 1;
-    unit->used = ++fsdp->clock;
-    fsdp->last = beside ? fsdp->last : number;
+    unit->used = ++fsdp->schedule.clock;
+    fsdp->schedule.last = beside ? fsdp->schedule.last : number;
     if (direction != 0)
         unit->backward = direction < 0;
     /* tied parameters get a gradient from the head, before the pass has come back to their own layer */
@@ -49613,31 +49648,31 @@ static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
     const dtrain__layout_unit *units = fsdp->layout.units;
     for (int i = 0; units[number].floats[0] > 0 && i < fsdp->layout.unit_count; i++)
         if (i != number && dtrain__fsdp_share_place(fsdp, i, number, 0) && units[i].floats[0] > 0 &&
-            fsdp->units[i].held && fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
-            return dtrain__fail(
-                NULL, DTRAIN_ERR_INVALID,
-                "%s: unit %d lies where unit %d does, which rank %d holds: release that first, or set "
-                "no_reshard_after_forward",
-                fsdp->call, number, i, dtrain__fsdp_rank(fsdp));
+            fsdp->state.units[i].held && fsdp->state.units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: unit %d lies where unit %d does, which rank %d holds: release that first, or set "
+                                "no_reshard_after_forward",
+                                fsdp->call, number, i, dtrain__fsdp_rank(fsdp));
     return DTRAIN_OK;
 }
 
 /* Gathers a unit, and starts the next one; toward: as in dtrain__fsdp_use. */
 static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number, int toward)
 {
-    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    dtrain__fsdp_unit *unit = &fsdp->state.units[number];
     int room;
     dtrain_status status = dtrain__fsdp_check_place(fsdp, number);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_advance(fsdp, number);
     /* in a program that opens steps, a pass outside of them computes no gradients */
-    int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
+    int computes =
+        fsdp->schedule.reduced_units > 0 || !fsdp->exchange.begins || fsdp->exchange.announced > fsdp->schedule.ended;
     if (status == DTRAIN_OK && computes)
         status = dtrain__fsdp_left_out(fsdp, number);
     int direction = dtrain__fsdp_use(fsdp, number, toward);
     if (computes && direction > 0) /* a pass on its way down may still come to units without gradients */
-        fsdp->just_ended = 0;
+        fsdp->schedule.just_ended = 0;
     if (status != DTRAIN_OK || fsdp->layout.resident)
         return status;
     if (unit->stale)
@@ -49659,17 +49694,17 @@ DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit)
 
 static dtrain_status dtrain__fsdp_release_now(dtrain_fsdp *fsdp, int unit)
 {
-    fsdp->units[unit].held = 0;
+    fsdp->state.units[unit].held = 0;
     if (!dtrain__fsdp_debug_stays(fsdp))
         dtrain__fsdp_debug_set(fsdp, unit, 0, 0);
-    return fsdp->units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
+    return fsdp->state.units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
 }
 
 /* Begins a public call on a unit that must be held. `before` ends the error text: what to do after gathering. */
 static dtrain_status dtrain__fsdp_enter_held(dtrain_fsdp *fsdp, const char *call, int unit, const char *before)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
-    if (status != DTRAIN_OK || fsdp->units[unit].held)
+    if (status != DTRAIN_OK || fsdp->state.units[unit].held)
         return status;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: unit %d is not gathered on rank %d: gather it%s", call, unit,
                         dtrain__fsdp_rank(fsdp), before);
@@ -49687,8 +49722,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit)
  * Gradients, from a unit in full to this rank's part of the sum. In every micro-batch all ranks start units from the
  * last to the first, in whatever order the caller reduces them. A unit that a rank leaves out adds -0, the one number
  * that changes no other. A unit's full gradients are free once they are scattered; between copies only parts travel.
- * >>terms folds micro-batches: this rank's parts after each round, or with keep_full_grads all before the only round.
- */
+ * Micro-batches are folded by >>terms: this rank's parts after each round, or with keep_full_grads all before the only
+ * round. */
 #ifndef DTRAIN__FSDP_REDUCE
 #define DTRAIN__FSDP_REDUCE
 
@@ -49703,7 +49738,7 @@ static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    return fsdp->parts.levels[fsdp->units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
+    return fsdp->state.parts.levels[fsdp->state.units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
 }
 
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
@@ -49725,10 +49760,10 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     uint64_t mode = dtrain__fpmode_enter();
     if (dtrain__fsdp_waits_narrow(fsdp))
         dtrain__fsdp_convert_sum(fsdp, number, sum, 1);
-    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->parts, (1u << fsdp->units[number].level) - 1, cuts->grad, sum,
-                                                sum, cuts->grad_count, fsdp->device.queue));
+    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->state.parts, (1u << fsdp->state.units[number].level) - 1,
+                                                cuts->grad, sum, sum, cuts->grad_count, fsdp->device.queue));
     dtrain__fpmode_restore(mode);
-    fsdp->units[number].stage = DTRAIN__FSDP_GRADS_IDLE;
+    fsdp->state.units[number].stage = DTRAIN__FSDP_GRADS_IDLE;
 }
 
 /* Starts to send every rank its part of the gradients in `in`, which has reduce_dtype, and to add up this rank's. */
@@ -49737,16 +49772,17 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
 {
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     if (fsdp->desc.reduce_dtype != DTRAIN_F32)
-        return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->reducing[index]);
-    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
+        return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->schedule.reducing[index]);
+    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM,
+                                    &fsdp->schedule.reducing[index]);
 }
 
 /* Returns where this rank's part of the sums of a unit's small ranges is, one range after another. */
 static float *dtrain__fsdp_packed_sums(const dtrain_fsdp *fsdp, size_t begin)
 {
     if (fsdp->desc.reduce_dtype != DTRAIN_F32) /* apart from the input, which may be half as wide */
-        return fsdp->stages + DTRAIN__FSDP_STAGES * fsdp->layout.stage;
-    return fsdp->stages + (DTRAIN__FSDP_STAGES - 1) * fsdp->layout.stage + begin;
+        return fsdp->state.stages + DTRAIN__FSDP_STAGES * fsdp->layout.stage;
+    return fsdp->state.stages + (DTRAIN__FSDP_STAGES - 1) * fsdp->layout.stage + begin;
 }
 
 /* Starts to reduce the small ranges of a unit together; on a device all ranges. A device rounds them to 16 bits as the
@@ -49802,7 +49838,7 @@ static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float
 {
     const dtrain__layout *layout = &fsdp->layout;
     size_t count = 0;
-    for (size_t i = layout->units[lowest].first; i < layout->units[fsdp->units[lowest].highest].end; i++) {
+    for (size_t i = layout->units[lowest].first; i < layout->units[fsdp->state.units[lowest].highest].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if (!cut->trained || cut->count >= DTRAIN__LAYOUT_ALONE)
             continue;
@@ -49816,15 +49852,17 @@ static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float
 static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, float *sum)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    size_t small = dtrain__fsdp_pack_small(fsdp, lowest, sum, 0), end = layout->units[fsdp->units[lowest].highest].end;
+    size_t small = dtrain__fsdp_pack_small(fsdp, lowest, sum, 0),
+           end = layout->units[fsdp->state.units[lowest].highest].end;
     dtrain_status status = DTRAIN_OK;
     if (small > 0)
-        status = dtrain_all_reduce_async(fsdp->copies, sum, sum, small, DTRAIN_F32, DTRAIN_SUM, &fsdp->copying[lowest]);
+        status = dtrain_all_reduce_async(fsdp->copies, sum, sum, small, DTRAIN_F32, DTRAIN_SUM,
+                                         &fsdp->schedule.copying[lowest]);
     for (size_t i = layout->units[lowest].first; status == DTRAIN_OK && i < end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if (cut->trained && cut->count >= DTRAIN__LAYOUT_ALONE)
             status = dtrain_all_reduce_async(fsdp->copies, cut->grads, cut->grads, cut->count, DTRAIN_F32, DTRAIN_SUM,
-                                             &fsdp->reducing[i]);
+                                             &fsdp->schedule.reducing[i]);
     }
     return status;
 }
@@ -49832,9 +49870,9 @@ static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, fl
 /* Waits for a bucket that dtrain__fsdp_add_in_place has started. */
 static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
 {
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, lowest);
-    for (int i = lowest; i <= fsdp->units[lowest].highest; i++) {
-        dtrain_status next = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, i);
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->schedule.copying[lowest], DTRAIN__FSDP_LANE_REDUCE, lowest);
+    for (int i = lowest; i <= fsdp->state.units[lowest].highest; i++) {
+        dtrain_status next = dtrain__fsdp_wait_all(fsdp, fsdp->schedule.reducing, DTRAIN__FSDP_LANE_REDUCE, i);
         status = status == DTRAIN_OK ? next : status;
     }
     if (status == DTRAIN_OK)
@@ -49842,17 +49880,18 @@ static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
     return status;
 }
 
-/* Starts to add the open bucket over the copies: units fsdp->bucket down to `lowest`, whose parts lie side by side. */
+/* Starts to add the open bucket over the copies: units fsdp->schedule.bucket down to `lowest`, whose parts lie side by
+ * side. */
 static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
 {
     const dtrain__layout_unit *units = fsdp->layout.units;
-    size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[lowest].grad;
+    size_t count = units[fsdp->schedule.bucket].grad + units[fsdp->schedule.bucket].grad_count - units[lowest].grad;
     float *sum = dtrain__fsdp_target(fsdp, lowest);
-    int highest = fsdp->bucket;
+    int highest = fsdp->schedule.bucket;
     for (int i = lowest; i <= highest; i++)
-        fsdp->units[i].lowest = lowest;
-    fsdp->units[lowest].highest = highest;
-    fsdp->bucket = -1;
+        fsdp->state.units[i].lowest = lowest;
+    fsdp->state.units[lowest].highest = highest;
+    fsdp->schedule.bucket = -1;
     if (fsdp->reducer != NULL) {
         dtrain__fsdp_queued(fsdp, dtrain__reducer_take(fsdp, lowest, highest, sum - units[lowest].grad));
         return DTRAIN_OK;
@@ -49862,55 +49901,57 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
     dtrain_status status =
         fsdp->in_place ? dtrain__fsdp_add_in_place(fsdp, lowest, sum)
         : fsdp->device.queue == NULL
-            ? dtrain_all_reduce_async(fsdp->copies, data, data, count, dtype, DTRAIN_SUM, &fsdp->copying[lowest])
+            ? dtrain_all_reduce_async(fsdp->copies, data, data, count, dtype, DTRAIN_SUM,
+                                      &fsdp->schedule.copying[lowest])
             : dtrain_device_group_all_reduce_async(fsdp->device.groups[DTRAIN__FSDP_COPIES], data, data, count, dtype,
                                                    DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_COPIES][lowest]);
-    fsdp->units[lowest].job = status == DTRAIN_OK;
+    fsdp->state.units[lowest].job = status == DTRAIN_OK;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
-    fsdp->copying[lowest] = NULL;
+    fsdp->schedule.copying[lowest] = NULL;
     return dtrain__fsdp_break(fsdp, status, "starting to reduce", lowest);
 }
 
 /* Between micro-batches the caller may add to a gradient before it gathers the unit for backward. */
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
-    if (fsdp->reduced_units == 0)
-        dtrain__pages_put_away(&fsdp->pages[1]);
+    if (fsdp->schedule.reduced_units == 0)
+        dtrain__pages_put_away(&fsdp->state.pages[1]);
 }
 
 /* Waits until the bucket of a unit has been added over the copies. */
 static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 {
-    int lowest = fsdp->units[number].lowest, highest = fsdp->units[lowest].highest;
+    int lowest = fsdp->state.units[number].lowest, highest = fsdp->state.units[lowest].highest;
     const dtrain__layout_unit *units = fsdp->layout.units;
-    int64_t before_ns = fsdp->stats.communicated_ns;
+    int64_t before_ns = fsdp->figures.stats.communicated_ns;
     if (fsdp->reducer != NULL)
         return dtrain__reducer_finish(fsdp, number);
-    if (fsdp->units[lowest].job == 0)
+    if (fsdp->state.units[lowest].job == 0)
         return DTRAIN_OK;
-    fsdp->units[lowest].job = 0;
-    dtrain_status status = fsdp->in_place ? dtrain__fsdp_wait_in_place(fsdp, lowest)
-                           : fsdp->device.queue != NULL
-                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_COPIES, lowest, number)
-                               : dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, number);
+    fsdp->state.units[lowest].job = 0;
+    dtrain_status status =
+        fsdp->in_place ? dtrain__fsdp_wait_in_place(fsdp, lowest)
+        : fsdp->device.queue != NULL
+            ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_COPIES, lowest, number)
+            : dtrain__fsdp_wait(fsdp, &fsdp->schedule.copying[lowest], DTRAIN__FSDP_LANE_REDUCE, number);
     if (status != DTRAIN_OK)
         return status;
     uint64_t dense = dtrain__plan_sent_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
                                              fsdp->layout.copies);
     dtrain__fsdp_account(fsdp, lowest, highest, dense, fsdp->desc.reduce_dtype != DTRAIN_F32 ? dense / 2 : dense,
-                         fsdp->stats.communicated_ns - before_ns);
+                         fsdp->figures.stats.communicated_ns - before_ns);
     return DTRAIN_OK;
 }
 
 /* Ends scattering a unit: frees its full gradients, and sends its part on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
-    int64_t before_ns = fsdp->stats.communicated_ns;
+    int64_t before_ns = fsdp->figures.stats.communicated_ns;
     dtrain_status status = fsdp->device.queue != NULL
                                ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_REDUCES, number, number)
-                               : dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, number);
-    fsdp->scattering = -1;
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->schedule.reducing, DTRAIN__FSDP_LANE_REDUCE, number);
+    fsdp->schedule.scattering = -1;
     if (status != DTRAIN_OK)
         return status;
     if (fsdp->device.queue == NULL)
@@ -49919,10 +49960,10 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         const dtrain__layout_unit *unit = &fsdp->layout.units[number];
         dtrain__fsdp_account(fsdp, number, number, 4 * (uint64_t)(unit->trained - unit->grad_count),
                              dtrain__layout_sends(&fsdp->layout, &fsdp->desc, number, 1),
-                             fsdp->stats.communicated_ns - before_ns);
+                             fsdp->figures.stats.communicated_ns - before_ns);
     }
     if (fsdp->in_place || fsdp->left != NULL)
-        fsdp->units[number].has_grads = 0; /* they stay, to become sums or to be compared by >>fsdp-debug */
+        fsdp->state.units[number].has_grads = 0; /* they stay, to become sums or to be compared by >>fsdp-debug */
     else
         dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
@@ -49932,11 +49973,11 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
     }
     if (fsdp->reduces != NULL && dtrain__fsdp_waits_narrow(fsdp))
         dtrain__fsdp_convert_sum(fsdp, number, dtrain__fsdp_target(fsdp, number), 0);
-    fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
-    fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
+    fsdp->state.units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
+    fsdp->schedule.bucket = fsdp->schedule.bucket < 0 ? number : fsdp->schedule.bucket;
     /* numbers of 16 bits wait apart for each unit, so units travel alone */
     int goes = fsdp->desc.reduce_dtype != DTRAIN_F32 ||
-               dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes);
+               dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->schedule.bucket, fsdp->desc.bucket_bytes);
     return goes ? dtrain__fsdp_send_bucket(fsdp, number) : DTRAIN_OK;
 }
 
@@ -49944,12 +49985,12 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->units[number].stage == DTRAIN__FSDP_GRADS_SCATTERING)
+    if (fsdp->state.units[number].stage == DTRAIN__FSDP_GRADS_SCATTERING)
         status = dtrain__fsdp_scattered(fsdp, number);
     /* in the next micro-batch: scattering the last unit of this one sends the bucket */
-    if (status == DTRAIN_OK && fsdp->bucket >= number && fsdp->scattering >= 0)
-        status = dtrain__fsdp_scattered(fsdp, fsdp->scattering);
-    if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__FSDP_GRADS_COPYING) {
+    if (status == DTRAIN_OK && fsdp->schedule.bucket >= number && fsdp->schedule.scattering >= 0)
+        status = dtrain__fsdp_scattered(fsdp, fsdp->schedule.scattering);
+    if (status == DTRAIN_OK && fsdp->state.units[number].stage == DTRAIN__FSDP_GRADS_COPYING) {
         status = dtrain__fsdp_wait_copies(fsdp, number);
         if (status == DTRAIN_OK)
             dtrain__fsdp_fold(fsdp, number);
@@ -49960,7 +50001,7 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
 /* Ends a scatter that is in a unit's way: of its own gradients, or on a device of those in its place. */
 static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
 {
-    int now = fsdp->scattering;
+    int now = fsdp->schedule.scattering;
     if (now >= 0 && (now == unit || dtrain__fsdp_share_place(fsdp, now, unit, 1)))
         return dtrain__fsdp_scattered(fsdp, now);
     return DTRAIN_OK;
@@ -49970,8 +50011,8 @@ static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
  * before the caller's queue has reached it, and that queue must not wait early. */
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 {
-    int now = fsdp->scattering;
-    if (now >= 0 && fsdp->device.queue == NULL && dtrain__fsdp_all_done(fsdp, fsdp->reducing, now))
+    int now = fsdp->schedule.scattering;
+    if (now >= 0 && fsdp->device.queue == NULL && dtrain__fsdp_all_done(fsdp, fsdp->schedule.reducing, now))
         return dtrain__fsdp_scattered(fsdp, now);
     return dtrain__fsdp_clear_way(fsdp, unit);
 }
@@ -49980,7 +50021,7 @@ static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    const size_t *counts = fsdp->state.counts + index * (size_t)fsdp->layout.shards;
     if (cut->codes_grad)
         return dtrain__fsdp_code_reduce(fsdp, index);
     if (fsdp->desc.reduce_dtype == DTRAIN_F32)
@@ -50013,16 +50054,17 @@ static dtrain_status dtrain__fsdp_reduce_unit(dtrain_fsdp *fsdp, int number, flo
 
 static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
 {
-    dtrain__fsdp_unit *unit = &fsdp->units[number];
-    dtrain_status status = fsdp->scattering >= 0 ? dtrain__fsdp_scattered(fsdp, fsdp->scattering) : DTRAIN_OK;
+    dtrain__fsdp_unit *unit = &fsdp->state.units[number];
+    dtrain_status status =
+        fsdp->schedule.scattering >= 0 ? dtrain__fsdp_scattered(fsdp, fsdp->schedule.scattering) : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
-    unit->level = dtrain__terms_level((unsigned)fsdp->round);
+    unit->level = dtrain__terms_level((unsigned)fsdp->schedule.round);
     unit->stage = DTRAIN__FSDP_GRADS_SCATTERING;
-    fsdp->scattering = number;
+    fsdp->schedule.scattering = number;
     dtrain__fsdp_debug_compare(fsdp, number);
     dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed in place */
-    status = dtrain__fsdp_level(fsdp, &fsdp->parts.levels[unit->level], fsdp->layout.grads);
+    status = dtrain__fsdp_level(fsdp, &fsdp->state.parts.levels[unit->level], fsdp->layout.grads);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_reduce_unit(fsdp, number, dtrain__fsdp_target(fsdp, number));
     dtrain__fsdp_debug_set(fsdp, number, 1, 0);
@@ -50035,14 +50077,14 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->desc.no_overlap && fsdp->reduced_units < fsdp->trained_units)
+    if (fsdp->desc.no_overlap && fsdp->schedule.reduced_units < fsdp->schedule.trained_units)
         return DTRAIN_OK;
-    for (; status == DTRAIN_OK && fsdp->turn >= 0; fsdp->turn--) {
-        if (fsdp->layout.units[fsdp->turn].trained == 0)
+    for (; status == DTRAIN_OK && fsdp->schedule.turn >= 0; fsdp->schedule.turn--) {
+        if (fsdp->layout.units[fsdp->schedule.turn].trained == 0)
             continue;
-        if (fsdp->units[fsdp->turn].stage != DTRAIN__FSDP_GRADS_WAITING)
+        if (fsdp->state.units[fsdp->schedule.turn].stage != DTRAIN__FSDP_GRADS_WAITING)
             return DTRAIN_OK;
-        status = dtrain__fsdp_reduce_start(fsdp, fsdp->turn);
+        status = dtrain__fsdp_reduce_start(fsdp, fsdp->schedule.turn);
     }
     return status;
 }
@@ -50051,10 +50093,10 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
  * place. */
 static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut, int last)
 {
-    unsigned term = (unsigned)fsdp->ended;
+    unsigned term = (unsigned)fsdp->schedule.ended;
     int level = dtrain__terms_level(term);
-    float *out = last ? cut->grads : fsdp->full.levels[level] + cut->full_grad;
-    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->full, last ? term : (1u << level) - 1, cut->full_grad,
+    float *out = last ? cut->grads : fsdp->state.full.levels[level] + cut->full_grad;
+    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->state.full, last ? term : (1u << level) - 1, cut->full_grad,
                                                 cut->grads, out, cut->count, fsdp->device.queue));
 }
 
@@ -50068,15 +50110,15 @@ static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int
         return DTRAIN_OK;
     if (!fsdp->layout.resident)
         status = dtrain__fsdp_announced(fsdp);
-    *count = fsdp->layout.resident ? fsdp->announced : fsdp->most;
+    *count = fsdp->layout.resident ? fsdp->exchange.announced : fsdp->exchange.most;
     return status;
 }
 
 /* Waits for the notes of the other ranks. */
 static dtrain_status dtrain__fsdp_recv_notes(dtrain_fsdp *fsdp)
 {
-    dtrain_work *exchanging = fsdp->exchanging;
-    fsdp->exchanging = NULL;
+    dtrain_work *exchanging = fsdp->exchange.exchanging;
+    fsdp->exchange.exchanging = NULL;
     dtrain_status status = exchanging != NULL ? dtrain_work_wait(exchanging) : DTRAIN_OK;
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "hearing of the other ranks", -1);
 }
@@ -50089,17 +50131,18 @@ static dtrain_status dtrain__fsdp_send_note(dtrain_fsdp *fsdp, int begins)
     dtrain_status status = dtrain__fsdp_recv_notes(fsdp);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->sent_note = fsdp->note;
-    fsdp->sent_note.rounds = (uint64_t)fsdp->round + (uint64_t)begins;
-    fsdp->called = fsdp->round + 1;
+    fsdp->exchange.sent_note = fsdp->exchange.note;
+    fsdp->exchange.sent_note.rounds = (uint64_t)fsdp->schedule.round + (uint64_t)begins;
+    fsdp->exchange.called = fsdp->schedule.round + 1;
     if (fsdp->world == NULL)
-        fsdp->notes[0] = fsdp->sent_note;
+        fsdp->exchange.notes[0] = fsdp->exchange.sent_note;
     else
-        status = dtrain_all_gather_async(fsdp->world, &fsdp->sent_note, fsdp->notes, sizeof fsdp->sent_note * ranks,
-                                         DTRAIN_U8, &fsdp->exchanging);
+        status =
+            dtrain_all_gather_async(fsdp->world, &fsdp->exchange.sent_note, fsdp->exchange.notes,
+                                    sizeof fsdp->exchange.sent_note * ranks, DTRAIN_U8, &fsdp->exchange.exchanging);
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
-    fsdp->exchanging = NULL;
+    fsdp->exchange.exchanging = NULL;
     return dtrain__fsdp_break(fsdp, status, "telling the other ranks", -1);
 }
 
@@ -50126,7 +50169,7 @@ static dtrain_status dtrain__fsdp_settle_and_recv(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
 {
     int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && fsdp->device.queue == NULL;
-    if (fsdp->called > fsdp->round)
+    if (fsdp->exchange.called > fsdp->schedule.round)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_send_note(fsdp, 1);
     if (status != DTRAIN_OK || once || fsdp->comm->desc.progress != DTRAIN_PROGRESS_POLL)
@@ -50141,7 +50184,7 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
     int folded;
     dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
-    int keeps = folded > 1, last = fsdp->ended >= folded - 1;
+    int keeps = folded > 1, last = fsdp->schedule.ended >= folded - 1;
     if (status == DTRAIN_OK && last)
         status = dtrain__fsdp_open_round(fsdp);
     if (status == DTRAIN_OK)
@@ -50149,8 +50192,8 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_clear_way(fsdp, number);
     if (status == DTRAIN_OK && keeps && !last)
-        status =
-            dtrain__fsdp_level(fsdp, &fsdp->full.levels[dtrain__terms_level((unsigned)fsdp->ended)], layout->trained);
+        status = dtrain__fsdp_level(fsdp, &fsdp->state.full.levels[dtrain__terms_level((unsigned)fsdp->schedule.ended)],
+                                    layout->trained);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "taking the gradients", number);
     dtrain__fsdp_page_grads(fsdp, number, 1);
@@ -50162,13 +50205,13 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
         if (cut->trained && keeps)
             dtrain__fsdp_keep_cut(fsdp, cut, last);
     }
-    fsdp->units[number].reduced = 1;
-    fsdp->units[number].backward = 0;
-    fsdp->reduced_units++;
+    fsdp->state.units[number].reduced = 1;
+    fsdp->state.units[number].backward = 0;
+    fsdp->schedule.reduced_units++;
     if (keeps && !last)
         dtrain__fsdp_page_grads(fsdp, number, 0);
     else
-        fsdp->units[number].stage = DTRAIN__FSDP_GRADS_WAITING;
+        fsdp->state.units[number].stage = DTRAIN__FSDP_GRADS_WAITING;
     dtrain__fsdp_debug_set(fsdp, number, 1, 0);
     return dtrain__fsdp_reduce_turns(fsdp);
 }
@@ -50179,7 +50222,7 @@ static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i > unit; i--)
-        if (fsdp->units[i].backward && !fsdp->units[i].held && fsdp->layout.units[i].trained > 0)
+        if (fsdp->state.units[i].backward && !fsdp->state.units[i].held && fsdp->layout.units[i].trained > 0)
             status = dtrain__fsdp_take(fsdp, i, 1);
     return status;
 }
@@ -50188,14 +50231,14 @@ static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
 static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)
-        fsdp->units[i].reduced = 0;
-    fsdp->reduced_units = 0;
+        fsdp->state.units[i].reduced = 0;
+    fsdp->schedule.reduced_units = 0;
     dtrain__fsdp_between(fsdp);
-    fsdp->ended++;
-    fsdp->just_ended = 1;
-    if (fsdp->turn < 0) {
-        fsdp->round++;
-        fsdp->turn = fsdp->layout.unit_count - 1;
+    fsdp->schedule.ended++;
+    fsdp->schedule.just_ended = 1;
+    if (fsdp->schedule.turn < 0) {
+        fsdp->schedule.round++;
+        fsdp->schedule.turn = fsdp->layout.unit_count - 1;
     }
 }
 
@@ -50204,7 +50247,7 @@ static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
-        if (fsdp->layout.units[i].trained > 0 && !fsdp->units[i].reduced)
+        if (fsdp->layout.units[i].trained > 0 && !fsdp->state.units[i].reduced)
             status = dtrain__fsdp_take(fsdp, i, 1);
     if (status == DTRAIN_OK)
         dtrain__fsdp_micro_batch_over(fsdp);
@@ -50213,7 +50256,7 @@ static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
 
 static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call)
 {
-    if (fsdp->grads == NULL)
+    if (fsdp->state.grads == NULL)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: the gradients of the last step are finished but not used on rank %d: call "
@@ -50224,8 +50267,10 @@ static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call
 /* Checks that this rank has an announced micro-batch left. Micro-batches that it joined do not count. */
 static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call)
 {
-    int computed = fsdp->ended - fsdp->joined;
-    if (computed < (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
+    int computed = fsdp->schedule.ended - fsdp->schedule.joined;
+    if (computed < (fsdp->exchange.announced >= 0 ? fsdp->exchange.announced
+                    : fsdp->desc.keep_full_grads  ? 1
+                                                  : INT_MAX))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: all %d micro-batches of this step are over on rank %d: announce as many as you compute "
@@ -50241,12 +50286,13 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
     dtrain_status status = dtrain__fsdp_check_open(fsdp, call);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->units[number].reduced)
+    if (fsdp->state.units[number].reduced)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: unit %d was reduced twice in micro-batch %d on rank %d, while %d of %d units are "
                             "missing: reduce those, or if they are unused call dtrain_%s_next first",
-                            call, number, fsdp->ended, dtrain__fsdp_rank(fsdp),
-                            fsdp->trained_units - fsdp->reduced_units, fsdp->trained_units, fsdp->ddp ? "ddp" : "fsdp");
+                            call, number, fsdp->schedule.ended, dtrain__fsdp_rank(fsdp),
+                            fsdp->schedule.trained_units - fsdp->schedule.reduced_units, fsdp->schedule.trained_units,
+                            fsdp->ddp ? "ddp" : "fsdp");
     return dtrain__fsdp_check_left(fsdp, call);
 }
 
@@ -50254,13 +50300,13 @@ static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, co
 {
     /* The parameters must have been in memory when the gradients were computed. The rule is the same on any number of
      * ranks: the unit is gathered, or was on the way down, or gathered units stay. */
-    const dtrain__fsdp_unit *unit = &fsdp->units[number];
+    const dtrain__fsdp_unit *unit = &fsdp->state.units[number];
     dtrain_strategy strategy = fsdp->desc.strategy;
     int rank = dtrain__fsdp_rank(fsdp), stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP ||
-                                                fsdp->keeps || fsdp->desc.no_reshard_after_forward;
+                                                fsdp->schedule.keeps || fsdp->desc.no_reshard_after_forward;
     if (unit->fresh && (unit->held || unit->backward || stays))
         return dtrain__fsdp_check_missing(fsdp, number, call);
-    if (!fsdp->units[number].fresh)
+    if (!fsdp->state.units[number].fresh)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: unit %d has not been gathered on rank %d since it was reduced last: call "
                             "dtrain_fsdp_gather(fsdp, %d), compute, then reduce",
@@ -50279,14 +50325,14 @@ static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const 
     dtrain_status status = dtrain__fsdp_check_reduce(fsdp, unit, call);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->units[unit].fresh = 0;
-    fsdp->just_ended = 0;
+    fsdp->state.units[unit].fresh = 0;
+    fsdp->schedule.just_ended = 0;
     status = dtrain__fsdp_left_out(fsdp, unit);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_take(fsdp, unit, 0);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_release_now(fsdp, unit);
-    if (status == DTRAIN_OK && fsdp->reduced_units == fsdp->trained_units)
+    if (status == DTRAIN_OK && fsdp->schedule.reduced_units == fsdp->schedule.trained_units)
         dtrain__fsdp_micro_batch_over(fsdp);
     return status;
 }
@@ -50310,11 +50356,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit)
 /* Leaves the unit that the pass is at, if the caller has not left it already. */
 static dtrain_status dtrain__fsdp_arrive(dtrain_fsdp *fsdp, const char *call)
 {
-    int unit = fsdp->at;
-    fsdp->at = -1;
-    if (unit < 0 || !fsdp->units[unit].held)
+    int unit = fsdp->schedule.at;
+    fsdp->schedule.at = -1;
+    if (unit < 0 || !fsdp->state.units[unit].held)
         return DTRAIN_OK;
-    return fsdp->at_backward ? dtrain__fsdp_reduce_now(fsdp, unit, call) : dtrain__fsdp_release_now(fsdp, unit);
+    return fsdp->schedule.at_backward ? dtrain__fsdp_reduce_now(fsdp, unit, call)
+                                      : dtrain__fsdp_release_now(fsdp, unit);
 }
 
 static dtrain_status dtrain__fsdp_go_to(dtrain_fsdp *fsdp, int unit, int backward, const char *call)
@@ -50322,14 +50369,15 @@ static dtrain_status dtrain__fsdp_go_to(dtrain_fsdp *fsdp, int unit, int backwar
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
     if (status != DTRAIN_OK)
         return status;
-    int turns = backward && !fsdp->at_backward && fsdp->at == unit; /* at the top: its parameters stay */
+    int turns =
+        backward && !fsdp->schedule.at_backward && fsdp->schedule.at == unit; /* at the top: its parameters stay */
     if (!turns)
         status = dtrain__fsdp_arrive(fsdp, call);
     if (status == DTRAIN_OK) /* with the direction given, going to a unit twice is no turn */
         status = dtrain__fsdp_gather_now(fsdp, unit, backward ? -1 : 1);
     if (status == DTRAIN_OK) {
-        fsdp->at = unit;
-        fsdp->at_backward = backward;
+        fsdp->schedule.at = unit;
+        fsdp->schedule.at_backward = backward;
     }
     return dtrain__fsdp_leave(fsdp, status);
 }
@@ -50350,14 +50398,14 @@ static dtrain_status dtrain__fsdp_next(dtrain_fsdp *fsdp, const char *call)
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_arrive(fsdp, call);
-    if (status == DTRAIN_OK && !fsdp->just_ended) {
+    if (status == DTRAIN_OK && !fsdp->schedule.just_ended) {
         status = dtrain__fsdp_check_open(fsdp, call);
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_check_left(fsdp, call);
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_end_micro_batch(fsdp);
     }
-    fsdp->just_ended = 0;
+    fsdp->schedule.just_ended = 0;
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -50376,16 +50424,16 @@ static dtrain_status dtrain__fsdp_join_now(dtrain_fsdp *fsdp, int adds)
         status = dtrain__fsdp_gather_now(fsdp, unit, 0);
         if (status == DTRAIN_OK && i >= units && adds && fsdp->layout.units[unit].trained > 0)
             status = dtrain__fsdp_take(fsdp, unit, 1);
-        fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+        fsdp->state.units[unit].fresh = fsdp->state.units[unit].backward = 0;
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_release_now(fsdp, unit);
     }
     if (status == DTRAIN_OK && adds) {
-        fsdp->joined++;
+        fsdp->schedule.joined++;
         dtrain__fsdp_micro_batch_over(fsdp);
     }
     if (status == DTRAIN_OK)
-        fsdp->just_ended = 0;
+        fsdp->schedule.just_ended = 0;
     return status;
 }
 
@@ -50398,15 +50446,16 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
         status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_join");
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->reduced_units > 0)
+    if (fsdp->schedule.reduced_units > 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_join: rank %d has reduced %d of %d units of this micro-batch: go on with it, "
                             "or end it with dtrain_fsdp_next",
-                            dtrain__fsdp_rank(fsdp), fsdp->reduced_units, fsdp->trained_units);
+                            dtrain__fsdp_rank(fsdp), fsdp->schedule.reduced_units, fsdp->schedule.trained_units);
     int folded;
     status = dtrain__fsdp_folded(fsdp, &folded);
     if (status == DTRAIN_OK)
-        status = dtrain__fsdp_join_now(fsdp, !fsdp->desc.keep_full_grads || fsdp->ended < (folded > 1 ? folded : 1));
+        status = dtrain__fsdp_join_now(fsdp,
+                                       !fsdp->desc.keep_full_grads || fsdp->schedule.ended < (folded > 1 ? folded : 1));
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -50425,7 +50474,7 @@ static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
 /* Leaves a unit in backward whose gradients come later. It does not count as left out. */
 static dtrain_status dtrain__fsdp_put_off(dtrain_fsdp *fsdp, int unit)
 {
-    fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+    fsdp->state.units[unit].fresh = fsdp->state.units[unit].backward = 0;
     dtrain__fsdp_page_grads(fsdp, unit, 0);
     return dtrain_fsdp_release(fsdp, unit);
 }
@@ -50495,7 +50544,7 @@ static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *h
         size_t low, n = dtrain__layout_overlap(cut->grad, cut->own_count, begin, part, &low);
         if (!cut->trained || n == 0)
             continue;
-        const float *from = fsdp->slices[i].weights + (low - cut->grad);
+        const float *from = fsdp->state.slices[i].weights + (low - cut->grad);
         status = hash != NULL ? dtrain__fsdp_drift_add(fsdp, hash, from, n)
                               : dtrain_device_squares(fsdp->device.queue, from, n, fsdp->device.drift);
     }
@@ -50559,7 +50608,8 @@ static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->param == index && cut->trained)
-            dtrain__fsdp_queued(fsdp, dtrain__fsdp_drift_add(fsdp, &hash, fsdp->slices[i].weights, cut->own_count));
+            dtrain__fsdp_queued(fsdp,
+                                dtrain__fsdp_drift_add(fsdp, &hash, fsdp->state.slices[i].weights, cut->own_count));
     }
     return dtrain__fsdp_drift_finish(&hash);
 }
@@ -50568,7 +50618,7 @@ static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)
  * rank differs. Returns a rank that has what most have. */
 static int dtrain__fsdp_drift_outliers(dtrain_fsdp *fsdp, dtrain__alike_ranks *others)
 {
-    dtrain__fsdp_note *notes = fsdp->notes;
+    dtrain__fsdp_note *notes = fsdp->exchange.notes;
     int ranks = dtrain_comm_size(fsdp->comm), shards = fsdp->layout.shards, first = -1, like;
     for (int slot = 0; slot < shards; slot++) {
         int best = 0;
@@ -50605,7 +50655,7 @@ static dtrain_status dtrain__fsdp_drift_find(dtrain_fsdp *fsdp)
         return DTRAIN_OK;
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "looking for weights that differ", -1);
-    fsdp->note.weights = dtrain__fsdp_drift_param_hash(fsdp, index);
+    fsdp->exchange.note.weights = dtrain__fsdp_drift_param_hash(fsdp, index);
     status = dtrain__fsdp_send_note(fsdp, 0);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_recv_notes(fsdp);
@@ -50625,9 +50675,9 @@ static dtrain_status dtrain__fsdp_drift_verdict(dtrain_fsdp *fsdp)
 {
     int differ = 0, shards = fsdp->layout.shards;
     for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
-        if (fsdp->notes[rank].weights == 0)
+        if (fsdp->exchange.notes[rank].weights == 0)
             return DTRAIN_OK;
-        differ |= fsdp->notes[rank].weights != fsdp->notes[rank % shards].weights;
+        differ |= fsdp->exchange.notes[rank].weights != fsdp->exchange.notes[rank % shards].weights;
     }
     fsdp->device.drift_queued = 0;
     if (differ)
@@ -50651,7 +50701,7 @@ static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
         const dtrain_param *param = &fsdp->layout.table[i];
         const float zero = 0.0f;
-        if (param->grad != NULL && !(fsdp->reserved[i] & 2))
+        if (param->grad != NULL && !(fsdp->state.reserved[i] & 2))
             dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, param->grad, &zero, sizeof zero,
                                                          dtrain_param_elements(param)));
     }
@@ -50663,7 +50713,8 @@ static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, do
     if (status != DTRAIN_OK)
         return status;
     int rank = dtrain__fsdp_rank(fsdp), ranks = dtrain_comm_size(fsdp->comm);
-    if (fsdp->announced >= 0 || fsdp->ended > 0 || fsdp->reduced_units > 0 || fsdp->grads != NULL)
+    if (fsdp->exchange.announced >= 0 || fsdp->schedule.ended > 0 || fsdp->schedule.reduced_units > 0 ||
+        fsdp->state.grads != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a step is open on rank %d: end it with %s first", call, rank,
                             fsdp->ddp ? "dtrain_ddp_finish"
                                       : "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop");
@@ -50674,15 +50725,15 @@ static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, do
                             call, micro_batches, weight, rank);
     if (fsdp->ddp)
         dtrain__fsdp_zero_grads(fsdp);
-    fsdp->begins = 1;
-    fsdp->announced = micro_batches;
-    fsdp->announcement[0] = (double)micro_batches;
-    fsdp->announcement[1] = weight;
+    fsdp->exchange.begins = 1;
+    fsdp->exchange.announced = micro_batches;
+    fsdp->exchange.announcement[0] = (double)micro_batches;
+    fsdp->exchange.announcement[1] = weight;
     if (fsdp->world != NULL)
-        status = dtrain_all_gather_async(fsdp->world, fsdp->announcement, fsdp->announcements, 2 * (size_t)ranks,
-                                         DTRAIN_F64, &fsdp->announcing);
+        status = dtrain_all_gather_async(fsdp->world, fsdp->exchange.announcement, fsdp->exchange.announcements,
+                                         2 * (size_t)ranks, DTRAIN_F64, &fsdp->exchange.announcing);
     if (status != DTRAIN_OK) {
-        fsdp->announcing = NULL;
+        fsdp->exchange.announcing = NULL;
         status = dtrain__fsdp_break(fsdp, status, "announcing a step", -1);
     }
     return dtrain__fsdp_leave(fsdp, status);
@@ -50698,8 +50749,8 @@ static dtrain_status dtrain__fsdp_end_round(dtrain_fsdp *fsdp)
 {
     int folded;
     dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
-    int end = !fsdp->desc.keep_full_grads ? fsdp->ended + 1 : folded > 1 ? folded : 1;
-    while (status == DTRAIN_OK && fsdp->ended < end)
+    int end = !fsdp->desc.keep_full_grads ? fsdp->schedule.ended + 1 : folded > 1 ? folded : 1;
+    while (status == DTRAIN_OK && fsdp->schedule.ended < end)
         status = dtrain__fsdp_end_micro_batch(fsdp);
     return status;
 }
@@ -50710,17 +50761,17 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp, int applied)
     dtrain__reducer_end_step(fsdp->reducer, applied);
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
         dtrain__fsdp_page_grads(fsdp, i, 0);
-        fsdp->units[i].reduced = fsdp->units[i].backward = 0;
+        fsdp->state.units[i].reduced = fsdp->state.units[i].backward = 0;
     }
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
-        fsdp->slices[i].grads = NULL;
-    memset(&fsdp->note, 0, sizeof fsdp->note);
-    fsdp->grads = NULL;
-    fsdp->buckets_old = 1;
-    fsdp->announced = fsdp->last = -1;
-    fsdp->ended = fsdp->round = fsdp->called = fsdp->joined = 0;
-    fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->agreed = 0;
-    fsdp->turn = fsdp->layout.unit_count - 1;
+        fsdp->state.slices[i].grads = NULL;
+    memset(&fsdp->exchange.note, 0, sizeof fsdp->exchange.note);
+    fsdp->state.grads = NULL;
+    fsdp->figures.buckets_old = 1;
+    fsdp->exchange.announced = fsdp->schedule.last = -1;
+    fsdp->schedule.ended = fsdp->schedule.round = fsdp->exchange.called = fsdp->schedule.joined = 0;
+    fsdp->schedule.reduced_units = fsdp->schedule.just_ended = fsdp->scaling.summed = fsdp->scaling.agreed = 0;
+    fsdp->schedule.turn = fsdp->layout.unit_count - 1;
     dtrain__fsdp_between(fsdp);
 }
 
@@ -50731,7 +50782,7 @@ static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
     for (int i = 0; i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_page_grads(fsdp, i, 0);
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
-        if (fsdp->units[i].fresh)
+        if (fsdp->state.units[i].fresh)
             dtrain__fsdp_page_grads(fsdp, i, 1);
         dtrain__fsdp_page_grads(fsdp, i, 0);
     }
@@ -50744,11 +50795,11 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
     dtrain_status status = dtrain__fsdp_arrive(fsdp, "dtrain_fsdp_finish");
-    int begins = fsdp->reduced_units > 0;
+    int begins = fsdp->schedule.reduced_units > 0;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_announced(fsdp);
-    fsdp->note.begun = (uint64_t)fsdp->ended + (uint64_t)begins;
-    begins |= fsdp->desc.keep_full_grads && fsdp->ended > 0;
+    fsdp->exchange.note.begun = (uint64_t)fsdp->schedule.ended + (uint64_t)begins;
+    begins |= fsdp->desc.keep_full_grads && fsdp->schedule.ended > 0;
     for (int goes_on = 1; status == DTRAIN_OK && goes_on; begins = goes_on) {
         status = begins ? dtrain__fsdp_end_round(fsdp) : DTRAIN_OK;
         if (status == DTRAIN_OK)
@@ -50757,12 +50808,12 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
             status = dtrain__fsdp_settle_and_recv(fsdp);
         goes_on = 0;
         for (int rank = 0; rank < ranks; rank++)
-            goes_on |= fsdp->notes[rank].rounds > (uint64_t)fsdp->round;
+            goes_on |= fsdp->exchange.notes[rank].rounds > (uint64_t)fsdp->schedule.round;
     }
     *most = 0;
     for (int rank = 0; rank < ranks; rank++)
-        if (fsdp->notes[rank].begun > (uint64_t)*most)
-            *most = fsdp->notes[rank].begun < INT_MAX ? (int)fsdp->notes[rank].begun : INT_MAX;
+        if (fsdp->exchange.notes[rank].begun > (uint64_t)*most)
+            *most = fsdp->exchange.notes[rank].begun < INT_MAX ? (int)fsdp->exchange.notes[rank].begun : INT_MAX;
     return status == DTRAIN_OK ? dtrain__fsdp_settle_all(fsdp) : status;
 }
 
@@ -50770,22 +50821,22 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
 static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 {
     for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
-        const dtrain__fsdp_note *note = &fsdp->notes[rank];
+        const dtrain__fsdp_note *note = &fsdp->exchange.notes[rank];
         if (note->failed)
             return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
                                 "%s: rank %d could not go on%s%.*s: its gradients are dropped on all ranks, the object "
                                 "can be used",
                                 fsdp->call, rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
     }
-    if (fsdp->freezes && !(fsdp->total_weight > 0.0))
+    if (fsdp->freezes && !(fsdp->exchange.total_weight > 0.0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: the weights of all ranks are 0, and with compress.adam m is averaged by them: give "
                             "dtrain_fsdp_begin the number of examples",
                             fsdp->call);
-    int trains = fsdp->trained_units > 0; /* trained parameters may have no elements, such as an empty part */
-    for (size_t i = 0; i < fsdp->layout.table_count && fsdp->trained_units == 0; i++)
+    int trains = fsdp->schedule.trained_units > 0; /* trained parameters may have no elements, such as an empty part */
+    for (size_t i = 0; i < fsdp->layout.table_count && fsdp->schedule.trained_units == 0; i++)
         trains |= !fsdp->layout.table[i].frozen;
-    if (trains && (most > 0 || fsdp->trained_units == 0))
+    if (trains && (most > 0 || fsdp->schedule.trained_units == 0))
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
@@ -50797,21 +50848,22 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 /* Adds up the levels and divides once. */
 static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
-    double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
+    double divisor =
+        (fsdp->exchange.total_weight > 0.0 ? fsdp->exchange.total_weight : 1.0) * (double)fsdp->scaling.loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
-    unsigned left = (unsigned)fsdp->round, low = left & (~left + 1u);
-    float *sum = fsdp->parts.levels[low > 0 ? dtrain__terms_level(low - 1) : 0]; /* no round: an empty sum */
+    unsigned left = (unsigned)fsdp->schedule.round, low = left & (~left + 1u);
+    float *sum = fsdp->state.parts.levels[low > 0 ? dtrain__terms_level(low - 1) : 0]; /* no round: an empty sum */
     dtrain__fsdp_queued(
-        fsdp, dtrain__terms_add(&fsdp->parts, left & ~low, 0, sum, sum, fsdp->layout.grads, fsdp->device.queue));
+        fsdp, dtrain__terms_add(&fsdp->state.parts, left & ~low, 0, sum, sum, fsdp->layout.grads, fsdp->device.queue));
     if (!fsdp->in_place)
         dtrain__fsdp_divide_by(fsdp, sum, divisor, fsdp->layout.grads);
-    fsdp->grads = sum;
+    fsdp->state.grads = sum;
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && fsdp->in_place)
             dtrain__fsdp_divide_by(fsdp, cut->grads, divisor, cut->count);
         if (cut->trained)
-            fsdp->slices[i].grads = fsdp->in_place ? cut->grads : sum + cut->grad;
+            fsdp->state.slices[i].grads = fsdp->in_place ? cut->grads : sum + cut->grad;
     }
     dtrain__fpmode_restore(mode);
 }
@@ -50821,11 +50873,12 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
 {
     int most = 0;
-    if (fsdp->grads != NULL)
+    if (fsdp->state.grads != NULL)
         return dtrain__fsdp_gather_end(fsdp);
-    fsdp->note.weights = fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : dtrain__fsdp_drift_hash(fsdp);
+    fsdp->exchange.note.weights =
+        fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : dtrain__fsdp_drift_hash(fsdp);
     dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
-    if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
+    if (status == DTRAIN_OK && idle && (most == 0 || fsdp->schedule.trained_units == 0))
         return DTRAIN_OK;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_gather_end(fsdp);
@@ -50847,7 +50900,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
         return status;
     status = dtrain__fsdp_finish_now(fsdp, 0);
     if (total_weight != NULL)
-        *total_weight = fsdp->total_weight;
+        *total_weight = fsdp->exchange.total_weight;
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -50857,12 +50910,12 @@ static void dtrain__fsdp_update(dtrain_fsdp *fsdp, float lr)
     fsdp->step++;
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        const dtrain_slice *slice = &fsdp->slices[i];
+        const dtrain_slice *slice = &fsdp->state.slices[i];
         dtrain_optimizer_desc desc = fsdp->optimizer;
-        float rate = lr * fsdp->lr_factors[cut->param];
+        float rate = lr * fsdp->state.lr_factors[cut->param];
         if (!cut->trained || cut->own_count == 0)
             continue;
-        desc.weight_decay = fsdp->decays[cut->param];
+        desc.weight_decay = fsdp->state.decays[cut->param];
         if (fsdp->freezes && fsdp->step > fsdp->freeze_step && !fsdp->layout.table[cut->param].dense) {
             dtrain__optimizer_adamw_frozen(slice->weights, slice->grads, slice->state[0], slice->state[1],
                                            cut->own_count, &desc, rate, fsdp->step, fsdp->freeze_step);
@@ -50883,16 +50936,16 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     dtrain_status status = DTRAIN_OK;
     int units = fsdp->layout.unit_count,
         gathers = fsdp->layout.resident && (fsdp->gathers != NULL || fsdp->layout.apart);
-    fsdp->keeps = 0;
+    fsdp->schedule.keeps = 0;
     for (int i = 0; status == DTRAIN_OK && i < units && !fsdp->layout.resident; i++) {
-        fsdp->units[i].held = fsdp->units[i].fresh = 0;
-        if (fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
+        fsdp->state.units[i].held = fsdp->state.units[i].fresh = 0;
+        if (fsdp->state.units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
             status = dtrain__fsdp_gather_drop(fsdp, i);
     }
     for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
         status = dtrain__fsdp_gather_start(fsdp, i);
     for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
-        if (fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        if (fsdp->state.units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
             status = dtrain__fsdp_gather_finish(fsdp, i);
     return status;
 }
@@ -50901,14 +50954,16 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
 static int dtrain__fsdp_overflows(dtrain_fsdp *fsdp)
 {
     int steps = fsdp->desc.loss_scale_steps > 0 ? fsdp->desc.loss_scale_steps : 2000;
-    if (!dtrain__norm_finite(&fsdp->sum)) {
-        fsdp->loss_scale = fsdp->loss_scale > 1e-30f ? fsdp->loss_scale / 2.0f : fsdp->loss_scale;
-        fsdp->good_steps = 0;
+    if (!dtrain__norm_finite(&fsdp->scaling.sum)) {
+        fsdp->scaling.loss_scale =
+            fsdp->scaling.loss_scale > 1e-30f ? fsdp->scaling.loss_scale / 2.0f : fsdp->scaling.loss_scale;
+        fsdp->scaling.good_steps = 0;
         return 1;
     }
-    if (++fsdp->good_steps == steps) {
-        fsdp->loss_scale = fsdp->loss_scale < 1e30f ? fsdp->loss_scale * 2.0f : fsdp->loss_scale;
-        fsdp->good_steps = 0;
+    if (++fsdp->scaling.good_steps == steps) {
+        fsdp->scaling.loss_scale =
+            fsdp->scaling.loss_scale < 1e30f ? fsdp->scaling.loss_scale * 2.0f : fsdp->scaling.loss_scale;
+        fsdp->scaling.good_steps = 0;
     }
     return 0;
 }
@@ -50928,7 +50983,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
                             "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
                             "dtrain_fsdp_local, then call dtrain_fsdp_publish");
     status = dtrain__fsdp_finish_now(fsdp, 0);
-    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->agreed && fsdp->comm->part)
+    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->scaling.agreed && fsdp->comm->part)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "dtrain_fsdp_step: with a loss scale all parts of a model skip a step or none does, and this "
@@ -50940,8 +50995,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     }
     if (status != DTRAIN_OK)
         return dtrain__fsdp_leave(fsdp, status);
-    fsdp->stats.skipped += (uint64_t)skip;
-    fsdp->stats.steps += (uint64_t)!skip;
+    fsdp->figures.stats.skipped += (uint64_t)skip;
+    fsdp->figures.stats.steps += (uint64_t)!skip;
     if (skip) {
         dtrain__fsdp_reset(fsdp, 0);
         return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
@@ -50957,12 +51012,12 @@ static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, cons
 {
     int most = 0;
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
-    if (status == DTRAIN_OK && fsdp->grads == NULL)
+    if (status == DTRAIN_OK && fsdp->state.grads == NULL)
         status = dtrain__fsdp_complete(fsdp, &most);
     if (status != DTRAIN_OK)
         return status;
     if (publishes)
-        dtrain__reducer_end_step(fsdp->reducer, fsdp->grads != NULL);
+        dtrain__reducer_end_step(fsdp->reducer, fsdp->state.grads != NULL);
     dtrain__fsdp_wipe(fsdp);
     return dtrain__fsdp_leave(fsdp, publishes ? dtrain__fsdp_publish_now(fsdp) : DTRAIN_OK);
 }
@@ -50981,7 +51036,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
 {
     if (fsdp == NULL || slices == NULL || count == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
-    *slices = fsdp->slices;
+    *slices = fsdp->state.slices;
     *count = fsdp->layout.cut_count;
     return DTRAIN_OK;
 }
@@ -51009,7 +51064,7 @@ DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp)
 
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
 {
-    return fsdp != NULL ? fsdp->loss_scale : 1.0f;
+    return fsdp != NULL ? fsdp->scaling.loss_scale : 1.0f;
 }
 
 DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
@@ -51018,7 +51073,7 @@ DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
     memset(&stats, 0, sizeof stats);
     if (fsdp == NULL)
         return stats;
-    stats = fsdp->stats;
+    stats = fsdp->figures.stats;
     stats.bytes = fsdp->memory.bytes;
     stats.peak_bytes = fsdp->memory.peak_bytes;
     return stats;
@@ -51027,8 +51082,8 @@ DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
 DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_bucket **buckets)
 {
     if (buckets != NULL)
-        *buckets = fsdp != NULL ? fsdp->buckets : NULL;
-    return fsdp != NULL ? fsdp->bucket_count : 0;
+        *buckets = fsdp != NULL ? fsdp->figures.buckets : NULL;
+    return fsdp != NULL ? fsdp->figures.bucket_count : 0;
 }
 
 /* ---- the length of gradients ---- */
@@ -51045,20 +51100,20 @@ static dtrain_status dtrain__fsdp_check_norm(const char *call, float max_norm)
 static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
 {
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
-    fsdp->summed = fsdp->agreed = 0;
+    fsdp->scaling.summed = fsdp->scaling.agreed = 0;
     return status == DTRAIN_OK ? dtrain__fsdp_sum_squares(fsdp) : status;
 }
 
 /* Shortens gradients to max_norm if they are longer; returns their length, by the sum of squares. */
 static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
 {
-    double length = dtrain__device_length(&fsdp->sum);
-    if (max_norm > 0.0f && dtrain__norm_finite(&fsdp->sum) && length > (double)max_norm) {
+    double length = dtrain__device_length(&fsdp->scaling.sum);
+    if (max_norm > 0.0f && dtrain__norm_finite(&fsdp->scaling.sum) && length > (double)max_norm) {
         uint64_t mode = dtrain__fpmode_enter();
         float factor = dtrain__device_ratio((double)max_norm, length);
         dtrain__fpmode_restore(mode);
-        dtrain__fsdp_queued(
-            fsdp, dtrain_device_scale(fsdp->device.queue, DTRAIN_F32, fsdp->grads, (double)factor, fsdp->layout.grads));
+        dtrain__fsdp_queued(fsdp, dtrain_device_scale(fsdp->device.queue, DTRAIN_F32, fsdp->state.grads, (double)factor,
+                                                      fsdp->layout.grads));
     }
     return length;
 }
@@ -51069,11 +51124,11 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->summed = fsdp->agreed = 0;
+    fsdp->scaling.summed = fsdp->scaling.agreed = 0;
     status = dtrain__fsdp_queue_squares(fsdp, fsdp->device.limbs);
     if (status == DTRAIN_OK)
         status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm,
-                                    (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS), fsdp->grads,
+                                    (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS), fsdp->state.grads,
                                     fsdp->layout.grads);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
 }
@@ -51098,7 +51153,7 @@ static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int cou
                                    : dtrain__fsdp_leave(fsdps[i], dtrain__fsdp_measure(fsdps[i]));
         total->dropped += status != DTRAIN_OK;
         for (int k = 0; status == DTRAIN_OK && k < DTRAIN__NORM_LIMBS; k++)
-            total->sum.limbs[k] += fsdps[i]->sum.limbs[k];
+            total->sum.limbs[k] += fsdps[i]->scaling.sum.limbs[k];
         if (status != DTRAIN_OK && first == DTRAIN_OK) {
             first = status;
             why = dtrain__thread_error;
@@ -51113,7 +51168,7 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; status == DTRAIN_OK && i < count; i++)
-        if (fsdps[i]->broken.status == DTRAIN_OK && fsdps[i]->grads != NULL)
+        if (fsdps[i]->broken.status == DTRAIN_OK && fsdps[i]->state.grads != NULL)
             status = dtrain_fsdp_drop(fsdps[i]);
     if (status != DTRAIN_OK)
         return status;
@@ -51137,7 +51192,7 @@ static dtrain_status dtrain__fsdp_clip(dtrain_fsdp *const *fsdps, int count, dtr
     if (mine != DTRAIN_OK)
         return dtrain__report(&why);
     for (int i = 0; status == DTRAIN_OK && i < count; i++) {
-        fsdps[i]->sum = total.sum;
+        fsdps[i]->scaling.sum = total.sum;
         double length = dtrain__fsdp_shorten(fsdps[i], max_norm);
         if (norm != NULL)
             *norm = length;
@@ -51181,7 +51236,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
         return DTRAIN_ERR_INVALID;
     status = dtrain__fsdp_clip(fsdps, count, model, max_norm, norm, call);
     for (int i = 0; status == DTRAIN_OK && i < count; i++)
-        fsdps[i]->agreed = 1;
+        fsdps[i]->scaling.agreed = 1;
     return status;
 }
 
@@ -51250,13 +51305,13 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
     for (size_t i = layout->units[unit].first; layout->apart && i < layout->units[unit].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if (!cut->home)
-            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
+            dtrain__fsdp_copy(fsdp, fsdp->state.masters + cut->weight, cut->data + cut->own, cut->own_count);
     }
     if (layout->device != NULL && fsdp->desc.gather_dtype != DTRAIN_F32)
         status = dtrain__fsdp_gather_stage(fsdp, unit);
     for (size_t i = layout->units[unit].first; status == DTRAIN_OK && i < layout->units[unit].end; i++)
         dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, fsdp->desc.gather_dtype, unit % 2);
-    fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather rounds by blocks */
+    fsdp->state.units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather rounds by blocks */
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -51286,7 +51341,7 @@ static dtrain_status dtrain__fsdp_forget(dtrain_fsdp *fsdp, size_t param)
 {
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < fsdp->layout.cut_count && !fsdp->layout.resident && status == DTRAIN_OK; i++) {
-        dtrain__fsdp_unit *unit = &fsdp->units[fsdp->layout.cuts[i].unit];
+        dtrain__fsdp_unit *unit = &fsdp->state.units[fsdp->layout.cuts[i].unit];
         if (fsdp->layout.cuts[i].param != param || unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT)
             continue;
         unit->stale = 1;
@@ -51364,7 +51419,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
 static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    const size_t *counts = fsdp->state.counts + index * (size_t)fsdp->layout.shards;
     size_t bytes = cut->own_count * sizeof(float);
     dtrain_device *queue = fsdp->device.queue;
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
@@ -51417,9 +51472,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
                                 "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
                                 "with dtrain_fsdp_get, or set no_reshard_after_forward",
                                 i, dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue));
-    fsdp->keeps = 1;
+    fsdp->schedule.keeps = 1;
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && !fsdp->layout.resident; i++) {
-        if (fsdp->units[i].stale)
+        if (fsdp->state.units[i].stale)
             status = dtrain__fsdp_gather_drop(fsdp, i);
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_gather_whole(fsdp, i);
@@ -51470,7 +51525,8 @@ static void dtrain__fsdp_write_event(dtrain__json_writer *json, int rank, const 
 static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, dtrain__json_writer *json)
 {
     static const char *const lanes[DTRAIN__FSDP_LANES] = {"compute", "gather", "reduce", "wait"};
-    size_t most = fsdp->desc.trace_events, first = fsdp->event_count > most ? fsdp->event_count - most : 0;
+    size_t most = fsdp->desc.trace_events,
+           first = fsdp->figures.event_count > most ? fsdp->figures.event_count - most : 0;
     int rank = dtrain__fsdp_rank(fsdp);
     char title[32];
     snprintf(title, sizeof title, "rank %d", rank);
@@ -51480,8 +51536,8 @@ static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, dtrain__json_writ
     dtrain__fsdp_write_meta(json, "process_name", rank, 0, title);
     for (int lane = 0; lane < DTRAIN__FSDP_LANES; lane++)
         dtrain__fsdp_write_meta(json, "thread_name", rank, lane, lanes[lane]);
-    for (size_t i = first; i < fsdp->event_count; i++) {
-        const dtrain__fsdp_event *event = &fsdp->events[i % most];
+    for (size_t i = first; i < fsdp->figures.event_count; i++) {
+        const dtrain__fsdp_event *event = &fsdp->figures.events[i % most];
         dtrain__json_put(json, "\n", 1); /* a line for each */
         dtrain__fsdp_write_event(json, rank, lanes[event->lane], event);
     }
@@ -51609,23 +51665,23 @@ static size_t dtrain__fsdp_plan_tables(dtrain_fsdp *fsdp, const dtrain__layout *
     size_t shards = (size_t)layout->shards, world = (size_t)ranks,
            ways = layout->device != NULL ? DTRAIN__FSDP_WAYS : 0;
 #define DTRAIN__FSDP_TAKE(type, count) (type *)dtrain__layout_take(block, &used, count, sizeof(type))
-    fsdp->units = DTRAIN__FSDP_TAKE(dtrain__fsdp_unit, units);
-    fsdp->copying = DTRAIN__FSDP_TAKE(dtrain_work *, units);
-    fsdp->reserved = DTRAIN__FSDP_TAKE(unsigned char, params);
-    fsdp->lr_factors = DTRAIN__FSDP_TAKE(float, params);
-    fsdp->decays = DTRAIN__FSDP_TAKE(float, params);
-    fsdp->counts = DTRAIN__FSDP_TAKE(size_t, cuts * shards);
-    fsdp->packed_counts = DTRAIN__FSDP_TAKE(size_t, 2 * units * shards);
-    fsdp->code_parts = DTRAIN__FSDP_TAKE(const void *, shards);
-    fsdp->code_counts = (size_t *)dtrain__layout_take(block, &used, dtrain__fsdp_code_memory(layout, desc), 1);
-    fsdp->gathering = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
-    fsdp->reducing = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
-    fsdp->slices = DTRAIN__FSDP_TAKE(dtrain_slice, cuts);
-    fsdp->aliases = DTRAIN__FSDP_TAKE(dtrain__window_alias, cuts);
-    fsdp->notes = DTRAIN__FSDP_TAKE(dtrain__fsdp_note, world);
-    fsdp->announcements = DTRAIN__FSDP_TAKE(double, 2 * world);
-    fsdp->buckets = DTRAIN__FSDP_TAKE(dtrain_bucket, 2 * units);
-    fsdp->events = DTRAIN__FSDP_TAKE(dtrain__fsdp_event, desc->trace_events);
+    fsdp->state.units = DTRAIN__FSDP_TAKE(dtrain__fsdp_unit, units);
+    fsdp->schedule.copying = DTRAIN__FSDP_TAKE(dtrain_work *, units);
+    fsdp->state.reserved = DTRAIN__FSDP_TAKE(unsigned char, params);
+    fsdp->state.lr_factors = DTRAIN__FSDP_TAKE(float, params);
+    fsdp->state.decays = DTRAIN__FSDP_TAKE(float, params);
+    fsdp->state.counts = DTRAIN__FSDP_TAKE(size_t, cuts * shards);
+    fsdp->state.packed_counts = DTRAIN__FSDP_TAKE(size_t, 2 * units * shards);
+    fsdp->codes.parts = DTRAIN__FSDP_TAKE(const void *, shards);
+    fsdp->codes.counts = (size_t *)dtrain__layout_take(block, &used, dtrain__fsdp_code_memory(layout, desc), 1);
+    fsdp->schedule.gathering = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
+    fsdp->schedule.reducing = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
+    fsdp->state.slices = DTRAIN__FSDP_TAKE(dtrain_slice, cuts);
+    fsdp->state.aliases = DTRAIN__FSDP_TAKE(dtrain__window_alias, cuts);
+    fsdp->exchange.notes = DTRAIN__FSDP_TAKE(dtrain__fsdp_note, world);
+    fsdp->exchange.announcements = DTRAIN__FSDP_TAKE(double, 2 * world);
+    fsdp->figures.buckets = DTRAIN__FSDP_TAKE(dtrain_bucket, 2 * units);
+    fsdp->figures.events = DTRAIN__FSDP_TAKE(dtrain__fsdp_event, desc->trace_events);
     for (size_t way = 0; way < ways; way++)
         fsdp->device.works[way] = DTRAIN__FSDP_TAKE(dtrain_device_work *, units);
 #undef DTRAIN__FSDP_TAKE
@@ -51921,12 +51977,12 @@ static void dtrain__fsdp_group_params(dtrain_fsdp *fsdp)
         const dtrain_param_group *group = NULL;
         for (size_t k = fsdp->desc.group_count; k-- > 0;)
             group = dtrain__fsdp_fits(fsdp->desc.groups[k].name, param->name) ? &fsdp->desc.groups[k] : group;
-        fsdp->lr_factors[i] = group != NULL && group->lr_factor > 0.0f ? group->lr_factor : 1.0f;
-        fsdp->decays[i] = fsdp->optimizer.weight_decay;
+        fsdp->state.lr_factors[i] = group != NULL && group->lr_factor > 0.0f ? group->lr_factor : 1.0f;
+        fsdp->state.decays[i] = fsdp->optimizer.weight_decay;
         if (group != NULL && group->weight_decay > 0.0f)
-            fsdp->decays[i] = group->weight_decay;
+            fsdp->state.decays[i] = group->weight_decay;
         if (param->no_decay || (group != NULL && group->no_decay))
-            fsdp->decays[i] = 0.0f;
+            fsdp->state.decays[i] = 0.0f;
     }
 }
 
@@ -51935,7 +51991,7 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
     const dtrain_param *param = &fsdp->layout.table[cut->param];
-    dtrain_slice *slice = &fsdp->slices[index];
+    dtrain_slice *slice = &fsdp->state.slices[index];
     size_t floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
     slice->name = param->name;
     slice->dtype = param->dtype;
@@ -51945,18 +52001,19 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     slice->unit = cut->unit;
     slice->begin = cut->own;
     slice->count = cut->own_count;
-    slice->no_decay = fsdp->decays[cut->param] == 0.0f;
+    slice->no_decay = fsdp->state.decays[cut->param] == 0.0f;
     slice->weights = dtrain__fsdp_own(fsdp, cut);
     slice->device = fsdp->device.queue;
     for (size_t k = 0; cut->trained && k < floats; k++)
-        slice->state[k] = fsdp->state + k * fsdp->layout.grads + cut->grad;
+        slice->state[k] = fsdp->state.arrays + k * fsdp->layout.grads + cut->grad;
     for (int shard = 0; shard < fsdp->layout.shards; shard++) {
         size_t own;
-        fsdp->counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
+        fsdp->state.counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
             dtrain__layout_part(&fsdp->layout, cut, shard, &own);
         for (int grads = 0; grads <= cut->trained && cut->packed; grads++)
-            fsdp->packed_counts[(2 * (size_t)cut->unit + (size_t)grads) * (size_t)fsdp->layout.shards +
-                                (size_t)shard] += dtrain__layout_part(&fsdp->layout, cut, shard, &own);
+            fsdp->state
+                .packed_counts[(2 * (size_t)cut->unit + (size_t)grads) * (size_t)fsdp->layout.shards + (size_t)shard] +=
+                dtrain__layout_part(&fsdp->layout, cut, shard, &own);
     }
 }
 
@@ -51975,18 +52032,18 @@ static size_t dtrain__fsdp_slice_pages(const dtrain_fsdp *fsdp, unsigned char *b
             continue;
         if (base != NULL) {
             dtrain__window_alias alias = {(uintptr_t)(base + begin), stop - begin, place};
-            if (dtrain__os_alias(fsdp->window + place, base + begin, stop - begin) != 0)
+            if (dtrain__os_alias(fsdp->state.window + place, base + begin, stop - begin) != 0)
                 break;
             if (count > 0 && begin == end)
-                fsdp->aliases[count - 1].bytes += stop - begin;
+                fsdp->state.aliases[count - 1].bytes += stop - begin;
             else
-                fsdp->aliases[count++] = alias;
+                fsdp->state.aliases[count++] = alias;
         }
         place += stop - begin;
         end = stop;
     }
     if (count > 0)
-        dtrain__window_map(fsdp->window, fsdp->aliases, count);
+        dtrain__window_map(fsdp->state.window, fsdp->state.aliases, count);
     return place;
 }
 
@@ -52001,27 +52058,27 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
         status = dtrain__fsdp_plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp),
                                         &fsdp->memory, &plan);
     for (size_t i = 0; i < layout->table_count; i++)
-        any |= fsdp->reserved[i];
+        any |= fsdp->state.reserved[i];
     for (int grads = 0; status == DTRAIN_OK && grads < 2; grads++)
-        status = dtrain__pages_create(&fsdp->pages[grads], any >> grads & 1 ? layout->reserved : 0,
+        status = dtrain__pages_create(&fsdp->state.pages[grads], any >> grads & 1 ? layout->reserved : 0,
                                       grads ? plan.full_grads : plan.full_weights, grads, &fsdp->memory);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->window != NULL)
-        dtrain__fsdp_slice_pages(fsdp, fsdp->pages[0].base);
+    if (fsdp->state.window != NULL)
+        dtrain__fsdp_slice_pages(fsdp, fsdp->state.pages[0].base);
     for (size_t i = 0; i < layout->table_count; i++) {
-        if (fsdp->reserved[i] & 1)
-            layout->table[i].data = fsdp->pages[0].base + layout->offsets[i];
-        if (fsdp->reserved[i] & 2)
-            layout->table[i].grad = fsdp->pages[1].base + layout->offsets[i];
+        if (fsdp->state.reserved[i] & 1)
+            layout->table[i].data = fsdp->state.pages[0].base + layout->offsets[i];
+        if (fsdp->state.reserved[i] & 2)
+            layout->table[i].grad = fsdp->state.pages[1].base + layout->offsets[i];
     }
     for (size_t i = 0; i < layout->cut_count; i++)
         for (int grads = 0; grads <= layout->cuts[i].trained; grads++) { /* pages that are never dropped */
             const dtrain__layout_cut *cut = &layout->cuts[i];
             size_t at, count = dtrain__layout_staying(cut, grads, &at);
             size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
-            if (fsdp->reserved[cut->param] & (1 << grads))
-                dtrain__pages_take(&fsdp->pages[grads], begin, count * sizeof(float));
+            if (fsdp->state.reserved[cut->param] & (1 << grads))
+                dtrain__pages_take(&fsdp->state.pages[grads], begin, count * sizeof(float));
         }
     return DTRAIN_OK;
 }
@@ -52033,7 +52090,7 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < layout->table_count; i++) {
         dtrain_param *param = &layout->table[i];
         param->grad = param->frozen ? NULL : param->grad;
-        fsdp->reserved[i] = (unsigned char)((param->data == NULL) | (!param->frozen && param->grad == NULL) << 1);
+        fsdp->state.reserved[i] = (unsigned char)((param->data == NULL) | (!param->frozen && param->grad == NULL) << 1);
     }
     dtrain_status status =
         fsdp->device.queue != NULL ? dtrain__fsdp_device_reserve(fsdp) : dtrain__fsdp_cpu_reserve(fsdp);
@@ -52074,10 +52131,10 @@ static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
     if (memory == NULL)
         return dtrain__fsdp_no_memory(fsdp);
     dtrain__memory_count(&fsdp->memory, shares ? bytes : 0);
-    fsdp->window = shares ? (unsigned char *)memory : NULL;
-    fsdp->stages = (float *)(void *)((unsigned char *)memory + slices);
-    fsdp->masters = fsdp->stages + stages;
-    fsdp->parts.levels[0] = fsdp->masters + masters;
+    fsdp->state.window = shares ? (unsigned char *)memory : NULL;
+    fsdp->state.stages = (float *)(void *)((unsigned char *)memory + slices);
+    fsdp->state.masters = fsdp->state.stages + stages;
+    fsdp->state.parts.levels[0] = fsdp->state.masters + masters;
     return DTRAIN_OK;
 }
 
@@ -52090,11 +52147,11 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     dtrain_status status = dtrain__fsdp_allocate_shared(fsdp); /* first, as it takes all ranks */
     if (status != DTRAIN_OK)
         return status;
-    fsdp->tables = (unsigned char *)dtrain__alloc(&fsdp->memory, bytes);
-    dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, fsdp->tables);
-    fsdp->staged[0] = fsdp->staged[1] = -1;
-    fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
-    if (fsdp->tables == NULL || fsdp->state == NULL)
+    fsdp->state.tables = (unsigned char *)dtrain__alloc(&fsdp->memory, bytes);
+    dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, fsdp->state.tables);
+    fsdp->schedule.staged[0] = fsdp->schedule.staged[1] = -1;
+    fsdp->state.arrays = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
+    if (fsdp->state.tables == NULL || fsdp->state.arrays == NULL)
         return dtrain__fsdp_no_memory(fsdp);
     return dtrain__fsdp_reserve(fsdp);
 }
@@ -52105,19 +52162,19 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     dtrain__layout *layout = &fsdp->layout;
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < layout->table_count && fsdp->world != NULL && !fsdp->desc.no_broadcast; i++)
-        if (status == DTRAIN_OK && !(fsdp->reserved[i] & 1))
+        if (status == DTRAIN_OK && !(fsdp->state.reserved[i] & 1))
             status = dtrain__fsdp_broadcast(fsdp, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
                                             layout->table[i].dtype);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
-        if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
+        if ((fsdp->state.reserved[cut->param] & 1) || cut->count == 0)
             continue;
         if (layout->apart && !cut->home)
-            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
+            dtrain__fsdp_copy(fsdp, fsdp->state.masters + cut->weight, cut->data + cut->own, cut->own_count);
         dtrain__fsdp_round(fsdp, cut->data, cut->count, fsdp->desc.gather_dtype, cut->unit % 2);
     }
     for (int i = 0; i < layout->unit_count; i++) {
-        fsdp->trained_units += layout->units[i].trained > 0;
+        fsdp->schedule.trained_units += layout->units[i].trained > 0;
         if (layout->resident)
             dtrain__fsdp_page_weights(fsdp, i, 1);
     }
@@ -52159,7 +52216,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
         dtrain__fsdp_describe(fsdp, i);
     fsdp->desc.groups = NULL;
     fsdp->desc.compress = NULL;
-    fsdp->scattering = fsdp->bucket = fsdp->at = -1;
+    fsdp->schedule.scattering = fsdp->schedule.bucket = fsdp->schedule.at = -1;
     dtrain__fsdp_debug_share(fsdp);
     dtrain__fsdp_zero_grads(fsdp);
     dtrain__fsdp_reset(fsdp, 0);
@@ -52221,7 +52278,7 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug);
     made->ddp = how == DTRAIN__FSDP_OF_DDP;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
-    made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
+    made->scaling.loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
     made->freezes = made->desc.compress != NULL && made->desc.compress->adam;
     made->freeze_step = made->freezes ? made->desc.compress->feedback.start_step : 0;
     if (how != DTRAIN__FSDP_CREATED && checked == DTRAIN_OK) {
@@ -52324,34 +52381,35 @@ static void dtrain__fsdp_cancel(dtrain_fsdp *fsdp, dtrain_work **work, int64_t u
 static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 {
     int64_t until_ns = dtrain__os_now_ns() + DTRAIN__FSDP_GRACE_NS;
-    dtrain__fsdp_cancel(fsdp, &fsdp->announcing, until_ns);
-    dtrain__fsdp_cancel(fsdp, &fsdp->exchanging, until_ns);
-    for (size_t i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.cut_count; i++) {
-        dtrain__fsdp_cancel(fsdp, &fsdp->gathering[i], until_ns);
-        dtrain__fsdp_cancel(fsdp, &fsdp->reducing[i], until_ns);
+    dtrain__fsdp_cancel(fsdp, &fsdp->exchange.announcing, until_ns);
+    dtrain__fsdp_cancel(fsdp, &fsdp->exchange.exchanging, until_ns);
+    for (size_t i = 0;
+         fsdp->schedule.gathering != NULL && fsdp->schedule.reducing != NULL && i < fsdp->layout.cut_count; i++) {
+        dtrain__fsdp_cancel(fsdp, &fsdp->schedule.gathering[i], until_ns);
+        dtrain__fsdp_cancel(fsdp, &fsdp->schedule.reducing[i], until_ns);
     }
-    for (int i = 0; fsdp->copying != NULL && i < fsdp->layout.unit_count; i++)
-        dtrain__fsdp_cancel(fsdp, &fsdp->copying[i], until_ns);
+    for (int i = 0; fsdp->schedule.copying != NULL && i < fsdp->layout.unit_count; i++)
+        dtrain__fsdp_cancel(fsdp, &fsdp->schedule.copying[i], until_ns);
     dtrain__reducer_destroy(fsdp->reducer, until_ns);
 }
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
     dtrain_allocator *memory = &fsdp->memory, last;
-    dtrain__free(memory, fsdp->tables);
-    if (fsdp->window != NULL)
-        dtrain_comm_free(fsdp->window);
+    dtrain__free(memory, fsdp->state.tables);
+    if (fsdp->state.window != NULL)
+        dtrain_comm_free(fsdp->state.window);
     else
-        dtrain__fsdp_release(fsdp, fsdp->stages);
-    dtrain__fsdp_release(fsdp, fsdp->state);
+        dtrain__fsdp_release(fsdp, fsdp->state.stages);
+    dtrain__fsdp_release(fsdp, fsdp->state.arrays);
     for (int i = 0; i < DTRAIN__TERMS_LEVELS; i++) {
         if (i > 0)
-            dtrain__fsdp_release(fsdp, fsdp->parts.levels[i]);
-        dtrain__fsdp_release(fsdp, fsdp->full.levels[i]);
+            dtrain__fsdp_release(fsdp, fsdp->state.parts.levels[i]);
+        dtrain__fsdp_release(fsdp, fsdp->state.full.levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
-    dtrain__pages_destroy(&fsdp->pages[0]);
-    dtrain__pages_destroy(&fsdp->pages[1]);
+    dtrain__pages_destroy(&fsdp->state.pages[0]);
+    dtrain__pages_destroy(&fsdp->state.pages[1]);
     dtrain__layout_destroy(&fsdp->layout, memory);
     last = *memory;
     dtrain__free(&last, fsdp);
@@ -52385,7 +52443,7 @@ static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__l
 {
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = 0; i < layout->cut_count; i++) {
-        const dtrain_slice *slice = &fsdp->slices[i];
+        const dtrain_slice *slice = &fsdp->state.slices[i];
         const dtrain_param *param = &layout->table[layout->cuts[i].param];
         if (slice->dtype != DTRAIN_F32 || (which >= 0 && !layout->cuts[i].trained))
             continue;
@@ -52425,8 +52483,8 @@ static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__
     dtrain__reducer_list(fsdp->reducer, &fsdp->layout, dtrain__fsdp_rank(fsdp), lister);
     dtrain__state_tell(lister, &fsdp->optimizer, fsdp->step);
     if (fsdp->desc.loss_scale > 0.0f) {
-        dtrain__pieces_tell_f64(lister, "loss_scale", (double)fsdp->loss_scale, 0);
-        dtrain__pieces_tell_u64(lister, "good_steps", (uint64_t)fsdp->good_steps, 0);
+        dtrain__pieces_tell_f64(lister, "loss_scale", (double)fsdp->scaling.loss_scale, 0);
+        dtrain__pieces_tell_u64(lister, "good_steps", (uint64_t)fsdp->scaling.good_steps, 0);
     }
     return DTRAIN_OK;
 }
@@ -52445,8 +52503,8 @@ static dtrain_status dtrain__fsdp_state_loading(const dtrain_pieces *list, int t
 static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
-    uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->good_steps;
-    double scale = (double)fsdp->loss_scale;
+    uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->scaling.good_steps;
+    double scale = (double)fsdp->scaling.loss_scale;
     if (lister->failed) /* the weights are undefined until the next load */
         return dtrain__reducer_loaded(fsdp->reducer, lister);
     dtrain_status status = dtrain_fsdp_publish(fsdp);
@@ -52465,8 +52523,8 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "checkpoint: loss_scale is %g, expected a number above 0: load another checkpoint", scale);
     if (fsdp->desc.loss_scale > 0.0f) {
-        fsdp->loss_scale = (float)scale;
-        fsdp->good_steps = (int)good_steps;
+        fsdp->scaling.loss_scale = (float)scale;
+        fsdp->scaling.good_steps = (int)good_steps;
     }
     return DTRAIN_OK;
 }
@@ -52496,7 +52554,7 @@ static dtrain_fsdp *dtrain__ddp_fsdp(const dtrain_ddp *ddp)
 /* Begins a call between begin and finish. */
 static dtrain_status dtrain__ddp_enter(dtrain_fsdp *fsdp, const char *call, int unit)
 {
-    if (fsdp != NULL && fsdp->announced < 0)
+    if (fsdp != NULL && fsdp->exchange.announced < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: no step is open: call dtrain_ddp_begin first", call);
     return dtrain__fsdp_enter(fsdp, call, unit);
 }
@@ -52512,8 +52570,8 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
     dtrain_status status = dtrain__ddp_enter(fsdp, "dtrain_ddp_reduce", unit);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->units[unit].fresh = 1; /* DDP's parameters are always there */
-    int last = fsdp->ended + 1 >= fsdp->announced;
+    fsdp->state.units[unit].fresh = 1; /* DDP's parameters are always there */
+    int last = fsdp->schedule.ended + 1 >= fsdp->exchange.announced;
     status = dtrain__fsdp_reduce_now(fsdp, unit, "dtrain_ddp_reduce");
     if (status == DTRAIN_OK && last)
         dtrain__fsdp_debug_note(fsdp, unit);
@@ -52530,27 +52588,27 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
 {
     dtrain_fsdp *fsdp = dtrain__ddp_fsdp(ddp);
     dtrain_status status = dtrain__ddp_enter(fsdp, "dtrain_ddp_finish", 0);
-    if (fsdp == NULL || fsdp->announced < 0)
+    if (fsdp == NULL || fsdp->exchange.announced < 0)
         return status;
-    int begun = fsdp->ended + (fsdp->reduced_units > 0);
-    if (status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
+    int begun = fsdp->schedule.ended + (fsdp->schedule.reduced_units > 0);
+    if (status == DTRAIN_OK && fsdp->schedule.trained_units > 0 && begun < fsdp->exchange.announced)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_ddp_finish: %d of %d micro-batches were reduced on rank %d: reduce the rest, or "
                             "call dtrain_ddp_next for those that used no unit",
-                            begun, fsdp->announced, dtrain__fsdp_rank(fsdp));
+                            begun, fsdp->exchange.announced, dtrain__fsdp_rank(fsdp));
     dtrain__fsdp_debug_compare_all(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_finish_now(fsdp, 1);
     if (total_weight != NULL)
-        *total_weight = fsdp->total_weight;
-    for (size_t i = 0; status == DTRAIN_OK && fsdp->grads != NULL && i < fsdp->layout.cut_count; i++) {
+        *total_weight = fsdp->exchange.total_weight;
+    for (size_t i = 0; status == DTRAIN_OK && fsdp->state.grads != NULL && i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && cut->count > 0)
-            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->slices[i].grads, cut->count);
+            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->state.slices[i].grads, cut->count);
     }
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp, 1);
-    fsdp->announced = -1; /* the step is closed, also after an error */
+    fsdp->exchange.announced = -1; /* the step is closed, also after an error */
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -52560,7 +52618,7 @@ DTRAIN_API dtrain_status dtrain_ddp_drop(dtrain_ddp *ddp)
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_drop", 0);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->announced >= 0)
+    if (fsdp->exchange.announced >= 0)
         return dtrain__fsdp_abandon(fsdp, 0, "dtrain_ddp_drop");
     dtrain__reducer_undo(fsdp->reducer);
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);

@@ -17,7 +17,7 @@ static dtrain_fsdp *dtrain__ddp_fsdp(const dtrain_ddp *ddp)
 /* Begins a call between begin and finish. */
 static dtrain_status dtrain__ddp_enter(dtrain_fsdp *fsdp, const char *call, int unit)
 {
-    if (fsdp != NULL && fsdp->announced < 0)
+    if (fsdp != NULL && fsdp->exchange.announced < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: no step is open: call dtrain_ddp_begin first", call);
     return dtrain__fsdp_enter(fsdp, call, unit);
 }
@@ -33,8 +33,8 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
     dtrain_status status = dtrain__ddp_enter(fsdp, "dtrain_ddp_reduce", unit);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->units[unit].fresh = 1; /* DDP's parameters are always there */
-    int last = fsdp->ended + 1 >= fsdp->announced;
+    fsdp->state.units[unit].fresh = 1; /* DDP's parameters are always there */
+    int last = fsdp->schedule.ended + 1 >= fsdp->exchange.announced;
     status = dtrain__fsdp_reduce_now(fsdp, unit, "dtrain_ddp_reduce");
     if (status == DTRAIN_OK && last)
         dtrain__fsdp_debug_note(fsdp, unit);
@@ -51,27 +51,27 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
 {
     dtrain_fsdp *fsdp = dtrain__ddp_fsdp(ddp);
     dtrain_status status = dtrain__ddp_enter(fsdp, "dtrain_ddp_finish", 0);
-    if (fsdp == NULL || fsdp->announced < 0)
+    if (fsdp == NULL || fsdp->exchange.announced < 0)
         return status;
-    int begun = fsdp->ended + (fsdp->reduced_units > 0);
-    if (status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
+    int begun = fsdp->schedule.ended + (fsdp->schedule.reduced_units > 0);
+    if (status == DTRAIN_OK && fsdp->schedule.trained_units > 0 && begun < fsdp->exchange.announced)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_ddp_finish: %d of %d micro-batches were reduced on rank %d: reduce the rest, or "
                             "call dtrain_ddp_next for those that used no unit",
-                            begun, fsdp->announced, dtrain__fsdp_rank(fsdp));
+                            begun, fsdp->exchange.announced, dtrain__fsdp_rank(fsdp));
     dtrain__fsdp_debug_compare_all(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_finish_now(fsdp, 1);
     if (total_weight != NULL)
-        *total_weight = fsdp->total_weight;
-    for (size_t i = 0; status == DTRAIN_OK && fsdp->grads != NULL && i < fsdp->layout.cut_count; i++) {
+        *total_weight = fsdp->exchange.total_weight;
+    for (size_t i = 0; status == DTRAIN_OK && fsdp->state.grads != NULL && i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && cut->count > 0)
-            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->slices[i].grads, cut->count);
+            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->state.slices[i].grads, cut->count);
     }
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp, 1);
-    fsdp->announced = -1; /* the step is closed, also after an error */
+    fsdp->exchange.announced = -1; /* the step is closed, also after an error */
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -81,7 +81,7 @@ DTRAIN_API dtrain_status dtrain_ddp_drop(dtrain_ddp *ddp)
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_drop", 0);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->announced >= 0)
+    if (fsdp->exchange.announced >= 0)
         return dtrain__fsdp_abandon(fsdp, 0, "dtrain_ddp_drop");
     dtrain__reducer_undo(fsdp->reducer);
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);

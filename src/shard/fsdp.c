@@ -97,6 +97,81 @@ typedef struct dtrain__fsdp_note {
     uint64_t weights; /* a hash of a part of them; 0: none */
 } dtrain__fsdp_note;
 
+/* What an object keeps in memory for its layout. */
+typedef struct dtrain__fsdp_state {
+    dtrain__pages pages[2]; /* of parameters, of gradients */
+    unsigned char *tables;  /* the block of all tables with an entry a unit, cut, parameter, shard or rank */
+    dtrain__fsdp_unit *units;
+    unsigned char *reserved;       /* a parameter's: 1: its data, 2: its gradient lies in pages */
+    float *lr_factors, *decays;    /* a parameter's */
+    size_t *counts;                /* a cut's: every rank's part */
+    size_t *packed_counts;         /* a unit's: every rank's part of its small ranges, then of those trained */
+    float *stages;                 /* where small ranges are packed, on a device whole units. Its block also has
+                                    * masters and the first level of parts */
+    unsigned char *window;         /* that block is of dtrain_comm_alloc, and begins with pages of slices; or NULL */
+    dtrain__window_alias *aliases; /* where those pages are mapped too */
+    dtrain_slice *slices;          /* a cut's */
+    float *masters, *arrays;       /* arrays: the optimizer's */
+    dtrain__terms parts;           /* sums of micro-batches, this rank's parts */
+    dtrain__terms full;            /* the same in full, with keep_full_grads */
+    float *grads;                  /* after finish; NULL: not finished */
+} dtrain__fsdp_state;
+
+/* Of quantised ranges: see >>fsdp-quantise. */
+typedef struct dtrain__fsdp_codes {
+    size_t *counts;
+    float *scratch;
+    unsigned char *stages;
+    const void **parts; /* a rank's */
+} dtrain__fsdp_codes;
+
+/* Where a step is, and what is under way. */
+typedef struct dtrain__fsdp_schedule {
+    dtrain_work **gathering, **reducing; /* a cut's */
+    dtrain_work **copying;               /* a unit's */
+    int staged[2];                       /* the units whose parameters are in the stages; -1: none */
+    uint64_t clock;
+    int last;                                /* the unit gathered last; -1: none in this step */
+    int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
+    int keeps;                               /* nothing is dropped until the step */
+    int trained_units, reduced_units, ended; /* units with gradients; reduced ones of them; ended micro-batches */
+    int just_ended;                          /* no unit reduced and no pass begun since the last micro-batch ended */
+    int turn;                                /* the unit whose reduction is next */
+    int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
+    int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
+    int round;                               /* rounds that have begun and ended: see dtrain__fsdp_note */
+    int joined;                              /* ended micro-batches without data of this rank */
+} dtrain__fsdp_schedule;
+
+/* What ranks tell each other in a step. */
+typedef struct dtrain__fsdp_exchange {
+    int announced; /* micro-batches; -1: begin was not called */
+    int begins;    /* begin was called once */
+    int most;      /* the most micro-batches that a rank has announced */
+    double announcement[2], *announcements, total_weight;
+    dtrain_work *announcing;
+    dtrain__fsdp_note note, sent_note, *notes;
+    dtrain_work *exchanging;
+    int called; /* rounds of which this rank has told the others whether it begins them */
+} dtrain__fsdp_exchange;
+
+typedef struct dtrain__fsdp_scaling {
+    dtrain__norm sum;   /* of squares, valid if summed */
+    int summed, agreed; /* agreed: the sum is that of all parts of the model */
+    float loss_scale;
+    int good_steps;
+} dtrain__fsdp_scaling;
+
+typedef struct dtrain__fsdp_figures {
+    dtrain_bucket *buckets; /* of the last step: at most twice as many as units */
+    size_t bucket_count;
+    int buckets_old; /* the next bucket of this step replaces them all */
+    dtrain_fsdp_stats stats;
+    dtrain__fsdp_event *events;
+    size_t event_count;
+    int64_t left_ns; /* when the last call returned */
+} dtrain__fsdp_figures;
+
 struct dtrain_fsdp {
     const char *call;               /* the last public call */
     dtrain_comm *comm;              /* the caller's */
@@ -107,67 +182,20 @@ struct dtrain_fsdp {
     dtrain_allocator memory;
     dtrain_fsdp_desc desc;
     dtrain_optimizer_desc optimizer;
+    uint64_t step, freeze_step;
+    int freezes;     /* 1-bit Adam: v is frozen after freeze_step steps */
+    int ddp;         /* it is a DDP's */
+    int in_place;    /* gradients are reduced and divided in the caller's memory */
+    uint64_t checks; /* parts of the weights that were found alike */
     dtrain__layout layout;
-    dtrain__pages pages[2]; /* of parameters, of gradients */
-    unsigned char *tables;  /* the block of the tables below with an entry a unit, cut, parameter, shard or rank */
-    dtrain__fsdp_unit *units;
-    unsigned char *reserved;       /* a parameter's: 1: its data, 2: its gradient lies in pages */
-    float *lr_factors, *decays;    /* a parameter's */
-    size_t *counts;                /* a cut's: every rank's part */
-    size_t *packed_counts;         /* a unit's: every rank's part of its small ranges, then of those trained */
-    float *stages;                 /* where small ranges are packed, on a device whole units. Its block also has
-                                    * masters and the first level */
-    unsigned char *window;         /* that block is of dtrain_comm_alloc, and begins with pages of slices; or NULL */
-    dtrain__window_alias *aliases; /* where those pages are mapped too */
-    int staged[2];                 /* the units whose parameters are there; -1: none */
-    dtrain_work **gathering, **reducing; /* a cut's */
-    dtrain_work **copying;               /* a unit's */
-    size_t *code_counts;                 /* of quantised ranges: see >>fsdp-quantise; the stages follow */
-    float *code_scratch;
-    unsigned char *code_stages;
-    const void **code_parts;  /* a rank's */
-    dtrain__reducer *reducer; /* sends compressed sums; NULL: nothing is compressed */
-    dtrain_bucket *buckets;   /* of the last step: at most twice as many as units */
-    size_t bucket_count;
-    int buckets_old;      /* the next bucket of this step replaces them all */
-    dtrain_slice *slices; /* a cut's */
-    float *masters, *state;
-    dtrain__terms parts; /* sums of micro-batches, this rank's parts */
-    dtrain__terms full;  /* the same in full, with keep_full_grads */
-    float *grads;        /* after finish; NULL: not finished */
-    uint64_t clock, step;
-    uint64_t checks;                         /* parts of the weights that were found alike */
-    int last;                                /* the unit gathered last; -1: none in this step */
-    int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
-    int keeps;                               /* nothing is dropped until the step */
-    int ddp;                                 /* it is a DDP's */
-    int in_place;                            /* gradients are reduced and divided in the caller's memory */
-    int trained_units, reduced_units, ended; /* units with gradients; reduced ones of them; ended micro-batches */
-    int just_ended;                          /* no unit reduced and no pass begun since the last micro-batch ended */
-    int turn;                                /* the unit whose reduction is next */
-    int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
-    int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
-    int round;                               /* rounds that have begun and ended: see dtrain__fsdp_note */
-    int joined;                              /* ended micro-batches without data of this rank */
-    int announced;                           /* micro-batches; -1: begin was not called */
-    int begins;                              /* begin was called once */
-    int most;                                /* the most micro-batches that a rank has announced */
-    double announcement[2], *announcements, total_weight;
-    int freezes; /* 1-bit Adam: v is frozen after freeze_step steps */
-    uint64_t freeze_step;
-    dtrain_work *announcing;
-    dtrain__fsdp_note note, sent_note, *notes;
-    dtrain_work *exchanging;
-    int called;         /* rounds of which this rank has told the others whether it begins them */
-    dtrain__norm sum;   /* of squares, valid if summed */
-    int summed, agreed; /* agreed: the sum is that of all parts of the model */
-    float loss_scale;
-    int good_steps;
-    dtrain_fsdp_stats stats;
-    dtrain__fsdp_event *events;
-    size_t event_count;
-    int64_t left_ns; /* when the last call returned */
+    dtrain__fsdp_state state;
+    dtrain__fsdp_codes codes;
+    dtrain__fsdp_schedule schedule;
+    dtrain__fsdp_exchange exchange;
+    dtrain__fsdp_scaling scaling;
+    dtrain__fsdp_figures figures;
     dtrain__fsdp_device device;
+    dtrain__reducer *reducer;    /* sends compressed sums; NULL: nothing is compressed */
     struct dtrain__guard *guard; /* of watched memory, see >>fsdp-debug; NULL: nothing is watched */
     uint64_t *left; /* a cut's: a hash of its gradients after a DDP's reduce; 0: they may be written. NULL: nothing is
                      * compared */
@@ -184,7 +212,7 @@ static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, in
 {
     if (fsdp->desc.trace_events == 0 || end_ns <= begin_ns)
         return;
-    dtrain__fsdp_event *event = &fsdp->events[fsdp->event_count++ % fsdp->desc.trace_events];
+    dtrain__fsdp_event *event = &fsdp->figures.events[fsdp->figures.event_count++ % fsdp->desc.trace_events];
     event->lane = lane;
     event->unit = unit;
     event->begin_ns = begin_ns;
@@ -195,27 +223,27 @@ static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, in
 /* Counts a bucket that was sent. Its event is the last one. A step of several micro-batches sends it several times. */
 static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_t dense, uint64_t sent, int64_t ns)
 {
-    dtrain_bucket *bucket = fsdp->buckets, *end;
-    if (fsdp->buckets_old)
-        fsdp->bucket_count = 0;
-    fsdp->buckets_old = 0;
-    for (end = bucket + fsdp->bucket_count; bucket < end; bucket++)
+    dtrain_bucket *bucket = fsdp->figures.buckets, *end;
+    if (fsdp->figures.buckets_old)
+        fsdp->figures.bucket_count = 0;
+    fsdp->figures.buckets_old = 0;
+    for (end = bucket + fsdp->figures.bucket_count; bucket < end; bucket++)
         if (bucket->first_unit == first && bucket->last_unit == last)
             break;
     if (bucket == end) {
         memset(bucket, 0, sizeof *bucket);
         bucket->first_unit = first;
         bucket->last_unit = last;
-        fsdp->bucket_count++;
+        fsdp->figures.bucket_count++;
     }
     bucket->dense_bytes += dense;
     bucket->sent_bytes += sent;
     bucket->ns += ns;
-    fsdp->stats.dense_bytes += dense;
-    fsdp->stats.sent_bytes += sent;
-    if (fsdp->desc.trace_events == 0 || fsdp->event_count == 0)
+    fsdp->figures.stats.dense_bytes += dense;
+    fsdp->figures.stats.sent_bytes += sent;
+    if (fsdp->desc.trace_events == 0 || fsdp->figures.event_count == 0)
         return;
-    dtrain__fsdp_event *event = &fsdp->events[(fsdp->event_count - 1) % fsdp->desc.trace_events];
+    dtrain__fsdp_event *event = &fsdp->figures.events[(fsdp->figures.event_count - 1) % fsdp->desc.trace_events];
     if (event->lane == DTRAIN__FSDP_LANE_REDUCE) {
         event->dense_bytes += dense;
         event->sent_bytes += sent;
@@ -270,10 +298,11 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
  * make the gathers and reductions that the others make. */
 static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
 {
-    if (fsdp == NULL || fsdp->note.failed)
+    if (fsdp == NULL || fsdp->exchange.note.failed)
         return;
-    fsdp->note.failed = 1;
-    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
+    fsdp->exchange.note.failed = 1;
+    snprintf(fsdp->exchange.note.why, sizeof fsdp->exchange.note.why, "%.*s", DTRAIN__FSDP_WHY - 1,
+             why != NULL ? why : "");
 }
 
 /* Begins a public call: checks the object and the unit, and ends the caller's computation in the trace. */
@@ -287,8 +316,9 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
     if (unit < 0 || unit >= fsdp->layout.unit_count)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d", call,
                             unit, fsdp->layout.unit_count - 1);
-    if (fsdp->left_ns != 0)
-        dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_COMPUTE, fsdp->last, fsdp->left_ns, dtrain__os_now_ns());
+    if (fsdp->figures.left_ns != 0)
+        dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_COMPUTE, fsdp->schedule.last, fsdp->figures.left_ns,
+                            dtrain__os_now_ns());
     return DTRAIN_OK;
 }
 
@@ -304,10 +334,11 @@ static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
 {
     if (fsdp->device.refused.status != DTRAIN_OK && fsdp->broken.status == DTRAIN_OK) {
         dtrain__report(&fsdp->device.refused);
-        status = dtrain__fsdp_break(fsdp, fsdp->device.refused.status, "queueing on its device the work", fsdp->last);
+        status = dtrain__fsdp_break(fsdp, fsdp->device.refused.status, "queueing on its device the work",
+                                    fsdp->schedule.last);
     }
     if (fsdp->desc.trace_events > 0)
-        fsdp->left_ns = dtrain__os_now_ns();
+        fsdp->figures.left_ns = dtrain__os_now_ns();
     return status;
 }
 
@@ -315,8 +346,8 @@ static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
 static void dtrain__fsdp_waited(dtrain_fsdp *fsdp, int unit, int64_t begin_ns, int64_t took_ns)
 {
     int64_t end_ns = dtrain__os_now_ns();
-    fsdp->stats.waited_ns += end_ns - begin_ns;
-    fsdp->stats.communicated_ns += took_ns;
+    fsdp->figures.stats.waited_ns += end_ns - begin_ns;
+    fsdp->figures.stats.communicated_ns += took_ns;
     dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_WAIT, unit, begin_ns, end_ns);
 }
 
@@ -343,13 +374,13 @@ static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, in
 static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
-    fsdp->total_weight = (double)ranks;
-    fsdp->most = 1;
-    if (fsdp->announced < 0)
+    fsdp->exchange.total_weight = (double)ranks;
+    fsdp->exchange.most = 1;
+    if (fsdp->exchange.announced < 0)
         return DTRAIN_OK;
-    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__FSDP_LANE_REDUCE, 0);
-    fsdp->total_weight = 0.0;
+    const double *all = fsdp->world != NULL ? fsdp->exchange.announcements : fsdp->exchange.announcement;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->exchange.announcing, DTRAIN__FSDP_LANE_REDUCE, 0);
+    fsdp->exchange.total_weight = 0.0;
     for (int rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
         if (!(all[2 * rank] >= 0.0 && all[2 * rank] <= (double)INT_MAX) || !(all[2 * rank + 1] >= 0.0) ||
             !dtrain__train_finite(all[2 * rank + 1])) {
@@ -358,8 +389,8 @@ static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
                          all[2 * rank], all[2 * rank + 1]);
             return dtrain__fsdp_break(fsdp, DTRAIN_ERR_CORRUPT, "hearing what ranks announce", -1);
         }
-        fsdp->most = all[2 * rank] > (double)fsdp->most ? (int)all[2 * rank] : fsdp->most;
-        fsdp->total_weight += all[2 * rank + 1];
+        fsdp->exchange.most = all[2 * rank] > (double)fsdp->exchange.most ? (int)all[2 * rank] : fsdp->exchange.most;
+        fsdp->exchange.total_weight += all[2 * rank + 1];
     }
     return status;
 }
@@ -386,7 +417,7 @@ static int dtrain__fsdp_all_done(const dtrain_fsdp *fsdp, dtrain_work *const *wo
 /* Returns this rank's part of a range. */
 static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
 {
-    return fsdp->layout.apart && !cut->home ? fsdp->masters + cut->weight : cut->data + cut->own;
+    return fsdp->layout.apart && !cut->home ? fsdp->state.masters + cut->weight : cut->data + cut->own;
 }
 
 /* Returns where count numbers of 16 bits wait: in the upper half of the memory of count floats. */
@@ -419,13 +450,14 @@ static void dtrain__fsdp_widen(float *floats, size_t count, dtrain_dtype dtype)
 
 static unsigned char *dtrain__fsdp_stage(const dtrain_fsdp *fsdp, int number)
 {
-    return (unsigned char *)(fsdp->stages + (size_t)number * fsdp->layout.stage);
+    return (unsigned char *)(fsdp->state.stages + (size_t)number * fsdp->layout.stage);
 }
 
 /* Returns every rank's part of a unit's small ranges, or of their gradients. Sets *begin to where its own begins. */
 static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, int grads, size_t *begin)
 {
-    const size_t *counts = fsdp->packed_counts + (2 * (size_t)number + (size_t)grads) * (size_t)fsdp->layout.shards;
+    const size_t *counts =
+        fsdp->state.packed_counts + (2 * (size_t)number + (size_t)grads) * (size_t)fsdp->layout.shards;
     *begin = 0;
     for (int shard = 0; shard < fsdp->layout.shard; shard++)
         *begin += counts[shard];
@@ -436,14 +468,14 @@ static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, in
 static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    if (fsdp->units[number].has_pages == take || fsdp->pages[0].base == NULL)
+    if (fsdp->state.units[number].has_pages == take || fsdp->state.pages[0].base == NULL)
         return;
-    fsdp->units[number].has_pages = take;
+    fsdp->state.units[number].has_pages = take;
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
-        if (fsdp->reserved[cut->param] & 1)
-            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->pages[0], begin, cut->count * sizeof(float));
+        if (fsdp->state.reserved[cut->param] & 1)
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->state.pages[0], begin, cut->count * sizeof(float));
     }
 }
 
@@ -460,7 +492,7 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take);
 static void dtrain__fsdp_clear_place(dtrain_fsdp *fsdp, int number)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
-        const dtrain__fsdp_unit *other = &fsdp->units[i];
+        const dtrain__fsdp_unit *other = &fsdp->state.units[i];
         if (i == number || !other->has_grads || !dtrain__fsdp_share_place(fsdp, i, number, 1))
             continue;
         if (other->held || other->stage == DTRAIN__FSDP_GRADS_WAITING || other->stage == DTRAIN__FSDP_GRADS_SCATTERING)
@@ -485,10 +517,10 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
     int open = take || dtrain__fsdp_debug_grads_open(fsdp, number);
     if (take)
         dtrain__fsdp_debug_set(fsdp, number, 1, 1);
-    if (fsdp->units[number].has_grads == take)
+    if (fsdp->state.units[number].has_grads == take)
         return;
     dtrain__fsdp_debug_set(fsdp, number, 1, 1);
-    fsdp->units[number].has_grads = take;
+    fsdp->state.units[number].has_grads = take;
     if (take)
         dtrain__fsdp_clear_place(fsdp, number);
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
@@ -496,8 +528,8 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float), bytes = cut->count * sizeof(float);
         if (!cut->trained || cut->count == 0)
             continue;
-        if (fsdp->pages[1].base != NULL && (fsdp->reserved[cut->param] & 2))
-            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->pages[1], begin, bytes);
+        if (fsdp->state.pages[1].base != NULL && (fsdp->state.reserved[cut->param] & 2))
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->state.pages[1], begin, bytes);
         else if (!take)
             dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, cut->grads, &zero, 1, bytes));
     }

@@ -63,13 +63,13 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
     for (size_t i = layout->units[unit].first; layout->apart && i < layout->units[unit].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if (!cut->home)
-            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
+            dtrain__fsdp_copy(fsdp, fsdp->state.masters + cut->weight, cut->data + cut->own, cut->own_count);
     }
     if (layout->device != NULL && fsdp->desc.gather_dtype != DTRAIN_F32)
         status = dtrain__fsdp_gather_stage(fsdp, unit);
     for (size_t i = layout->units[unit].first; status == DTRAIN_OK && i < layout->units[unit].end; i++)
         dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, fsdp->desc.gather_dtype, unit % 2);
-    fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather rounds by blocks */
+    fsdp->state.units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather rounds by blocks */
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -99,7 +99,7 @@ static dtrain_status dtrain__fsdp_forget(dtrain_fsdp *fsdp, size_t param)
 {
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < fsdp->layout.cut_count && !fsdp->layout.resident && status == DTRAIN_OK; i++) {
-        dtrain__fsdp_unit *unit = &fsdp->units[fsdp->layout.cuts[i].unit];
+        dtrain__fsdp_unit *unit = &fsdp->state.units[fsdp->layout.cuts[i].unit];
         if (fsdp->layout.cuts[i].param != param || unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT)
             continue;
         unit->stale = 1;
@@ -177,7 +177,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
 static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    const size_t *counts = fsdp->state.counts + index * (size_t)fsdp->layout.shards;
     size_t bytes = cut->own_count * sizeof(float);
     dtrain_device *queue = fsdp->device.queue;
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
@@ -230,9 +230,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
                                 "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
                                 "with dtrain_fsdp_get, or set no_reshard_after_forward",
                                 i, dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue));
-    fsdp->keeps = 1;
+    fsdp->schedule.keeps = 1;
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && !fsdp->layout.resident; i++) {
-        if (fsdp->units[i].stale)
+        if (fsdp->state.units[i].stale)
             status = dtrain__fsdp_gather_drop(fsdp, i);
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_gather_whole(fsdp, i);
@@ -283,7 +283,8 @@ static void dtrain__fsdp_write_event(dtrain__json_writer *json, int rank, const 
 static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, dtrain__json_writer *json)
 {
     static const char *const lanes[DTRAIN__FSDP_LANES] = {"compute", "gather", "reduce", "wait"};
-    size_t most = fsdp->desc.trace_events, first = fsdp->event_count > most ? fsdp->event_count - most : 0;
+    size_t most = fsdp->desc.trace_events,
+           first = fsdp->figures.event_count > most ? fsdp->figures.event_count - most : 0;
     int rank = dtrain__fsdp_rank(fsdp);
     char title[32];
     snprintf(title, sizeof title, "rank %d", rank);
@@ -293,8 +294,8 @@ static void dtrain__fsdp_write_events(const dtrain_fsdp *fsdp, dtrain__json_writ
     dtrain__fsdp_write_meta(json, "process_name", rank, 0, title);
     for (int lane = 0; lane < DTRAIN__FSDP_LANES; lane++)
         dtrain__fsdp_write_meta(json, "thread_name", rank, lane, lanes[lane]);
-    for (size_t i = first; i < fsdp->event_count; i++) {
-        const dtrain__fsdp_event *event = &fsdp->events[i % most];
+    for (size_t i = first; i < fsdp->figures.event_count; i++) {
+        const dtrain__fsdp_event *event = &fsdp->figures.events[i % most];
         dtrain__json_put(json, "\n", 1); /* a line for each */
         dtrain__fsdp_write_event(json, rank, lanes[event->lane], event);
     }

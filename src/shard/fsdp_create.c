@@ -177,12 +177,12 @@ static void dtrain__fsdp_group_params(dtrain_fsdp *fsdp)
         const dtrain_param_group *group = NULL;
         for (size_t k = fsdp->desc.group_count; k-- > 0;)
             group = dtrain__fsdp_fits(fsdp->desc.groups[k].name, param->name) ? &fsdp->desc.groups[k] : group;
-        fsdp->lr_factors[i] = group != NULL && group->lr_factor > 0.0f ? group->lr_factor : 1.0f;
-        fsdp->decays[i] = fsdp->optimizer.weight_decay;
+        fsdp->state.lr_factors[i] = group != NULL && group->lr_factor > 0.0f ? group->lr_factor : 1.0f;
+        fsdp->state.decays[i] = fsdp->optimizer.weight_decay;
         if (group != NULL && group->weight_decay > 0.0f)
-            fsdp->decays[i] = group->weight_decay;
+            fsdp->state.decays[i] = group->weight_decay;
         if (param->no_decay || (group != NULL && group->no_decay))
-            fsdp->decays[i] = 0.0f;
+            fsdp->state.decays[i] = 0.0f;
     }
 }
 
@@ -191,7 +191,7 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
     const dtrain_param *param = &fsdp->layout.table[cut->param];
-    dtrain_slice *slice = &fsdp->slices[index];
+    dtrain_slice *slice = &fsdp->state.slices[index];
     size_t floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
     slice->name = param->name;
     slice->dtype = param->dtype;
@@ -201,18 +201,19 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     slice->unit = cut->unit;
     slice->begin = cut->own;
     slice->count = cut->own_count;
-    slice->no_decay = fsdp->decays[cut->param] == 0.0f;
+    slice->no_decay = fsdp->state.decays[cut->param] == 0.0f;
     slice->weights = dtrain__fsdp_own(fsdp, cut);
     slice->device = fsdp->device.queue;
     for (size_t k = 0; cut->trained && k < floats; k++)
-        slice->state[k] = fsdp->state + k * fsdp->layout.grads + cut->grad;
+        slice->state[k] = fsdp->state.arrays + k * fsdp->layout.grads + cut->grad;
     for (int shard = 0; shard < fsdp->layout.shards; shard++) {
         size_t own;
-        fsdp->counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
+        fsdp->state.counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
             dtrain__layout_part(&fsdp->layout, cut, shard, &own);
         for (int grads = 0; grads <= cut->trained && cut->packed; grads++)
-            fsdp->packed_counts[(2 * (size_t)cut->unit + (size_t)grads) * (size_t)fsdp->layout.shards +
-                                (size_t)shard] += dtrain__layout_part(&fsdp->layout, cut, shard, &own);
+            fsdp->state
+                .packed_counts[(2 * (size_t)cut->unit + (size_t)grads) * (size_t)fsdp->layout.shards + (size_t)shard] +=
+                dtrain__layout_part(&fsdp->layout, cut, shard, &own);
     }
 }
 
@@ -231,18 +232,18 @@ static size_t dtrain__fsdp_slice_pages(const dtrain_fsdp *fsdp, unsigned char *b
             continue;
         if (base != NULL) {
             dtrain__window_alias alias = {(uintptr_t)(base + begin), stop - begin, place};
-            if (dtrain__os_alias(fsdp->window + place, base + begin, stop - begin) != 0)
+            if (dtrain__os_alias(fsdp->state.window + place, base + begin, stop - begin) != 0)
                 break;
             if (count > 0 && begin == end)
-                fsdp->aliases[count - 1].bytes += stop - begin;
+                fsdp->state.aliases[count - 1].bytes += stop - begin;
             else
-                fsdp->aliases[count++] = alias;
+                fsdp->state.aliases[count++] = alias;
         }
         place += stop - begin;
         end = stop;
     }
     if (count > 0)
-        dtrain__window_map(fsdp->window, fsdp->aliases, count);
+        dtrain__window_map(fsdp->state.window, fsdp->state.aliases, count);
     return place;
 }
 
@@ -257,27 +258,27 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
         status = dtrain__fsdp_plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp),
                                         &fsdp->memory, &plan);
     for (size_t i = 0; i < layout->table_count; i++)
-        any |= fsdp->reserved[i];
+        any |= fsdp->state.reserved[i];
     for (int grads = 0; status == DTRAIN_OK && grads < 2; grads++)
-        status = dtrain__pages_create(&fsdp->pages[grads], any >> grads & 1 ? layout->reserved : 0,
+        status = dtrain__pages_create(&fsdp->state.pages[grads], any >> grads & 1 ? layout->reserved : 0,
                                       grads ? plan.full_grads : plan.full_weights, grads, &fsdp->memory);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->window != NULL)
-        dtrain__fsdp_slice_pages(fsdp, fsdp->pages[0].base);
+    if (fsdp->state.window != NULL)
+        dtrain__fsdp_slice_pages(fsdp, fsdp->state.pages[0].base);
     for (size_t i = 0; i < layout->table_count; i++) {
-        if (fsdp->reserved[i] & 1)
-            layout->table[i].data = fsdp->pages[0].base + layout->offsets[i];
-        if (fsdp->reserved[i] & 2)
-            layout->table[i].grad = fsdp->pages[1].base + layout->offsets[i];
+        if (fsdp->state.reserved[i] & 1)
+            layout->table[i].data = fsdp->state.pages[0].base + layout->offsets[i];
+        if (fsdp->state.reserved[i] & 2)
+            layout->table[i].grad = fsdp->state.pages[1].base + layout->offsets[i];
     }
     for (size_t i = 0; i < layout->cut_count; i++)
         for (int grads = 0; grads <= layout->cuts[i].trained; grads++) { /* pages that are never dropped */
             const dtrain__layout_cut *cut = &layout->cuts[i];
             size_t at, count = dtrain__layout_staying(cut, grads, &at);
             size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
-            if (fsdp->reserved[cut->param] & (1 << grads))
-                dtrain__pages_take(&fsdp->pages[grads], begin, count * sizeof(float));
+            if (fsdp->state.reserved[cut->param] & (1 << grads))
+                dtrain__pages_take(&fsdp->state.pages[grads], begin, count * sizeof(float));
         }
     return DTRAIN_OK;
 }
@@ -289,7 +290,7 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < layout->table_count; i++) {
         dtrain_param *param = &layout->table[i];
         param->grad = param->frozen ? NULL : param->grad;
-        fsdp->reserved[i] = (unsigned char)((param->data == NULL) | (!param->frozen && param->grad == NULL) << 1);
+        fsdp->state.reserved[i] = (unsigned char)((param->data == NULL) | (!param->frozen && param->grad == NULL) << 1);
     }
     dtrain_status status =
         fsdp->device.queue != NULL ? dtrain__fsdp_device_reserve(fsdp) : dtrain__fsdp_cpu_reserve(fsdp);
@@ -330,10 +331,10 @@ static dtrain_status dtrain__fsdp_allocate_shared(dtrain_fsdp *fsdp)
     if (memory == NULL)
         return dtrain__fsdp_no_memory(fsdp);
     dtrain__memory_count(&fsdp->memory, shares ? bytes : 0);
-    fsdp->window = shares ? (unsigned char *)memory : NULL;
-    fsdp->stages = (float *)(void *)((unsigned char *)memory + slices);
-    fsdp->masters = fsdp->stages + stages;
-    fsdp->parts.levels[0] = fsdp->masters + masters;
+    fsdp->state.window = shares ? (unsigned char *)memory : NULL;
+    fsdp->state.stages = (float *)(void *)((unsigned char *)memory + slices);
+    fsdp->state.masters = fsdp->state.stages + stages;
+    fsdp->state.parts.levels[0] = fsdp->state.masters + masters;
     return DTRAIN_OK;
 }
 
@@ -346,11 +347,11 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     dtrain_status status = dtrain__fsdp_allocate_shared(fsdp); /* first, as it takes all ranks */
     if (status != DTRAIN_OK)
         return status;
-    fsdp->tables = (unsigned char *)dtrain__alloc(&fsdp->memory, bytes);
-    dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, fsdp->tables);
-    fsdp->staged[0] = fsdp->staged[1] = -1;
-    fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
-    if (fsdp->tables == NULL || fsdp->state == NULL)
+    fsdp->state.tables = (unsigned char *)dtrain__alloc(&fsdp->memory, bytes);
+    dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, fsdp->state.tables);
+    fsdp->schedule.staged[0] = fsdp->schedule.staged[1] = -1;
+    fsdp->state.arrays = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
+    if (fsdp->state.tables == NULL || fsdp->state.arrays == NULL)
         return dtrain__fsdp_no_memory(fsdp);
     return dtrain__fsdp_reserve(fsdp);
 }
@@ -361,19 +362,19 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     dtrain__layout *layout = &fsdp->layout;
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < layout->table_count && fsdp->world != NULL && !fsdp->desc.no_broadcast; i++)
-        if (status == DTRAIN_OK && !(fsdp->reserved[i] & 1))
+        if (status == DTRAIN_OK && !(fsdp->state.reserved[i] & 1))
             status = dtrain__fsdp_broadcast(fsdp, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
                                             layout->table[i].dtype);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
-        if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
+        if ((fsdp->state.reserved[cut->param] & 1) || cut->count == 0)
             continue;
         if (layout->apart && !cut->home)
-            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
+            dtrain__fsdp_copy(fsdp, fsdp->state.masters + cut->weight, cut->data + cut->own, cut->own_count);
         dtrain__fsdp_round(fsdp, cut->data, cut->count, fsdp->desc.gather_dtype, cut->unit % 2);
     }
     for (int i = 0; i < layout->unit_count; i++) {
-        fsdp->trained_units += layout->units[i].trained > 0;
+        fsdp->schedule.trained_units += layout->units[i].trained > 0;
         if (layout->resident)
             dtrain__fsdp_page_weights(fsdp, i, 1);
     }
@@ -415,7 +416,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
         dtrain__fsdp_describe(fsdp, i);
     fsdp->desc.groups = NULL;
     fsdp->desc.compress = NULL;
-    fsdp->scattering = fsdp->bucket = fsdp->at = -1;
+    fsdp->schedule.scattering = fsdp->schedule.bucket = fsdp->schedule.at = -1;
     dtrain__fsdp_debug_share(fsdp);
     dtrain__fsdp_zero_grads(fsdp);
     dtrain__fsdp_reset(fsdp, 0);
@@ -477,7 +478,7 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug);
     made->ddp = how == DTRAIN__FSDP_OF_DDP;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
-    made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
+    made->scaling.loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
     made->freezes = made->desc.compress != NULL && made->desc.compress->adam;
     made->freeze_step = made->freezes ? made->desc.compress->feedback.start_step : 0;
     if (how != DTRAIN__FSDP_CREATED && checked == DTRAIN_OK) {
@@ -580,34 +581,35 @@ static void dtrain__fsdp_cancel(dtrain_fsdp *fsdp, dtrain_work **work, int64_t u
 static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 {
     int64_t until_ns = dtrain__os_now_ns() + DTRAIN__FSDP_GRACE_NS;
-    dtrain__fsdp_cancel(fsdp, &fsdp->announcing, until_ns);
-    dtrain__fsdp_cancel(fsdp, &fsdp->exchanging, until_ns);
-    for (size_t i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.cut_count; i++) {
-        dtrain__fsdp_cancel(fsdp, &fsdp->gathering[i], until_ns);
-        dtrain__fsdp_cancel(fsdp, &fsdp->reducing[i], until_ns);
+    dtrain__fsdp_cancel(fsdp, &fsdp->exchange.announcing, until_ns);
+    dtrain__fsdp_cancel(fsdp, &fsdp->exchange.exchanging, until_ns);
+    for (size_t i = 0;
+         fsdp->schedule.gathering != NULL && fsdp->schedule.reducing != NULL && i < fsdp->layout.cut_count; i++) {
+        dtrain__fsdp_cancel(fsdp, &fsdp->schedule.gathering[i], until_ns);
+        dtrain__fsdp_cancel(fsdp, &fsdp->schedule.reducing[i], until_ns);
     }
-    for (int i = 0; fsdp->copying != NULL && i < fsdp->layout.unit_count; i++)
-        dtrain__fsdp_cancel(fsdp, &fsdp->copying[i], until_ns);
+    for (int i = 0; fsdp->schedule.copying != NULL && i < fsdp->layout.unit_count; i++)
+        dtrain__fsdp_cancel(fsdp, &fsdp->schedule.copying[i], until_ns);
     dtrain__reducer_destroy(fsdp->reducer, until_ns);
 }
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
     dtrain_allocator *memory = &fsdp->memory, last;
-    dtrain__free(memory, fsdp->tables);
-    if (fsdp->window != NULL)
-        dtrain_comm_free(fsdp->window);
+    dtrain__free(memory, fsdp->state.tables);
+    if (fsdp->state.window != NULL)
+        dtrain_comm_free(fsdp->state.window);
     else
-        dtrain__fsdp_release(fsdp, fsdp->stages);
-    dtrain__fsdp_release(fsdp, fsdp->state);
+        dtrain__fsdp_release(fsdp, fsdp->state.stages);
+    dtrain__fsdp_release(fsdp, fsdp->state.arrays);
     for (int i = 0; i < DTRAIN__TERMS_LEVELS; i++) {
         if (i > 0)
-            dtrain__fsdp_release(fsdp, fsdp->parts.levels[i]);
-        dtrain__fsdp_release(fsdp, fsdp->full.levels[i]);
+            dtrain__fsdp_release(fsdp, fsdp->state.parts.levels[i]);
+        dtrain__fsdp_release(fsdp, fsdp->state.full.levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
-    dtrain__pages_destroy(&fsdp->pages[0]);
-    dtrain__pages_destroy(&fsdp->pages[1]);
+    dtrain__pages_destroy(&fsdp->state.pages[0]);
+    dtrain__pages_destroy(&fsdp->state.pages[1]);
     dtrain__layout_destroy(&fsdp->layout, memory);
     last = *memory;
     dtrain__free(&last, fsdp);
@@ -641,7 +643,7 @@ static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__l
 {
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = 0; i < layout->cut_count; i++) {
-        const dtrain_slice *slice = &fsdp->slices[i];
+        const dtrain_slice *slice = &fsdp->state.slices[i];
         const dtrain_param *param = &layout->table[layout->cuts[i].param];
         if (slice->dtype != DTRAIN_F32 || (which >= 0 && !layout->cuts[i].trained))
             continue;
@@ -681,8 +683,8 @@ static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__
     dtrain__reducer_list(fsdp->reducer, &fsdp->layout, dtrain__fsdp_rank(fsdp), lister);
     dtrain__state_tell(lister, &fsdp->optimizer, fsdp->step);
     if (fsdp->desc.loss_scale > 0.0f) {
-        dtrain__pieces_tell_f64(lister, "loss_scale", (double)fsdp->loss_scale, 0);
-        dtrain__pieces_tell_u64(lister, "good_steps", (uint64_t)fsdp->good_steps, 0);
+        dtrain__pieces_tell_f64(lister, "loss_scale", (double)fsdp->scaling.loss_scale, 0);
+        dtrain__pieces_tell_u64(lister, "good_steps", (uint64_t)fsdp->scaling.good_steps, 0);
     }
     return DTRAIN_OK;
 }
@@ -701,8 +703,8 @@ static dtrain_status dtrain__fsdp_state_loading(const dtrain_pieces *list, int t
 static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
 {
     dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
-    uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->good_steps;
-    double scale = (double)fsdp->loss_scale;
+    uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->scaling.good_steps;
+    double scale = (double)fsdp->scaling.loss_scale;
     if (lister->failed) /* the weights are undefined until the next load */
         return dtrain__reducer_loaded(fsdp->reducer, lister);
     dtrain_status status = dtrain_fsdp_publish(fsdp);
@@ -721,8 +723,8 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "checkpoint: loss_scale is %g, expected a number above 0: load another checkpoint", scale);
     if (fsdp->desc.loss_scale > 0.0f) {
-        fsdp->loss_scale = (float)scale;
-        fsdp->good_steps = (int)good_steps;
+        fsdp->scaling.loss_scale = (float)scale;
+        fsdp->scaling.good_steps = (int)good_steps;
     }
     return DTRAIN_OK;
 }

@@ -31,7 +31,7 @@ static void dtrain__fsdp_debug_set(const dtrain_fsdp *fsdp, int number, int grad
 /* Says whether a unit that is not held stays readable. */
 static int dtrain__fsdp_debug_stays(const dtrain_fsdp *fsdp)
 {
-    return fsdp->keeps || fsdp->desc.no_reshard_after_forward;
+    return fsdp->schedule.keeps || fsdp->desc.no_reshard_after_forward;
 }
 
 /* Says whether a unit's gradients are open. */
@@ -58,10 +58,10 @@ static void dtrain__fsdp_debug_range(const dtrain_fsdp *fsdp, size_t index, int 
         return;
     range->begin = (uintptr_t)(grad ? cut->grads : cut->data);
     range->end = range->cover = range->begin + cut->count * sizeof(float);
-    if (!(fsdp->reserved[cut->param] & (1 << grad)) || cut->element + cut->count < dtrain_param_elements(param))
+    if (!(fsdp->state.reserved[cut->param] & (1 << grad)) || cut->element + cut->count < dtrain_param_elements(param))
         return;
     /* addresses between two reserved parameters, and behind the last, are unused */
-    const dtrain__pages *pages = &fsdp->pages[grad];
+    const dtrain__pages *pages = &fsdp->state.pages[grad];
     size_t next = cut->param + 1 < layout->table_count ? layout->offsets[cut->param + 1] : pages->bytes;
     range->cover = (uintptr_t)pages->base + next;
 }
@@ -78,7 +78,7 @@ static int dtrain__fsdp_debug_start(dtrain_fsdp *fsdp)
     }
     if (guard == NULL || !dtrain__guard_start(guard))
         return 0;
-    fsdp->pages[0].few = fsdp->pages[1].few = SIZE_MAX; /* pages that are closed do not move */
+    fsdp->state.pages[0].few = fsdp->state.pages[1].few = SIZE_MAX; /* pages that are closed do not move */
     for (size_t i = 0; i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         uintptr_t own = guard->ranges[i].begin + cut->own * sizeof(float);
@@ -97,9 +97,9 @@ static void dtrain__fsdp_debug_share(const dtrain_fsdp *fsdp)
         const dtrain_param *param = &fsdp->layout.table[i];
         uintptr_t data = (uintptr_t)param->data, grad = (uintptr_t)param->grad;
         size_t count = dtrain_param_elements(param);
-        if (data != 0 && !(fsdp->reserved[i] & 1))
+        if (data != 0 && !(fsdp->state.reserved[i] & 1))
             dtrain__guard_share(data, data + count * dtrain_dtype_bits(param->dtype) / 8);
-        if (grad != 0 && !(fsdp->reserved[i] & 2))
+        if (grad != 0 && !(fsdp->state.reserved[i] & 2))
             dtrain__guard_share(grad, grad + count * sizeof(float));
     }
 }

@@ -146,9 +146,9 @@ static dtrain_status dtrain__fsdp_device_reserve(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < layout->cut_count; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
         const dtrain__layout_unit *unit = &layout->units[cut->unit];
-        if (unit->floats[0] > 0 && (fsdp->reserved[cut->param] & 1))
+        if (unit->floats[0] > 0 && (fsdp->state.reserved[cut->param] & 1))
             cut->data = d->blocks[0] + unit->place[0] + cut->stage;
-        if (unit->floats[1] > 0 && (fsdp->reserved[cut->param] & 2))
+        if (unit->floats[1] > 0 && (fsdp->state.reserved[cut->param] & 2))
             cut->grads = d->blocks[1] + unit->place[1] + cut->grad_stage;
     }
     return dtrain__fsdp_make_drift(fsdp);
@@ -232,7 +232,7 @@ static dtrain_status dtrain__fsdp_queue_squares(dtrain_fsdp *fsdp, int64_t *limb
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         const dtrain_param_part *part = fsdp->layout.table[cut->param].part;
         if (cut->trained && cut->own_count > 0 && (part == NULL || part->copy == 0))
-            status = dtrain_device_squares(queue, fsdp->slices[i].grads, cut->own_count, limbs);
+            status = dtrain_device_squares(queue, fsdp->state.slices[i].grads, cut->own_count, limbs);
     }
     if (status != DTRAIN_OK || fsdp->reduces == NULL)
         return status;
@@ -241,19 +241,19 @@ static dtrain_status dtrain__fsdp_queue_squares(dtrain_fsdp *fsdp, int64_t *limb
                          : dtrain_all_reduce(fsdp->reduces, limbs, limbs, DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM);
 }
 
-/* Puts that sum into fsdp->sum, if it is not there. The CPU waits for a device. */
+/* Puts that sum into fsdp->scaling.sum, if it is not there. The CPU waits for a device. */
 static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 {
-    int64_t *limbs = fsdp->device.queue != NULL ? fsdp->device.limbs : fsdp->sum.limbs;
-    if (fsdp->summed)
+    int64_t *limbs = fsdp->device.queue != NULL ? fsdp->device.limbs : fsdp->scaling.sum.limbs;
+    if (fsdp->scaling.summed)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_queue_squares(fsdp, limbs);
-    if (status == DTRAIN_OK && limbs != fsdp->sum.limbs)
-        status = dtrain_device_copy(fsdp->device.queue, fsdp->sum.limbs, limbs, sizeof fsdp->sum.limbs);
+    if (status == DTRAIN_OK && limbs != fsdp->scaling.sum.limbs)
+        status = dtrain_device_copy(fsdp->device.queue, fsdp->scaling.sum.limbs, limbs, sizeof fsdp->scaling.sum.limbs);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
-    dtrain__norm_carry(&fsdp->sum);
-    fsdp->summed = 1;
+    dtrain__norm_carry(&fsdp->scaling.sum);
+    fsdp->scaling.summed = 1;
     return DTRAIN_OK;
 }
 

@@ -48,7 +48,7 @@ static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *h
         size_t low, n = dtrain__layout_overlap(cut->grad, cut->own_count, begin, part, &low);
         if (!cut->trained || n == 0)
             continue;
-        const float *from = fsdp->slices[i].weights + (low - cut->grad);
+        const float *from = fsdp->state.slices[i].weights + (low - cut->grad);
         status = hash != NULL ? dtrain__fsdp_drift_add(fsdp, hash, from, n)
                               : dtrain_device_squares(fsdp->device.queue, from, n, fsdp->device.drift);
     }
@@ -112,7 +112,8 @@ static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->param == index && cut->trained)
-            dtrain__fsdp_queued(fsdp, dtrain__fsdp_drift_add(fsdp, &hash, fsdp->slices[i].weights, cut->own_count));
+            dtrain__fsdp_queued(fsdp,
+                                dtrain__fsdp_drift_add(fsdp, &hash, fsdp->state.slices[i].weights, cut->own_count));
     }
     return dtrain__fsdp_drift_finish(&hash);
 }
@@ -121,7 +122,7 @@ static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)
  * rank differs. Returns a rank that has what most have. */
 static int dtrain__fsdp_drift_outliers(dtrain_fsdp *fsdp, dtrain__alike_ranks *others)
 {
-    dtrain__fsdp_note *notes = fsdp->notes;
+    dtrain__fsdp_note *notes = fsdp->exchange.notes;
     int ranks = dtrain_comm_size(fsdp->comm), shards = fsdp->layout.shards, first = -1, like;
     for (int slot = 0; slot < shards; slot++) {
         int best = 0;
@@ -158,7 +159,7 @@ static dtrain_status dtrain__fsdp_drift_find(dtrain_fsdp *fsdp)
         return DTRAIN_OK;
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "looking for weights that differ", -1);
-    fsdp->note.weights = dtrain__fsdp_drift_param_hash(fsdp, index);
+    fsdp->exchange.note.weights = dtrain__fsdp_drift_param_hash(fsdp, index);
     status = dtrain__fsdp_send_note(fsdp, 0);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_recv_notes(fsdp);
@@ -178,9 +179,9 @@ static dtrain_status dtrain__fsdp_drift_verdict(dtrain_fsdp *fsdp)
 {
     int differ = 0, shards = fsdp->layout.shards;
     for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
-        if (fsdp->notes[rank].weights == 0)
+        if (fsdp->exchange.notes[rank].weights == 0)
             return DTRAIN_OK;
-        differ |= fsdp->notes[rank].weights != fsdp->notes[rank % shards].weights;
+        differ |= fsdp->exchange.notes[rank].weights != fsdp->exchange.notes[rank % shards].weights;
     }
     fsdp->device.drift_queued = 0;
     if (differ)

@@ -14,7 +14,7 @@ static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit);
 static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    const size_t *counts = fsdp->state.counts + index * (size_t)fsdp->layout.shards;
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     float *full = cut->data;
     unsigned char *half = dtrain__fsdp_half(full, cut->count);
@@ -24,11 +24,13 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
         return dtrain__fsdp_code_gather(fsdp, index);
     if (dtype == DTRAIN_F32)
         return dtrain__all_gather_v(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
-                                    &fsdp->gathering[index]);
-    dtrain__fsdp_convert(fsdp, fsdp->masters + cut->weight, DTRAIN_F32, half + 2 * cut->own, dtype, cut->own_count);
+                                    &fsdp->schedule.gathering[index]);
+    dtrain__fsdp_convert(fsdp, fsdp->state.masters + cut->weight, DTRAIN_F32, half + 2 * cut->own, dtype,
+                         cut->own_count);
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
-    return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype, &fsdp->gathering[index]);
+    return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype,
+                                &fsdp->schedule.gathering[index]);
 }
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
@@ -36,13 +38,13 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
 /* Takes the stage of a unit. If another unit is being gathered by way of it, that gather ends first. */
 static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
 {
-    int other = fsdp->staged[number % 2];
+    int other = fsdp->schedule.staged[number % 2];
     dtrain_status status = DTRAIN_OK;
     if ((fsdp->layout.units[number].packed == 0 || fsdp->layout.stage == 0) && fsdp->layout.code_stage == 0)
         return DTRAIN_OK;
-    if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+    if (other >= 0 && other != number && fsdp->state.units[other].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
         status = dtrain__fsdp_gather_finish(fsdp, other);
-    fsdp->staged[number % 2] = number;
+    fsdp->schedule.staged[number % 2] = number;
     return status;
 }
 
@@ -64,7 +66,7 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
         straight ? (unsigned char *)(fsdp->device.blocks[0] + unit->place[0]) : dtrain__fsdp_stage(fsdp, number % 2);
     if (unit->packed == 0)
         return DTRAIN_OK;
-    const void *mine = straight && fsdp->layout.apart ? fsdp->masters + fsdp->layout.cuts[unit->first].weight
+    const void *mine = straight && fsdp->layout.apart ? fsdp->state.masters + fsdp->layout.cuts[unit->first].weight
                                                       : (const void *)(all + begin * width);
     for (size_t i = unit->end; i-- > unit->first && !straight;) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
@@ -79,14 +81,14 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
     return fsdp->device.queue != NULL
                ? dtrain__async_start_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], DTRAIN__ALL_GATHER, mine, all, counts,
                                        dtype, (dtrain_op)0, &fsdp->device.works[DTRAIN__FSDP_GATHERS][number])
-               : dtrain__all_gather_v(fsdp->gathers, mine, all, counts, NULL, dtype, &fsdp->gathering[first]);
+               : dtrain__all_gather_v(fsdp->gathers, mine, all, counts, NULL, dtype, &fsdp->schedule.gathering[first]);
 }
 
 static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_debug_set(fsdp, number, 0, 1);
     dtrain__fsdp_page_weights(fsdp, number, 1);
-    fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_GATHERING;
+    fsdp->state.units[number].state = DTRAIN__FSDP_WEIGHTS_GATHERING;
     dtrain_status status = dtrain__fsdp_gather_stage(fsdp, number);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_gather_packed(fsdp, number);
@@ -102,9 +104,10 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     size_t width = dtype == DTRAIN_F32 ? 4 : 2;
-    dtrain_status status = fsdp->device.queue != NULL
-                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_GATHERS, number, number)
-                               : dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, number);
+    dtrain_status status =
+        fsdp->device.queue != NULL
+            ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_GATHERS, number, number)
+            : dtrain__fsdp_wait_all(fsdp, fsdp->schedule.gathering, DTRAIN__FSDP_LANE_GATHER, number);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = unit->first; i < unit->end && !dtrain__fsdp_gathers_straight(fsdp, number); i++) {
@@ -116,9 +119,9 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
         else if (dtype != DTRAIN_F32)
             dtrain__fsdp_widen(cut->data, cut->count, dtype);
     }
-    fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_READY;
-    fsdp->units[number].stale = 0;
-    if (!fsdp->units[number].held && !dtrain__fsdp_debug_stays(fsdp))
+    fsdp->state.units[number].state = DTRAIN__FSDP_WEIGHTS_READY;
+    fsdp->state.units[number].stale = 0;
+    if (!fsdp->state.units[number].held && !dtrain__fsdp_debug_stays(fsdp))
         dtrain__fsdp_debug_set(fsdp, number, 0, 0);
     return DTRAIN_OK;
 }
@@ -127,9 +130,9 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_gather_whole(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
-    if (!fsdp->layout.resident && fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+    if (!fsdp->layout.resident && fsdp->state.units[number].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
         status = dtrain__fsdp_gather_start(fsdp, number);
-    if (status == DTRAIN_OK && fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+    if (status == DTRAIN_OK && fsdp->state.units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
         status = dtrain__fsdp_gather_finish(fsdp, number);
     if (status == DTRAIN_OK)
         dtrain__fsdp_debug_set(fsdp, number, 0, 1);
@@ -141,7 +144,7 @@ static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
-        if (fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        if (fsdp->state.units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
             status = dtrain__fsdp_gather_finish(fsdp, i);
     return status;
 }
@@ -150,11 +153,11 @@ static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+    if (fsdp->state.units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
         status = dtrain__fsdp_gather_finish(fsdp, number);
     if (status == DTRAIN_OK) {
-        fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_ABSENT;
-        fsdp->units[number].stale = 0;
+        fsdp->state.units[number].state = DTRAIN__FSDP_WEIGHTS_ABSENT;
+        fsdp->state.units[number].stale = 0;
         dtrain__fsdp_debug_set(fsdp, number, 0, 1);
         dtrain__fsdp_page_weights(fsdp, number, 0);
         dtrain__fsdp_debug_set(fsdp, number, 0, 0);
@@ -169,9 +172,9 @@ static dtrain_status dtrain__fsdp_device_make_room(dtrain_fsdp *fsdp, int number
     *room = 1;
     for (int i = 0; i < fsdp->layout.unit_count && status == DTRAIN_OK; i++) {
         if (i == number || !dtrain__fsdp_share_place(fsdp, i, number, 0) ||
-            fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+            fsdp->state.units[i].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
             continue;
-        if (!fsdp->units[i].held)
+        if (!fsdp->state.units[i].held)
             status = dtrain__fsdp_gather_drop(fsdp, i);
         else
             *room = 0;
@@ -185,16 +188,16 @@ static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *
     if (fsdp->device.queue != NULL)
         return dtrain__fsdp_device_make_room(fsdp, number, room);
     *room = 1;
-    if (fsdp->keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
+    if (fsdp->schedule.keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
         return DTRAIN_OK;
     for (;;) {
         int rotating = 0, oldest = -1;
         for (int i = 0; i < fsdp->layout.unit_count; i++) {
-            const dtrain__fsdp_unit *unit = &fsdp->units[i];
+            const dtrain__fsdp_unit *unit = &fsdp->state.units[i];
             if (i == number || unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT || fsdp->layout.units[i].tied)
                 continue;
             rotating++;
-            if (!unit->held && i != fsdp->last && (oldest < 0 || unit->used < fsdp->units[oldest].used))
+            if (!unit->held && i != fsdp->schedule.last && (oldest < 0 || unit->used < fsdp->state.units[oldest].used))
                 oldest = i;
         }
         *room = rotating < DTRAIN__FSDP_ROTATING;
@@ -210,13 +213,13 @@ static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *
 static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
 {
     int room;
-    if (number < 0 || number >= fsdp->layout.unit_count || fsdp->units[number].state != DTRAIN__FSDP_WEIGHTS_ABSENT ||
-        fsdp->desc.debug)
+    if (number < 0 || number >= fsdp->layout.unit_count ||
+        fsdp->state.units[number].state != DTRAIN__FSDP_WEIGHTS_ABSENT || fsdp->desc.debug)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_make_room(fsdp, number, &room);
     if (status != DTRAIN_OK || !room)
         return status;
-    fsdp->units[number].used = ++fsdp->clock;
+    fsdp->state.units[number].used = ++fsdp->schedule.clock;
     return dtrain__fsdp_gather_start(fsdp, number);
 }
 
@@ -224,10 +227,10 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
  * top, unless the pass was on its way down. Unit 0 after a unit on its way up begins another pass. */
 static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
 {
-    int last = fsdp->last;
+    int last = fsdp->schedule.last;
     if (last < 0 || unit > last)
         return 1;
-    int rising = fsdp->units[last].fresh && !fsdp->units[last].backward;
+    int rising = fsdp->state.units[last].fresh && !fsdp->state.units[last].backward;
     return unit == last ? (rising ? -1 : 1) : (unit == 0 && rising ? 1 : -1);
 }
 
@@ -237,15 +240,15 @@ static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
  *   returns   the direction; 0 for a tied unit that is used beside the held one, which is no turn of the pass */
 static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
 {
-    dtrain__fsdp_unit *unit = &fsdp->units[number];
-    int beside = toward == 0 && fsdp->layout.units[number].tied && fsdp->last >= 0 && fsdp->last != number &&
-                 fsdp->units[fsdp->last].held;
+    dtrain__fsdp_unit *unit = &fsdp->state.units[number];
+    int beside = toward == 0 && fsdp->layout.units[number].tied && fsdp->schedule.last >= 0 &&
+                 fsdp->schedule.last != number && fsdp->state.units[fsdp->schedule.last].held;
     int direction = beside ? 0 : toward != 0 ? toward : dtrain__fsdp_direction(fsdp, number);
-    if (direction > 0 && fsdp->last >= 0 && number > fsdp->last && fsdp->reduced_units == 0)
-        fsdp->units[fsdp->last].backward = 0; /* it was gathered twice on the way up: that was no turn */
+    if (direction > 0 && fsdp->schedule.last >= 0 && number > fsdp->schedule.last && fsdp->schedule.reduced_units == 0)
+        fsdp->state.units[fsdp->schedule.last].backward = 0; /* it was gathered twice on the way up: that was no turn */
     unit->held = unit->fresh = 1;
-    unit->used = ++fsdp->clock;
-    fsdp->last = beside ? fsdp->last : number;
+    unit->used = ++fsdp->schedule.clock;
+    fsdp->schedule.last = beside ? fsdp->schedule.last : number;
     if (direction != 0)
         unit->backward = direction < 0;
     /* tied parameters get a gradient from the head, before the pass has come back to their own layer */
@@ -261,31 +264,31 @@ static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
     const dtrain__layout_unit *units = fsdp->layout.units;
     for (int i = 0; units[number].floats[0] > 0 && i < fsdp->layout.unit_count; i++)
         if (i != number && dtrain__fsdp_share_place(fsdp, i, number, 0) && units[i].floats[0] > 0 &&
-            fsdp->units[i].held && fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
-            return dtrain__fail(
-                NULL, DTRAIN_ERR_INVALID,
-                "%s: unit %d lies where unit %d does, which rank %d holds: release that first, or set "
-                "no_reshard_after_forward",
-                fsdp->call, number, i, dtrain__fsdp_rank(fsdp));
+            fsdp->state.units[i].held && fsdp->state.units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: unit %d lies where unit %d does, which rank %d holds: release that first, or set "
+                                "no_reshard_after_forward",
+                                fsdp->call, number, i, dtrain__fsdp_rank(fsdp));
     return DTRAIN_OK;
 }
 
 /* Gathers a unit, and starts the next one; toward: as in dtrain__fsdp_use. */
 static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number, int toward)
 {
-    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    dtrain__fsdp_unit *unit = &fsdp->state.units[number];
     int room;
     dtrain_status status = dtrain__fsdp_check_place(fsdp, number);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_advance(fsdp, number);
     /* in a program that opens steps, a pass outside of them computes no gradients */
-    int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
+    int computes =
+        fsdp->schedule.reduced_units > 0 || !fsdp->exchange.begins || fsdp->exchange.announced > fsdp->schedule.ended;
     if (status == DTRAIN_OK && computes)
         status = dtrain__fsdp_left_out(fsdp, number);
     int direction = dtrain__fsdp_use(fsdp, number, toward);
     if (computes && direction > 0) /* a pass on its way down may still come to units without gradients */
-        fsdp->just_ended = 0;
+        fsdp->schedule.just_ended = 0;
     if (status != DTRAIN_OK || fsdp->layout.resident)
         return status;
     if (unit->stale)
@@ -307,17 +310,17 @@ DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit)
 
 static dtrain_status dtrain__fsdp_release_now(dtrain_fsdp *fsdp, int unit)
 {
-    fsdp->units[unit].held = 0;
+    fsdp->state.units[unit].held = 0;
     if (!dtrain__fsdp_debug_stays(fsdp))
         dtrain__fsdp_debug_set(fsdp, unit, 0, 0);
-    return fsdp->units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
+    return fsdp->state.units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
 }
 
 /* Begins a public call on a unit that must be held. `before` ends the error text: what to do after gathering. */
 static dtrain_status dtrain__fsdp_enter_held(dtrain_fsdp *fsdp, const char *call, int unit, const char *before)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
-    if (status != DTRAIN_OK || fsdp->units[unit].held)
+    if (status != DTRAIN_OK || fsdp->state.units[unit].held)
         return status;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: unit %d is not gathered on rank %d: gather it%s", call, unit,
                         dtrain__fsdp_rank(fsdp), before);

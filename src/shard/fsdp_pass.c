@@ -8,11 +8,12 @@
 /* Leaves the unit that the pass is at, if the caller has not left it already. */
 static dtrain_status dtrain__fsdp_arrive(dtrain_fsdp *fsdp, const char *call)
 {
-    int unit = fsdp->at;
-    fsdp->at = -1;
-    if (unit < 0 || !fsdp->units[unit].held)
+    int unit = fsdp->schedule.at;
+    fsdp->schedule.at = -1;
+    if (unit < 0 || !fsdp->state.units[unit].held)
         return DTRAIN_OK;
-    return fsdp->at_backward ? dtrain__fsdp_reduce_now(fsdp, unit, call) : dtrain__fsdp_release_now(fsdp, unit);
+    return fsdp->schedule.at_backward ? dtrain__fsdp_reduce_now(fsdp, unit, call)
+                                      : dtrain__fsdp_release_now(fsdp, unit);
 }
 
 static dtrain_status dtrain__fsdp_go_to(dtrain_fsdp *fsdp, int unit, int backward, const char *call)
@@ -20,14 +21,15 @@ static dtrain_status dtrain__fsdp_go_to(dtrain_fsdp *fsdp, int unit, int backwar
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
     if (status != DTRAIN_OK)
         return status;
-    int turns = backward && !fsdp->at_backward && fsdp->at == unit; /* at the top: its parameters stay */
+    int turns =
+        backward && !fsdp->schedule.at_backward && fsdp->schedule.at == unit; /* at the top: its parameters stay */
     if (!turns)
         status = dtrain__fsdp_arrive(fsdp, call);
     if (status == DTRAIN_OK) /* with the direction given, going to a unit twice is no turn */
         status = dtrain__fsdp_gather_now(fsdp, unit, backward ? -1 : 1);
     if (status == DTRAIN_OK) {
-        fsdp->at = unit;
-        fsdp->at_backward = backward;
+        fsdp->schedule.at = unit;
+        fsdp->schedule.at_backward = backward;
     }
     return dtrain__fsdp_leave(fsdp, status);
 }
@@ -48,14 +50,14 @@ static dtrain_status dtrain__fsdp_next(dtrain_fsdp *fsdp, const char *call)
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_arrive(fsdp, call);
-    if (status == DTRAIN_OK && !fsdp->just_ended) {
+    if (status == DTRAIN_OK && !fsdp->schedule.just_ended) {
         status = dtrain__fsdp_check_open(fsdp, call);
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_check_left(fsdp, call);
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_end_micro_batch(fsdp);
     }
-    fsdp->just_ended = 0;
+    fsdp->schedule.just_ended = 0;
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -74,16 +76,16 @@ static dtrain_status dtrain__fsdp_join_now(dtrain_fsdp *fsdp, int adds)
         status = dtrain__fsdp_gather_now(fsdp, unit, 0);
         if (status == DTRAIN_OK && i >= units && adds && fsdp->layout.units[unit].trained > 0)
             status = dtrain__fsdp_take(fsdp, unit, 1);
-        fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+        fsdp->state.units[unit].fresh = fsdp->state.units[unit].backward = 0;
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_release_now(fsdp, unit);
     }
     if (status == DTRAIN_OK && adds) {
-        fsdp->joined++;
+        fsdp->schedule.joined++;
         dtrain__fsdp_micro_batch_over(fsdp);
     }
     if (status == DTRAIN_OK)
-        fsdp->just_ended = 0;
+        fsdp->schedule.just_ended = 0;
     return status;
 }
 
@@ -96,15 +98,16 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
         status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_join");
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->reduced_units > 0)
+    if (fsdp->schedule.reduced_units > 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_join: rank %d has reduced %d of %d units of this micro-batch: go on with it, "
                             "or end it with dtrain_fsdp_next",
-                            dtrain__fsdp_rank(fsdp), fsdp->reduced_units, fsdp->trained_units);
+                            dtrain__fsdp_rank(fsdp), fsdp->schedule.reduced_units, fsdp->schedule.trained_units);
     int folded;
     status = dtrain__fsdp_folded(fsdp, &folded);
     if (status == DTRAIN_OK)
-        status = dtrain__fsdp_join_now(fsdp, !fsdp->desc.keep_full_grads || fsdp->ended < (folded > 1 ? folded : 1));
+        status = dtrain__fsdp_join_now(fsdp,
+                                       !fsdp->desc.keep_full_grads || fsdp->schedule.ended < (folded > 1 ? folded : 1));
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -123,7 +126,7 @@ static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
 /* Leaves a unit in backward whose gradients come later. It does not count as left out. */
 static dtrain_status dtrain__fsdp_put_off(dtrain_fsdp *fsdp, int unit)
 {
-    fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+    fsdp->state.units[unit].fresh = fsdp->state.units[unit].backward = 0;
     dtrain__fsdp_page_grads(fsdp, unit, 0);
     return dtrain_fsdp_release(fsdp, unit);
 }

@@ -81,23 +81,23 @@ static size_t dtrain__fsdp_plan_tables(dtrain_fsdp *fsdp, const dtrain__layout *
     size_t shards = (size_t)layout->shards, world = (size_t)ranks,
            ways = layout->device != NULL ? DTRAIN__FSDP_WAYS : 0;
 #define DTRAIN__FSDP_TAKE(type, count) (type *)dtrain__layout_take(block, &used, count, sizeof(type))
-    fsdp->units = DTRAIN__FSDP_TAKE(dtrain__fsdp_unit, units);
-    fsdp->copying = DTRAIN__FSDP_TAKE(dtrain_work *, units);
-    fsdp->reserved = DTRAIN__FSDP_TAKE(unsigned char, params);
-    fsdp->lr_factors = DTRAIN__FSDP_TAKE(float, params);
-    fsdp->decays = DTRAIN__FSDP_TAKE(float, params);
-    fsdp->counts = DTRAIN__FSDP_TAKE(size_t, cuts * shards);
-    fsdp->packed_counts = DTRAIN__FSDP_TAKE(size_t, 2 * units * shards);
-    fsdp->code_parts = DTRAIN__FSDP_TAKE(const void *, shards);
-    fsdp->code_counts = (size_t *)dtrain__layout_take(block, &used, dtrain__fsdp_code_memory(layout, desc), 1);
-    fsdp->gathering = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
-    fsdp->reducing = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
-    fsdp->slices = DTRAIN__FSDP_TAKE(dtrain_slice, cuts);
-    fsdp->aliases = DTRAIN__FSDP_TAKE(dtrain__window_alias, cuts);
-    fsdp->notes = DTRAIN__FSDP_TAKE(dtrain__fsdp_note, world);
-    fsdp->announcements = DTRAIN__FSDP_TAKE(double, 2 * world);
-    fsdp->buckets = DTRAIN__FSDP_TAKE(dtrain_bucket, 2 * units);
-    fsdp->events = DTRAIN__FSDP_TAKE(dtrain__fsdp_event, desc->trace_events);
+    fsdp->state.units = DTRAIN__FSDP_TAKE(dtrain__fsdp_unit, units);
+    fsdp->schedule.copying = DTRAIN__FSDP_TAKE(dtrain_work *, units);
+    fsdp->state.reserved = DTRAIN__FSDP_TAKE(unsigned char, params);
+    fsdp->state.lr_factors = DTRAIN__FSDP_TAKE(float, params);
+    fsdp->state.decays = DTRAIN__FSDP_TAKE(float, params);
+    fsdp->state.counts = DTRAIN__FSDP_TAKE(size_t, cuts * shards);
+    fsdp->state.packed_counts = DTRAIN__FSDP_TAKE(size_t, 2 * units * shards);
+    fsdp->codes.parts = DTRAIN__FSDP_TAKE(const void *, shards);
+    fsdp->codes.counts = (size_t *)dtrain__layout_take(block, &used, dtrain__fsdp_code_memory(layout, desc), 1);
+    fsdp->schedule.gathering = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
+    fsdp->schedule.reducing = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
+    fsdp->state.slices = DTRAIN__FSDP_TAKE(dtrain_slice, cuts);
+    fsdp->state.aliases = DTRAIN__FSDP_TAKE(dtrain__window_alias, cuts);
+    fsdp->exchange.notes = DTRAIN__FSDP_TAKE(dtrain__fsdp_note, world);
+    fsdp->exchange.announcements = DTRAIN__FSDP_TAKE(double, 2 * world);
+    fsdp->figures.buckets = DTRAIN__FSDP_TAKE(dtrain_bucket, 2 * units);
+    fsdp->figures.events = DTRAIN__FSDP_TAKE(dtrain__fsdp_event, desc->trace_events);
     for (size_t way = 0; way < ways; way++)
         fsdp->device.works[way] = DTRAIN__FSDP_TAKE(dtrain_device_work *, units);
 #undef DTRAIN__FSDP_TAKE

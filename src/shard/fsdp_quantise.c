@@ -33,7 +33,7 @@ static size_t dtrain__fsdp_code_memory(const dtrain__layout *layout, const dtrai
 /* Returns a range's five tables of bytes, with an entry for each rank: see dtrain__fsdp_code_create. */
 static size_t *dtrain__fsdp_code_counts(const dtrain_fsdp *fsdp, size_t index)
 {
-    return fsdp->code_counts + 5 * index * (size_t)fsdp->layout.shards;
+    return fsdp->codes.counts + 5 * index * (size_t)fsdp->layout.shards;
 }
 
 /* Divides up the memory, and fills in five tables for each range:
@@ -50,8 +50,8 @@ static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
     size_t n = (size_t)layout->shards;
     if (desc->quantise_gather == 0 && desc->quantise_reduce == 0)
         return DTRAIN_OK;
-    fsdp->code_scratch = (float *)(void *)(fsdp->code_counts + 5 * layout->cut_count * n);
-    fsdp->code_stages = (unsigned char *)fsdp->code_scratch + dtrain__fsdp_code_scratch(layout, desc);
+    fsdp->codes.scratch = (float *)(void *)(fsdp->codes.counts + 5 * layout->cut_count * n);
+    fsdp->codes.stages = (unsigned char *)fsdp->codes.scratch + dtrain__fsdp_code_scratch(layout, desc);
     for (size_t i = 0; i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         size_t *counts = dtrain__fsdp_code_counts(fsdp, i), at = 0, own;
@@ -73,14 +73,14 @@ static dtrain_status dtrain__fsdp_code_gather(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
     const size_t *counts = dtrain__fsdp_code_counts(fsdp, index);
-    unsigned char *stage = fsdp->code_stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code,
+    unsigned char *stage = fsdp->codes.stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code,
                   *own = stage;
     for (int shard = 0; shard < fsdp->layout.shard; shard++)
         own += counts[shard];
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__quantise_int8_pack(fsdp->masters + cut->weight, cut->own_count, fsdp->desc.quantise_gather, own);
+    dtrain__quantise_int8_pack(fsdp->state.masters + cut->weight, cut->own_count, fsdp->desc.quantise_gather, own);
     dtrain__fpmode_restore(mode);
-    return dtrain__all_gather_v(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->gathering[index]);
+    return dtrain__all_gather_v(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->schedule.gathering[index]);
 }
 
 /* Unpacks the parts of all ranks, this one's included, so that all ranks have the same bits. */
@@ -88,7 +88,7 @@ static void dtrain__fsdp_code_gathered(dtrain_fsdp *fsdp, size_t index)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
     const size_t *counts = dtrain__fsdp_code_counts(fsdp, index);
-    const unsigned char *from = fsdp->code_stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code;
+    const unsigned char *from = fsdp->codes.stages + (size_t)(cut->unit % 2) * fsdp->layout.code_stage + cut->code;
     uint64_t mode = dtrain__fpmode_enter();
     for (int shard = 0; shard < fsdp->layout.shards; from += counts[shard++]) {
         size_t own, count = dtrain__layout_part(&fsdp->layout, cut, shard, &own);
@@ -100,12 +100,12 @@ static void dtrain__fsdp_code_gathered(dtrain_fsdp *fsdp, size_t index)
 
 static unsigned char *dtrain__fsdp_code_out(const dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
 {
-    return fsdp->code_stages + 2 * fsdp->layout.code_stage + cut->code_out;
+    return fsdp->codes.stages + 2 * fsdp->layout.code_stage + cut->code_out;
 }
 
 static unsigned char *dtrain__fsdp_code_in(const dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
 {
-    return fsdp->code_stages + 2 * fsdp->layout.code_stage + fsdp->layout.code_out + cut->code_in;
+    return fsdp->codes.stages + 2 * fsdp->layout.code_stage + fsdp->layout.code_out + cut->code_in;
 }
 
 /* Starts to reduce a range: packs each rank's part of the gradients for that rank. */
@@ -125,7 +125,7 @@ static dtrain_status dtrain__fsdp_code_reduce(dtrain_fsdp *fsdp, size_t index)
     dtrain__fpmode_restore(mode);
     return dtrain__all_to_all_v(fsdp->reduces, dtrain__fsdp_code_out(fsdp, cut), out, out + n,
                                 dtrain__fsdp_code_in(fsdp, cut), out + 2 * n, out + 3 * n, DTRAIN_U8,
-                                &fsdp->reducing[index]);
+                                &fsdp->schedule.reducing[index]);
 }
 
 /* Adds up this rank's part of a range, tile by tile. */
@@ -135,7 +135,7 @@ static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *su
     size_t n = (size_t)fsdp->layout.shards, block = fsdp->desc.quantise_reduce, tile = dtrain__fsdp_code_tile(block);
     size_t blocks = dtrain__quantise_blocks(cut->own_count, block);
     const size_t *offsets = dtrain__fsdp_code_counts(fsdp, index) + 4 * n;
-    unsigned char *code = (unsigned char *)(fsdp->code_scratch + n * tile);
+    unsigned char *code = (unsigned char *)(fsdp->codes.scratch + n * tile);
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t at = 0; at < cut->own_count; at += tile) {
         size_t count = cut->own_count - at < tile ? cut->own_count - at : tile;
@@ -146,10 +146,10 @@ static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *su
             const unsigned char *in = dtrain__fsdp_code_in(fsdp, cut) + offsets[r];
             memcpy(code, in + 4 * (at / block), scales);
             memcpy(code + scales, in + 4 * blocks + at, count);
-            dtrain__quantise_int8_unpack(code, fsdp->code_scratch + r * tile, count, block);
-            fsdp->code_parts[r] = fsdp->code_scratch + r * tile;
+            dtrain__quantise_int8_unpack(code, fsdp->codes.scratch + r * tile, count, block);
+            fsdp->codes.parts[r] = fsdp->codes.scratch + r * tile;
         }
-        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, fsdp->code_parts, (int)n, outs, 1, 0, count);
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, fsdp->codes.parts, (int)n, outs, 1, 0, count);
     }
     dtrain__fpmode_restore(mode);
 }

@@ -2,8 +2,8 @@
  * Gradients, from a unit in full to this rank's part of the sum. In every micro-batch all ranks start units from the
  * last to the first, in whatever order the caller reduces them. A unit that a rank leaves out adds -0, the one number
  * that changes no other. A unit's full gradients are free once they are scattered; between copies only parts travel.
- * >>terms folds micro-batches: this rank's parts after each round, or with keep_full_grads all before the only round.
- */
+ * Micro-batches are folded by >>terms: this rank's parts after each round, or with keep_full_grads all before the only
+ * round. */
 #ifndef DTRAIN__FSDP_REDUCE
 #define DTRAIN__FSDP_REDUCE
 #include "fsdp_gather.c"
@@ -21,7 +21,7 @@ static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    return fsdp->parts.levels[fsdp->units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
+    return fsdp->state.parts.levels[fsdp->state.units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
 }
 
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
@@ -43,10 +43,10 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     uint64_t mode = dtrain__fpmode_enter();
     if (dtrain__fsdp_waits_narrow(fsdp))
         dtrain__fsdp_convert_sum(fsdp, number, sum, 1);
-    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->parts, (1u << fsdp->units[number].level) - 1, cuts->grad, sum,
-                                                sum, cuts->grad_count, fsdp->device.queue));
+    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->state.parts, (1u << fsdp->state.units[number].level) - 1,
+                                                cuts->grad, sum, sum, cuts->grad_count, fsdp->device.queue));
     dtrain__fpmode_restore(mode);
-    fsdp->units[number].stage = DTRAIN__FSDP_GRADS_IDLE;
+    fsdp->state.units[number].stage = DTRAIN__FSDP_GRADS_IDLE;
 }
 
 /* Starts to send every rank its part of the gradients in `in`, which has reduce_dtype, and to add up this rank's. */
@@ -55,16 +55,17 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
 {
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     if (fsdp->desc.reduce_dtype != DTRAIN_F32)
-        return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->reducing[index]);
-    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
+        return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->schedule.reducing[index]);
+    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM,
+                                    &fsdp->schedule.reducing[index]);
 }
 
 /* Returns where this rank's part of the sums of a unit's small ranges is, one range after another. */
 static float *dtrain__fsdp_packed_sums(const dtrain_fsdp *fsdp, size_t begin)
 {
     if (fsdp->desc.reduce_dtype != DTRAIN_F32) /* apart from the input, which may be half as wide */
-        return fsdp->stages + DTRAIN__FSDP_STAGES * fsdp->layout.stage;
-    return fsdp->stages + (DTRAIN__FSDP_STAGES - 1) * fsdp->layout.stage + begin;
+        return fsdp->state.stages + DTRAIN__FSDP_STAGES * fsdp->layout.stage;
+    return fsdp->state.stages + (DTRAIN__FSDP_STAGES - 1) * fsdp->layout.stage + begin;
 }
 
 /* Starts to reduce the small ranges of a unit together; on a device all ranges. A device rounds them to 16 bits as the
@@ -120,7 +121,7 @@ static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float
 {
     const dtrain__layout *layout = &fsdp->layout;
     size_t count = 0;
-    for (size_t i = layout->units[lowest].first; i < layout->units[fsdp->units[lowest].highest].end; i++) {
+    for (size_t i = layout->units[lowest].first; i < layout->units[fsdp->state.units[lowest].highest].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if (!cut->trained || cut->count >= DTRAIN__LAYOUT_ALONE)
             continue;
@@ -134,15 +135,17 @@ static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float
 static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, float *sum)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    size_t small = dtrain__fsdp_pack_small(fsdp, lowest, sum, 0), end = layout->units[fsdp->units[lowest].highest].end;
+    size_t small = dtrain__fsdp_pack_small(fsdp, lowest, sum, 0),
+           end = layout->units[fsdp->state.units[lowest].highest].end;
     dtrain_status status = DTRAIN_OK;
     if (small > 0)
-        status = dtrain_all_reduce_async(fsdp->copies, sum, sum, small, DTRAIN_F32, DTRAIN_SUM, &fsdp->copying[lowest]);
+        status = dtrain_all_reduce_async(fsdp->copies, sum, sum, small, DTRAIN_F32, DTRAIN_SUM,
+                                         &fsdp->schedule.copying[lowest]);
     for (size_t i = layout->units[lowest].first; status == DTRAIN_OK && i < end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if (cut->trained && cut->count >= DTRAIN__LAYOUT_ALONE)
             status = dtrain_all_reduce_async(fsdp->copies, cut->grads, cut->grads, cut->count, DTRAIN_F32, DTRAIN_SUM,
-                                             &fsdp->reducing[i]);
+                                             &fsdp->schedule.reducing[i]);
     }
     return status;
 }
@@ -150,9 +153,9 @@ static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, fl
 /* Waits for a bucket that dtrain__fsdp_add_in_place has started. */
 static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
 {
-    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, lowest);
-    for (int i = lowest; i <= fsdp->units[lowest].highest; i++) {
-        dtrain_status next = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, i);
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->schedule.copying[lowest], DTRAIN__FSDP_LANE_REDUCE, lowest);
+    for (int i = lowest; i <= fsdp->state.units[lowest].highest; i++) {
+        dtrain_status next = dtrain__fsdp_wait_all(fsdp, fsdp->schedule.reducing, DTRAIN__FSDP_LANE_REDUCE, i);
         status = status == DTRAIN_OK ? next : status;
     }
     if (status == DTRAIN_OK)
@@ -160,17 +163,18 @@ static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
     return status;
 }
 
-/* Starts to add the open bucket over the copies: units fsdp->bucket down to `lowest`, whose parts lie side by side. */
+/* Starts to add the open bucket over the copies: units fsdp->schedule.bucket down to `lowest`, whose parts lie side by
+ * side. */
 static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
 {
     const dtrain__layout_unit *units = fsdp->layout.units;
-    size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[lowest].grad;
+    size_t count = units[fsdp->schedule.bucket].grad + units[fsdp->schedule.bucket].grad_count - units[lowest].grad;
     float *sum = dtrain__fsdp_target(fsdp, lowest);
-    int highest = fsdp->bucket;
+    int highest = fsdp->schedule.bucket;
     for (int i = lowest; i <= highest; i++)
-        fsdp->units[i].lowest = lowest;
-    fsdp->units[lowest].highest = highest;
-    fsdp->bucket = -1;
+        fsdp->state.units[i].lowest = lowest;
+    fsdp->state.units[lowest].highest = highest;
+    fsdp->schedule.bucket = -1;
     if (fsdp->reducer != NULL) {
         dtrain__fsdp_queued(fsdp, dtrain__reducer_take(fsdp, lowest, highest, sum - units[lowest].grad));
         return DTRAIN_OK;
@@ -180,55 +184,57 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
     dtrain_status status =
         fsdp->in_place ? dtrain__fsdp_add_in_place(fsdp, lowest, sum)
         : fsdp->device.queue == NULL
-            ? dtrain_all_reduce_async(fsdp->copies, data, data, count, dtype, DTRAIN_SUM, &fsdp->copying[lowest])
+            ? dtrain_all_reduce_async(fsdp->copies, data, data, count, dtype, DTRAIN_SUM,
+                                      &fsdp->schedule.copying[lowest])
             : dtrain_device_group_all_reduce_async(fsdp->device.groups[DTRAIN__FSDP_COPIES], data, data, count, dtype,
                                                    DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_COPIES][lowest]);
-    fsdp->units[lowest].job = status == DTRAIN_OK;
+    fsdp->state.units[lowest].job = status == DTRAIN_OK;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
-    fsdp->copying[lowest] = NULL;
+    fsdp->schedule.copying[lowest] = NULL;
     return dtrain__fsdp_break(fsdp, status, "starting to reduce", lowest);
 }
 
 /* Between micro-batches the caller may add to a gradient before it gathers the unit for backward. */
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
-    if (fsdp->reduced_units == 0)
-        dtrain__pages_put_away(&fsdp->pages[1]);
+    if (fsdp->schedule.reduced_units == 0)
+        dtrain__pages_put_away(&fsdp->state.pages[1]);
 }
 
 /* Waits until the bucket of a unit has been added over the copies. */
 static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 {
-    int lowest = fsdp->units[number].lowest, highest = fsdp->units[lowest].highest;
+    int lowest = fsdp->state.units[number].lowest, highest = fsdp->state.units[lowest].highest;
     const dtrain__layout_unit *units = fsdp->layout.units;
-    int64_t before_ns = fsdp->stats.communicated_ns;
+    int64_t before_ns = fsdp->figures.stats.communicated_ns;
     if (fsdp->reducer != NULL)
         return dtrain__reducer_finish(fsdp, number);
-    if (fsdp->units[lowest].job == 0)
+    if (fsdp->state.units[lowest].job == 0)
         return DTRAIN_OK;
-    fsdp->units[lowest].job = 0;
-    dtrain_status status = fsdp->in_place ? dtrain__fsdp_wait_in_place(fsdp, lowest)
-                           : fsdp->device.queue != NULL
-                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_COPIES, lowest, number)
-                               : dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, number);
+    fsdp->state.units[lowest].job = 0;
+    dtrain_status status =
+        fsdp->in_place ? dtrain__fsdp_wait_in_place(fsdp, lowest)
+        : fsdp->device.queue != NULL
+            ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_COPIES, lowest, number)
+            : dtrain__fsdp_wait(fsdp, &fsdp->schedule.copying[lowest], DTRAIN__FSDP_LANE_REDUCE, number);
     if (status != DTRAIN_OK)
         return status;
     uint64_t dense = dtrain__plan_sent_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
                                              fsdp->layout.copies);
     dtrain__fsdp_account(fsdp, lowest, highest, dense, fsdp->desc.reduce_dtype != DTRAIN_F32 ? dense / 2 : dense,
-                         fsdp->stats.communicated_ns - before_ns);
+                         fsdp->figures.stats.communicated_ns - before_ns);
     return DTRAIN_OK;
 }
 
 /* Ends scattering a unit: frees its full gradients, and sends its part on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
-    int64_t before_ns = fsdp->stats.communicated_ns;
+    int64_t before_ns = fsdp->figures.stats.communicated_ns;
     dtrain_status status = fsdp->device.queue != NULL
                                ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_REDUCES, number, number)
-                               : dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, number);
-    fsdp->scattering = -1;
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->schedule.reducing, DTRAIN__FSDP_LANE_REDUCE, number);
+    fsdp->schedule.scattering = -1;
     if (status != DTRAIN_OK)
         return status;
     if (fsdp->device.queue == NULL)
@@ -237,10 +243,10 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         const dtrain__layout_unit *unit = &fsdp->layout.units[number];
         dtrain__fsdp_account(fsdp, number, number, 4 * (uint64_t)(unit->trained - unit->grad_count),
                              dtrain__layout_sends(&fsdp->layout, &fsdp->desc, number, 1),
-                             fsdp->stats.communicated_ns - before_ns);
+                             fsdp->figures.stats.communicated_ns - before_ns);
     }
     if (fsdp->in_place || fsdp->left != NULL)
-        fsdp->units[number].has_grads = 0; /* they stay, to become sums or to be compared by >>fsdp-debug */
+        fsdp->state.units[number].has_grads = 0; /* they stay, to become sums or to be compared by >>fsdp-debug */
     else
         dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
@@ -250,11 +256,11 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
     }
     if (fsdp->reduces != NULL && dtrain__fsdp_waits_narrow(fsdp))
         dtrain__fsdp_convert_sum(fsdp, number, dtrain__fsdp_target(fsdp, number), 0);
-    fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
-    fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
+    fsdp->state.units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
+    fsdp->schedule.bucket = fsdp->schedule.bucket < 0 ? number : fsdp->schedule.bucket;
     /* numbers of 16 bits wait apart for each unit, so units travel alone */
     int goes = fsdp->desc.reduce_dtype != DTRAIN_F32 ||
-               dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes);
+               dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->schedule.bucket, fsdp->desc.bucket_bytes);
     return goes ? dtrain__fsdp_send_bucket(fsdp, number) : DTRAIN_OK;
 }
 
@@ -262,12 +268,12 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->units[number].stage == DTRAIN__FSDP_GRADS_SCATTERING)
+    if (fsdp->state.units[number].stage == DTRAIN__FSDP_GRADS_SCATTERING)
         status = dtrain__fsdp_scattered(fsdp, number);
     /* in the next micro-batch: scattering the last unit of this one sends the bucket */
-    if (status == DTRAIN_OK && fsdp->bucket >= number && fsdp->scattering >= 0)
-        status = dtrain__fsdp_scattered(fsdp, fsdp->scattering);
-    if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__FSDP_GRADS_COPYING) {
+    if (status == DTRAIN_OK && fsdp->schedule.bucket >= number && fsdp->schedule.scattering >= 0)
+        status = dtrain__fsdp_scattered(fsdp, fsdp->schedule.scattering);
+    if (status == DTRAIN_OK && fsdp->state.units[number].stage == DTRAIN__FSDP_GRADS_COPYING) {
         status = dtrain__fsdp_wait_copies(fsdp, number);
         if (status == DTRAIN_OK)
             dtrain__fsdp_fold(fsdp, number);
@@ -278,7 +284,7 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
 /* Ends a scatter that is in a unit's way: of its own gradients, or on a device of those in its place. */
 static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
 {
-    int now = fsdp->scattering;
+    int now = fsdp->schedule.scattering;
     if (now >= 0 && (now == unit || dtrain__fsdp_share_place(fsdp, now, unit, 1)))
         return dtrain__fsdp_scattered(fsdp, now);
     return DTRAIN_OK;
@@ -288,8 +294,8 @@ static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
  * before the caller's queue has reached it, and that queue must not wait early. */
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 {
-    int now = fsdp->scattering;
-    if (now >= 0 && fsdp->device.queue == NULL && dtrain__fsdp_all_done(fsdp, fsdp->reducing, now))
+    int now = fsdp->schedule.scattering;
+    if (now >= 0 && fsdp->device.queue == NULL && dtrain__fsdp_all_done(fsdp, fsdp->schedule.reducing, now))
         return dtrain__fsdp_scattered(fsdp, now);
     return dtrain__fsdp_clear_way(fsdp, unit);
 }
@@ -298,7 +304,7 @@ static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    const size_t *counts = fsdp->state.counts + index * (size_t)fsdp->layout.shards;
     if (cut->codes_grad)
         return dtrain__fsdp_code_reduce(fsdp, index);
     if (fsdp->desc.reduce_dtype == DTRAIN_F32)
@@ -331,16 +337,17 @@ static dtrain_status dtrain__fsdp_reduce_unit(dtrain_fsdp *fsdp, int number, flo
 
 static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
 {
-    dtrain__fsdp_unit *unit = &fsdp->units[number];
-    dtrain_status status = fsdp->scattering >= 0 ? dtrain__fsdp_scattered(fsdp, fsdp->scattering) : DTRAIN_OK;
+    dtrain__fsdp_unit *unit = &fsdp->state.units[number];
+    dtrain_status status =
+        fsdp->schedule.scattering >= 0 ? dtrain__fsdp_scattered(fsdp, fsdp->schedule.scattering) : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
-    unit->level = dtrain__terms_level((unsigned)fsdp->round);
+    unit->level = dtrain__terms_level((unsigned)fsdp->schedule.round);
     unit->stage = DTRAIN__FSDP_GRADS_SCATTERING;
-    fsdp->scattering = number;
+    fsdp->schedule.scattering = number;
     dtrain__fsdp_debug_compare(fsdp, number);
     dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed in place */
-    status = dtrain__fsdp_level(fsdp, &fsdp->parts.levels[unit->level], fsdp->layout.grads);
+    status = dtrain__fsdp_level(fsdp, &fsdp->state.parts.levels[unit->level], fsdp->layout.grads);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_reduce_unit(fsdp, number, dtrain__fsdp_target(fsdp, number));
     dtrain__fsdp_debug_set(fsdp, number, 1, 0);
@@ -353,14 +360,14 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->desc.no_overlap && fsdp->reduced_units < fsdp->trained_units)
+    if (fsdp->desc.no_overlap && fsdp->schedule.reduced_units < fsdp->schedule.trained_units)
         return DTRAIN_OK;
-    for (; status == DTRAIN_OK && fsdp->turn >= 0; fsdp->turn--) {
-        if (fsdp->layout.units[fsdp->turn].trained == 0)
+    for (; status == DTRAIN_OK && fsdp->schedule.turn >= 0; fsdp->schedule.turn--) {
+        if (fsdp->layout.units[fsdp->schedule.turn].trained == 0)
             continue;
-        if (fsdp->units[fsdp->turn].stage != DTRAIN__FSDP_GRADS_WAITING)
+        if (fsdp->state.units[fsdp->schedule.turn].stage != DTRAIN__FSDP_GRADS_WAITING)
             return DTRAIN_OK;
-        status = dtrain__fsdp_reduce_start(fsdp, fsdp->turn);
+        status = dtrain__fsdp_reduce_start(fsdp, fsdp->schedule.turn);
     }
     return status;
 }
@@ -369,10 +376,10 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
  * place. */
 static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut, int last)
 {
-    unsigned term = (unsigned)fsdp->ended;
+    unsigned term = (unsigned)fsdp->schedule.ended;
     int level = dtrain__terms_level(term);
-    float *out = last ? cut->grads : fsdp->full.levels[level] + cut->full_grad;
-    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->full, last ? term : (1u << level) - 1, cut->full_grad,
+    float *out = last ? cut->grads : fsdp->state.full.levels[level] + cut->full_grad;
+    dtrain__fsdp_queued(fsdp, dtrain__terms_add(&fsdp->state.full, last ? term : (1u << level) - 1, cut->full_grad,
                                                 cut->grads, out, cut->count, fsdp->device.queue));
 }
 
@@ -386,15 +393,15 @@ static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int
         return DTRAIN_OK;
     if (!fsdp->layout.resident)
         status = dtrain__fsdp_announced(fsdp);
-    *count = fsdp->layout.resident ? fsdp->announced : fsdp->most;
+    *count = fsdp->layout.resident ? fsdp->exchange.announced : fsdp->exchange.most;
     return status;
 }
 
 /* Waits for the notes of the other ranks. */
 static dtrain_status dtrain__fsdp_recv_notes(dtrain_fsdp *fsdp)
 {
-    dtrain_work *exchanging = fsdp->exchanging;
-    fsdp->exchanging = NULL;
+    dtrain_work *exchanging = fsdp->exchange.exchanging;
+    fsdp->exchange.exchanging = NULL;
     dtrain_status status = exchanging != NULL ? dtrain_work_wait(exchanging) : DTRAIN_OK;
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "hearing of the other ranks", -1);
 }
@@ -407,17 +414,18 @@ static dtrain_status dtrain__fsdp_send_note(dtrain_fsdp *fsdp, int begins)
     dtrain_status status = dtrain__fsdp_recv_notes(fsdp);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->sent_note = fsdp->note;
-    fsdp->sent_note.rounds = (uint64_t)fsdp->round + (uint64_t)begins;
-    fsdp->called = fsdp->round + 1;
+    fsdp->exchange.sent_note = fsdp->exchange.note;
+    fsdp->exchange.sent_note.rounds = (uint64_t)fsdp->schedule.round + (uint64_t)begins;
+    fsdp->exchange.called = fsdp->schedule.round + 1;
     if (fsdp->world == NULL)
-        fsdp->notes[0] = fsdp->sent_note;
+        fsdp->exchange.notes[0] = fsdp->exchange.sent_note;
     else
-        status = dtrain_all_gather_async(fsdp->world, &fsdp->sent_note, fsdp->notes, sizeof fsdp->sent_note * ranks,
-                                         DTRAIN_U8, &fsdp->exchanging);
+        status =
+            dtrain_all_gather_async(fsdp->world, &fsdp->exchange.sent_note, fsdp->exchange.notes,
+                                    sizeof fsdp->exchange.sent_note * ranks, DTRAIN_U8, &fsdp->exchange.exchanging);
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
-    fsdp->exchanging = NULL;
+    fsdp->exchange.exchanging = NULL;
     return dtrain__fsdp_break(fsdp, status, "telling the other ranks", -1);
 }
 
@@ -444,7 +452,7 @@ static dtrain_status dtrain__fsdp_settle_and_recv(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
 {
     int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && fsdp->device.queue == NULL;
-    if (fsdp->called > fsdp->round)
+    if (fsdp->exchange.called > fsdp->schedule.round)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_send_note(fsdp, 1);
     if (status != DTRAIN_OK || once || fsdp->comm->desc.progress != DTRAIN_PROGRESS_POLL)
@@ -459,7 +467,7 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
     int folded;
     dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
-    int keeps = folded > 1, last = fsdp->ended >= folded - 1;
+    int keeps = folded > 1, last = fsdp->schedule.ended >= folded - 1;
     if (status == DTRAIN_OK && last)
         status = dtrain__fsdp_open_round(fsdp);
     if (status == DTRAIN_OK)
@@ -467,8 +475,8 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_clear_way(fsdp, number);
     if (status == DTRAIN_OK && keeps && !last)
-        status =
-            dtrain__fsdp_level(fsdp, &fsdp->full.levels[dtrain__terms_level((unsigned)fsdp->ended)], layout->trained);
+        status = dtrain__fsdp_level(fsdp, &fsdp->state.full.levels[dtrain__terms_level((unsigned)fsdp->schedule.ended)],
+                                    layout->trained);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "taking the gradients", number);
     dtrain__fsdp_page_grads(fsdp, number, 1);
@@ -480,13 +488,13 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
         if (cut->trained && keeps)
             dtrain__fsdp_keep_cut(fsdp, cut, last);
     }
-    fsdp->units[number].reduced = 1;
-    fsdp->units[number].backward = 0;
-    fsdp->reduced_units++;
+    fsdp->state.units[number].reduced = 1;
+    fsdp->state.units[number].backward = 0;
+    fsdp->schedule.reduced_units++;
     if (keeps && !last)
         dtrain__fsdp_page_grads(fsdp, number, 0);
     else
-        fsdp->units[number].stage = DTRAIN__FSDP_GRADS_WAITING;
+        fsdp->state.units[number].stage = DTRAIN__FSDP_GRADS_WAITING;
     dtrain__fsdp_debug_set(fsdp, number, 1, 0);
     return dtrain__fsdp_reduce_turns(fsdp);
 }
@@ -497,7 +505,7 @@ static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i > unit; i--)
-        if (fsdp->units[i].backward && !fsdp->units[i].held && fsdp->layout.units[i].trained > 0)
+        if (fsdp->state.units[i].backward && !fsdp->state.units[i].held && fsdp->layout.units[i].trained > 0)
             status = dtrain__fsdp_take(fsdp, i, 1);
     return status;
 }
@@ -506,14 +514,14 @@ static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
 static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)
-        fsdp->units[i].reduced = 0;
-    fsdp->reduced_units = 0;
+        fsdp->state.units[i].reduced = 0;
+    fsdp->schedule.reduced_units = 0;
     dtrain__fsdp_between(fsdp);
-    fsdp->ended++;
-    fsdp->just_ended = 1;
-    if (fsdp->turn < 0) {
-        fsdp->round++;
-        fsdp->turn = fsdp->layout.unit_count - 1;
+    fsdp->schedule.ended++;
+    fsdp->schedule.just_ended = 1;
+    if (fsdp->schedule.turn < 0) {
+        fsdp->schedule.round++;
+        fsdp->schedule.turn = fsdp->layout.unit_count - 1;
     }
 }
 
@@ -522,7 +530,7 @@ static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
-        if (fsdp->layout.units[i].trained > 0 && !fsdp->units[i].reduced)
+        if (fsdp->layout.units[i].trained > 0 && !fsdp->state.units[i].reduced)
             status = dtrain__fsdp_take(fsdp, i, 1);
     if (status == DTRAIN_OK)
         dtrain__fsdp_micro_batch_over(fsdp);
@@ -531,7 +539,7 @@ static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
 
 static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call)
 {
-    if (fsdp->grads == NULL)
+    if (fsdp->state.grads == NULL)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: the gradients of the last step are finished but not used on rank %d: call "
@@ -542,8 +550,10 @@ static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call
 /* Checks that this rank has an announced micro-batch left. Micro-batches that it joined do not count. */
 static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call)
 {
-    int computed = fsdp->ended - fsdp->joined;
-    if (computed < (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
+    int computed = fsdp->schedule.ended - fsdp->schedule.joined;
+    if (computed < (fsdp->exchange.announced >= 0 ? fsdp->exchange.announced
+                    : fsdp->desc.keep_full_grads  ? 1
+                                                  : INT_MAX))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: all %d micro-batches of this step are over on rank %d: announce as many as you compute "
@@ -559,12 +569,13 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
     dtrain_status status = dtrain__fsdp_check_open(fsdp, call);
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->units[number].reduced)
+    if (fsdp->state.units[number].reduced)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: unit %d was reduced twice in micro-batch %d on rank %d, while %d of %d units are "
                             "missing: reduce those, or if they are unused call dtrain_%s_next first",
-                            call, number, fsdp->ended, dtrain__fsdp_rank(fsdp),
-                            fsdp->trained_units - fsdp->reduced_units, fsdp->trained_units, fsdp->ddp ? "ddp" : "fsdp");
+                            call, number, fsdp->schedule.ended, dtrain__fsdp_rank(fsdp),
+                            fsdp->schedule.trained_units - fsdp->schedule.reduced_units, fsdp->schedule.trained_units,
+                            fsdp->ddp ? "ddp" : "fsdp");
     return dtrain__fsdp_check_left(fsdp, call);
 }
 
@@ -572,13 +583,13 @@ static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, co
 {
     /* The parameters must have been in memory when the gradients were computed. The rule is the same on any number of
      * ranks: the unit is gathered, or was on the way down, or gathered units stay. */
-    const dtrain__fsdp_unit *unit = &fsdp->units[number];
+    const dtrain__fsdp_unit *unit = &fsdp->state.units[number];
     dtrain_strategy strategy = fsdp->desc.strategy;
     int rank = dtrain__fsdp_rank(fsdp), stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP ||
-                                                fsdp->keeps || fsdp->desc.no_reshard_after_forward;
+                                                fsdp->schedule.keeps || fsdp->desc.no_reshard_after_forward;
     if (unit->fresh && (unit->held || unit->backward || stays))
         return dtrain__fsdp_check_missing(fsdp, number, call);
-    if (!fsdp->units[number].fresh)
+    if (!fsdp->state.units[number].fresh)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: unit %d has not been gathered on rank %d since it was reduced last: call "
                             "dtrain_fsdp_gather(fsdp, %d), compute, then reduce",
@@ -597,14 +608,14 @@ static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const 
     dtrain_status status = dtrain__fsdp_check_reduce(fsdp, unit, call);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->units[unit].fresh = 0;
-    fsdp->just_ended = 0;
+    fsdp->state.units[unit].fresh = 0;
+    fsdp->schedule.just_ended = 0;
     status = dtrain__fsdp_left_out(fsdp, unit);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_take(fsdp, unit, 0);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_release_now(fsdp, unit);
-    if (status == DTRAIN_OK && fsdp->reduced_units == fsdp->trained_units)
+    if (status == DTRAIN_OK && fsdp->schedule.reduced_units == fsdp->schedule.trained_units)
         dtrain__fsdp_micro_batch_over(fsdp);
     return status;
 }

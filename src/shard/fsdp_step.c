@@ -12,7 +12,7 @@ static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
         const dtrain_param *param = &fsdp->layout.table[i];
         const float zero = 0.0f;
-        if (param->grad != NULL && !(fsdp->reserved[i] & 2))
+        if (param->grad != NULL && !(fsdp->state.reserved[i] & 2))
             dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, param->grad, &zero, sizeof zero,
                                                          dtrain_param_elements(param)));
     }
@@ -24,7 +24,8 @@ static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, do
     if (status != DTRAIN_OK)
         return status;
     int rank = dtrain__fsdp_rank(fsdp), ranks = dtrain_comm_size(fsdp->comm);
-    if (fsdp->announced >= 0 || fsdp->ended > 0 || fsdp->reduced_units > 0 || fsdp->grads != NULL)
+    if (fsdp->exchange.announced >= 0 || fsdp->schedule.ended > 0 || fsdp->schedule.reduced_units > 0 ||
+        fsdp->state.grads != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a step is open on rank %d: end it with %s first", call, rank,
                             fsdp->ddp ? "dtrain_ddp_finish"
                                       : "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop");
@@ -35,15 +36,15 @@ static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, do
                             call, micro_batches, weight, rank);
     if (fsdp->ddp)
         dtrain__fsdp_zero_grads(fsdp);
-    fsdp->begins = 1;
-    fsdp->announced = micro_batches;
-    fsdp->announcement[0] = (double)micro_batches;
-    fsdp->announcement[1] = weight;
+    fsdp->exchange.begins = 1;
+    fsdp->exchange.announced = micro_batches;
+    fsdp->exchange.announcement[0] = (double)micro_batches;
+    fsdp->exchange.announcement[1] = weight;
     if (fsdp->world != NULL)
-        status = dtrain_all_gather_async(fsdp->world, fsdp->announcement, fsdp->announcements, 2 * (size_t)ranks,
-                                         DTRAIN_F64, &fsdp->announcing);
+        status = dtrain_all_gather_async(fsdp->world, fsdp->exchange.announcement, fsdp->exchange.announcements,
+                                         2 * (size_t)ranks, DTRAIN_F64, &fsdp->exchange.announcing);
     if (status != DTRAIN_OK) {
-        fsdp->announcing = NULL;
+        fsdp->exchange.announcing = NULL;
         status = dtrain__fsdp_break(fsdp, status, "announcing a step", -1);
     }
     return dtrain__fsdp_leave(fsdp, status);
@@ -59,8 +60,8 @@ static dtrain_status dtrain__fsdp_end_round(dtrain_fsdp *fsdp)
 {
     int folded;
     dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
-    int end = !fsdp->desc.keep_full_grads ? fsdp->ended + 1 : folded > 1 ? folded : 1;
-    while (status == DTRAIN_OK && fsdp->ended < end)
+    int end = !fsdp->desc.keep_full_grads ? fsdp->schedule.ended + 1 : folded > 1 ? folded : 1;
+    while (status == DTRAIN_OK && fsdp->schedule.ended < end)
         status = dtrain__fsdp_end_micro_batch(fsdp);
     return status;
 }
@@ -71,17 +72,17 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp, int applied)
     dtrain__reducer_end_step(fsdp->reducer, applied);
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
         dtrain__fsdp_page_grads(fsdp, i, 0);
-        fsdp->units[i].reduced = fsdp->units[i].backward = 0;
+        fsdp->state.units[i].reduced = fsdp->state.units[i].backward = 0;
     }
     for (size_t i = 0; i < fsdp->layout.cut_count; i++)
-        fsdp->slices[i].grads = NULL;
-    memset(&fsdp->note, 0, sizeof fsdp->note);
-    fsdp->grads = NULL;
-    fsdp->buckets_old = 1;
-    fsdp->announced = fsdp->last = -1;
-    fsdp->ended = fsdp->round = fsdp->called = fsdp->joined = 0;
-    fsdp->reduced_units = fsdp->just_ended = fsdp->summed = fsdp->agreed = 0;
-    fsdp->turn = fsdp->layout.unit_count - 1;
+        fsdp->state.slices[i].grads = NULL;
+    memset(&fsdp->exchange.note, 0, sizeof fsdp->exchange.note);
+    fsdp->state.grads = NULL;
+    fsdp->figures.buckets_old = 1;
+    fsdp->exchange.announced = fsdp->schedule.last = -1;
+    fsdp->schedule.ended = fsdp->schedule.round = fsdp->exchange.called = fsdp->schedule.joined = 0;
+    fsdp->schedule.reduced_units = fsdp->schedule.just_ended = fsdp->scaling.summed = fsdp->scaling.agreed = 0;
+    fsdp->schedule.turn = fsdp->layout.unit_count - 1;
     dtrain__fsdp_between(fsdp);
 }
 
@@ -92,7 +93,7 @@ static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
     for (int i = 0; i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_page_grads(fsdp, i, 0);
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
-        if (fsdp->units[i].fresh)
+        if (fsdp->state.units[i].fresh)
             dtrain__fsdp_page_grads(fsdp, i, 1);
         dtrain__fsdp_page_grads(fsdp, i, 0);
     }
@@ -105,11 +106,11 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
     dtrain_status status = dtrain__fsdp_arrive(fsdp, "dtrain_fsdp_finish");
-    int begins = fsdp->reduced_units > 0;
+    int begins = fsdp->schedule.reduced_units > 0;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_announced(fsdp);
-    fsdp->note.begun = (uint64_t)fsdp->ended + (uint64_t)begins;
-    begins |= fsdp->desc.keep_full_grads && fsdp->ended > 0;
+    fsdp->exchange.note.begun = (uint64_t)fsdp->schedule.ended + (uint64_t)begins;
+    begins |= fsdp->desc.keep_full_grads && fsdp->schedule.ended > 0;
     for (int goes_on = 1; status == DTRAIN_OK && goes_on; begins = goes_on) {
         status = begins ? dtrain__fsdp_end_round(fsdp) : DTRAIN_OK;
         if (status == DTRAIN_OK)
@@ -118,12 +119,12 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
             status = dtrain__fsdp_settle_and_recv(fsdp);
         goes_on = 0;
         for (int rank = 0; rank < ranks; rank++)
-            goes_on |= fsdp->notes[rank].rounds > (uint64_t)fsdp->round;
+            goes_on |= fsdp->exchange.notes[rank].rounds > (uint64_t)fsdp->schedule.round;
     }
     *most = 0;
     for (int rank = 0; rank < ranks; rank++)
-        if (fsdp->notes[rank].begun > (uint64_t)*most)
-            *most = fsdp->notes[rank].begun < INT_MAX ? (int)fsdp->notes[rank].begun : INT_MAX;
+        if (fsdp->exchange.notes[rank].begun > (uint64_t)*most)
+            *most = fsdp->exchange.notes[rank].begun < INT_MAX ? (int)fsdp->exchange.notes[rank].begun : INT_MAX;
     return status == DTRAIN_OK ? dtrain__fsdp_settle_all(fsdp) : status;
 }
 
@@ -131,22 +132,22 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
 static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 {
     for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
-        const dtrain__fsdp_note *note = &fsdp->notes[rank];
+        const dtrain__fsdp_note *note = &fsdp->exchange.notes[rank];
         if (note->failed)
             return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
                                 "%s: rank %d could not go on%s%.*s: its gradients are dropped on all ranks, the object "
                                 "can be used",
                                 fsdp->call, rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
     }
-    if (fsdp->freezes && !(fsdp->total_weight > 0.0))
+    if (fsdp->freezes && !(fsdp->exchange.total_weight > 0.0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: the weights of all ranks are 0, and with compress.adam m is averaged by them: give "
                             "dtrain_fsdp_begin the number of examples",
                             fsdp->call);
-    int trains = fsdp->trained_units > 0; /* trained parameters may have no elements, such as an empty part */
-    for (size_t i = 0; i < fsdp->layout.table_count && fsdp->trained_units == 0; i++)
+    int trains = fsdp->schedule.trained_units > 0; /* trained parameters may have no elements, such as an empty part */
+    for (size_t i = 0; i < fsdp->layout.table_count && fsdp->schedule.trained_units == 0; i++)
         trains |= !fsdp->layout.table[i].frozen;
-    if (trains && (most > 0 || fsdp->trained_units == 0))
+    if (trains && (most > 0 || fsdp->schedule.trained_units == 0))
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
@@ -158,21 +159,22 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 /* Adds up the levels and divides once. */
 static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
-    double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
+    double divisor =
+        (fsdp->exchange.total_weight > 0.0 ? fsdp->exchange.total_weight : 1.0) * (double)fsdp->scaling.loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
-    unsigned left = (unsigned)fsdp->round, low = left & (~left + 1u);
-    float *sum = fsdp->parts.levels[low > 0 ? dtrain__terms_level(low - 1) : 0]; /* no round: an empty sum */
+    unsigned left = (unsigned)fsdp->schedule.round, low = left & (~left + 1u);
+    float *sum = fsdp->state.parts.levels[low > 0 ? dtrain__terms_level(low - 1) : 0]; /* no round: an empty sum */
     dtrain__fsdp_queued(
-        fsdp, dtrain__terms_add(&fsdp->parts, left & ~low, 0, sum, sum, fsdp->layout.grads, fsdp->device.queue));
+        fsdp, dtrain__terms_add(&fsdp->state.parts, left & ~low, 0, sum, sum, fsdp->layout.grads, fsdp->device.queue));
     if (!fsdp->in_place)
         dtrain__fsdp_divide_by(fsdp, sum, divisor, fsdp->layout.grads);
-    fsdp->grads = sum;
+    fsdp->state.grads = sum;
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && fsdp->in_place)
             dtrain__fsdp_divide_by(fsdp, cut->grads, divisor, cut->count);
         if (cut->trained)
-            fsdp->slices[i].grads = fsdp->in_place ? cut->grads : sum + cut->grad;
+            fsdp->state.slices[i].grads = fsdp->in_place ? cut->grads : sum + cut->grad;
     }
     dtrain__fpmode_restore(mode);
 }
@@ -182,11 +184,12 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
 {
     int most = 0;
-    if (fsdp->grads != NULL)
+    if (fsdp->state.grads != NULL)
         return dtrain__fsdp_gather_end(fsdp);
-    fsdp->note.weights = fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : dtrain__fsdp_drift_hash(fsdp);
+    fsdp->exchange.note.weights =
+        fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : dtrain__fsdp_drift_hash(fsdp);
     dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
-    if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
+    if (status == DTRAIN_OK && idle && (most == 0 || fsdp->schedule.trained_units == 0))
         return DTRAIN_OK;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_gather_end(fsdp);
@@ -208,7 +211,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
         return status;
     status = dtrain__fsdp_finish_now(fsdp, 0);
     if (total_weight != NULL)
-        *total_weight = fsdp->total_weight;
+        *total_weight = fsdp->exchange.total_weight;
     return dtrain__fsdp_leave(fsdp, status);
 }
 
@@ -218,12 +221,12 @@ static void dtrain__fsdp_update(dtrain_fsdp *fsdp, float lr)
     fsdp->step++;
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        const dtrain_slice *slice = &fsdp->slices[i];
+        const dtrain_slice *slice = &fsdp->state.slices[i];
         dtrain_optimizer_desc desc = fsdp->optimizer;
-        float rate = lr * fsdp->lr_factors[cut->param];
+        float rate = lr * fsdp->state.lr_factors[cut->param];
         if (!cut->trained || cut->own_count == 0)
             continue;
-        desc.weight_decay = fsdp->decays[cut->param];
+        desc.weight_decay = fsdp->state.decays[cut->param];
         if (fsdp->freezes && fsdp->step > fsdp->freeze_step && !fsdp->layout.table[cut->param].dense) {
             dtrain__optimizer_adamw_frozen(slice->weights, slice->grads, slice->state[0], slice->state[1],
                                            cut->own_count, &desc, rate, fsdp->step, fsdp->freeze_step);
@@ -244,16 +247,16 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     dtrain_status status = DTRAIN_OK;
     int units = fsdp->layout.unit_count,
         gathers = fsdp->layout.resident && (fsdp->gathers != NULL || fsdp->layout.apart);
-    fsdp->keeps = 0;
+    fsdp->schedule.keeps = 0;
     for (int i = 0; status == DTRAIN_OK && i < units && !fsdp->layout.resident; i++) {
-        fsdp->units[i].held = fsdp->units[i].fresh = 0;
-        if (fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
+        fsdp->state.units[i].held = fsdp->state.units[i].fresh = 0;
+        if (fsdp->state.units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
             status = dtrain__fsdp_gather_drop(fsdp, i);
     }
     for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
         status = dtrain__fsdp_gather_start(fsdp, i);
     for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
-        if (fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        if (fsdp->state.units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
             status = dtrain__fsdp_gather_finish(fsdp, i);
     return status;
 }
@@ -262,14 +265,16 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
 static int dtrain__fsdp_overflows(dtrain_fsdp *fsdp)
 {
     int steps = fsdp->desc.loss_scale_steps > 0 ? fsdp->desc.loss_scale_steps : 2000;
-    if (!dtrain__norm_finite(&fsdp->sum)) {
-        fsdp->loss_scale = fsdp->loss_scale > 1e-30f ? fsdp->loss_scale / 2.0f : fsdp->loss_scale;
-        fsdp->good_steps = 0;
+    if (!dtrain__norm_finite(&fsdp->scaling.sum)) {
+        fsdp->scaling.loss_scale =
+            fsdp->scaling.loss_scale > 1e-30f ? fsdp->scaling.loss_scale / 2.0f : fsdp->scaling.loss_scale;
+        fsdp->scaling.good_steps = 0;
         return 1;
     }
-    if (++fsdp->good_steps == steps) {
-        fsdp->loss_scale = fsdp->loss_scale < 1e30f ? fsdp->loss_scale * 2.0f : fsdp->loss_scale;
-        fsdp->good_steps = 0;
+    if (++fsdp->scaling.good_steps == steps) {
+        fsdp->scaling.loss_scale =
+            fsdp->scaling.loss_scale < 1e30f ? fsdp->scaling.loss_scale * 2.0f : fsdp->scaling.loss_scale;
+        fsdp->scaling.good_steps = 0;
     }
     return 0;
 }
@@ -289,7 +294,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
                             "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
                             "dtrain_fsdp_local, then call dtrain_fsdp_publish");
     status = dtrain__fsdp_finish_now(fsdp, 0);
-    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->agreed && fsdp->comm->part)
+    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f && !fsdp->scaling.agreed && fsdp->comm->part)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "dtrain_fsdp_step: with a loss scale all parts of a model skip a step or none does, and this "
@@ -301,8 +306,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     }
     if (status != DTRAIN_OK)
         return dtrain__fsdp_leave(fsdp, status);
-    fsdp->stats.skipped += (uint64_t)skip;
-    fsdp->stats.steps += (uint64_t)!skip;
+    fsdp->figures.stats.skipped += (uint64_t)skip;
+    fsdp->figures.stats.steps += (uint64_t)!skip;
     if (skip) {
         dtrain__fsdp_reset(fsdp, 0);
         return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
@@ -318,12 +323,12 @@ static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, cons
 {
     int most = 0;
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
-    if (status == DTRAIN_OK && fsdp->grads == NULL)
+    if (status == DTRAIN_OK && fsdp->state.grads == NULL)
         status = dtrain__fsdp_complete(fsdp, &most);
     if (status != DTRAIN_OK)
         return status;
     if (publishes)
-        dtrain__reducer_end_step(fsdp->reducer, fsdp->grads != NULL);
+        dtrain__reducer_end_step(fsdp->reducer, fsdp->state.grads != NULL);
     dtrain__fsdp_wipe(fsdp);
     return dtrain__fsdp_leave(fsdp, publishes ? dtrain__fsdp_publish_now(fsdp) : DTRAIN_OK);
 }
@@ -342,7 +347,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
 {
     if (fsdp == NULL || slices == NULL || count == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
-    *slices = fsdp->slices;
+    *slices = fsdp->state.slices;
     *count = fsdp->layout.cut_count;
     return DTRAIN_OK;
 }
@@ -370,7 +375,7 @@ DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp)
 
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
 {
-    return fsdp != NULL ? fsdp->loss_scale : 1.0f;
+    return fsdp != NULL ? fsdp->scaling.loss_scale : 1.0f;
 }
 
 DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
@@ -379,7 +384,7 @@ DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
     memset(&stats, 0, sizeof stats);
     if (fsdp == NULL)
         return stats;
-    stats = fsdp->stats;
+    stats = fsdp->figures.stats;
     stats.bytes = fsdp->memory.bytes;
     stats.peak_bytes = fsdp->memory.peak_bytes;
     return stats;
@@ -388,8 +393,8 @@ DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
 DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_bucket **buckets)
 {
     if (buckets != NULL)
-        *buckets = fsdp != NULL ? fsdp->buckets : NULL;
-    return fsdp != NULL ? fsdp->bucket_count : 0;
+        *buckets = fsdp != NULL ? fsdp->figures.buckets : NULL;
+    return fsdp != NULL ? fsdp->figures.bucket_count : 0;
 }
 
 /* ---- the length of gradients ---- */
@@ -406,20 +411,20 @@ static dtrain_status dtrain__fsdp_check_norm(const char *call, float max_norm)
 static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
 {
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
-    fsdp->summed = fsdp->agreed = 0;
+    fsdp->scaling.summed = fsdp->scaling.agreed = 0;
     return status == DTRAIN_OK ? dtrain__fsdp_sum_squares(fsdp) : status;
 }
 
 /* Shortens gradients to max_norm if they are longer; returns their length, by the sum of squares. */
 static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
 {
-    double length = dtrain__device_length(&fsdp->sum);
-    if (max_norm > 0.0f && dtrain__norm_finite(&fsdp->sum) && length > (double)max_norm) {
+    double length = dtrain__device_length(&fsdp->scaling.sum);
+    if (max_norm > 0.0f && dtrain__norm_finite(&fsdp->scaling.sum) && length > (double)max_norm) {
         uint64_t mode = dtrain__fpmode_enter();
         float factor = dtrain__device_ratio((double)max_norm, length);
         dtrain__fpmode_restore(mode);
-        dtrain__fsdp_queued(
-            fsdp, dtrain_device_scale(fsdp->device.queue, DTRAIN_F32, fsdp->grads, (double)factor, fsdp->layout.grads));
+        dtrain__fsdp_queued(fsdp, dtrain_device_scale(fsdp->device.queue, DTRAIN_F32, fsdp->state.grads, (double)factor,
+                                                      fsdp->layout.grads));
     }
     return length;
 }
@@ -430,11 +435,11 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
     if (status != DTRAIN_OK)
         return status;
-    fsdp->summed = fsdp->agreed = 0;
+    fsdp->scaling.summed = fsdp->scaling.agreed = 0;
     status = dtrain__fsdp_queue_squares(fsdp, fsdp->device.limbs);
     if (status == DTRAIN_OK)
         status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm,
-                                    (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS), fsdp->grads,
+                                    (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS), fsdp->state.grads,
                                     fsdp->layout.grads);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
 }
@@ -459,7 +464,7 @@ static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int cou
                                    : dtrain__fsdp_leave(fsdps[i], dtrain__fsdp_measure(fsdps[i]));
         total->dropped += status != DTRAIN_OK;
         for (int k = 0; status == DTRAIN_OK && k < DTRAIN__NORM_LIMBS; k++)
-            total->sum.limbs[k] += fsdps[i]->sum.limbs[k];
+            total->sum.limbs[k] += fsdps[i]->scaling.sum.limbs[k];
         if (status != DTRAIN_OK && first == DTRAIN_OK) {
             first = status;
             why = dtrain__thread_error;
@@ -474,7 +479,7 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; status == DTRAIN_OK && i < count; i++)
-        if (fsdps[i]->broken.status == DTRAIN_OK && fsdps[i]->grads != NULL)
+        if (fsdps[i]->broken.status == DTRAIN_OK && fsdps[i]->state.grads != NULL)
             status = dtrain_fsdp_drop(fsdps[i]);
     if (status != DTRAIN_OK)
         return status;
@@ -498,7 +503,7 @@ static dtrain_status dtrain__fsdp_clip(dtrain_fsdp *const *fsdps, int count, dtr
     if (mine != DTRAIN_OK)
         return dtrain__report(&why);
     for (int i = 0; status == DTRAIN_OK && i < count; i++) {
-        fsdps[i]->sum = total.sum;
+        fsdps[i]->scaling.sum = total.sum;
         double length = dtrain__fsdp_shorten(fsdps[i], max_norm);
         if (norm != NULL)
             *norm = length;
@@ -542,7 +547,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
         return DTRAIN_ERR_INVALID;
     status = dtrain__fsdp_clip(fsdps, count, model, max_norm, norm, call);
     for (int i = 0; status == DTRAIN_OK && i < count; i++)
-        fsdps[i]->agreed = 1;
+        fsdps[i]->scaling.agreed = 1;
     return status;
 }
 

@@ -217,7 +217,7 @@ static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int hig
 {
     dtrain__reducer *reducer = fsdp->reducer;
     dtrain__reducer_job *job = &reducer->jobs[lowest];
-    double weight = fsdp->announced >= 0 ? fsdp->announcement[1] : 1.0;
+    double weight = fsdp->exchange.announced >= 0 ? fsdp->exchange.announcement[1] : 1.0;
     dtrain_status status = dtrain__fsdp_announced(fsdp);
     if (status == DTRAIN_OK && reducer->queue != NULL)
         status = dtrain__device_event_record(reducer->caller, reducer->events[2 * lowest]);
@@ -228,14 +228,14 @@ static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int hig
     job->highest = highest;
     job->sums = sums;
     job->step = fsdp->step;
-    job->total = fsdp->total_weight;
+    job->total = fsdp->exchange.total_weight;
     if (fsdp->freezes && fsdp->step >= fsdp->freeze_step) {
-        job->momenta.m = fsdp->state; /* laid out as the gradients */
+        job->momenta.m = fsdp->state.arrays; /* laid out as the gradients */
         job->momenta.rest1 = (float)(1.0 - (double)fsdp->optimizer.beta1);
         job->momenta.factor = (float)((double)fsdp->optimizer.beta1 * weight);
     }
     dtrain__worker_post(&reducer->worker, &job->job);
-    fsdp->units[lowest].job = job->job.number;
+    fsdp->state.units[lowest].job = job->job.number;
     return DTRAIN_OK;
 }
 
@@ -243,15 +243,15 @@ static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int hig
 static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
 {
     dtrain__reducer *reducer = fsdp->reducer;
-    int lowest = fsdp->units[number].lowest;
+    int lowest = fsdp->state.units[number].lowest;
     const dtrain__reducer_job *job = &reducer->jobs[lowest];
     int64_t begin = dtrain__os_now_ns();
-    if (fsdp->units[lowest].job == 0)
+    if (fsdp->state.units[lowest].job == 0)
         return DTRAIN_OK;
-    dtrain__reducer_wait(reducer, fsdp->units[lowest].job, INT64_MAX);
+    dtrain__reducer_wait(reducer, fsdp->state.units[lowest].job, INT64_MAX);
     if (job->status == DTRAIN_OK && reducer->queue != NULL)
         dtrain__fsdp_queued(fsdp, dtrain__device_event_await(reducer->caller, reducer->events[2 * lowest + 1]));
-    fsdp->units[lowest].job = 0;
+    fsdp->state.units[lowest].job = 0;
     dtrain__fsdp_waited(fsdp, number, begin, job->end_ns - job->begin_ns);
     if (job->status != DTRAIN_OK) {
         dtrain__report(&reducer->error);

@@ -320,8 +320,8 @@ static dtrain_status save_body(dtrain_comm *world, void *user)
     state.seed = 5;
     for (int chunk = 0; chunk < t->how->chunks && t->how->strategy != 0; chunk++) {
         CHECK_EQ(dtrain_fsdp_set_step(h.fsdp[chunk], 41), DTRAIN_OK);
-        h.fsdp[chunk]->loss_scale = 512.0f;
-        h.fsdp[chunk]->good_steps = 3;
+        h.fsdp[chunk]->scaling.loss_scale = 512.0f;
+        h.fsdp[chunk]->scaling.good_steps = 3;
     }
     if (h.optimizer != NULL)
         h.optimizer->step = 41;
@@ -342,7 +342,7 @@ static void check_counters(holder *h, const dtrain_checkpoint_state *state, int 
     for (int chunk = 0; chunk < h->how.chunks && h->how.strategy != 0; chunk++) {
         CHECK_EQ(dtrain_fsdp_get_step(h->fsdp[chunk]), 41);
         CHECK_EQ(dtrain_fsdp_loss_scale(h->fsdp[chunk]), scaled ? 512 : 1024);
-        CHECK_EQ(h->fsdp[chunk]->good_steps, scaled ? 3 : 0);
+        CHECK_EQ(h->fsdp[chunk]->scaling.good_steps, scaled ? 3 : 0);
     }
     if (h->how.strategy == 0)
         CHECK_EQ(h->optimizer->step, 41);
@@ -565,7 +565,7 @@ static dtrain_status disagree_body(dtrain_comm *world, void *user)
         if (d->which == 1)
             CHECK_EQ(dtrain_fsdp_set_step(h.fsdp[chunk], 3), DTRAIN_OK);
         if (d->which == 2)
-            h.fsdp[chunk]->loss_scale = 2.0f;
+            h.fsdp[chunk]->scaling.loss_scale = 2.0f;
     }
     if (d->which == 3 && last)
         h.lists[1] = dtrain_fsdp_pieces(NULL);

@@ -362,7 +362,7 @@ static void keep(rank_state *s)
         CHECK_OK(dtrain_device_copy(s->device, out + MOST_ELEMENTS * sizeof(float), s->seen[i], bytes));
     }
     say(s, (double)stats.steps + 1000.0 * (double)stats.skipped);
-    say(s, (double)dtrain_fsdp_get_step(s->fsdp) + 1000.0 * s->fsdp->good_steps);
+    say(s, (double)dtrain_fsdp_get_step(s->fsdp) + 1000.0 * s->fsdp->scaling.good_steps);
     say(s, (double)dtrain_fsdp_loss_scale(s->fsdp));
     say(s, (double)stats.dense_bytes);
     if (d->desc.reduce_dtype == 0 || d->desc.reduce_dtype == DTRAIN_F32) /* on a device they travel as float32 */

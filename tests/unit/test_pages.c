@@ -253,7 +253,7 @@ static dtrain_status train_tied(dtrain_comm *world, void *user)
         }
         CHECK_EQ(dtrain_fsdp_step(fsdp, 1.0f), DTRAIN_OK);
         /* gradients are gone, but for one page with all of small, and one with all of tiny */
-        CHECK_EQ(resident(fsdp->pages[1].base, fsdp->pages[1].bytes), 2 * dtrain__os_page_bytes());
+        CHECK_EQ(resident(fsdp->state.pages[1].base, fsdp->state.pages[1].bytes), 2 * dtrain__os_page_bytes());
         for (int k = 1; k < 3; k++)
             for (size_t i = 0; i < LAYERS * stacked_counts[k]; i++)
                 CHECK(grads[k][i] == 0.0f);

@@ -519,7 +519,7 @@ static dtrain_status nothing_body(dtrain_comm *world, void *user)
         CHECK(norm == 0.0);
         CHECK_EQ(dtrain_fsdp_step(fsdp, 0.1f), DTRAIN_OK);
         CHECK_EQ(dtrain_fsdp_get_step(fsdp), step);
-        CHECK_EQ(fsdp->good_steps, step);
+        CHECK_EQ(fsdp->scaling.good_steps, step);
     }
     dtrain_fsdp_destroy(fsdp);
     return DTRAIN_OK;
