@@ -29035,6 +29035,66 @@ typedef struct dtrain__recorder dtrain__recorder;
 #define DTRAIN__WORK_MARK 0x6b726f77u
 #define DTRAIN__GONE 0x656e6f67u
 
+/* Where a buffer was found last, so that the next search is short; see >>window. */
+typedef struct dtrain__window_found {
+    struct dtrain__window *window;
+    uint64_t epoch; /* these are its own while nothing has changed since */
+    uint64_t id;
+    uintptr_t begin; /* of this rank's part, or of pages of it that are mapped again at `place` */
+    size_t bytes, place;
+} dtrain__window_found;
+
+/* Between two ranks; see >>message. */
+typedef struct dtrain__messages {
+    dtrain__direction **directions; /* from (way 0) and to (way 1) each rank; made when it has a message with it */
+    unsigned char out[DTRAIN__MESSAGE_BYTES], in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
+    unsigned char waste[2][4096];                                        /* where owed bytes go */
+    uint64_t missed; /* the last collective that a leaver missed << RANK_BITS, and that rank; 0: none */
+    unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
+                                                * takes it */
+    int held_from;
+    size_t held_bytes, held_at;
+} dtrain__messages;
+
+/* Work that waits for its turn; see >>queue. */
+typedef struct dtrain__queue {
+    dtrain__os_mutex mutex;                    /* head, tail, spare; held for a few instructions */
+    dtrain__os_mutex drive;                    /* held by the thread that advances the work; guards busy */
+    dtrain_work *head, *tail, *spare, *newest; /* head: less the messages that are in their directions */
+    uint32_t pending;                          /* queued and not done */
+    dtrain__direction *busy, **busy_end;       /* those that have queued messages */
+} dtrain__queue;
+
+typedef struct dtrain__fuse {
+    int open; /* between fuse_begin and fuse_end */
+    dtrain__note *notes;
+    size_t noted;
+    unsigned char *packed; /* buffers of fused calls, one after another */
+} dtrain__fuse;
+
+/* With DTRAIN_DEBUG=1 a fault in a buffer is told of; see >>watch. */
+typedef struct dtrain__watched {
+    int on;
+    dtrain_comm *next;
+    const dtrain__op *running; /* the operation of a call that waits in no queue; NULL: none */
+} dtrain__watched;
+
+/* Agreements of those that are left; see >>survive. */
+typedef struct dtrain__voted {
+    uint64_t count;   /* that this end has taken part in */
+    int64_t begun_ns; /* of the one that is pending; 0: none is */
+    int kind;
+    void *room; /* of the last split of this group; the next one uses it */
+} dtrain__voted;
+
+/* Who uses a group, so that misuse is told. */
+typedef struct dtrain__use {
+    uint32_t mark;    /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
+    uintptr_t caller; /* the thread that is in a call of the group; 0: none */
+    const char *call; /* that call's name */
+    long process;     /* the one that made the group */
+} dtrain__use;
+
 struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
@@ -29042,22 +29102,16 @@ struct dtrain_comm {
     dtrain__seat *seat;
     dtrain__origin *origin;
     dtrain__membership *members;
-    dtrain__shared *shared;        /* NULL: the ranks share no posts */
-    struct dtrain__meet *meet;     /* of processes, while they find out whether they share posts */
-    int decided;                   /* they know */
-    struct dtrain__window *window; /* the last one that a buffer was found in */
-    uint64_t window_epoch;         /* these are its own while nothing has changed since */
-    uint64_t window_id;
-    uintptr_t window_begin; /* of this rank's part, or of pages of it that are mapped again at `place` */
-    size_t window_bytes, window_place;
-    int forming;    /* the group is not complete yet */
-    int checks;     /* messages carry a checksum of their data */
-    int long_runs;  /* long runs of bytes move best in few large pieces */
-    int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
-    int part;       /* made by a split, in one step or several, that left ranks out; the same on every rank */
+    dtrain__shared *shared;    /* NULL: the ranks share no posts */
+    struct dtrain__meet *meet; /* of processes, while they find out whether they share posts */
+    int decided;               /* they know */
+    int forming;               /* the group is not complete yet */
+    int checks;                /* messages carry a checksum of their data */
+    int long_runs;             /* long runs of bytes move best in few large pieces */
+    int node_ranks;            /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
+    int part; /* made by a split, in one step or several, that left ranks out; the same on every rank */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
-    long process;          /* the one that made the group */
     int alone;             /* a world of one because no launcher has set a rank; 0 once the log says so */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator;
@@ -29068,50 +29122,30 @@ struct dtrain_comm {
     uint64_t turn;        /* of the last fused one */
     uint64_t rounds;      /* of all operations that went through bounce buffers */
     dtrain__recorder *recorder;
-    int published;                       /* the transport owns it */
-    dtrain__direction **directions;      /* from (way 0) and to (way 1) each rank; made when it has a message with it */
-    dtrain__direction *busy, **busy_end; /* those that have queued messages; drive_mutex guards them */
-    dtrain_extent *parts, *others;       /* size each, of the operation under way; others: what an all-to-all receives.
-                                          * One block with the next three, made at the first operation */
-    const void **ins;                    /* size pointers each, for folds */
+    int published;                 /* the transport owns it */
+    dtrain_extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives.
+                                    * One block with the next three, made at the first operation */
+    const void **ins;              /* size pointers each, for folds */
     void **outs;
     unsigned copies;                       /* to bounce buffers; some are timed */
     int streams;                           /* these copies bypass the caches */
     unsigned char **buffers;               /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
     uint64_t group;                        /* its name among the groups of these ranks; 0: the first */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
-    unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     dtrain__blocked *blocked;
-    int apart;                                 /* a thread of the library waits in it, not the caller */
-    int own;                                   /* the library made it for itself: no program has its handles */
-    int64_t waited_ns[2];                      /* when the operation that was waited for last had its turn, and ended */
-    dtrain__os_mutex queue_mutex;              /* head, tail, spare; held for a few instructions */
-    dtrain__os_mutex drive_mutex;              /* held by the thread that advances queued work */
-    dtrain_work *head, *tail, *spare, *newest; /* head: of the queue, less the messages that are in their directions */
-    uint32_t pending;                          /* queued and not done */
-    unsigned char waste[2][4096];              /* where owed bytes go */
-    uint64_t missed; /* the last collective that a leaver missed << RANK_BITS, and that rank; 0: none */
-    unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
-                                                * takes it */
-    int held_from;
-    size_t held_bytes, held_at;
-    int fusing; /* between fuse_begin and fuse_end */
-    dtrain__note *notes;
-    size_t noted;
-    unsigned char *packed; /* buffers of fused calls, one after another */
+    int apart;            /* a thread of the library waits in it, not the caller */
+    int own;              /* the library made it for itself: no program has its handles */
+    int64_t waited_ns[2]; /* when the operation that was waited for last had its turn, and ended */
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
-    int watched;              /* with DTRAIN_DEBUG=1 a fault in a buffer is told of */
-    dtrain_comm *next_watched;
-    const dtrain__op *running; /* the operation of a call that waits in no queue; NULL: none */
-    uint64_t consents;         /* agreements that this end has taken part in */
-    void *split_room;          /* of the last split of this group; the next one uses it */
-    int64_t vote_ns;           /* when it voted in the agreement that is pending; 0: none is */
-    int vote_kind;
-    uint32_t mark;       /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
-    uintptr_t caller;    /* the thread that is in a call of the group; 0: none */
-    const char *calling; /* that call's name */
+    dtrain__use use;
+    dtrain__queue queue;
+    dtrain__messages messages;
+    dtrain__fuse fuse;
+    dtrain__voted vote;
+    dtrain__window_found found;
+    dtrain__watched watch;
 };
 
 /* Refuses NULL and a destroyed group. Best effort: if somebody else has taken the memory, nothing is known of it. */
@@ -29120,7 +29154,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: the group is NULL; check the status of the call that makes it", call);
-    if (DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) == DTRAIN__COMM_MARK)
+    if (DTRAIN__ATOMIC_LOAD(&comm->use.mark, RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
@@ -29142,7 +29176,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
 {
     if (dtrain__group_alive(comm, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (!comm->fusing)
+    if (!comm->fuse.open)
         return DTRAIN_OK;
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                         "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
@@ -29152,17 +29186,17 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
 /* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */
 static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
 {
-    if (comm->process == dtrain__os_pid())
+    if (comm->use.process == dtrain__os_pid())
         return DTRAIN_OK;
     return dtrain__fail(error, DTRAIN_ERR_INVALID,
                         "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
-                        call, comm->process, dtrain__os_pid());
+                        call, comm->use.process, dtrain__os_pid());
 }
 
 /* What has moved from (sending 0) or to a peer with which a message has been; NULL: none has. */
 static dtrain__direction *dtrain__group_direction(const dtrain_comm *comm, int peer, int sending)
 {
-    dtrain__direction **pairs = DTRAIN__ATOMIC_LOAD(&comm->directions, ACQUIRE);
+    dtrain__direction **pairs = DTRAIN__ATOMIC_LOAD(&comm->messages.directions, ACQUIRE);
     dtrain__direction *pair = pairs != NULL ? DTRAIN__ATOMIC_LOAD(&pairs[peer], ACQUIRE) : NULL;
     return pair != NULL ? pair + sending : NULL;
 }
@@ -29173,17 +29207,17 @@ static int dtrain__group_acquaint(dtrain_comm *comm, int peer)
     dtrain__direction **pairs, *pair = dtrain__group_direction(comm, peer, 0);
     if (pair != NULL)
         return 1;
-    dtrain__os_lock(&comm->queue_mutex);
-    pairs = comm->directions;
+    dtrain__os_lock(&comm->queue.mutex);
+    pairs = comm->messages.directions;
     if (pairs == NULL) {
         pairs = (dtrain__direction **)dtrain__alloc(comm->allocator, (size_t)comm->size * sizeof *pairs);
-        DTRAIN__ATOMIC_STORE(&comm->directions, pairs, RELEASE);
+        DTRAIN__ATOMIC_STORE(&comm->messages.directions, pairs, RELEASE);
     }
     if (pairs != NULL && pairs[peer] == NULL) {
         pair = (dtrain__direction *)dtrain__alloc(comm->allocator, 2 * sizeof *pair);
         DTRAIN__ATOMIC_STORE(&pairs[peer], pair, RELEASE);
     }
-    dtrain__os_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue.mutex);
     return dtrain__group_direction(comm, peer, 0) != NULL;
 }
 
@@ -29205,16 +29239,16 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
     uintptr_t me = (uintptr_t)dtrain__thread_self(), other = 0;
     const char *calling;
     *entered = 0;
-    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->use.mark, RELAXED) != DTRAIN__COMM_MARK)
         return dtrain__group_alive(comm, call);
-    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&comm->caller, &other, me, ACQUIRE)) {
-        DTRAIN__ATOMIC_STORE(&comm->calling, call, RELAXED);
+    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&comm->use.caller, &other, me, ACQUIRE)) {
+        DTRAIN__ATOMIC_STORE(&comm->use.call, call, RELAXED);
         *entered = 1;
         return DTRAIN_OK;
     }
     if (other == me)
         return DTRAIN_OK;
-    calling = DTRAIN__ATOMIC_LOAD(&comm->calling, RELAXED);
+    calling = DTRAIN__ATOMIC_LOAD(&comm->use.call, RELAXED);
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "two threads called dtrain_%s and dtrain_%s on one group at once (rank %d of %d): give each "
                         "thread a group of its own (dtrain_comm_split)",
@@ -29224,7 +29258,7 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
 static void dtrain__group_exit(dtrain_comm *comm, int entered)
 {
     if (entered)
-        DTRAIN__ATOMIC_STORE(&comm->caller, 0, RELEASE);
+        DTRAIN__ATOMIC_STORE(&comm->use.caller, 0, RELEASE);
 }
 
 /* What has broken the group, as its transport knows; NULL: nothing. */
@@ -29890,16 +29924,16 @@ static void dtrain__watch_look(dtrain__faults_line *line, const dtrain_comm *com
 static void dtrain__watch_report(dtrain__faults_line *line, uintptr_t address, int writes)
 {
     const dtrain_comm *comm = DTRAIN__ATOMIC_LOAD(dtrain__watch_list(), SEQ_CST);
-    for (; comm != NULL && line->bytes == 0; comm = DTRAIN__ATOMIC_LOAD(&comm->next_watched, SEQ_CST)) {
-        const dtrain__op *running = DTRAIN__ATOMIC_LOAD(&comm->running, SEQ_CST);
-        const dtrain_work *work = DTRAIN__ATOMIC_LOAD(&comm->newest, SEQ_CST);
+    for (; comm != NULL && line->bytes == 0; comm = DTRAIN__ATOMIC_LOAD(&comm->watch.next, SEQ_CST)) {
+        const dtrain__op *running = DTRAIN__ATOMIC_LOAD(&comm->watch.running, SEQ_CST);
+        const dtrain_work *work = DTRAIN__ATOMIC_LOAD(&comm->queue.newest, SEQ_CST);
         if (running != NULL)
             dtrain__watch_look(line, comm, running, address, writes);
         for (; work != NULL && line->bytes == 0; work = work->older)
             if (work->mark == DTRAIN__WORK_MARK && !DTRAIN__ATOMIC_LOAD(&work->done, SEQ_CST))
                 dtrain__watch_look(line, comm, &work->op, address, writes);
-        for (size_t i = 0; !comm->fusing && i < comm->noted && line->bytes == 0; i++)
-            dtrain__watch_look(line, comm, &comm->notes[i].op, address, writes);
+        for (size_t i = 0; !comm->fuse.open && i < comm->fuse.noted && line->bytes == 0; i++)
+            dtrain__watch_look(line, comm, &comm->fuse.notes[i].op, address, writes);
     }
 }
 
@@ -29915,9 +29949,9 @@ static void dtrain__watch_add(dtrain_comm *comm)
 {
     if (!dtrain__faults_asked())
         return;
-    comm->watched = 1;
+    comm->watch.on = 1;
     dtrain__faults_lock();
-    comm->next_watched = *dtrain__watch_list();
+    comm->watch.next = *dtrain__watch_list();
     DTRAIN__ATOMIC_STORE(dtrain__watch_list(), comm, SEQ_CST);
     dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, dtrain__watch_report);
     dtrain__faults_unlock();
@@ -29926,12 +29960,12 @@ static void dtrain__watch_add(dtrain_comm *comm)
 static void dtrain__watch_remove(dtrain_comm *comm)
 {
     dtrain_comm **at = dtrain__watch_list();
-    if (!comm->watched)
+    if (!comm->watch.on)
         return;
     dtrain__faults_lock();
     while (*at != comm)
-        at = &(*at)->next_watched;
-    DTRAIN__ATOMIC_STORE(at, comm->next_watched, SEQ_CST);
+        at = &(*at)->watch.next;
+    DTRAIN__ATOMIC_STORE(at, comm->watch.next, SEQ_CST);
     if (*dtrain__watch_list() == NULL)
         dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, NULL);
     dtrain__faults_unlock();
@@ -30474,14 +30508,14 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__json_member_u64(&trace->json, "world_size", (uint64_t)comm->size);
     dtrain__json_member_u64(&trace->json, "group", comm->group);
     dtrain__json_member_text(&trace->json, "host", host);
-    dtrain__json_member_u64(&trace->json, "process", (uint64_t)comm->process);
+    dtrain__json_member_u64(&trace->json, "process", (uint64_t)comm->use.process);
     dtrain__json_member_u64(&trace->json, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
     dtrain__json_member_u64(&trace->json, "realtime_ns", (uint64_t)recorder->realtime_ns);
     dtrain__json_member_u64(&trace->json, "written_ns", (uint64_t)trace->now);
     dtrain__json_member_u64(&trace->json, "operations", DTRAIN__ATOMIC_LOAD(&recorder->begun, ACQUIRE));
-    dtrain__json_member_u64(&trace->json, "queued", DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST));
+    dtrain__json_member_u64(&trace->json, "queued", DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST));
     dtrain__trace_end(trace, events);
-    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, comm->process, host);
+    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, comm->use.process, host);
     dtrain__trace_title(trace, "process_name", title);
     snprintf(title, sizeof title, "group %llu", (unsigned long long)comm->group);
     dtrain__trace_title(trace, "thread_name", title);
@@ -30672,7 +30706,7 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
 static void dtrain__trace_end_failure(const dtrain_comm *comm)
 {
     dtrain__trace_file *file = comm->recorder != NULL ? comm->recorder->file : NULL;
-    if (file == NULL || comm->process != dtrain__os_pid() || !dtrain__trace_wait(file))
+    if (file == NULL || comm->use.process != dtrain__os_pid() || !dtrain__trace_wait(file))
         return;
     dtrain__os_thread_join(&file->thread);
     dtrain__trace_free(file);
@@ -32486,31 +32520,31 @@ static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size
     uint64_t epoch = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST);
     if (epoch == 0)
         return 0;
-    if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
+    if (comm->found.epoch != epoch || !dtrain__window_holds(comm->found.begin, comm->found.bytes, pointer, bytes)) {
         dtrain__window_lock(1); /* a thread may free another window */
         dtrain__window_alias found = {0, 0, 0};
         dtrain__window *window = dtrain__window_of(pointer, bytes, comm, &found);
-        comm->window_epoch = window != NULL ? epoch : 0;
+        comm->found.epoch = window != NULL ? epoch : 0;
         if (window != NULL) {
-            comm->window = window;
-            comm->window_id = window->id;
-            comm->window_begin = found.begin;
-            comm->window_bytes = found.bytes;
-            comm->window_place = found.place;
+            comm->found.window = window;
+            comm->found.id = window->id;
+            comm->found.begin = found.begin;
+            comm->found.bytes = found.bytes;
+            comm->found.place = found.place;
         }
         dtrain__window_lock(0);
         if (window == NULL)
             return 0;
     }
-    *at = comm->window_place + (size_t)((uintptr_t)pointer - comm->window_begin);
-    return comm->window_id;
+    *at = comm->found.place + (size_t)((uintptr_t)pointer - comm->found.begin);
+    return comm->found.id;
 }
 
 /* Returns a buffer that a rank of the group has named; NULL: this rank does not have it. at: as it was posted, maybe by
  * a rank with longer words. */
 static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int rank, uint64_t at, size_t bytes)
 {
-    dtrain__window *window = comm->window;
+    dtrain__window *window = comm->found.window;
     unsigned char *found = NULL;
     int place = -1;
     dtrain__window_lock(1);
@@ -33731,7 +33765,7 @@ static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int f
  * their own. */
 static unsigned char *dtrain__message_buffer(dtrain_comm *comm, const dtrain__op *op, int sending)
 {
-    return op->packet != NULL ? op->packet : sending ? comm->message_out : comm->message_in;
+    return op->packet != NULL ? op->packet : sending ? comm->messages.out : comm->messages.in;
 }
 
 /* A collective ends because a rank has left. The rest of its messages under way is owed: it moves before the next
@@ -33766,7 +33800,8 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
                               op->received == SIZE_MAX || op->at > 0);
         return !dtrain__message_stuck(comm, op->root, op->sent) && !dtrain__message_stuck(comm, op->from, op->received);
     }
-    comm->missed = op->number << DTRAIN__RANK_BITS | (uint64_t)dtrain__membership_misses(comm->members, op->number);
+    comm->messages.missed =
+        op->number << DTRAIN__RANK_BITS | (uint64_t)dtrain__membership_misses(comm->members, op->number);
     return dtrain__message_owe(comm, op);
 }
 
@@ -33934,7 +33969,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
     dtrain__op_call(comm, op, 0, &header.call);
-    header.tag = dtrain__op_is_message(op) ? comm->missed : step->tag_out;
+    header.tag = dtrain__op_is_message(op) ? comm->messages.missed : step->tag_out;
     header.bytes = step->send_bytes;
     header.data_check = comm->checks ? dtrain__message_sum_all(comm, step->send, step->send_bytes) : 0;
     header.check = dtrain__message_header_sum(&header);
@@ -33954,8 +33989,8 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     const dtrain__direction *direction = dtrain__group_direction(comm, next.peer, sending);
     size_t owed = direction != NULL ? direction->owed : 0;
     if (owed > 0) {
-        next.data = comm->waste[sending];
-        next.bytes = owed < sizeof comm->waste[0] ? owed : sizeof comm->waste[0];
+        next.data = comm->messages.waste[sending];
+        next.bytes = owed < sizeof comm->messages.waste[0] ? owed : sizeof comm->messages.waste[0];
         return next;
     }
     if (payload <= DTRAIN__MESSAGE_SMALL) {
@@ -34005,7 +34040,7 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
                             dtrain__op_text(comm, op).text, comm->rank, step->from);
     if (!whole && came.check != dtrain__message_header_sum(&came))
         return dtrain__message_damaged(comm, op, step->from, "the header");
-    if (dtrain__op_is_message(op) && (came.tag != 0 || comm->missed != 0 || op->salvages))
+    if (dtrain__op_is_message(op) && (came.tag != 0 || comm->messages.missed != 0 || op->salvages))
         mine.root = came.call.root; /* a rank has left: the last collective may have ended well on one side */
     if (memcmp(&came.call, &mine, sizeof mine) != 0 || (came.tag != step->tag_in && !dtrain__op_is_message(op)))
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
@@ -34051,9 +34086,9 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     dtrain__seat_skipped(comm->seat, rank, op->number - 1);
     if (dtrain__membership_misses(comm->members, op->number) < 0)
         return 0;
-    memcpy(comm->held, dtrain__message_buffer(comm, op, 0), op->received);
-    comm->held_from = step->from;
-    comm->held_bytes = op->received;
+    memcpy(comm->messages.held, dtrain__message_buffer(comm, op, 0), op->received);
+    comm->messages.held_from = step->from;
+    comm->messages.held_bytes = op->received;
     op->received = 0;
     return 1;
 }
@@ -34117,15 +34152,15 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
 static int dtrain__message_feed(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, dtrain_status *taken)
 {
     dtrain_transfer next;
-    size_t left = comm->held_bytes - comm->held_at;
-    if (left == 0 || step->from != comm->held_from)
+    size_t left = comm->messages.held_bytes - comm->messages.held_at;
+    if (left == 0 || step->from != comm->messages.held_from)
         return 0;
     next = dtrain__message_next(comm, op, step, 0);
     next.bytes = next.bytes < left ? next.bytes : left;
-    memcpy(next.data, comm->held + comm->held_at, next.bytes);
-    comm->held_at += next.bytes;
-    if (comm->held_at == comm->held_bytes)
-        comm->held_at = comm->held_bytes = 0;
+    memcpy(next.data, comm->messages.held + comm->messages.held_at, next.bytes);
+    comm->messages.held_at += next.bytes;
+    if (comm->messages.held_at == comm->messages.held_bytes)
+        comm->messages.held_at = comm->messages.held_bytes = 0;
     *taken = dtrain__message_took(comm, op, step, 0, next.bytes);
     return 1;
 }
@@ -34490,7 +34525,7 @@ static int dtrain__queue_crossed(dtrain_comm *comm, dtrain__op *op)
     dtrain__message_header came;
     dtrain_transfer in = {op->awaited, (unsigned char *)&came, sizeof came, 0, 0};
     if (!dtrain__op_is_fused(op) || op->phase != DTRAIN__FUSED_GATHER || op->awaited < 0 ||
-        comm->plane->untaken == NULL || comm->missed != 0 ||
+        comm->plane->untaken == NULL || comm->messages.missed != 0 ||
         comm->plane->untaken(comm->transport.self, op->awaited) < sizeof came ||
         dtrain__fused_arrived(comm, op, op->awaited)) /* else it may have sent it after the collective */
         return 0;
@@ -34522,20 +34557,20 @@ static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns
  */
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 {
-    if (comm->busy != NULL)
-        return comm->busy->first;
-    dtrain__os_lock(&comm->queue_mutex);
-    dtrain_work *work = comm->head;
-    dtrain__os_unlock(&comm->queue_mutex);
+    if (comm->queue.busy != NULL)
+        return comm->queue.busy->first;
+    dtrain__os_lock(&comm->queue.mutex);
+    dtrain_work *work = comm->queue.head;
+    dtrain__os_unlock(&comm->queue.mutex);
     return work;
 }
 
 /* Takes the head off the queue. The caller holds queue_mutex. */
 static void dtrain__queue_pop(dtrain_comm *comm)
 {
-    comm->head = comm->head->next;
-    if (comm->head == NULL)
-        comm->tail = NULL;
+    comm->queue.head = comm->queue.head->next;
+    if (comm->queue.head == NULL)
+        comm->queue.tail = NULL;
 }
 
 /* Makes the result of a work visible: of the head if it is a collective, or of a message that is in no list. The handle
@@ -34544,11 +34579,11 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 {
     dtrain__queue_ended(comm, &work->op, dtrain__os_now_ns());
     if (!dtrain__op_is_one_way(&work->op)) {
-        dtrain__os_lock(&comm->queue_mutex);
+        dtrain__os_lock(&comm->queue.mutex);
         dtrain__queue_pop(comm);
-        dtrain__os_unlock(&comm->queue_mutex);
+        dtrain__os_unlock(&comm->queue.mutex);
     }
-    DTRAIN__ATOMIC_SUB(&comm->pending, 1, SEQ_CST);
+    DTRAIN__ATOMIC_SUB(&comm->queue.pending, 1, SEQ_CST);
     DTRAIN__ATOMIC_STORE(&work->done, 1, SEQ_CST);
     dtrain__bell_ring(comm->bell);
 }
@@ -34557,16 +34592,16 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 static void dtrain__queue_busy(dtrain_comm *comm, dtrain__direction *direction)
 {
     direction->next = NULL;
-    *comm->busy_end = direction;
-    comm->busy_end = &direction->next;
+    *comm->queue.busy_end = direction;
+    comm->queue.busy_end = &direction->next;
 }
 
 /* Moves the messages before the next collective to their directions, so that no step depends on how many there are. */
 static void dtrain__queue_deal(dtrain_comm *comm)
 {
     dtrain_work *work;
-    dtrain__os_lock(&comm->queue_mutex);
-    while ((work = comm->head) != NULL && dtrain__op_is_one_way(&work->op)) {
+    dtrain__os_lock(&comm->queue.mutex);
+    while ((work = comm->queue.head) != NULL && dtrain__op_is_one_way(&work->op)) {
         dtrain__direction *direction = dtrain__group_direction(comm, work->op.root, work->op.kind == DTRAIN__SEND);
         dtrain__queue_pop(comm);
         work->next = NULL;
@@ -34578,7 +34613,7 @@ static void dtrain__queue_deal(dtrain_comm *comm)
         }
         direction->last = work;
     }
-    dtrain__os_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue.mutex);
 }
 
 /* Takes the first message of the busy direction *at off its list. The other directions come before its next one. */
@@ -34588,7 +34623,7 @@ static void dtrain__queue_next(dtrain_comm *comm, dtrain__direction **at)
     direction->first = direction->first->next;
     *at = direction->next;
     if (*at == NULL)
-        comm->busy_end = at;
+        comm->queue.busy_end = at;
     if (direction->first != NULL)
         dtrain__queue_busy(comm, direction);
 }
@@ -34607,7 +34642,7 @@ typedef struct dtrain__queue_look {
 static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, int64_t until_ns)
 {
     dtrain__queue_look sweep = {NULL, NULL, 0, 0, 0};
-    dtrain__direction **at = &comm->busy;
+    dtrain__direction **at = &comm->queue.busy;
     dtrain__queue_deal(comm);
     while (*at != NULL) {
         dtrain_work *work = (*at)->first;
@@ -34705,17 +34740,17 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
 {
     int moved = 0;
-    if (DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) == 0 || !dtrain__os_try_lock(&other->drive_mutex))
+    if (DTRAIN__ATOMIC_LOAD(&other->queue.pending, SEQ_CST) == 0 || !dtrain__os_try_lock(&other->queue.drive))
         return 0;
     /* pending work stays pending now; in a group with none, a call may run that takes no lock */
-    if (DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) > 0) {
+    if (DTRAIN__ATOMIC_LOAD(&other->queue.pending, SEQ_CST) > 0) {
         int64_t slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
         dtrain__error kept = dtrain__thread_error;
         moved = dtrain__queue_drive(other, slice_ns < until_ns ? slice_ns : until_ns);
         dtrain__thread_error = kept;
     }
-    dtrain__os_unlock(&other->drive_mutex);
-    *left |= DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) > 0;
+    dtrain__os_unlock(&other->queue.drive);
+    *left |= DTRAIN__ATOMIC_LOAD(&other->queue.pending, SEQ_CST) > 0;
     return moved;
 }
 
@@ -34803,14 +34838,14 @@ static int64_t dtrain__service_drive(dtrain__service *service)
         int64_t most = 50000000; /* then deadlines are checked */
         if (comm->plane->rest != NULL)
             comm->plane->rest(comm->transport.self);
-        if (DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) == 0)
+        if (DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST) == 0)
             continue;
-        if (!dtrain__os_try_lock(&comm->drive_mutex)) {
+        if (!dtrain__os_try_lock(&comm->queue.drive)) {
             most = 1000000; /* whoever drives it may leave work behind */
         } else {
             if (dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS) || dtrain__queue_doze(comm))
                 most = 0;
-            dtrain__os_unlock(&comm->drive_mutex);
+            dtrain__os_unlock(&comm->queue.drive);
         }
         span = most < span ? most : span;
     }
@@ -34998,7 +35033,7 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
         return status;
     if (comm->alone)
         dtrain__work_tell_alone(comm);
-    if (comm->watched)
+    if (comm->watch.on)
         dtrain__watch_note(comm, op);
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
@@ -35008,16 +35043,16 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
 /* Puts an operation at the end of the queue; NULL: no memory. */
 static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__os_lock(&comm->queue_mutex);
-    dtrain_work *work = comm->spare;
+    dtrain__os_lock(&comm->queue.mutex);
+    dtrain_work *work = comm->queue.spare;
     if (work != NULL)
-        comm->spare = work->next;
+        comm->queue.spare = work->next;
     else
         work = (dtrain_work *)dtrain__alloc(comm->allocator, sizeof *work);
     if (work != NULL && work->comm == NULL) {
         work->comm = comm;
-        work->older = comm->newest;
-        comm->newest = work;
+        work->older = comm->queue.newest;
+        comm->queue.newest = work;
     }
     if (work != NULL) {
         work->next = NULL;
@@ -35027,14 +35062,14 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         work->op = *op;
         work->op.packet = dtrain__op_is_one_way(op) ? work->packet : NULL;
         work->op.queued = 1;
-        if (comm->tail != NULL)
-            comm->tail->next = work;
+        if (comm->queue.tail != NULL)
+            comm->queue.tail->next = work;
         else
-            comm->head = work;
-        comm->tail = work;
-        DTRAIN__ATOMIC_ADD(&comm->pending, 1, SEQ_CST);
+            comm->queue.head = work;
+        comm->queue.tail = work;
+        DTRAIN__ATOMIC_ADD(&comm->queue.pending, 1, SEQ_CST);
     }
-    dtrain__os_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue.mutex);
     if (work == NULL)
         dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
     return work;
@@ -35075,7 +35110,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
         comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
-        if (dtrain__os_try_lock(&comm->drive_mutex)) {
+        if (dtrain__os_try_lock(&comm->queue.drive)) {
             dtrain_work *head;
             while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
                 dtrain_work *message = dtrain__op_is_one_way(&head->op) ? head : NULL;
@@ -35084,8 +35119,8 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                 if (message == NULL) /* messages take themselves off the queue */
                     dtrain__queue_finish(comm, head);
             }
-            dtrain__os_unlock(&comm->drive_mutex);
-            if (DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0)
+            dtrain__os_unlock(&comm->queue.drive);
+            if (DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST) > 0)
                 dtrain__bell_ring(comm->bell); /* the service continues with the rest */
         } else {
             dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
@@ -35152,11 +35187,11 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
         comm->error = work->op.error;
     comm->waited_ns[0] = work->op.run_ns;
     comm->waited_ns[1] = work->op.ended_ns;
-    dtrain__os_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue.mutex);
     DTRAIN__ATOMIC_STORE(&work->mark, 0, RELAXED);
-    work->next = comm->spare;
-    comm->spare = work;
-    dtrain__os_unlock(&comm->queue_mutex);
+    work->next = comm->queue.spare;
+    comm->queue.spare = work;
+    dtrain__os_unlock(&comm->queue.mutex);
     return status;
 }
 
@@ -35197,14 +35232,14 @@ static void dtrain__work_drive(dtrain_comm *comm, int64_t until, int64_t patienc
 {
     int64_t now, awake = 0;
     do {
-        if (!dtrain__os_try_lock(&comm->drive_mutex)) /* a call in another group of this rank drives it */
+        if (!dtrain__os_try_lock(&comm->queue.drive)) /* a call in another group of this rank drives it */
             return;
         int moved = dtrain__queue_drive(comm, until);
-        dtrain__os_unlock(&comm->drive_mutex);
+        dtrain__os_unlock(&comm->queue.drive);
         dtrain__os_pause();
         now = dtrain__os_now_ns();
         awake = moved ? now + patience_ns : awake;
-    } while (now < until && now < awake && DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0);
+    } while (now < until && now < awake && DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST) > 0);
 }
 
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
@@ -35228,13 +35263,13 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
 /* Notes a call for fuse_end. Its buffers and arrays belong to the fuse until then. */
 static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
 {
-    void *notes = dtrain__memory_grow(comm->allocator, comm->notes, sizeof *comm->notes, comm->noted, 2);
+    void *notes = dtrain__memory_grow(comm->allocator, comm->fuse.notes, sizeof *comm->fuse.notes, comm->fuse.noted, 2);
     if (notes == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
-                            comm->noted + 1);
-    comm->notes = (dtrain__note *)notes;
+                            comm->fuse.noted + 1);
+    comm->fuse.notes = (dtrain__note *)notes;
     for (int receives = 0; receives < 2; receives++) { /* an exchange becomes a send and a recv */
-        dtrain__note *note = &comm->notes[comm->noted];
+        dtrain__note *note = &comm->fuse.notes[comm->fuse.noted];
         int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
         if (splits ? peer < 0 : receives)
             continue;
@@ -35245,7 +35280,7 @@ static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
         note->op.count = splits && receives ? op->in_count : op->count;
         note->op.in_count = 0;
         note->work = NULL;
-        comm->noted++;
+        comm->fuse.noted++;
     }
     return DTRAIN_OK;
 }
@@ -35259,14 +35294,14 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
     if (status != DTRAIN_OK)
         return status;
     op->async = work != NULL;
-    if (comm->fusing && work != NULL)
+    if (comm->fuse.open && work != NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
                             "fuse_end first",
                             dtrain__op_kind_name(op->kind), comm->rank);
-    if (comm->fusing)
+    if (comm->fuse.open)
         return dtrain__work_note(comm, op);
-    int waits = work != NULL || DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0;
+    int waits = work != NULL || DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST) > 0;
     if (waits || !dtrain__fused_posts_first(comm, op))
         dtrain__op_clock(comm, op);
     if (work != NULL)
@@ -35275,9 +35310,9 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
         status = dtrain__work_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
-    DTRAIN__ATOMIC_STORE(&comm->running, op, RELEASE);
+    DTRAIN__ATOMIC_STORE(&comm->watch.running, op, RELEASE);
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
-    DTRAIN__ATOMIC_STORE(&comm->running, (const dtrain__op *)NULL, RELEASE);
+    DTRAIN__ATOMIC_STORE(&comm->watch.running, (const dtrain__op *)NULL, RELEASE);
     now = dtrain__os_now_ns();
     if (op->started_ns == 0) /* the group was broken, so it was not posted */
         op->started_ns = now;
@@ -35317,27 +35352,27 @@ static void dtrain__create_free(dtrain_comm *comm)
 {
     dtrain_allocator *allocator = comm->allocator;
     dtrain__watch_remove(comm);
-    while (comm->newest != NULL) {
-        dtrain_work *work = comm->newest;
-        comm->newest = work->older;
+    while (comm->queue.newest != NULL) {
+        dtrain_work *work = comm->queue.newest;
+        comm->queue.newest = work->older;
         DTRAIN__ATOMIC_STORE(&work->mark, DTRAIN__GONE, RELAXED);
         dtrain__free(allocator, work);
     }
-    for (int peer = 0; comm->directions != NULL && peer < comm->size; peer++)
-        dtrain__free(allocator, comm->directions[peer]);
-    dtrain__free(allocator, comm->directions);
+    for (int peer = 0; comm->messages.directions != NULL && peer < comm->size; peer++)
+        dtrain__free(allocator, comm->messages.directions[peer]);
+    dtrain__free(allocator, comm->messages.directions);
     dtrain__free(allocator, comm->parts);
     dtrain__free(allocator, comm->scratch);
-    dtrain__free(allocator, comm->notes);
-    dtrain__free(allocator, comm->packed);
+    dtrain__free(allocator, comm->fuse.notes);
+    dtrain__free(allocator, comm->fuse.packed);
     dtrain__trace_end_failure(comm);
     dtrain__recorder_free(comm);
     dtrain__work_blocked_release(comm->blocked, allocator);
-    dtrain__free(allocator, comm->split_room);
+    dtrain__free(allocator, comm->vote.room);
     dtrain__free(allocator, comm->meet);
-    dtrain__os_mutex_free(&comm->queue_mutex);
-    dtrain__os_mutex_free(&comm->drive_mutex);
-    DTRAIN__ATOMIC_STORE(&comm->mark, DTRAIN__GONE, RELAXED);
+    dtrain__os_mutex_free(&comm->queue.mutex);
+    dtrain__os_mutex_free(&comm->queue.drive);
+    DTRAIN__ATOMIC_STORE(&comm->use.mark, DTRAIN__GONE, RELAXED);
     dtrain__free(allocator, comm);
 }
 
@@ -35371,7 +35406,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator, sizeof *comm);
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    comm->mark = DTRAIN__COMM_MARK;
+    comm->use.mark = DTRAIN__COMM_MARK;
     comm->allocator = allocator;
     comm->rank = transport->rank;
     comm->size = transport->size;
@@ -35383,16 +35418,16 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->shared = end->shared;
     comm->long_runs = end->long_runs;
     comm->decided = comm->shared != NULL || comm->plane->sharing == NULL;
-    comm->process = dtrain__os_pid();
+    comm->use.process = dtrain__os_pid();
     comm->desc = *desc;
     if (desc->quorum == DTRAIN_QUORUM_ANY)
         dtrain__seat_any_quorum(comm->seat);
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
-    dtrain__os_mutex_init(&comm->queue_mutex);
-    dtrain__os_mutex_init(&comm->drive_mutex);
-    comm->busy_end = &comm->busy;
+    dtrain__os_mutex_init(&comm->queue.mutex);
+    dtrain__os_mutex_init(&comm->queue.drive);
+    comm->queue.busy_end = &comm->queue.busy;
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
     if (comm->blocked != NULL)
         comm->blocked->held = 1;
@@ -35631,14 +35666,14 @@ static void dtrain__create_tell_unwaited(dtrain_comm *comm)
     int count = 0;
     if (comm->own || comm->error.status != DTRAIN_OK || dtrain__membership_broken(comm->members))
         return;
-    dtrain__os_lock(&comm->queue_mutex);
-    for (const dtrain_work *work = comm->newest; work != NULL; work = work->older)
+    dtrain__os_lock(&comm->queue.mutex);
+    for (const dtrain_work *work = comm->queue.newest; work != NULL; work = work->older)
         if (work->mark == DTRAIN__WORK_MARK) {
             count++;
             if (first == NULL || work->op.number - 1 < first->op.number - 1) /* 0: not begun */
                 first = work;
         }
-    dtrain__os_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue.mutex);
     if (count > 0)
         dtrain__log(
             DTRAIN_LOG_WARN,
@@ -35653,7 +35688,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     dtrain_transport transport = comm->transport;
     dtrain__error kept = dtrain__thread_error, cause;
     dtrain_work *work = NULL;
-    int forked = comm->process != dtrain__os_pid();
+    int forked = comm->use.process != dtrain__os_pid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* the parent's threads may have held the locks */
         if (why == NULL)
@@ -35705,7 +35740,7 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm)
 
 DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
 {
-    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->use.mark, RELAXED) != DTRAIN__COMM_MARK)
         return 0;
     return DTRAIN__ATOMIC_LOAD(&comm->blocked->ns, RELAXED);
 }
@@ -36384,7 +36419,7 @@ DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, v
 {
     int64_t began = dtrain__os_now_ns();
     dtrain_status status = dtrain__store_do(comm, DTRAIN__STORE_WAIT, key, value, capacity, bytes);
-    if (comm != NULL && DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) == DTRAIN__COMM_MARK)
+    if (comm != NULL && DTRAIN__ATOMIC_LOAD(&comm->use.mark, RELAXED) == DTRAIN__COMM_MARK)
         dtrain__work_blocked_in(comm, dtrain__os_now_ns() - began);
     return status;
 }
@@ -36406,7 +36441,7 @@ static dtrain_status dtrain__fuse_check(dtrain_comm *comm, int open, const char 
 {
     if (dtrain__group_alive(comm, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (comm->fusing == open)
+    if (comm->fuse.open == open)
         return DTRAIN_OK;
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s", call, comm->rank,
                         open ? "there was no fuse_begin; call it first"
@@ -36417,8 +36452,8 @@ DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
 {
     if (dtrain__fuse_check(comm, 0, "fuse_begin") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    comm->fusing = 1;
-    comm->noted = 0;
+    comm->fuse.open = 1;
+    comm->fuse.noted = 0;
     return DTRAIN_OK;
 }
 
@@ -36437,16 +36472,16 @@ static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, c
 /* Makes one operation of the set that begins with a noted collective. Returns the note after the set. */
 static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *packed)
 {
-    size_t end = at, width = dtrain_dtype_bits(comm->notes[at].op.dtype) / 8;
-    memcpy(packed, &comm->notes[at].op, offsetof(dtrain__op, error));
+    size_t end = at, width = dtrain_dtype_bits(comm->fuse.notes[at].op.dtype) / 8;
+    memcpy(packed, &comm->fuse.notes[at].op, offsetof(dtrain__op, error));
     packed->error.status = DTRAIN_OK;
     packed->first = packed->count;
     packed->count = 0;
-    for (; end < comm->noted; end++) {
-        const dtrain__op *next = &comm->notes[end].op;
+    for (; end < comm->fuse.noted; end++) {
+        const dtrain__op *next = &comm->fuse.notes[end].op;
         if (dtrain__op_is_one_way(next))
             continue;
-        if (!dtrain__fuse_fits(comm, &comm->notes[at].op, next, packed->count * width))
+        if (!dtrain__fuse_fits(comm, &comm->fuse.notes[at].op, next, packed->count * width))
             break;
         packed->count += next->count;
         packed->digest = dtrain_random_u64(packed->digest, next->count);
@@ -36459,9 +36494,9 @@ static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *p
  * buffers there instead. */
 static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, const dtrain__op *set, int back)
 {
-    unsigned char *packed = comm->packed;
+    unsigned char *packed = comm->fuse.packed;
     for (; at < end; at++) {
-        const dtrain__op *op = &comm->notes[at].op;
+        const dtrain__op *op = &comm->fuse.notes[at].op;
         dtrain__segment segment = {op->in, op->out, op->count};
         size_t bytes = set->scattered ? sizeof segment : dtrain__op_bytes(op);
         int reduces = op->kind == DTRAIN__ALL_REDUCE, root = op->root == comm->rank;
@@ -36490,15 +36525,15 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
     dtrain_status status = DTRAIN_ERR_MEMORY;
     size_t end = dtrain__fuse_set(comm, at, &op);
     if (op.form < 2) {
-        dtrain__fuse_keep(first, dtrain__work_call(comm, &comm->notes[at].op, NULL));
+        dtrain__fuse_keep(first, dtrain__work_call(comm, &comm->fuse.notes[at].op, NULL));
         return at + 1;
     }
     /* between ranks of one address space a copy pays only if it fits into the post */
     op.scattered =
         comm->plane->in_process && dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
-    if (dtrain__op_reserve(comm, &op, &comm->packed,
+    if (dtrain__op_reserve(comm, &op, &comm->fuse.packed,
                            op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op))) {
-        op.in = op.out = comm->packed;
+        op.in = op.out = comm->fuse.packed;
         dtrain__fuse_copy(comm, at, end, &op, 0);
         status = dtrain__work_call(comm, &op, NULL);
         if (status == DTRAIN_OK && !op.scattered)
@@ -36513,23 +36548,23 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
 static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
 {
     int messages = 0;
-    for (size_t i = 0; i < comm->noted; i++)
-        messages |= dtrain__op_is_one_way(&comm->notes[i].op);
+    for (size_t i = 0; i < comm->fuse.noted; i++)
+        messages |= dtrain__op_is_one_way(&comm->fuse.notes[i].op);
     for (int k = 1; k < comm->size && messages && first->status == DTRAIN_OK; k++)
-        for (size_t i = 0; i < comm->noted && first->status == DTRAIN_OK; i++) {
-            dtrain__op *op = &comm->notes[i].op;
+        for (size_t i = 0; i < comm->fuse.noted && first->status == DTRAIN_OK; i++) {
+            dtrain__op *op = &comm->fuse.notes[i].op;
             int distance = op->kind == DTRAIN__SEND ? op->root - comm->rank : comm->rank - op->root;
             if (!dtrain__op_is_one_way(op) || (distance + comm->size) % comm->size != k)
                 continue;
             dtrain__fuse_keep(first, dtrain__work_begin(comm, op));
             dtrain__op_clock(comm, op);
-            comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__work_add(comm, op) : NULL;
-            if (comm->notes[i].work == NULL)
+            comm->fuse.notes[i].work = first->status == DTRAIN_OK ? dtrain__work_add(comm, op) : NULL;
+            if (comm->fuse.notes[i].work == NULL)
                 dtrain__fuse_keep(first, dtrain__thread_error.status);
         }
-    for (size_t i = 0; i < comm->noted; i++)
-        if (comm->notes[i].work != NULL)
-            dtrain__fuse_keep(first, dtrain_work_wait(comm->notes[i].work));
+    for (size_t i = 0; i < comm->fuse.noted; i++)
+        if (comm->fuse.notes[i].work != NULL)
+            dtrain__fuse_keep(first, dtrain_work_wait(comm->fuse.notes[i].work));
 }
 
 DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
@@ -36538,11 +36573,11 @@ DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
     if (dtrain__fuse_check(comm, 1, "fuse_end") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     first.status = DTRAIN_OK;
-    comm->fusing = 0;
+    comm->fuse.open = 0;
     dtrain__fuse_mail(comm, &first);
-    for (size_t at = 0; at < comm->noted;)
-        at = dtrain__op_is_one_way(&comm->notes[at].op) ? at + 1 : dtrain__fuse_run(comm, at, &first);
-    comm->noted = 0;
+    for (size_t at = 0; at < comm->fuse.noted;)
+        at = dtrain__op_is_one_way(&comm->fuse.notes[at].op) ? at + 1 : dtrain__fuse_run(comm, at, &first);
+    comm->fuse.noted = 0;
     if (first.status != DTRAIN_OK)
         comm->error = first;
     return dtrain__report(&first);
@@ -37102,7 +37137,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
     split->call = call;
     split->parent = parent;
     split->rank = -1;
-    split->entries = (dtrain__split_entry *)DTRAIN__ATOMIC_EXCHANGE(&parent->split_room, NULL, SEQ_CST);
+    split->entries = (dtrain__split_entry *)DTRAIN__ATOMIC_EXCHANGE(&parent->vote.room, NULL, SEQ_CST);
     if (split->entries != NULL)
         memset((void *)split->entries, 0, bytes);
     else
@@ -37119,7 +37154,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
 /* Keeps the block for the next split of the group, which needs as much. */
 static void dtrain__split_end(dtrain__split_state *split)
 {
-    void *entries = DTRAIN__ATOMIC_EXCHANGE(&split->parent->split_room, (void *)split->entries, SEQ_CST);
+    void *entries = DTRAIN__ATOMIC_EXCHANGE(&split->parent->vote.room, (void *)split->entries, SEQ_CST);
     dtrain__free(split->parent->allocator, entries);
 }
 
@@ -37801,10 +37836,10 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
 {
     dtrain_comm *comm = part->split.parent;
     int64_t now = dtrain__os_now_ns();
-    int64_t began = comm->vote_ns > 0 && comm->vote_kind == part->vote.kind ? comm->vote_ns : now;
+    int64_t began = comm->vote.begun_ns > 0 && comm->vote.kind == part->vote.kind ? comm->vote.begun_ns : now;
     int64_t deadline_ns = dtrain__group_deadline(comm, began);
     int done;
-    part->vote.number = comm->consents + 1;
+    part->vote.number = comm->vote.count + 1;
     part->vote.awaited = -1;
     part->vote.voted = began != now;
     until_ns = until_ns < deadline_ns ? until_ns : deadline_ns;
@@ -37819,8 +37854,8 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
                             "%s on rank %d: no memory for its vote; it can be called again", part->split.call,
                             comm->rank);
     part->pending = !done && dtrain__os_now_ns() < deadline_ns;
-    comm->vote_ns = part->pending ? began : 0;
-    comm->vote_kind = part->vote.kind;
+    comm->vote.begun_ns = part->pending ? began : 0;
+    comm->vote.kind = part->vote.kind;
     if (part->pending)
         return DTRAIN_OK;
     char whom[48] = "the others";
@@ -37831,7 +37866,7 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
             &comm->error, DTRAIN_ERR_TIMEOUT,
             "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again",
             part->split.call, comm->rank, (double)(dtrain__os_now_ns() - began) * 1e-9, whom);
-    comm->consents++;
+    comm->vote.count++;
     return dtrain__survive_check(part);
 }
 
@@ -58340,11 +58375,11 @@ static dtrain_status dtrain__rounds_send(dtrain_local_sgd *local, dtrain_comm *o
 static int dtrain__rounds_came(dtrain_work *work)
 {
     dtrain_comm *comm = work->comm;
-    if (!dtrain__os_try_lock(&comm->drive_mutex))
+    if (!dtrain__os_try_lock(&comm->queue.drive))
         return 0; /* asked again soon */
     int came = work->ended || dtrain_work_done(work);
     dtrain__error error = work->op.error;
-    dtrain__os_unlock(&comm->drive_mutex);
+    dtrain__os_unlock(&comm->queue.drive);
     return came && dtrain__report(&error) != DTRAIN_OK ? -1 : came;
 }
 

@@ -414,7 +414,7 @@ DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, v
 {
     int64_t began = dtrain__os_now_ns();
     dtrain_status status = dtrain__store_do(comm, DTRAIN__STORE_WAIT, key, value, capacity, bytes);
-    if (comm != NULL && DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) == DTRAIN__COMM_MARK)
+    if (comm != NULL && DTRAIN__ATOMIC_LOAD(&comm->use.mark, RELAXED) == DTRAIN__COMM_MARK)
         dtrain__work_blocked_in(comm, dtrain__os_now_ns() - began);
     return status;
 }

@@ -16,27 +16,27 @@ static void dtrain__create_free(dtrain_comm *comm)
 {
     dtrain_allocator *allocator = comm->allocator;
     dtrain__watch_remove(comm);
-    while (comm->newest != NULL) {
-        dtrain_work *work = comm->newest;
-        comm->newest = work->older;
+    while (comm->queue.newest != NULL) {
+        dtrain_work *work = comm->queue.newest;
+        comm->queue.newest = work->older;
         DTRAIN__ATOMIC_STORE(&work->mark, DTRAIN__GONE, RELAXED);
         dtrain__free(allocator, work);
     }
-    for (int peer = 0; comm->directions != NULL && peer < comm->size; peer++)
-        dtrain__free(allocator, comm->directions[peer]);
-    dtrain__free(allocator, comm->directions);
+    for (int peer = 0; comm->messages.directions != NULL && peer < comm->size; peer++)
+        dtrain__free(allocator, comm->messages.directions[peer]);
+    dtrain__free(allocator, comm->messages.directions);
     dtrain__free(allocator, comm->parts);
     dtrain__free(allocator, comm->scratch);
-    dtrain__free(allocator, comm->notes);
-    dtrain__free(allocator, comm->packed);
+    dtrain__free(allocator, comm->fuse.notes);
+    dtrain__free(allocator, comm->fuse.packed);
     dtrain__trace_end_failure(comm);
     dtrain__recorder_free(comm);
     dtrain__work_blocked_release(comm->blocked, allocator);
-    dtrain__free(allocator, comm->split_room);
+    dtrain__free(allocator, comm->vote.room);
     dtrain__free(allocator, comm->meet);
-    dtrain__os_mutex_free(&comm->queue_mutex);
-    dtrain__os_mutex_free(&comm->drive_mutex);
-    DTRAIN__ATOMIC_STORE(&comm->mark, DTRAIN__GONE, RELAXED);
+    dtrain__os_mutex_free(&comm->queue.mutex);
+    dtrain__os_mutex_free(&comm->queue.drive);
+    DTRAIN__ATOMIC_STORE(&comm->use.mark, DTRAIN__GONE, RELAXED);
     dtrain__free(allocator, comm);
 }
 
@@ -70,7 +70,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator, sizeof *comm);
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    comm->mark = DTRAIN__COMM_MARK;
+    comm->use.mark = DTRAIN__COMM_MARK;
     comm->allocator = allocator;
     comm->rank = transport->rank;
     comm->size = transport->size;
@@ -82,16 +82,16 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->shared = end->shared;
     comm->long_runs = end->long_runs;
     comm->decided = comm->shared != NULL || comm->plane->sharing == NULL;
-    comm->process = dtrain__os_pid();
+    comm->use.process = dtrain__os_pid();
     comm->desc = *desc;
     if (desc->quorum == DTRAIN_QUORUM_ANY)
         dtrain__seat_any_quorum(comm->seat);
     if (comm->desc.timeout_ms == 0)
         comm->desc.timeout_ms = 60000;
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
-    dtrain__os_mutex_init(&comm->queue_mutex);
-    dtrain__os_mutex_init(&comm->drive_mutex);
-    comm->busy_end = &comm->busy;
+    dtrain__os_mutex_init(&comm->queue.mutex);
+    dtrain__os_mutex_init(&comm->queue.drive);
+    comm->queue.busy_end = &comm->queue.busy;
     comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
     if (comm->blocked != NULL)
         comm->blocked->held = 1;
@@ -330,14 +330,14 @@ static void dtrain__create_tell_unwaited(dtrain_comm *comm)
     int count = 0;
     if (comm->own || comm->error.status != DTRAIN_OK || dtrain__membership_broken(comm->members))
         return;
-    dtrain__os_lock(&comm->queue_mutex);
-    for (const dtrain_work *work = comm->newest; work != NULL; work = work->older)
+    dtrain__os_lock(&comm->queue.mutex);
+    for (const dtrain_work *work = comm->queue.newest; work != NULL; work = work->older)
         if (work->mark == DTRAIN__WORK_MARK) {
             count++;
             if (first == NULL || work->op.number - 1 < first->op.number - 1) /* 0: not begun */
                 first = work;
         }
-    dtrain__os_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue.mutex);
     if (count > 0)
         dtrain__log(
             DTRAIN_LOG_WARN,
@@ -352,7 +352,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     dtrain_transport transport = comm->transport;
     dtrain__error kept = dtrain__thread_error, cause;
     dtrain_work *work = NULL;
-    int forked = comm->process != dtrain__os_pid();
+    int forked = comm->use.process != dtrain__os_pid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* the parent's threads may have held the locks */
         if (why == NULL)
@@ -404,7 +404,7 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm)
 
 DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
 {
-    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->use.mark, RELAXED) != DTRAIN__COMM_MARK)
         return 0;
     return DTRAIN__ATOMIC_LOAD(&comm->blocked->ns, RELAXED);
 }

@@ -157,6 +157,66 @@ typedef struct dtrain__recorder dtrain__recorder;
 #define DTRAIN__WORK_MARK 0x6b726f77u
 #define DTRAIN__GONE 0x656e6f67u
 
+/* Where a buffer was found last, so that the next search is short; see >>window. */
+typedef struct dtrain__window_found {
+    struct dtrain__window *window;
+    uint64_t epoch; /* these are its own while nothing has changed since */
+    uint64_t id;
+    uintptr_t begin; /* of this rank's part, or of pages of it that are mapped again at `place` */
+    size_t bytes, place;
+} dtrain__window_found;
+
+/* Between two ranks; see >>message. */
+typedef struct dtrain__messages {
+    dtrain__direction **directions; /* from (way 0) and to (way 1) each rank; made when it has a message with it */
+    unsigned char out[DTRAIN__MESSAGE_BYTES], in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
+    unsigned char waste[2][4096];                                        /* where owed bytes go */
+    uint64_t missed; /* the last collective that a leaver missed << RANK_BITS, and that rank; 0: none */
+    unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
+                                                * takes it */
+    int held_from;
+    size_t held_bytes, held_at;
+} dtrain__messages;
+
+/* Work that waits for its turn; see >>queue. */
+typedef struct dtrain__queue {
+    dtrain__os_mutex mutex;                    /* head, tail, spare; held for a few instructions */
+    dtrain__os_mutex drive;                    /* held by the thread that advances the work; guards busy */
+    dtrain_work *head, *tail, *spare, *newest; /* head: less the messages that are in their directions */
+    uint32_t pending;                          /* queued and not done */
+    dtrain__direction *busy, **busy_end;       /* those that have queued messages */
+} dtrain__queue;
+
+typedef struct dtrain__fuse {
+    int open; /* between fuse_begin and fuse_end */
+    dtrain__note *notes;
+    size_t noted;
+    unsigned char *packed; /* buffers of fused calls, one after another */
+} dtrain__fuse;
+
+/* With DTRAIN_DEBUG=1 a fault in a buffer is told of; see >>watch. */
+typedef struct dtrain__watched {
+    int on;
+    dtrain_comm *next;
+    const dtrain__op *running; /* the operation of a call that waits in no queue; NULL: none */
+} dtrain__watched;
+
+/* Agreements of those that are left; see >>survive. */
+typedef struct dtrain__voted {
+    uint64_t count;   /* that this end has taken part in */
+    int64_t begun_ns; /* of the one that is pending; 0: none is */
+    int kind;
+    void *room; /* of the last split of this group; the next one uses it */
+} dtrain__voted;
+
+/* Who uses a group, so that misuse is told. */
+typedef struct dtrain__use {
+    uint32_t mark;    /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
+    uintptr_t caller; /* the thread that is in a call of the group; 0: none */
+    const char *call; /* that call's name */
+    long process;     /* the one that made the group */
+} dtrain__use;
+
 struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
@@ -164,22 +224,16 @@ struct dtrain_comm {
     dtrain__seat *seat;
     dtrain__origin *origin;
     dtrain__membership *members;
-    dtrain__shared *shared;        /* NULL: the ranks share no posts */
-    struct dtrain__meet *meet;     /* of processes, while they find out whether they share posts */
-    int decided;                   /* they know */
-    struct dtrain__window *window; /* the last one that a buffer was found in */
-    uint64_t window_epoch;         /* these are its own while nothing has changed since */
-    uint64_t window_id;
-    uintptr_t window_begin; /* of this rank's part, or of pages of it that are mapped again at `place` */
-    size_t window_bytes, window_place;
-    int forming;    /* the group is not complete yet */
-    int checks;     /* messages carry a checksum of their data */
-    int long_runs;  /* long runs of bytes move best in few large pieces */
-    int node_ranks; /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
-    int part;       /* made by a split, in one step or several, that left ranks out; the same on every rank */
+    dtrain__shared *shared;    /* NULL: the ranks share no posts */
+    struct dtrain__meet *meet; /* of processes, while they find out whether they share posts */
+    int decided;               /* they know */
+    int forming;               /* the group is not complete yet */
+    int checks;                /* messages carry a checksum of their data */
+    int long_runs;             /* long runs of bytes move best in few large pieces */
+    int node_ranks;            /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
+    int part; /* made by a split, in one step or several, that left ranks out; the same on every rank */
     int64_t started_ns;
     int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
-    long process;          /* the one that made the group */
     int alone;             /* a world of one because no launcher has set a rank; 0 once the log says so */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator;
@@ -190,50 +244,30 @@ struct dtrain_comm {
     uint64_t turn;        /* of the last fused one */
     uint64_t rounds;      /* of all operations that went through bounce buffers */
     dtrain__recorder *recorder;
-    int published;                       /* the transport owns it */
-    dtrain__direction **directions;      /* from (way 0) and to (way 1) each rank; made when it has a message with it */
-    dtrain__direction *busy, **busy_end; /* those that have queued messages; drive_mutex guards them */
-    dtrain_extent *parts, *others;       /* size each, of the operation under way; others: what an all-to-all receives.
-                                          * One block with the next three, made at the first operation */
-    const void **ins;                    /* size pointers each, for folds */
+    int published;                 /* the transport owns it */
+    dtrain_extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives.
+                                    * One block with the next three, made at the first operation */
+    const void **ins;              /* size pointers each, for folds */
     void **outs;
     unsigned copies;                       /* to bounce buffers; some are timed */
     int streams;                           /* these copies bypass the caches */
     unsigned char **buffers;               /* between processes: (2 r) the input and (2 r + 1) the output of rank r */
     uint64_t group;                        /* its name among the groups of these ranks; 0: the first */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
-    unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     dtrain__blocked *blocked;
-    int apart;                                 /* a thread of the library waits in it, not the caller */
-    int own;                                   /* the library made it for itself: no program has its handles */
-    int64_t waited_ns[2];                      /* when the operation that was waited for last had its turn, and ended */
-    dtrain__os_mutex queue_mutex;              /* head, tail, spare; held for a few instructions */
-    dtrain__os_mutex drive_mutex;              /* held by the thread that advances queued work */
-    dtrain_work *head, *tail, *spare, *newest; /* head: of the queue, less the messages that are in their directions */
-    uint32_t pending;                          /* queued and not done */
-    unsigned char waste[2][4096];              /* where owed bytes go */
-    uint64_t missed; /* the last collective that a leaver missed << RANK_BITS, and that rank; 0: none */
-    unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
-                                                * takes it */
-    int held_from;
-    size_t held_bytes, held_at;
-    int fusing; /* between fuse_begin and fuse_end */
-    dtrain__note *notes;
-    size_t noted;
-    unsigned char *packed; /* buffers of fused calls, one after another */
+    int apart;            /* a thread of the library waits in it, not the caller */
+    int own;              /* the library made it for itself: no program has its handles */
+    int64_t waited_ns[2]; /* when the operation that was waited for last had its turn, and ended */
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
-    int watched;              /* with DTRAIN_DEBUG=1 a fault in a buffer is told of */
-    dtrain_comm *next_watched;
-    const dtrain__op *running; /* the operation of a call that waits in no queue; NULL: none */
-    uint64_t consents;         /* agreements that this end has taken part in */
-    void *split_room;          /* of the last split of this group; the next one uses it */
-    int64_t vote_ns;           /* when it voted in the agreement that is pending; 0: none is */
-    int vote_kind;
-    uint32_t mark;       /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
-    uintptr_t caller;    /* the thread that is in a call of the group; 0: none */
-    const char *calling; /* that call's name */
+    dtrain__use use;
+    dtrain__queue queue;
+    dtrain__messages messages;
+    dtrain__fuse fuse;
+    dtrain__voted vote;
+    dtrain__window_found found;
+    dtrain__watched watch;
 };
 
 /* Refuses NULL and a destroyed group. Best effort: if somebody else has taken the memory, nothing is known of it. */
@@ -242,7 +276,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: the group is NULL; check the status of the call that makes it", call);
-    if (DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) == DTRAIN__COMM_MARK)
+    if (DTRAIN__ATOMIC_LOAD(&comm->use.mark, RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
@@ -264,7 +298,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
 {
     if (dtrain__group_alive(comm, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (!comm->fusing)
+    if (!comm->fuse.open)
         return DTRAIN_OK;
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                         "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
@@ -274,17 +308,17 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
 /* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */
 static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
 {
-    if (comm->process == dtrain__os_pid())
+    if (comm->use.process == dtrain__os_pid())
         return DTRAIN_OK;
     return dtrain__fail(error, DTRAIN_ERR_INVALID,
                         "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
-                        call, comm->process, dtrain__os_pid());
+                        call, comm->use.process, dtrain__os_pid());
 }
 
 /* What has moved from (sending 0) or to a peer with which a message has been; NULL: none has. */
 static dtrain__direction *dtrain__group_direction(const dtrain_comm *comm, int peer, int sending)
 {
-    dtrain__direction **pairs = DTRAIN__ATOMIC_LOAD(&comm->directions, ACQUIRE);
+    dtrain__direction **pairs = DTRAIN__ATOMIC_LOAD(&comm->messages.directions, ACQUIRE);
     dtrain__direction *pair = pairs != NULL ? DTRAIN__ATOMIC_LOAD(&pairs[peer], ACQUIRE) : NULL;
     return pair != NULL ? pair + sending : NULL;
 }
@@ -295,17 +329,17 @@ static int dtrain__group_acquaint(dtrain_comm *comm, int peer)
     dtrain__direction **pairs, *pair = dtrain__group_direction(comm, peer, 0);
     if (pair != NULL)
         return 1;
-    dtrain__os_lock(&comm->queue_mutex);
-    pairs = comm->directions;
+    dtrain__os_lock(&comm->queue.mutex);
+    pairs = comm->messages.directions;
     if (pairs == NULL) {
         pairs = (dtrain__direction **)dtrain__alloc(comm->allocator, (size_t)comm->size * sizeof *pairs);
-        DTRAIN__ATOMIC_STORE(&comm->directions, pairs, RELEASE);
+        DTRAIN__ATOMIC_STORE(&comm->messages.directions, pairs, RELEASE);
     }
     if (pairs != NULL && pairs[peer] == NULL) {
         pair = (dtrain__direction *)dtrain__alloc(comm->allocator, 2 * sizeof *pair);
         DTRAIN__ATOMIC_STORE(&pairs[peer], pair, RELEASE);
     }
-    dtrain__os_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue.mutex);
     return dtrain__group_direction(comm, peer, 0) != NULL;
 }
 
@@ -327,16 +361,16 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
     uintptr_t me = (uintptr_t)dtrain__thread_self(), other = 0;
     const char *calling;
     *entered = 0;
-    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->mark, RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || DTRAIN__ATOMIC_LOAD(&comm->use.mark, RELAXED) != DTRAIN__COMM_MARK)
         return dtrain__group_alive(comm, call);
-    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&comm->caller, &other, me, ACQUIRE)) {
-        DTRAIN__ATOMIC_STORE(&comm->calling, call, RELAXED);
+    if (DTRAIN__ATOMIC_COMPARE_EXCHANGE(&comm->use.caller, &other, me, ACQUIRE)) {
+        DTRAIN__ATOMIC_STORE(&comm->use.call, call, RELAXED);
         *entered = 1;
         return DTRAIN_OK;
     }
     if (other == me)
         return DTRAIN_OK;
-    calling = DTRAIN__ATOMIC_LOAD(&comm->calling, RELAXED);
+    calling = DTRAIN__ATOMIC_LOAD(&comm->use.call, RELAXED);
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "two threads called dtrain_%s and dtrain_%s on one group at once (rank %d of %d): give each "
                         "thread a group of its own (dtrain_comm_split)",
@@ -346,7 +380,7 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
 static void dtrain__group_exit(dtrain_comm *comm, int entered)
 {
     if (entered)
-        DTRAIN__ATOMIC_STORE(&comm->caller, 0, RELEASE);
+        DTRAIN__ATOMIC_STORE(&comm->use.caller, 0, RELEASE);
 }
 
 /* What has broken the group, as its transport knows; NULL: nothing. */

@@ -37,7 +37,7 @@ static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int f
  * their own. */
 static unsigned char *dtrain__message_buffer(dtrain_comm *comm, const dtrain__op *op, int sending)
 {
-    return op->packet != NULL ? op->packet : sending ? comm->message_out : comm->message_in;
+    return op->packet != NULL ? op->packet : sending ? comm->messages.out : comm->messages.in;
 }
 
 /* A collective ends because a rank has left. The rest of its messages under way is owed: it moves before the next
@@ -72,7 +72,8 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
                               op->received == SIZE_MAX || op->at > 0);
         return !dtrain__message_stuck(comm, op->root, op->sent) && !dtrain__message_stuck(comm, op->from, op->received);
     }
-    comm->missed = op->number << DTRAIN__RANK_BITS | (uint64_t)dtrain__membership_misses(comm->members, op->number);
+    comm->messages.missed =
+        op->number << DTRAIN__RANK_BITS | (uint64_t)dtrain__membership_misses(comm->members, op->number);
     return dtrain__message_owe(comm, op);
 }
 
@@ -240,7 +241,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
     dtrain__op_call(comm, op, 0, &header.call);
-    header.tag = dtrain__op_is_message(op) ? comm->missed : step->tag_out;
+    header.tag = dtrain__op_is_message(op) ? comm->messages.missed : step->tag_out;
     header.bytes = step->send_bytes;
     header.data_check = comm->checks ? dtrain__message_sum_all(comm, step->send, step->send_bytes) : 0;
     header.check = dtrain__message_header_sum(&header);
@@ -260,8 +261,8 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     const dtrain__direction *direction = dtrain__group_direction(comm, next.peer, sending);
     size_t owed = direction != NULL ? direction->owed : 0;
     if (owed > 0) {
-        next.data = comm->waste[sending];
-        next.bytes = owed < sizeof comm->waste[0] ? owed : sizeof comm->waste[0];
+        next.data = comm->messages.waste[sending];
+        next.bytes = owed < sizeof comm->messages.waste[0] ? owed : sizeof comm->messages.waste[0];
         return next;
     }
     if (payload <= DTRAIN__MESSAGE_SMALL) {
@@ -311,7 +312,7 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
                             dtrain__op_text(comm, op).text, comm->rank, step->from);
     if (!whole && came.check != dtrain__message_header_sum(&came))
         return dtrain__message_damaged(comm, op, step->from, "the header");
-    if (dtrain__op_is_message(op) && (came.tag != 0 || comm->missed != 0 || op->salvages))
+    if (dtrain__op_is_message(op) && (came.tag != 0 || comm->messages.missed != 0 || op->salvages))
         mine.root = came.call.root; /* a rank has left: the last collective may have ended well on one side */
     if (memcmp(&came.call, &mine, sizeof mine) != 0 || (came.tag != step->tag_in && !dtrain__op_is_message(op)))
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
@@ -357,9 +358,9 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     dtrain__seat_skipped(comm->seat, rank, op->number - 1);
     if (dtrain__membership_misses(comm->members, op->number) < 0)
         return 0;
-    memcpy(comm->held, dtrain__message_buffer(comm, op, 0), op->received);
-    comm->held_from = step->from;
-    comm->held_bytes = op->received;
+    memcpy(comm->messages.held, dtrain__message_buffer(comm, op, 0), op->received);
+    comm->messages.held_from = step->from;
+    comm->messages.held_bytes = op->received;
     op->received = 0;
     return 1;
 }
@@ -423,15 +424,15 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
 static int dtrain__message_feed(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, dtrain_status *taken)
 {
     dtrain_transfer next;
-    size_t left = comm->held_bytes - comm->held_at;
-    if (left == 0 || step->from != comm->held_from)
+    size_t left = comm->messages.held_bytes - comm->messages.held_at;
+    if (left == 0 || step->from != comm->messages.held_from)
         return 0;
     next = dtrain__message_next(comm, op, step, 0);
     next.bytes = next.bytes < left ? next.bytes : left;
-    memcpy(next.data, comm->held + comm->held_at, next.bytes);
-    comm->held_at += next.bytes;
-    if (comm->held_at == comm->held_bytes)
-        comm->held_at = comm->held_bytes = 0;
+    memcpy(next.data, comm->messages.held + comm->messages.held_at, next.bytes);
+    comm->messages.held_at += next.bytes;
+    if (comm->messages.held_at == comm->messages.held_bytes)
+        comm->messages.held_at = comm->messages.held_bytes = 0;
     *taken = dtrain__message_took(comm, op, step, 0, next.bytes);
     return 1;
 }

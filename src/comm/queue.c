@@ -96,7 +96,7 @@ static int dtrain__queue_crossed(dtrain_comm *comm, dtrain__op *op)
     dtrain__message_header came;
     dtrain_transfer in = {op->awaited, (unsigned char *)&came, sizeof came, 0, 0};
     if (!dtrain__op_is_fused(op) || op->phase != DTRAIN__FUSED_GATHER || op->awaited < 0 ||
-        comm->plane->untaken == NULL || comm->missed != 0 ||
+        comm->plane->untaken == NULL || comm->messages.missed != 0 ||
         comm->plane->untaken(comm->transport.self, op->awaited) < sizeof came ||
         dtrain__fused_arrived(comm, op, op->awaited)) /* else it may have sent it after the collective */
         return 0;
@@ -128,20 +128,20 @@ static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns
  */
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 {
-    if (comm->busy != NULL)
-        return comm->busy->first;
-    dtrain__os_lock(&comm->queue_mutex);
-    dtrain_work *work = comm->head;
-    dtrain__os_unlock(&comm->queue_mutex);
+    if (comm->queue.busy != NULL)
+        return comm->queue.busy->first;
+    dtrain__os_lock(&comm->queue.mutex);
+    dtrain_work *work = comm->queue.head;
+    dtrain__os_unlock(&comm->queue.mutex);
     return work;
 }
 
 /* Takes the head off the queue. The caller holds queue_mutex. */
 static void dtrain__queue_pop(dtrain_comm *comm)
 {
-    comm->head = comm->head->next;
-    if (comm->head == NULL)
-        comm->tail = NULL;
+    comm->queue.head = comm->queue.head->next;
+    if (comm->queue.head == NULL)
+        comm->queue.tail = NULL;
 }
 
 /* Makes the result of a work visible: of the head if it is a collective, or of a message that is in no list. The handle
@@ -150,11 +150,11 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 {
     dtrain__queue_ended(comm, &work->op, dtrain__os_now_ns());
     if (!dtrain__op_is_one_way(&work->op)) {
-        dtrain__os_lock(&comm->queue_mutex);
+        dtrain__os_lock(&comm->queue.mutex);
         dtrain__queue_pop(comm);
-        dtrain__os_unlock(&comm->queue_mutex);
+        dtrain__os_unlock(&comm->queue.mutex);
     }
-    DTRAIN__ATOMIC_SUB(&comm->pending, 1, SEQ_CST);
+    DTRAIN__ATOMIC_SUB(&comm->queue.pending, 1, SEQ_CST);
     DTRAIN__ATOMIC_STORE(&work->done, 1, SEQ_CST);
     dtrain__bell_ring(comm->bell);
 }
@@ -163,16 +163,16 @@ static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *work)
 static void dtrain__queue_busy(dtrain_comm *comm, dtrain__direction *direction)
 {
     direction->next = NULL;
-    *comm->busy_end = direction;
-    comm->busy_end = &direction->next;
+    *comm->queue.busy_end = direction;
+    comm->queue.busy_end = &direction->next;
 }
 
 /* Moves the messages before the next collective to their directions, so that no step depends on how many there are. */
 static void dtrain__queue_deal(dtrain_comm *comm)
 {
     dtrain_work *work;
-    dtrain__os_lock(&comm->queue_mutex);
-    while ((work = comm->head) != NULL && dtrain__op_is_one_way(&work->op)) {
+    dtrain__os_lock(&comm->queue.mutex);
+    while ((work = comm->queue.head) != NULL && dtrain__op_is_one_way(&work->op)) {
         dtrain__direction *direction = dtrain__group_direction(comm, work->op.root, work->op.kind == DTRAIN__SEND);
         dtrain__queue_pop(comm);
         work->next = NULL;
@@ -184,7 +184,7 @@ static void dtrain__queue_deal(dtrain_comm *comm)
         }
         direction->last = work;
     }
-    dtrain__os_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue.mutex);
 }
 
 /* Takes the first message of the busy direction *at off its list. The other directions come before its next one. */
@@ -194,7 +194,7 @@ static void dtrain__queue_next(dtrain_comm *comm, dtrain__direction **at)
     direction->first = direction->first->next;
     *at = direction->next;
     if (*at == NULL)
-        comm->busy_end = at;
+        comm->queue.busy_end = at;
     if (direction->first != NULL)
         dtrain__queue_busy(comm, direction);
 }
@@ -213,7 +213,7 @@ typedef struct dtrain__queue_look {
 static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, int64_t until_ns)
 {
     dtrain__queue_look sweep = {NULL, NULL, 0, 0, 0};
-    dtrain__direction **at = &comm->busy;
+    dtrain__direction **at = &comm->queue.busy;
     dtrain__queue_deal(comm);
     while (*at != NULL) {
         dtrain_work *work = (*at)->first;
@@ -311,17 +311,17 @@ static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
 {
     int moved = 0;
-    if (DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) == 0 || !dtrain__os_try_lock(&other->drive_mutex))
+    if (DTRAIN__ATOMIC_LOAD(&other->queue.pending, SEQ_CST) == 0 || !dtrain__os_try_lock(&other->queue.drive))
         return 0;
     /* pending work stays pending now; in a group with none, a call may run that takes no lock */
-    if (DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) > 0) {
+    if (DTRAIN__ATOMIC_LOAD(&other->queue.pending, SEQ_CST) > 0) {
         int64_t slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
         dtrain__error kept = dtrain__thread_error;
         moved = dtrain__queue_drive(other, slice_ns < until_ns ? slice_ns : until_ns);
         dtrain__thread_error = kept;
     }
-    dtrain__os_unlock(&other->drive_mutex);
-    *left |= DTRAIN__ATOMIC_LOAD(&other->pending, SEQ_CST) > 0;
+    dtrain__os_unlock(&other->queue.drive);
+    *left |= DTRAIN__ATOMIC_LOAD(&other->queue.pending, SEQ_CST) > 0;
     return moved;
 }
 
@@ -409,14 +409,14 @@ static int64_t dtrain__service_drive(dtrain__service *service)
         int64_t most = 50000000; /* then deadlines are checked */
         if (comm->plane->rest != NULL)
             comm->plane->rest(comm->transport.self);
-        if (DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) == 0)
+        if (DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST) == 0)
             continue;
-        if (!dtrain__os_try_lock(&comm->drive_mutex)) {
+        if (!dtrain__os_try_lock(&comm->queue.drive)) {
             most = 1000000; /* whoever drives it may leave work behind */
         } else {
             if (dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS) || dtrain__queue_doze(comm))
                 most = 0;
-            dtrain__os_unlock(&comm->drive_mutex);
+            dtrain__os_unlock(&comm->queue.drive);
         }
         span = most < span ? most : span;
     }

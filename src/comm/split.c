@@ -42,7 +42,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
     split->call = call;
     split->parent = parent;
     split->rank = -1;
-    split->entries = (dtrain__split_entry *)DTRAIN__ATOMIC_EXCHANGE(&parent->split_room, NULL, SEQ_CST);
+    split->entries = (dtrain__split_entry *)DTRAIN__ATOMIC_EXCHANGE(&parent->vote.room, NULL, SEQ_CST);
     if (split->entries != NULL)
         memset((void *)split->entries, 0, bytes);
     else
@@ -59,7 +59,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
 /* Keeps the block for the next split of the group, which needs as much. */
 static void dtrain__split_end(dtrain__split_state *split)
 {
-    void *entries = DTRAIN__ATOMIC_EXCHANGE(&split->parent->split_room, (void *)split->entries, SEQ_CST);
+    void *entries = DTRAIN__ATOMIC_EXCHANGE(&split->parent->vote.room, (void *)split->entries, SEQ_CST);
     dtrain__free(split->parent->allocator, entries);
 }
 

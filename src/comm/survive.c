@@ -48,10 +48,10 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
 {
     dtrain_comm *comm = part->split.parent;
     int64_t now = dtrain__os_now_ns();
-    int64_t began = comm->vote_ns > 0 && comm->vote_kind == part->vote.kind ? comm->vote_ns : now;
+    int64_t began = comm->vote.begun_ns > 0 && comm->vote.kind == part->vote.kind ? comm->vote.begun_ns : now;
     int64_t deadline_ns = dtrain__group_deadline(comm, began);
     int done;
-    part->vote.number = comm->consents + 1;
+    part->vote.number = comm->vote.count + 1;
     part->vote.awaited = -1;
     part->vote.voted = began != now;
     until_ns = until_ns < deadline_ns ? until_ns : deadline_ns;
@@ -66,8 +66,8 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
                             "%s on rank %d: no memory for its vote; it can be called again", part->split.call,
                             comm->rank);
     part->pending = !done && dtrain__os_now_ns() < deadline_ns;
-    comm->vote_ns = part->pending ? began : 0;
-    comm->vote_kind = part->vote.kind;
+    comm->vote.begun_ns = part->pending ? began : 0;
+    comm->vote.kind = part->vote.kind;
     if (part->pending)
         return DTRAIN_OK;
     char whom[48] = "the others";
@@ -78,7 +78,7 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
             &comm->error, DTRAIN_ERR_TIMEOUT,
             "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again",
             part->split.call, comm->rank, (double)(dtrain__os_now_ns() - began) * 1e-9, whom);
-    comm->consents++;
+    comm->vote.count++;
     return dtrain__survive_check(part);
 }
 

@@ -144,14 +144,14 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__json_member_u64(&trace->json, "world_size", (uint64_t)comm->size);
     dtrain__json_member_u64(&trace->json, "group", comm->group);
     dtrain__json_member_text(&trace->json, "host", host);
-    dtrain__json_member_u64(&trace->json, "process", (uint64_t)comm->process);
+    dtrain__json_member_u64(&trace->json, "process", (uint64_t)comm->use.process);
     dtrain__json_member_u64(&trace->json, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
     dtrain__json_member_u64(&trace->json, "realtime_ns", (uint64_t)recorder->realtime_ns);
     dtrain__json_member_u64(&trace->json, "written_ns", (uint64_t)trace->now);
     dtrain__json_member_u64(&trace->json, "operations", DTRAIN__ATOMIC_LOAD(&recorder->begun, ACQUIRE));
-    dtrain__json_member_u64(&trace->json, "queued", DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST));
+    dtrain__json_member_u64(&trace->json, "queued", DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST));
     dtrain__trace_end(trace, events);
-    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, comm->process, host);
+    snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, comm->use.process, host);
     dtrain__trace_title(trace, "process_name", title);
     snprintf(title, sizeof title, "group %llu", (unsigned long long)comm->group);
     dtrain__trace_title(trace, "thread_name", title);
@@ -342,7 +342,7 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
 static void dtrain__trace_end_failure(const dtrain_comm *comm)
 {
     dtrain__trace_file *file = comm->recorder != NULL ? comm->recorder->file : NULL;
-    if (file == NULL || comm->process != dtrain__os_pid() || !dtrain__trace_wait(file))
+    if (file == NULL || comm->use.process != dtrain__os_pid() || !dtrain__trace_wait(file))
         return;
     dtrain__os_thread_join(&file->thread);
     dtrain__trace_free(file);

@@ -55,16 +55,16 @@ static void dtrain__watch_look(dtrain__faults_line *line, const dtrain_comm *com
 static void dtrain__watch_report(dtrain__faults_line *line, uintptr_t address, int writes)
 {
     const dtrain_comm *comm = DTRAIN__ATOMIC_LOAD(dtrain__watch_list(), SEQ_CST);
-    for (; comm != NULL && line->bytes == 0; comm = DTRAIN__ATOMIC_LOAD(&comm->next_watched, SEQ_CST)) {
-        const dtrain__op *running = DTRAIN__ATOMIC_LOAD(&comm->running, SEQ_CST);
-        const dtrain_work *work = DTRAIN__ATOMIC_LOAD(&comm->newest, SEQ_CST);
+    for (; comm != NULL && line->bytes == 0; comm = DTRAIN__ATOMIC_LOAD(&comm->watch.next, SEQ_CST)) {
+        const dtrain__op *running = DTRAIN__ATOMIC_LOAD(&comm->watch.running, SEQ_CST);
+        const dtrain_work *work = DTRAIN__ATOMIC_LOAD(&comm->queue.newest, SEQ_CST);
         if (running != NULL)
             dtrain__watch_look(line, comm, running, address, writes);
         for (; work != NULL && line->bytes == 0; work = work->older)
             if (work->mark == DTRAIN__WORK_MARK && !DTRAIN__ATOMIC_LOAD(&work->done, SEQ_CST))
                 dtrain__watch_look(line, comm, &work->op, address, writes);
-        for (size_t i = 0; !comm->fusing && i < comm->noted && line->bytes == 0; i++)
-            dtrain__watch_look(line, comm, &comm->notes[i].op, address, writes);
+        for (size_t i = 0; !comm->fuse.open && i < comm->fuse.noted && line->bytes == 0; i++)
+            dtrain__watch_look(line, comm, &comm->fuse.notes[i].op, address, writes);
     }
 }
 
@@ -80,9 +80,9 @@ static void dtrain__watch_add(dtrain_comm *comm)
 {
     if (!dtrain__faults_asked())
         return;
-    comm->watched = 1;
+    comm->watch.on = 1;
     dtrain__faults_lock();
-    comm->next_watched = *dtrain__watch_list();
+    comm->watch.next = *dtrain__watch_list();
     DTRAIN__ATOMIC_STORE(dtrain__watch_list(), comm, SEQ_CST);
     dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, dtrain__watch_report);
     dtrain__faults_unlock();
@@ -91,12 +91,12 @@ static void dtrain__watch_add(dtrain_comm *comm)
 static void dtrain__watch_remove(dtrain_comm *comm)
 {
     dtrain_comm **at = dtrain__watch_list();
-    if (!comm->watched)
+    if (!comm->watch.on)
         return;
     dtrain__faults_lock();
     while (*at != comm)
-        at = &(*at)->next_watched;
-    DTRAIN__ATOMIC_STORE(at, comm->next_watched, SEQ_CST);
+        at = &(*at)->watch.next;
+    DTRAIN__ATOMIC_STORE(at, comm->watch.next, SEQ_CST);
     if (*dtrain__watch_list() == NULL)
         dtrain__faults_watch(DTRAIN__FAULTS_GROUPS, NULL);
     dtrain__faults_unlock();

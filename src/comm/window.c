@@ -131,31 +131,31 @@ static uint64_t dtrain__window_name(dtrain_comm *comm, const void *pointer, size
     uint64_t epoch = DTRAIN__ATOMIC_LOAD(&dtrain__windows()->epoch, SEQ_CST);
     if (epoch == 0)
         return 0;
-    if (comm->window_epoch != epoch || !dtrain__window_holds(comm->window_begin, comm->window_bytes, pointer, bytes)) {
+    if (comm->found.epoch != epoch || !dtrain__window_holds(comm->found.begin, comm->found.bytes, pointer, bytes)) {
         dtrain__window_lock(1); /* a thread may free another window */
         dtrain__window_alias found = {0, 0, 0};
         dtrain__window *window = dtrain__window_of(pointer, bytes, comm, &found);
-        comm->window_epoch = window != NULL ? epoch : 0;
+        comm->found.epoch = window != NULL ? epoch : 0;
         if (window != NULL) {
-            comm->window = window;
-            comm->window_id = window->id;
-            comm->window_begin = found.begin;
-            comm->window_bytes = found.bytes;
-            comm->window_place = found.place;
+            comm->found.window = window;
+            comm->found.id = window->id;
+            comm->found.begin = found.begin;
+            comm->found.bytes = found.bytes;
+            comm->found.place = found.place;
         }
         dtrain__window_lock(0);
         if (window == NULL)
             return 0;
     }
-    *at = comm->window_place + (size_t)((uintptr_t)pointer - comm->window_begin);
-    return comm->window_id;
+    *at = comm->found.place + (size_t)((uintptr_t)pointer - comm->found.begin);
+    return comm->found.id;
 }
 
 /* Returns a buffer that a rank of the group has named; NULL: this rank does not have it. at: as it was posted, maybe by
  * a rank with longer words. */
 static unsigned char *dtrain__window_find(dtrain_comm *comm, uint64_t id, int rank, uint64_t at, size_t bytes)
 {
-    dtrain__window *window = comm->window;
+    dtrain__window *window = comm->found.window;
     unsigned char *found = NULL;
     int place = -1;
     dtrain__window_lock(1);

@@ -50,7 +50,7 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
         return status;
     if (comm->alone)
         dtrain__work_tell_alone(comm);
-    if (comm->watched)
+    if (comm->watch.on)
         dtrain__watch_note(comm, op);
     op->algorithm = dtrain__plan_select(comm, op);
     op->awaited = -1;
@@ -60,16 +60,16 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
 /* Puts an operation at the end of the queue; NULL: no memory. */
 static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__os_lock(&comm->queue_mutex);
-    dtrain_work *work = comm->spare;
+    dtrain__os_lock(&comm->queue.mutex);
+    dtrain_work *work = comm->queue.spare;
     if (work != NULL)
-        comm->spare = work->next;
+        comm->queue.spare = work->next;
     else
         work = (dtrain_work *)dtrain__alloc(comm->allocator, sizeof *work);
     if (work != NULL && work->comm == NULL) {
         work->comm = comm;
-        work->older = comm->newest;
-        comm->newest = work;
+        work->older = comm->queue.newest;
+        comm->queue.newest = work;
     }
     if (work != NULL) {
         work->next = NULL;
@@ -79,14 +79,14 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         work->op = *op;
         work->op.packet = dtrain__op_is_one_way(op) ? work->packet : NULL;
         work->op.queued = 1;
-        if (comm->tail != NULL)
-            comm->tail->next = work;
+        if (comm->queue.tail != NULL)
+            comm->queue.tail->next = work;
         else
-            comm->head = work;
-        comm->tail = work;
-        DTRAIN__ATOMIC_ADD(&comm->pending, 1, SEQ_CST);
+            comm->queue.head = work;
+        comm->queue.tail = work;
+        DTRAIN__ATOMIC_ADD(&comm->queue.pending, 1, SEQ_CST);
     }
-    dtrain__os_unlock(&comm->queue_mutex);
+    dtrain__os_unlock(&comm->queue.mutex);
     if (work == NULL)
         dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
     return work;
@@ -127,7 +127,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
         comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
-        if (dtrain__os_try_lock(&comm->drive_mutex)) {
+        if (dtrain__os_try_lock(&comm->queue.drive)) {
             dtrain_work *head;
             while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
                 dtrain_work *message = dtrain__op_is_one_way(&head->op) ? head : NULL;
@@ -136,8 +136,8 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                 if (message == NULL) /* messages take themselves off the queue */
                     dtrain__queue_finish(comm, head);
             }
-            dtrain__os_unlock(&comm->drive_mutex);
-            if (DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0)
+            dtrain__os_unlock(&comm->queue.drive);
+            if (DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST) > 0)
                 dtrain__bell_ring(comm->bell); /* the service continues with the rest */
         } else {
             dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
@@ -204,11 +204,11 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
         comm->error = work->op.error;
     comm->waited_ns[0] = work->op.run_ns;
     comm->waited_ns[1] = work->op.ended_ns;
-    dtrain__os_lock(&comm->queue_mutex);
+    dtrain__os_lock(&comm->queue.mutex);
     DTRAIN__ATOMIC_STORE(&work->mark, 0, RELAXED);
-    work->next = comm->spare;
-    comm->spare = work;
-    dtrain__os_unlock(&comm->queue_mutex);
+    work->next = comm->queue.spare;
+    comm->queue.spare = work;
+    dtrain__os_unlock(&comm->queue.mutex);
     return status;
 }
 
@@ -249,14 +249,14 @@ static void dtrain__work_drive(dtrain_comm *comm, int64_t until, int64_t patienc
 {
     int64_t now, awake = 0;
     do {
-        if (!dtrain__os_try_lock(&comm->drive_mutex)) /* a call in another group of this rank drives it */
+        if (!dtrain__os_try_lock(&comm->queue.drive)) /* a call in another group of this rank drives it */
             return;
         int moved = dtrain__queue_drive(comm, until);
-        dtrain__os_unlock(&comm->drive_mutex);
+        dtrain__os_unlock(&comm->queue.drive);
         dtrain__os_pause();
         now = dtrain__os_now_ns();
         awake = moved ? now + patience_ns : awake;
-    } while (now < until && now < awake && DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0);
+    } while (now < until && now < awake && DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST) > 0);
 }
 
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
@@ -280,13 +280,13 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
 /* Notes a call for fuse_end. Its buffers and arrays belong to the fuse until then. */
 static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
 {
-    void *notes = dtrain__memory_grow(comm->allocator, comm->notes, sizeof *comm->notes, comm->noted, 2);
+    void *notes = dtrain__memory_grow(comm->allocator, comm->fuse.notes, sizeof *comm->fuse.notes, comm->fuse.noted, 2);
     if (notes == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
-                            comm->noted + 1);
-    comm->notes = (dtrain__note *)notes;
+                            comm->fuse.noted + 1);
+    comm->fuse.notes = (dtrain__note *)notes;
     for (int receives = 0; receives < 2; receives++) { /* an exchange becomes a send and a recv */
-        dtrain__note *note = &comm->notes[comm->noted];
+        dtrain__note *note = &comm->fuse.notes[comm->fuse.noted];
         int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
         if (splits ? peer < 0 : receives)
             continue;
@@ -297,7 +297,7 @@ static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
         note->op.count = splits && receives ? op->in_count : op->count;
         note->op.in_count = 0;
         note->work = NULL;
-        comm->noted++;
+        comm->fuse.noted++;
     }
     return DTRAIN_OK;
 }
@@ -311,14 +311,14 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
     if (status != DTRAIN_OK)
         return status;
     op->async = work != NULL;
-    if (comm->fusing && work != NULL)
+    if (comm->fuse.open && work != NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
                             "fuse_end first",
                             dtrain__op_kind_name(op->kind), comm->rank);
-    if (comm->fusing)
+    if (comm->fuse.open)
         return dtrain__work_note(comm, op);
-    int waits = work != NULL || DTRAIN__ATOMIC_LOAD(&comm->pending, SEQ_CST) > 0;
+    int waits = work != NULL || DTRAIN__ATOMIC_LOAD(&comm->queue.pending, SEQ_CST) > 0;
     if (waits || !dtrain__fused_posts_first(comm, op))
         dtrain__op_clock(comm, op);
     if (work != NULL)
@@ -327,9 +327,9 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
         status = dtrain__work_enqueue(comm, op, &queued);
         return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
     }
-    DTRAIN__ATOMIC_STORE(&comm->running, op, RELEASE);
+    DTRAIN__ATOMIC_STORE(&comm->watch.running, op, RELEASE);
     dtrain__queue_run(comm, op, NULL, INT64_MAX);
-    DTRAIN__ATOMIC_STORE(&comm->running, (const dtrain__op *)NULL, RELEASE);
+    DTRAIN__ATOMIC_STORE(&comm->watch.running, (const dtrain__op *)NULL, RELEASE);
     now = dtrain__os_now_ns();
     if (op->started_ns == 0) /* the group was broken, so it was not posted */
         op->started_ns = now;

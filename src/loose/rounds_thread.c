@@ -288,11 +288,11 @@ static dtrain_status dtrain__rounds_send(dtrain_local_sgd *local, dtrain_comm *o
 static int dtrain__rounds_came(dtrain_work *work)
 {
     dtrain_comm *comm = work->comm;
-    if (!dtrain__os_try_lock(&comm->drive_mutex))
+    if (!dtrain__os_try_lock(&comm->queue.drive))
         return 0; /* asked again soon */
     int came = work->ended || dtrain_work_done(work);
     dtrain__error error = work->op.error;
-    dtrain__os_unlock(&comm->drive_mutex);
+    dtrain__os_unlock(&comm->queue.drive);
     return came && dtrain__report(&error) != DTRAIN_OK ? -1 : came;
 }
 

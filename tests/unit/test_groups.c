@@ -583,13 +583,13 @@ static void *drives(void *pointer)
 {
     driver *d = (driver *)pointer;
     double until = now_s() + 10;
-    pthread_mutex_lock(&d->group->drive_mutex);
+    pthread_mutex_lock(&d->group->queue.drive);
     __atomic_store_n(&d->drives, 1, __ATOMIC_SEQ_CST);
     while (!__atomic_load_n(&d->leave, __ATOMIC_SEQ_CST) && !d->waited) {
         usleep(1000);
         d->waited = now_s() > until;
     }
-    pthread_mutex_unlock(&d->group->drive_mutex);
+    pthread_mutex_unlock(&d->group->queue.drive);
     return NULL;
 }
 

@@ -160,7 +160,7 @@ static void *reduces(void *pointer)
 
 static int in_a_call(dtrain_comm *comm)
 {
-    return __atomic_load_n(&comm->caller, __ATOMIC_SEQ_CST) != 0;
+    return __atomic_load_n(&comm->use.caller, __ATOMIC_SEQ_CST) != 0;
 }
 
 /* This rank's second thread calls while its first one waits for rank 1. */

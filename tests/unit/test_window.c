@@ -411,12 +411,12 @@ static int lies(dtrain_comm *world, scene *s)
     if (!shares(world))
         return 0;
     if (dtrain_comm_rank(world) == 1) {
-        CHECK(world->window_id != 0);
+        CHECK(world->found.id != 0);
         if (*(int *)s->user == 0) {
-            world->window_id ^= 1;
+            world->found.id ^= 1;
         } else {
-            world->window_begin /= 2; /* places are counted from there */
-            world->window_bytes = SIZE_MAX;
+            world->found.begin /= 2; /* places are counted from there */
+            world->found.bytes = SIZE_MAX;
         }
         CHECK(dtrain_all_reduce(world, x, x, COUNT, DTRAIN_F32, DTRAIN_SUM) != DTRAIN_OK);
         _exit(0);
