@@ -223,8 +223,7 @@
  *     DTRAIN_MPI_SHM          0: MPI moves all bytes, also inside a host
  *     DTRAIN_MPI_STAGED       1: MPI never uses the caller's memory
  *     DTRAIN_NODE_RANKS       ranks on each host
- *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms; `mpi`:
- *                             MPI's own collectives, see >>from_mpi
+ *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc.
  *                             Before a fault ends the process (SIGSEGV, SIGBUS), a line names the operation whose
@@ -1899,27 +1898,6 @@ typedef struct dtrain_extent {
     size_t begin, count;
 } dtrain_extent;
 
-typedef enum dtrain_offload_kind {
-    DTRAIN_OFFLOAD_REDUCE_SCATTER = 1601, /* parts without gaps; out gets this rank's, and may be its place in in */
-    DTRAIN_OFFLOAD_ALL_GATHER,            /* out holds this rank's part; in is not read */
-    DTRAIN_OFFLOAD_BROADCAST,             /* of `count` elements of out; in is not read */
-    DTRAIN_OFFLOAD_ALL_TO_ALL             /* from parts of in to others of out; in may be out, with equal parts */
-} dtrain_offload_kind;
-
-/* A collective for a transport to run. Reductions are of DTRAIN_F32 and DTRAIN_F64 without DTRAIN_MIN, DTRAIN_MAX and
- * DTRAIN_MEAN, and of integers of 32 and 64 bits. */
-typedef struct dtrain_offload {
-    dtrain_offload_kind kind;
-    dtrain_dtype dtype;
-    dtrain_op op; /* of a reduce-scatter */
-    int rank;     /* of the caller in the group */
-    int root;     /* of a broadcast */
-    size_t count; /* of a broadcast */
-    const void *in;
-    void *out;
-    const dtrain_extent *parts, *others; /* one for each rank; they stay until the collective has ended */
-} dtrain_offload;
-
 /* One rank's end of a transport. send and recv are required; every other function may be NULL.
  *
  * send and recv move up to `bytes` bytes of the stream to or from `peer`. Every return sets *moved to how many moved:
@@ -1948,7 +1926,6 @@ typedef struct dtrain_offload {
  *   lanes      see below
  *   host       returns a number that ranks of one host have in common, and 0 where it is not known; always the same.
  *              Groups of ranks of a host then share memory for their collectives, if the system lets them
- *   offload    see below
  *   destroy    called once, when the last group of the transport is destroyed
  *
  * If alive returns 0 or -2, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status
@@ -1964,13 +1941,7 @@ typedef struct dtrain_offload {
  * fills the table `lane`: self, send, recv and, if you like, exchange and destroy. `group` names the group and is the
  * same on all members. Rank i of the group is rank ranks[i] of this transport, for i < size. The call does not wait for
  * other members. Messages about ranks that leave and calls that fail still use this table. lanes is provisional: it may
- * change.
- *
- * The call of lanes may also set offload, without send and recv if the group needs no streams of its own. It runs
- * collectives under DTRAIN_ALGORITHM_MPI. The group's members call it in the same order, one collective at a time, once
- * all of them have made the same call. It returns as send does. After DTRAIN_ERR_TIMEOUT it is called again to go on
- * with the same collective. If it is not, the group is broken, and the transport may use the collective's memory until
- * the process ends. offload is provisional, too. */
+ * change. */
 typedef struct dtrain_transport {
     void *self; /* passed to every function */
     int rank;
@@ -1986,7 +1957,6 @@ typedef struct dtrain_transport {
     int (*alive)(void *self, int peer);
     dtrain_status (*lanes)(void *self, uint64_t group, const int *ranks, int size, struct dtrain_transport *lane);
     uint64_t (*host)(void *self, int rank);
-    dtrain_status (*offload)(void *self, const dtrain_offload *call, int64_t deadline_ns);
 } dtrain_transport;
 
 #ifdef __cplusplus
@@ -2066,7 +2036,7 @@ typedef enum dtrain_quorum {
 /* How a collective moves its data. If a collective has no such form for this number of ranks, the library chooses one.
  *
  * RING and DOUBLE_TREE add in an order of their own. NODES does so if the number of ranks in a node is no power of two.
- * MPI adds in any order, and so it has reductions under DTRAIN_ORDER_ANY alone. The others add in the tree order.
+ * The others add in the tree order.
  *
  * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; RING: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2),
  * 2009; BRUCK: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; DOUBLE_TREE: Sanders, Speck, Traeff,
@@ -2081,8 +2051,7 @@ typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_DIRECT,             /* every pair of ranks exchanges once */
     DTRAIN_ALGORITHM_BRUCK,              /* every rank gets all inputs in few steps and folds them itself */
     DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside each node, then between the nodes' first ranks */
-    DTRAIN_ALGORITHM_DOUBLE_TREE,        /* all_reduce: pieces alternate between two trees */
-    DTRAIN_ALGORITHM_MPI                 /* a group over MPI: MPI's own collectives, see >>from_mpi */
+    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces alternate between two trees */
 } dtrain_algorithm;
 
 /* Who drives async work, and the connections between processes. */
@@ -2961,7 +2930,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
 
 /* ---- >>from_mpi ----
  * Groups over MPI. Define DTRAIN_MPI to have them. dtrain moves its bytes by messages of MPI, so it runs on every fabric
- * that MPI drives. Unless you ask for MPI's, the collectives are dtrain's own, with the same bits as everywhere. Groups
+ * that MPI drives. The collectives are dtrain's own, with the same bits as everywhere. Groups
  * whose ranks all share a host do them in shared memory.
  *
  * dtrain_comm_create takes MPI where DTRAIN_TRANSPORT=mpi is set, or desc.transport is "mpi": rank and size are then
@@ -2982,24 +2951,6 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
  * Making a world waits for all its ranks, also in dtrain_comm_create_async. Each world keeps a communicator of MPI until
  * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that. Destroy
  * groups before you call MPI_Finalize: after it, calls that need MPI end with DTRAIN_ERR_IO.
- *
- * MPI'S COLLECTIVES, for fabrics with offload: DTRAIN_ALGORITHM_MPI, or DTRAIN_ALGORITHM=mpi in the environment, gives
- * these calls to MPI, blocking or not:
- *
- *   broadcast, all_gather, all_to_all   any dtype; with counts, too
- *   all_reduce, reduce_scatter          with desc.order = DTRAIN_ORDER_ANY: float32, float64 and integers of 32 and 64
- *                                       bits; with counts, if the parts have no gaps; MIN and MAX of integers alone
- *
- * All else stays dtrain's: other calls and dtypes, 2^31 elements and more, and everything under DTRAIN_MPI_STAGED=1. An
- * all-reduce is MPI_Ireduce_scatter, then MPI_Iallgatherv, so all ranks have the same bits.
- *
- * A group that is made from a world has MPI's collectives if MPI's level is MPI_THREAD_MULTIPLE and the world does not
- * poll. With its first such call a thread makes a communicator, which MPI keeps until the process ends. If dtrain
- * initialises MPI, it asks for that level where the first world asks for MPI's collectives.
- *
- * Before each such call the ranks meet by small messages. So calls that differ are found before MPI starts, and so is a
- * missing rank. MPI cannot cancel a call that it has started. If one ends with an error, keep its buffers until the
- * process ends.
  *
  * Two calls of MPI have no deadline: MPI_Init_thread, and MPI_Finalize at exit. If a rank dies, most launchers end the
  * whole job. Open MPI's lets survivors go on with --enable-recovery: they get DTRAIN_ERR_PEER_LOST once the rank has
@@ -27178,26 +27129,6 @@ static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_t
     }
 }
 
-/* Runs a collective by the lane's own means, and serves the other lanes meanwhile. */
-static dtrain_status dtrain__mux_offload(void *self, const dtrain_offload *call, int64_t deadline_ns)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    for (;;) {
-        int64_t now = dtrain__os_now_ns(), until_ns = now + DTRAIN__MUX_SLICE_NS;
-        dtrain_status status = lane->own.offload(lane->own.self, call, deadline_ns < until_ns ? deadline_ns : until_ns);
-        if (status != DTRAIN_ERR_TIMEOUT)
-            return status;
-        dtrain__mux_enter(lane->mux);
-        dtrain__mux_sweep(lane->mux, DTRAIN__MUX_KEPT);
-        dtrain__mux_exit(lane->mux);
-        const dtrain__error *cause = dtrain__membership_cause(lane->seat.members);
-        if (cause != NULL)
-            return dtrain__report(cause);
-        if (deadline_ns <= now)
-            return status;
-    }
-}
-
 /* ---- lanes come and go ---- */
 
 static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
@@ -27567,7 +27498,6 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.fail = dtrain__mux_plane_fail;
     end->transport.leave = dtrain__mux_plane_leave;
     end->transport.destroy = dtrain__mux_detach;
-    end->transport.offload = lane->own.offload != NULL ? dtrain__mux_offload : NULL;
     end->long_runs = lane->own.send != NULL;
 }
 
@@ -27735,8 +27665,6 @@ typedef MPI_Comm dtrain__mpi_comm;
 typedef MPI_Request dtrain__mpi_request;
 typedef MPI_Message dtrain__mpi_message;
 typedef MPI_Datatype dtrain__mpi_datatype;
-typedef MPI_Op dtrain__mpi_op;
-typedef MPI_Group dtrain__mpi_group;
 typedef MPI_Errhandler dtrain__mpi_errhandler;
 typedef MPI_Status dtrain__mpi_status;
 #define DTRAIN__MPI_WORLD MPI_COMM_WORLD
@@ -27745,9 +27673,6 @@ typedef MPI_Status dtrain__mpi_status;
 #define DTRAIN__MPI_BYTE MPI_BYTE
 #define DTRAIN__MPI_RETURN MPI_ERRORS_RETURN
 #define DTRAIN__MPI_NO_STATUS MPI_STATUS_IGNORE
-#define DTRAIN__MPI_IN_PLACE MPI_IN_PLACE
-#define DTRAIN__MPI_TYPE(name, abi) MPI_##name
-#define DTRAIN__MPI_OP(name, abi) MPI_##name
 enum {
     DTRAIN__MPI_SINGLE = MPI_THREAD_SINGLE,
     DTRAIN__MPI_FUNNELED = MPI_THREAD_FUNNELED,
@@ -27761,8 +27686,6 @@ typedef struct dtrain__mpi_comm_handle *dtrain__mpi_comm;
 typedef struct dtrain__mpi_request_handle *dtrain__mpi_request;
 typedef struct dtrain__mpi_message_handle *dtrain__mpi_message;
 typedef struct dtrain__mpi_datatype_handle *dtrain__mpi_datatype;
-typedef struct dtrain__mpi_op_handle *dtrain__mpi_op;
-typedef struct dtrain__mpi_group_handle *dtrain__mpi_group;
 typedef struct dtrain__mpi_errhandler_handle *dtrain__mpi_errhandler;
 typedef struct dtrain__mpi_status {
     int source, tag, error, reserved[5];
@@ -27773,9 +27696,6 @@ typedef struct dtrain__mpi_status {
 #define DTRAIN__MPI_BYTE ((dtrain__mpi_datatype)(uintptr_t)0x247)
 #define DTRAIN__MPI_RETURN ((dtrain__mpi_errhandler)(uintptr_t)0x143)
 #define DTRAIN__MPI_NO_STATUS ((dtrain__mpi_status *)0)
-#define DTRAIN__MPI_IN_PLACE ((void *)(uintptr_t)1)
-#define DTRAIN__MPI_TYPE(name, abi) ((dtrain__mpi_datatype)(uintptr_t)(abi))
-#define DTRAIN__MPI_OP(name, abi) ((dtrain__mpi_op)(uintptr_t)(abi))
 enum {
     DTRAIN__MPI_SINGLE = 0,
     DTRAIN__MPI_FUNNELED = 1024,
@@ -27814,20 +27734,6 @@ typedef struct dtrain__mpi_calls {
     int (*Get_count)(const dtrain__mpi_status *status, dtrain__mpi_datatype type, int *count);
     int (*Test)(dtrain__mpi_request *request, int *flag, dtrain__mpi_status *status);
     int (*Error_string)(int code, char *text, int *length);
-    int (*Comm_group)(dtrain__mpi_comm comm, dtrain__mpi_group *group);
-    int (*Group_incl)(dtrain__mpi_group group, int size, const int ranks[], dtrain__mpi_group *members);
-    int (*Group_free)(dtrain__mpi_group *group);
-    int (*Comm_create_group)(dtrain__mpi_comm comm, dtrain__mpi_group group, int tag, dtrain__mpi_comm *made);
-    int (*Ireduce_scatter)(const void *in, void *out, const int counts[], dtrain__mpi_datatype type, dtrain__mpi_op op,
-                           dtrain__mpi_comm comm, dtrain__mpi_request *request);
-    int (*Iallgatherv)(const void *in, int count, dtrain__mpi_datatype in_type, void *out, const int counts[],
-                       const int offsets[], dtrain__mpi_datatype type, dtrain__mpi_comm comm,
-                       dtrain__mpi_request *request);
-    int (*Ibcast)(void *buffer, int count, dtrain__mpi_datatype type, int root, dtrain__mpi_comm comm,
-                  dtrain__mpi_request *request);
-    int (*Ialltoallv)(const void *in, const int in_counts[], const int in_offsets[], dtrain__mpi_datatype in_type,
-                      void *out, const int counts[], const int offsets[], dtrain__mpi_datatype type,
-                      dtrain__mpi_comm comm, dtrain__mpi_request *request);
 } dtrain__mpi_calls;
 
 /* The members, for the two ways to fill them in. */
@@ -27851,15 +27757,7 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Imrecv) \
     DTRAIN__MPI_TAKE(Get_count) \
     DTRAIN__MPI_TAKE(Test) \
-    DTRAIN__MPI_TAKE(Error_string) \
-    DTRAIN__MPI_TAKE(Comm_group) \
-    DTRAIN__MPI_TAKE(Group_incl) \
-    DTRAIN__MPI_TAKE(Group_free) \
-    DTRAIN__MPI_TAKE(Comm_create_group) \
-    DTRAIN__MPI_TAKE(Ireduce_scatter) \
-    DTRAIN__MPI_TAKE(Iallgatherv) \
-    DTRAIN__MPI_TAKE(Ibcast) \
-    DTRAIN__MPI_TAKE(Ialltoallv)
+    DTRAIN__MPI_TAKE(Error_string)
 
 /* MPI belongs to the process, and so does this. */
 typedef struct dtrain__mpi_state {
@@ -28020,7 +27918,7 @@ static dtrain_status dtrain__mpi_level(int polls)
                                 "DTRAIN_PROGRESS_POLL");
 }
 
-static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offloads)
+static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
 {
     int on = 0, over = 0, level, code;
     dtrain_status status = dtrain__mpi()->loaded ? DTRAIN_OK : dtrain__mpi_find();
@@ -28036,8 +27934,7 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offload
                             "DTRAIN_MPI_HEADER",
                             dtrain__mpi()->library);
     if (!on) {
-        level = offloads && !polls ? DTRAIN__MPI_MULTIPLE : DTRAIN__MPI_SERIALIZED;
-        code = dtrain__mpi()->call.Init_thread(NULL, NULL, level, &level);
+        code = dtrain__mpi()->call.Init_thread(NULL, NULL, DTRAIN__MPI_SERIALIZED, &level);
         if (code != 0)
             return dtrain__mpi_error("Init_thread", code);
         dtrain__mpi()->owner = dtrain__os_pid();
@@ -28047,11 +27944,11 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offload
     return status == DTRAIN_OK ? dtrain__mpi_level(polls) : status;
 }
 
-/* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
-static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
+/* Loads MPI. Initialises it if `initialises`, and if the program has not. */
+static dtrain_status dtrain__mpi_ready(int initialises, int polls)
 {
     dtrain__os_lock(dtrain__mpi_mutex());
-    dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
+    dtrain_status status = dtrain__mpi_prepare(initialises, polls);
     dtrain__os_unlock(dtrain__mpi_mutex());
     return status;
 }
@@ -28098,33 +27995,16 @@ typedef struct dtrain__mpi_stream {
     int64_t heard_ns, told_ns;     /* of the first lane: when a sign of life came last, and when one went */
 } dtrain__mpi_stream;
 
-enum { DTRAIN__MPI_GIVEN = 0, DTRAIN__MPI_LACKING, DTRAIN__MPI_MAKING, DTRAIN__MPI_MADE };
-
-/* A group's communicator for collectives. A thread makes it, as MPI has no call for that which does not block. */
-typedef struct dtrain__mpi_maker {
-    int state; /* DTRAIN__MPI_GIVEN: the lane's comm serves */
-    dtrain__os_thread thread;
-    dtrain__mpi_comm comm;
-    dtrain__mpi_group members;
-    int code;
-    uint32_t done;
-} dtrain__mpi_maker;
-
 typedef struct dtrain__mpi_lane {
     dtrain__mpi_comm comm;
     int tag, size, staged;
     int groups; /* of the first lane: groups with a lower number have tags */
-    int makes;  /* of the first lane: groups can have communicators of their own, see >>mpi-offload */
     int *ranks; /* each member's in comm; the streams follow */
     dtrain__mpi_stream *streams;
     dtrain_allocator heap;
     int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
     uint64_t *hosts;      /* of the first lane: each rank's */
     long process;
-    dtrain__mpi_maker maker; /* see >>mpi-offload */
-    dtrain__mpi_flight collective;
-    unsigned char *result; /* of a collective in place, until it has ended */
-    int *extents;          /* its counts and offsets, as MPI takes them */
 } dtrain__mpi_lane;
 
 /* Makes a lane. ranks NULL: all of comm. */
@@ -28416,8 +28296,6 @@ static dtrain_status dtrain__mpi_recv(void *self, int peer, void *data, size_t b
     return status;
 }
 
-static int dtrain__mpi_made(dtrain__mpi_lane *lane);
-
 /* Ends what is under way. Messages that do not end keep their memory, as MPI may still use it. */
 static void dtrain__mpi_lane_destroy(void *self)
 {
@@ -28441,8 +28319,6 @@ static void dtrain__mpi_lane_destroy(void *self)
             left += dtrain__mpi_ended(&stream->arriving) == 0;
             left += dtrain__mpi_ended(&stream->offering) == 0;
         }
-        left += !dead && dtrain__mpi_ended(&lane->collective) == 0;
-        left += !dead && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
         dtrain__mpi()->failed |= stuck;
         left = dtrain__mpi()->failed || dead ? -1 : left;
@@ -28460,8 +28336,6 @@ static void dtrain__mpi_lane_destroy(void *self)
         dtrain__free(&lane->heap, lane->streams[peer].slots);
         dtrain__free(&lane->heap, lane->streams[peer].stage);
     }
-    dtrain__free(&lane->heap, lane->result);
-    dtrain__free(&lane->heap, lane->extents);
     dtrain_allocator heap = lane->heap;
     dtrain__free(&heap, lane->hosts);
     dtrain__free(&heap, lane);
@@ -28479,8 +28353,6 @@ static void dtrain__mpi_table(dtrain_transport *table, dtrain__mpi_lane *lane, i
     table->destroy = dtrain__mpi_lane_destroy;
 }
 
-static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns);
-
 /* Gives a group streams of its own, if MPI has tags for it. */
 static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
 {
@@ -28493,9 +28365,6 @@ static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ra
     if (made == NULL)
         return DTRAIN_ERR_MEMORY;
     dtrain__mpi_table(lane, made, 0);
-    made->maker.state = group == 0 ? DTRAIN__MPI_GIVEN : DTRAIN__MPI_LACKING;
-    if (!made->staged && (group == 0 || all->makes))
-        lane->offload = dtrain__mpi_offload;
     return DTRAIN_OK;
 }
 
@@ -28607,10 +28476,10 @@ static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, in
 }
 
 /* Makes the table of this rank over a copy of a communicator. */
-static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int polls, int64_t until_ns,
+static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int64_t until_ns,
                                           int64_t heartbeat_ns)
 {
-    int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
+    int rank = 0, size = 0, flag = 0, *most = NULL;
     dtrain__os_lock(dtrain__mpi_mutex());
     dtrain_status status = dtrain__mpi_usable();
     int code = status == DTRAIN_OK ? dtrain__mpi()->call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
@@ -28618,8 +28487,6 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
         code = dtrain__mpi()->call.Comm_rank(comm, &rank);
     if (code == 0)
         code = dtrain__mpi()->call.Comm_size(comm, &size);
-    if (code == 0)
-        code = dtrain__mpi()->call.Query_thread(&level);
     if (code == 0)
         code = dtrain__mpi()->call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
     if (code != 0 && status == DTRAIN_OK)
@@ -28631,7 +28498,6 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     if (lane == NULL)
         return DTRAIN_ERR_MEMORY;
     lane->groups = (flag ? *most : 32767) / 2 - 1;
-    lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
     lane->heartbeat_ns = heartbeat_ns;
     dtrain__os_lock(dtrain__mpi_mutex());
     dtrain__mpi()->worlds++;
@@ -28647,7 +28513,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
 }
 
 /* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
-static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int polls, int64_t timeout_ms,
+static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int64_t timeout_ms,
                                       int64_t heartbeat_ms)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
@@ -28662,222 +28528,9 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
         return dtrain__thread_error.status;
     }
     dtrain_status status =
-        dtrain__mpi_describe(table, copy->comm, polls, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
+        dtrain__mpi_describe(table, copy->comm, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
     dtrain__free(&heap, copy);
     return status;
-}
-
-#endif
-
-/* ---- >>mpi-offload ----
- * MPI's own collectives, for DTRAIN_ALGORITHM_MPI. Each is a call that does not block, and is asked again and again
- * whether it has ended. MPI cannot cancel it. One that is given up keeps its memory: the caller's, and that of the
- * lane.
- *
- * On a world they run on the communicator that dtrain's messages have, as MPI keeps the two apart. A group that is made
- * from it has a communicator of its own from its first such call on. */
-#ifndef DTRAIN__MPI_OFFLOAD
-#define DTRAIN__MPI_OFFLOAD
-
-/* The type in which MPI moves elements; with `folds` it also adds and compares them. */
-static dtrain__mpi_datatype dtrain__mpi_type(dtrain_dtype dtype, int folds)
-{
-    unsigned bits = dtrain_dtype_bits(dtype);
-    if (folds && dtype == DTRAIN_F32)
-        return DTRAIN__MPI_TYPE(FLOAT, 0x210);
-    if (folds && dtype == DTRAIN_F64)
-        return DTRAIN__MPI_TYPE(DOUBLE, 0x214);
-    if (folds && dtype == DTRAIN_I32)
-        return DTRAIN__MPI_TYPE(INT32_T, 0x250);
-    if (folds && dtype == DTRAIN_I64)
-        return DTRAIN__MPI_TYPE(INT64_T, 0x258);
-    return bits == 8    ? DTRAIN__MPI_TYPE(UINT8_T, 0x241)
-           : bits == 16 ? DTRAIN__MPI_TYPE(UINT16_T, 0x249)
-           : bits == 32 ? DTRAIN__MPI_TYPE(UINT32_T, 0x251)
-                        : DTRAIN__MPI_TYPE(UINT64_T, 0x259);
-}
-
-static dtrain__mpi_op dtrain__mpi_op_of(dtrain_op op)
-{
-    switch (op) {
-    case DTRAIN_PROD: return DTRAIN__MPI_OP(PROD, 0x24);
-    case DTRAIN_MIN: return DTRAIN__MPI_OP(MIN, 0x22);
-    case DTRAIN_MAX: return DTRAIN__MPI_OP(MAX, 0x23);
-    case DTRAIN_AND: return DTRAIN__MPI_OP(BAND, 0x28);
-    case DTRAIN_OR: return DTRAIN__MPI_OP(BOR, 0x29);
-    case DTRAIN_XOR: return DTRAIN__MPI_OP(BXOR, 0x2a);
-    default: return DTRAIN__MPI_OP(SUM, 0x21);
-    }
-}
-
-/* Writes parts as `size` counts, then `size` offsets. Returns 0 if one is too large for MPI. */
-static int dtrain__mpi_extents(const dtrain_extent *parts, int size, int *out)
-{
-    for (int rank = 0; rank < size; rank++) {
-        if (parts[rank].count > INT_MAX || parts[rank].begin > INT_MAX - parts[rank].count)
-            return 0;
-        out[rank] = (int)parts[rank].count;
-        out[size + rank] = (int)parts[rank].begin;
-    }
-    return 1;
-}
-
-/* Makes room for what MPI reads and writes until the collective has ended. */
-static dtrain_status dtrain__mpi_offload_room(dtrain__mpi_lane *lane, const dtrain_offload *call)
-{
-    size_t n = (size_t)lane->size, width = dtrain_dtype_bits(call->dtype) / 8;
-    uintptr_t in = (uintptr_t)call->in, out = (uintptr_t)call->out;
-    const dtrain_extent *last = &call->parts[n - 1];
-    void *room;
-    if (lane->extents == NULL)
-        lane->extents = (int *)dtrain__alloc(&lane->heap, 4 * n * sizeof(int));
-    if (lane->extents == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a collective of %d ranks", lane->size);
-    lane->collective.memory = (unsigned char *)call->out;
-    if (call->kind == DTRAIN_OFFLOAD_BROADCAST)
-        return DTRAIN_OK;
-    if (!dtrain__mpi_extents(call->parts, lane->size, lane->extents) ||
-        (call->kind == DTRAIN_OFFLOAD_ALL_TO_ALL &&
-         !dtrain__mpi_extents(call->others, lane->size, lane->extents + 2 * n)))
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "MPI: an all-to-all of more than %d elements on a rank; set DTRAIN_ALGORITHM to "
-                            "mpi,all_to_all=direct",
-                            INT_MAX);
-    if (call->kind != DTRAIN_OFFLOAD_REDUCE_SCATTER || out - in >= (last->begin + last->count) * width)
-        return DTRAIN_OK;
-    room = dtrain__memory_room(&lane->heap, lane->result, call->parts[call->rank].count * width + 1);
-    if (room == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "MPI: no memory for a result of %zu bytes",
-                            call->parts[call->rank].count * width);
-    lane->collective.memory = lane->result = (unsigned char *)room;
-    return DTRAIN_OK;
-}
-
-static void dtrain__mpi_make(void *pointer)
-{
-    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)pointer;
-    dtrain__mpi_maker *maker = &lane->maker;
-    maker->code = dtrain__mpi()->call.Comm_create_group(lane->comm, maker->members, lane->tag, &maker->comm);
-    DTRAIN__ATOMIC_STORE(&maker->done, 1, RELEASE);
-}
-
-/* Whether the thread has ended; it holds no lock of dtrain's, as MPI's level is MULTIPLE. */
-static int dtrain__mpi_made(dtrain__mpi_lane *lane)
-{
-    if (!DTRAIN__ATOMIC_LOAD(&lane->maker.done, ACQUIRE))
-        return 0;
-    dtrain__os_thread_join(&lane->maker.thread);
-    lane->maker.state = DTRAIN__MPI_MADE;
-    return 1;
-}
-
-/* Starts to make the group's communicator. */
-static dtrain_status dtrain__mpi_make_begin(dtrain__mpi_lane *lane)
-{
-    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
-    dtrain__mpi_maker *maker = &lane->maker;
-    dtrain__mpi_group all;
-    int code = mpi->Comm_group(lane->comm, &all);
-    if (code == 0)
-        code = mpi->Group_incl(all, lane->size, lane->ranks, &maker->members);
-    if (code == 0)
-        code = mpi->Group_free(&all);
-    if (code != 0)
-        return dtrain__mpi_error("Group_incl", code);
-    code = dtrain__os_thread_start(&maker->thread, dtrain__mpi_make, lane, (size_t)1 << 20);
-    if (code != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "MPI: the system refused a thread that makes a communicator (%s; see ulimit -u and "
-                            "pids.max); choose another "
-                            "algorithm than MPI",
-                            dtrain__os_error_text(code));
-    maker->state = DTRAIN__MPI_MAKING;
-    return DTRAIN_OK;
-}
-
-/* Looks for the communicator of the lane's collectives. *ready 0: it is being made. */
-static dtrain_status dtrain__mpi_find_comm(dtrain__mpi_lane *lane, dtrain__mpi_comm *comm, int *ready)
-{
-    dtrain__mpi_maker *maker = &lane->maker;
-    dtrain_status status = maker->state == DTRAIN__MPI_LACKING ? dtrain__mpi_make_begin(lane) : DTRAIN_OK;
-    *comm = maker->state == DTRAIN__MPI_GIVEN ? lane->comm : maker->comm;
-    *ready = maker->state != DTRAIN__MPI_MAKING;
-    if (status != DTRAIN_OK || *ready || !dtrain__mpi_made(lane))
-        return status;
-    dtrain__mpi()->call.Group_free(&maker->members);
-    *comm = maker->comm;
-    *ready = 1;
-    if (maker->code == 0)
-        maker->code = dtrain__mpi()->call.Comm_set_errhandler(maker->comm, DTRAIN__MPI_RETURN);
-    return maker->code == 0 ? DTRAIN_OK : dtrain__mpi_error("Comm_create_group", maker->code);
-}
-
-/* Gives a collective to MPI, once there is a communicator for it. */
-static dtrain_status dtrain__mpi_offload_begin(dtrain__mpi_lane *lane, const dtrain_offload *call)
-{
-    const dtrain__mpi_calls *mpi = &dtrain__mpi()->call;
-    dtrain__mpi_flight *flight = &lane->collective;
-    int n = lane->size, code, same = call->in == call->out;
-    const char *name;
-    dtrain__mpi_comm comm;
-    int ready;
-    dtrain__mpi_datatype type = dtrain__mpi_type(call->dtype, call->kind == DTRAIN_OFFLOAD_REDUCE_SCATTER);
-    dtrain_status status = dtrain__mpi_find_comm(lane, &comm, &ready);
-    if (status != DTRAIN_OK || !ready)
-        return status;
-    status = dtrain__mpi_offload_room(lane, call);
-    int *parts = lane->extents, *others = parts + 2 * n;
-    if (status != DTRAIN_OK)
-        return status;
-    switch (call->kind) {
-    case DTRAIN_OFFLOAD_REDUCE_SCATTER:
-        name = "Ireduce_scatter";
-        code = mpi->Ireduce_scatter(call->in, flight->memory, parts, type, dtrain__mpi_op_of(call->op), comm,
-                                    &flight->request);
-        break;
-    case DTRAIN_OFFLOAD_ALL_GATHER:
-        name = "Iallgatherv";
-        code =
-            mpi->Iallgatherv(DTRAIN__MPI_IN_PLACE, 0, type, call->out, parts, parts + n, type, comm, &flight->request);
-        break;
-    case DTRAIN_OFFLOAD_BROADCAST:
-        name = "Ibcast";
-        code = mpi->Ibcast(call->out, (int)call->count, type, call->root, comm, &flight->request);
-        break;
-    default:
-        name = "Ialltoallv";
-        code = mpi->Ialltoallv(same ? DTRAIN__MPI_IN_PLACE : call->in, parts, parts + n, type, call->out, others,
-                               others + n, type, comm, &flight->request);
-    }
-    if (code != 0)
-        return dtrain__mpi_error(name, code);
-    flight->bytes = 1;
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns)
-{
-    dtrain__mpi_lane *lane = (dtrain__mpi_lane *)self;
-    for (unsigned turn = 0;; turn++) {
-        int ended = -1;
-        dtrain__os_lock(dtrain__mpi_mutex());
-        dtrain_status status = dtrain__mpi_usable();
-        if (status == DTRAIN_OK && lane->collective.bytes == 0)
-            status = dtrain__mpi_offload_begin(lane, call);
-        if (status == DTRAIN_OK)
-            ended = lane->collective.bytes > 0 ? dtrain__mpi_ended(&lane->collective) : 0;
-        dtrain__os_unlock(dtrain__mpi_mutex());
-        if (ended < 0)
-            return status != DTRAIN_OK ? status : DTRAIN_ERR_IO;
-        if (ended > 0)
-            break;
-        if (turn % 16 == 0 && dtrain__os_now_ns() >= deadline_ns)
-            return DTRAIN_ERR_TIMEOUT;
-        dtrain__mpi_rest(turn < 2 * DTRAIN__MPI_HASTE ? turn : DTRAIN__MPI_HASTE + 1); /* MPI moves while it is asked */
-    }
-    if (lane->collective.memory == lane->result && lane->result != NULL)
-        memcpy(call->out, lane->result, call->parts[call->rank].count * (dtrain_dtype_bits(call->dtype) / 8));
-    return DTRAIN_OK;
 }
 
 #endif
@@ -29387,8 +29040,7 @@ static const char *dtrain__op_name(uint64_t op)
 static const char *dtrain__op_algorithm_name(uint64_t algorithm)
 {
     static const char *const names[] = {
-        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck",
-        "nodes", "double_tree",        "mpi"};
+        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck", "nodes", "double_tree"};
     algorithm %= DTRAIN__WAY_ANY;
     size_t index = (size_t)(algorithm - DTRAIN_ALGORITHM_FUSED);
     return algorithm == DTRAIN_ALGORITHM_AUTO       ? "auto"
@@ -29691,8 +29343,7 @@ static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
     size_t mine;
     int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE;
     if (op->kind > DTRAIN__ALL_TO_ALL || op->kind == DTRAIN__BROADCAST ||
-        (whole && op->algorithm != DTRAIN_ALGORITHM_RING && op->algorithm != DTRAIN_ALGORITHM_DIRECT &&
-         op->algorithm != DTRAIN_ALGORITHM_MPI))
+        (whole && op->algorithm != DTRAIN_ALGORITHM_RING && op->algorithm != DTRAIN_ALGORITHM_DIRECT))
         return; /* it has no parts */
     dtrain__op_extents(comm, op, op->counts, op->offsets, comm->parts);
     if (op->kind != DTRAIN__ALL_TO_ALL)
@@ -31835,17 +31486,11 @@ static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op,
     return at <= pieces;
 }
 
-/* Whether the ranks only meet, without data. */
-static int dtrain__bruck_meets(const dtrain__op *op)
-{
-    return op->kind == DTRAIN__BARRIER || op->algorithm == DTRAIN_ALGORITHM_MPI;
-}
-
 /* The elements before slot number `slot`. */
 static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
 {
     size_t begin = 0;
-    if (dtrain__bruck_meets(op))
+    if (op->kind == DTRAIN__BARRIER)
         return 0;
     if (op->kind == DTRAIN__ALL_REDUCE)
         return (size_t)slot * op->count;
@@ -31888,7 +31533,7 @@ static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int
     int n = comm->size, levels = dtrain__step_levels(n), distance = 1 << k;
     size_t width = dtrain__op_width(op);
     if (k >= levels) {
-        step->prepare = dtrain__bruck_meets(op) ? NULL : dtrain__bruck_end;
+        step->prepare = op->kind == DTRAIN__BARRIER ? NULL : dtrain__bruck_end;
         return k == levels;
     }
     int slots = distance < n - distance ? distance : n - distance;
@@ -31897,7 +31542,7 @@ static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int
                       dtrain__bruck_slot(comm, op, slots) * width);
     dtrain__step_recv(step, (comm->rank + distance) % n, comm->scratch + begin * width, (end - begin) * width);
     step->send_first = comm->rank / distance % 2 == 0;
-    step->prepare = k == 0 && !dtrain__bruck_meets(op) ? dtrain__bruck_begin : NULL;
+    step->prepare = k == 0 && op->kind != DTRAIN__BARRIER ? dtrain__bruck_begin : NULL;
     return 1;
 }
 
@@ -32073,115 +31718,6 @@ static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, in
 
 #endif
 
-/* ---- >>offload ----
- * Collectives that the transport runs by its own means, if DTRAIN_ALGORITHM_MPI asks for it. The ranks first meet:
- * their messages carry the call as always, and no data. So calls that differ are found, and a missing rank is a
- * timeout, before the transport gets a buffer. Then each rank hands the call over and waits.
- *
- * An all-reduce is a reduce-scatter and an all-gather. One rank reduces an element for all, so all get the same bits.
- */
-#ifndef DTRAIN__OFFLOAD
-#define DTRAIN__OFFLOAD
-DTRAIN__FAST_BEGIN
-
-#define DTRAIN__OFFLOAD_MOST ((size_t)INT_MAX) /* elements of a vector, as MPI counts them */
-
-enum { DTRAIN__OFFLOAD_BEGUN = 2 }; /* phases from here on: the transport runs part phase - DTRAIN__OFFLOAD_BEGUN */
-
-/* Whether the transport has this reduction. MPI leaves open what becomes of a NaN in a minimum, and of an integer that
- * overflows: Open MPI 4.1 saturates those of 8 bits. */
-static int dtrain__offload_reduces(const dtrain__op *op)
-{
-    int is_float = op->dtype == DTRAIN_F32 || op->dtype == DTRAIN_F64;
-    return dtrain_dtype_bits(op->dtype) >= 32 && !op->partial &&
-           !(is_float && (op->op == DTRAIN_MIN || op->op == DTRAIN_MAX));
-}
-
-/* Whether the call can be handed over. All ranks answer alike: it depends on nothing but what they compare. Only in an
- * uneven all-to-all every rank has sizes of its own, and the transport judges them. */
-static int dtrain__offload_fits(const dtrain_comm *comm, const dtrain__op *op)
-{
-    size_t next = 0, count = op->count;
-    if (op->kind == DTRAIN__ALL_TO_ALL)
-        return op->counts != NULL || count / (size_t)comm->size < DTRAIN__OFFLOAD_MOST / (size_t)comm->size;
-    if (op->kind != DTRAIN__ALL_REDUCE && op->kind != DTRAIN__REDUCE_SCATTER && op->kind != DTRAIN__ALL_GATHER &&
-        op->kind != DTRAIN__BROADCAST)
-        return 0;
-    if (dtrain__op_reduces(op) && (comm->desc.order != DTRAIN_ORDER_ANY || !dtrain__offload_reduces(op)))
-        return 0;
-    for (int rank = 0; op->counts != NULL && op->offsets != NULL && rank < comm->size; rank++) {
-        size_t end = op->offsets[rank] + op->counts[rank];
-        if (dtrain__op_reduces(op) && op->offsets[rank] != next)
-            return 0;
-        next += op->counts[rank];
-        count = end > count ? end : count;
-    }
-    return count <= DTRAIN__OFFLOAD_MOST;
-}
-
-/* Whether the transport has the call's buffers. */
-static int dtrain__offload_begun(const dtrain__op *op)
-{
-    return op->algorithm == DTRAIN_ALGORITHM_MPI && op->phase >= DTRAIN__OFFLOAD_BEGUN;
-}
-
-/* Where this rank's part of a reduction's result is. */
-static unsigned char *dtrain__offload_own(const dtrain_comm *comm, const dtrain__op *op)
-{
-    size_t begin = op->kind == DTRAIN__ALL_REDUCE ? comm->parts[comm->rank].begin : 0;
-    return (unsigned char *)op->out + begin * dtrain__op_width(op);
-}
-
-/* Fills in part k of an operation; returns 0 if there is no such part. */
-static int dtrain__offload_part(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain_offload *part)
-{
-    int sums = dtrain__op_reduces(op) && k == 0;
-    memset(part, 0, sizeof *part);
-    part->kind = sums                             ? DTRAIN_OFFLOAD_REDUCE_SCATTER
-                 : op->kind == DTRAIN__BROADCAST  ? DTRAIN_OFFLOAD_BROADCAST
-                 : op->kind == DTRAIN__ALL_TO_ALL ? DTRAIN_OFFLOAD_ALL_TO_ALL
-                                                  : DTRAIN_OFFLOAD_ALL_GATHER;
-    part->dtype = op->dtype;
-    part->op = op->op == DTRAIN_MEAN ? DTRAIN_SUM : op->op;
-    part->rank = comm->rank;
-    part->root = op->root;
-    part->count = op->count;
-    part->in = op->in;
-    part->out = sums ? dtrain__offload_own(comm, op) : op->out;
-    part->parts = comm->parts;
-    part->others = comm->others;
-    return k <= (op->kind == DTRAIN__ALL_REDUCE);
-}
-
-/* Hands the operation over once all ranks have met, and waits for it. Returns as dtrain_transport.offload. */
-static dtrain_status dtrain__offload_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
-{
-    dtrain_offload part;
-    op->phase = op->phase < DTRAIN__OFFLOAD_BEGUN ? DTRAIN__OFFLOAD_BEGUN : op->phase;
-    op->awaited = -1;
-    while (dtrain__offload_part(comm, op, op->phase - DTRAIN__OFFLOAD_BEGUN, &part)) {
-        dtrain_status status = comm->transport.offload(comm->transport.self, &part, wait_ns);
-        if (status != DTRAIN_OK)
-            return status;
-        if (part.kind == DTRAIN_OFFLOAD_REDUCE_SCATTER)
-            dtrain__fold_finish(op->dtype, op->op, comm->size, part.out, part.out, comm->parts[comm->rank].count);
-        op->phase++;
-    }
-    return DTRAIN_OK;
-}
-
-/* The deadline has passed while the transport runs the call. */
-static void dtrain__offload_expire(const dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT,
-                 "%s: rank %d waited %.3f s for the transport, which has run it since all ranks were there; it may "
-                 "still use the buffers: keep them until the process ends; the group is broken",
-                 dtrain__op_text(comm, op).text, comm->rank, (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9);
-}
-
-DTRAIN__FAST_END
-#endif
-
 /* ---- >>plan ----
  * The plan that an operation follows. It is asked for by name, or selected by kind, size and number of ranks, so that
  * all ranks select the same. */
@@ -32197,8 +31733,7 @@ DTRAIN__FAST_BEGIN
 static int dtrain__plan_whole(const dtrain__op *op)
 {
     return dtrain__op_reduces(op) && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING &&
-           op->algorithm != DTRAIN_ALGORITHM_DIRECT && op->algorithm != DTRAIN_ALGORITHM_BRUCK &&
-           op->algorithm != DTRAIN_ALGORITHM_MPI;
+           op->algorithm != DTRAIN_ALGORITHM_DIRECT && op->algorithm != DTRAIN_ALGORITHM_BRUCK;
 }
 
 static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op)
@@ -32239,7 +31774,6 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
     case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_plan(comm, op, k, step);
     case DTRAIN_ALGORITHM_NODES: return dtrain__tree_nodes(comm, op, k, step);
     case DTRAIN_ALGORITHM_DOUBLE_TREE: return dtrain__tree_two(comm, op, k, step);
-    case DTRAIN_ALGORITHM_MPI: /* meets, then hands the call over */
     case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_plan(comm, op, k, step);
     case DTRAIN_ALGORITHM_RING:
         return op->kind == DTRAIN__BROADCAST ? dtrain__ring_broadcast(comm, op, k, step)
@@ -32306,8 +31840,6 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     int fused = comm->shared != NULL && !op->posted;
     if (fused && dtrain__plan_fuses(comm, op))
         return DTRAIN_ALGORITHM_FUSED;
-    if (asked == DTRAIN_ALGORITHM_MPI && dtrain__offload_fits(comm, op))
-        return asked;
     if (op->counts != NULL && dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
     if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && !doubles)
@@ -32346,10 +31878,10 @@ static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int la
 /* Finds an algorithm by its name; returns 0 if there is none. */
 static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
 {
-    int found =
-        bytes == 4 && memcmp(name, "auto", 4) == 0
-            ? DTRAIN_ALGORITHM_AUTO
-            : dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_MPI, name, bytes);
+    int found = bytes == 4 && memcmp(name, "auto", 4) == 0
+                    ? DTRAIN_ALGORITHM_AUTO
+                    : dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_DOUBLE_TREE,
+                                        name, bytes);
     if (found >= 0)
         *algorithm = (dtrain_algorithm)found;
     return found >= 0;
@@ -32368,7 +31900,7 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
         if (first < 0 || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
             return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                                 "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
-                                "tree, ring, halving_doubling, direct, bruck, nodes, double_tree, mpi) nor "
+                                "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
                                 "COLLECTIVE=ALGORITHM as in all_reduce=ring,broadcast=tree",
                                 (int)(bytes < 60 ? bytes : 60), text);
         for (int kind = first; kind <= last; kind++)
@@ -33810,16 +33342,14 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
  *   - its deadline has passed: it can be called again
  *   - it needs a rank that has left: other ranks may not need it, and the transport knows of all worse cases
  *   - it is a message, and the group was broken before: others may still be received. This holds for a send that was
- *     cut off, too, as it leaves whole what comes
- *
- * Nor does a collective spare the group that the transport still runs. */
+ *     cut off, too, as it leaves whole what comes */
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     int broken = dtrain__group_cause(comm) != NULL;
     int left = op->error.status == DTRAIN_ERR_PEER_LOST && !broken;
     int spares = op->error.status == DTRAIN_ERR_TIMEOUT || left || (dtrain__op_is_one_way(op) && broken);
     int cut = op->touched && !(broken && op->kind == DTRAIN__SEND);
-    if (!spares || dtrain__offload_begun(op) || (left ? !dtrain__message_mends(comm, op) : cut)) {
+    if (!spares || (left ? !dtrain__message_mends(comm, op) : cut)) {
         comm->broken = op->error;
         if (comm->transport.fail != NULL)
             comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
@@ -34292,8 +33822,6 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     }
     dtrain__thread_error.status = DTRAIN_OK;
     status = dtrain__message_exchange(comm, op, wait_ns);
-    if (status == DTRAIN_OK && op->algorithm == DTRAIN_ALGORITHM_MPI)
-        status = dtrain__offload_advance(comm, op, wait_ns);
     /* a TIMEOUT with a text is the cause that broke the group, not the end of a wait */
     int late = dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
@@ -34496,10 +34024,7 @@ static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
         return dtrain__meet_expire(comm, op);
     if (dtrain__op_is_fused(op))
         return dtrain__fused_expire(comm, op);
-    if (dtrain__offload_begun(op))
-        dtrain__offload_expire(comm, op);
-    else
-        dtrain__recorder_expire(comm, op);
+    dtrain__recorder_expire(comm, op);
     return dtrain__message_fail(comm, op);
 }
 
@@ -35390,11 +34915,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     comm->node_ranks = ranks < comm->size ? (int)ranks : comm->size;
-    dtrain_status status = dtrain__plan_ask(comm, dtrain__os_getenv("DTRAIN_ALGORITHM"));
-    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
-        if (comm->asked[kind] == DTRAIN_ALGORITHM_MPI && (comm->transport.offload == NULL || comm->size == 1))
-            comm->asked[kind] = DTRAIN_ALGORITHM_AUTO;
-    return status;
+    return dtrain__plan_ask(comm, dtrain__os_getenv("DTRAIN_ALGORITHM"));
 }
 
 /* Makes one rank's end. On an error the transport stays the caller's. */
@@ -35452,7 +34973,8 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     const dtrain_comm_desc *desc = *given != NULL ? *given : dtrain__create_defaults();
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     *given = desc;
-    if (algorithm != DTRAIN_ALGORITHM_AUTO && (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_MPI))
+    if (algorithm != DTRAIN_ALGORITHM_AUTO &&
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant" DTRAIN__ZERO_FIRST,
                             algorithm);
@@ -35933,22 +35455,15 @@ static int64_t dtrain__from_mpi_heartbeat(const dtrain_comm_desc *desc)
     return desc->heartbeat_ms != 0 ? desc->heartbeat_ms : desc->progress == DTRAIN_PROGRESS_POLL ? -1 : 15000;
 }
 
-/* Whether some calls may go to MPI's collectives. Then groups need MPI_THREAD_MULTIPLE to make communicators. */
-static int dtrain__from_mpi_offloads(const dtrain_comm_desc *desc)
-{
-    const char *asked = dtrain__os_getenv("DTRAIN_ALGORITHM");
-    return desc->algorithm == DTRAIN_ALGORITHM_MPI || (asked != NULL && strstr(asked, "mpi") != NULL);
-}
-
 /* Makes the world of DTRAIN_TRANSPORT=mpi. */
 static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
     dtrain_transport table;
     const char *from;
     int launched = dtrain__from_mpi_launched(&from), polls = desc->progress == DTRAIN_PROGRESS_POLL;
-    dtrain_status status = dtrain__mpi_ready(1, polls, dtrain__from_mpi_offloads(desc));
+    dtrain_status status = dtrain__mpi_ready(1, polls);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, polls, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
+        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     if (status != DTRAIN_OK)
         return status;
     if (table.size == 1 && launched > 1) {
@@ -35976,9 +35491,9 @@ DTRAIN_API dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *ha
     if (status != DTRAIN_OK)
         return status;
     int polls = desc->progress == DTRAIN_PROGRESS_POLL;
-    status = dtrain__mpi_ready(0, polls, 0);
+    status = dtrain__mpi_ready(0, polls);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, given, polls, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
+        status = dtrain__mpi_open(&table, given, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     return status == DTRAIN_OK ? dtrain__from_mpi_make(comm, &table, desc) : status;
 }
 

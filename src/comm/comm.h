@@ -72,7 +72,7 @@ typedef enum dtrain_quorum {
 /* How a collective moves its data. If a collective has no such form for this number of ranks, the library chooses one.
  *
  * RING and DOUBLE_TREE add in an order of their own. NODES does so if the number of ranks in a node is no power of two.
- * MPI adds in any order, and so it has reductions under DTRAIN_ORDER_ANY alone. The others add in the tree order.
+ * The others add in the tree order.
  *
  * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; RING: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2),
  * 2009; BRUCK: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; DOUBLE_TREE: Sanders, Speck, Traeff,
@@ -87,8 +87,7 @@ typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_DIRECT,             /* every pair of ranks exchanges once */
     DTRAIN_ALGORITHM_BRUCK,              /* every rank gets all inputs in few steps and folds them itself */
     DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside each node, then between the nodes' first ranks */
-    DTRAIN_ALGORITHM_DOUBLE_TREE,        /* all_reduce: pieces alternate between two trees */
-    DTRAIN_ALGORITHM_MPI                 /* a group over MPI: MPI's own collectives, see >>from_mpi */
+    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces alternate between two trees */
 } dtrain_algorithm;
 
 /* Who drives async work, and the connections between processes. */

@@ -54,11 +54,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
     comm->node_ranks = ranks < comm->size ? (int)ranks : comm->size;
-    dtrain_status status = dtrain__plan_ask(comm, dtrain__os_getenv("DTRAIN_ALGORITHM"));
-    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
-        if (comm->asked[kind] == DTRAIN_ALGORITHM_MPI && (comm->transport.offload == NULL || comm->size == 1))
-            comm->asked[kind] = DTRAIN_ALGORITHM_AUTO;
-    return status;
+    return dtrain__plan_ask(comm, dtrain__os_getenv("DTRAIN_ALGORITHM"));
 }
 
 /* Makes one rank's end. On an error the transport stays the caller's. */
@@ -116,7 +112,8 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     const dtrain_comm_desc *desc = *given != NULL ? *given : dtrain__create_defaults();
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
     *given = desc;
-    if (algorithm != DTRAIN_ALGORITHM_AUTO && (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_MPI))
+    if (algorithm != DTRAIN_ALGORITHM_AUTO &&
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant" DTRAIN__ZERO_FIRST,
                             algorithm);

@@ -3,7 +3,7 @@
 #ifndef DTRAIN__FROM_MPI
 #define DTRAIN__FROM_MPI
 #include "from_mpi.h"
-#include "../transport/mpi_offload.c"
+#include "../transport/mpi.c"
 #include "own_transport.c"
 
 /* The number of ranks that a launcher has started, by its own account; 0: it does not say. */
@@ -38,22 +38,15 @@ static int64_t dtrain__from_mpi_heartbeat(const dtrain_comm_desc *desc)
     return desc->heartbeat_ms != 0 ? desc->heartbeat_ms : desc->progress == DTRAIN_PROGRESS_POLL ? -1 : 15000;
 }
 
-/* Whether some calls may go to MPI's collectives. Then groups need MPI_THREAD_MULTIPLE to make communicators. */
-static int dtrain__from_mpi_offloads(const dtrain_comm_desc *desc)
-{
-    const char *asked = dtrain__os_getenv("DTRAIN_ALGORITHM");
-    return desc->algorithm == DTRAIN_ALGORITHM_MPI || (asked != NULL && strstr(asked, "mpi") != NULL);
-}
-
 /* Makes the world of DTRAIN_TRANSPORT=mpi. */
 static dtrain_status dtrain__from_mpi_world(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
     dtrain_transport table;
     const char *from;
     int launched = dtrain__from_mpi_launched(&from), polls = desc->progress == DTRAIN_PROGRESS_POLL;
-    dtrain_status status = dtrain__mpi_ready(1, polls, dtrain__from_mpi_offloads(desc));
+    dtrain_status status = dtrain__mpi_ready(1, polls);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, polls, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
+        status = dtrain__mpi_open(&table, DTRAIN__MPI_WORLD, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     if (status != DTRAIN_OK)
         return status;
     if (table.size == 1 && launched > 1) {
@@ -81,9 +74,9 @@ DTRAIN_API dtrain_status dtrain_comm_from_mpi(dtrain_comm **comm, const void *ha
     if (status != DTRAIN_OK)
         return status;
     int polls = desc->progress == DTRAIN_PROGRESS_POLL;
-    status = dtrain__mpi_ready(0, polls, 0);
+    status = dtrain__mpi_ready(0, polls);
     if (status == DTRAIN_OK)
-        status = dtrain__mpi_open(&table, given, polls, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
+        status = dtrain__mpi_open(&table, given, desc->timeout_ms, dtrain__from_mpi_heartbeat(desc));
     return status == DTRAIN_OK ? dtrain__from_mpi_make(comm, &table, desc) : status;
 }
 

@@ -1,6 +1,6 @@
 /* ---- >>from_mpi ----
  * Groups over MPI. Define DTRAIN_MPI to have them. dtrain moves its bytes by messages of MPI, so it runs on every fabric
- * that MPI drives. Unless you ask for MPI's, the collectives are dtrain's own, with the same bits as everywhere. Groups
+ * that MPI drives. The collectives are dtrain's own, with the same bits as everywhere. Groups
  * whose ranks all share a host do them in shared memory.
  *
  * dtrain_comm_create takes MPI where DTRAIN_TRANSPORT=mpi is set, or desc.transport is "mpi": rank and size are then
@@ -21,24 +21,6 @@
  * Making a world waits for all its ranks, also in dtrain_comm_create_async. Each world keeps a communicator of MPI until
  * the process ends. A program that exits with a world open skips MPI_Finalize, and its launcher reports that. Destroy
  * groups before you call MPI_Finalize: after it, calls that need MPI end with DTRAIN_ERR_IO.
- *
- * MPI'S COLLECTIVES, for fabrics with offload: DTRAIN_ALGORITHM_MPI, or DTRAIN_ALGORITHM=mpi in the environment, gives
- * these calls to MPI, blocking or not:
- *
- *   broadcast, all_gather, all_to_all   any dtype; with counts, too
- *   all_reduce, reduce_scatter          with desc.order = DTRAIN_ORDER_ANY: float32, float64 and integers of 32 and 64
- *                                       bits; with counts, if the parts have no gaps; MIN and MAX of integers alone
- *
- * All else stays dtrain's: other calls and dtypes, 2^31 elements and more, and everything under DTRAIN_MPI_STAGED=1. An
- * all-reduce is MPI_Ireduce_scatter, then MPI_Iallgatherv, so all ranks have the same bits.
- *
- * A group that is made from a world has MPI's collectives if MPI's level is MPI_THREAD_MULTIPLE and the world does not
- * poll. With its first such call a thread makes a communicator, which MPI keeps until the process ends. If dtrain
- * initialises MPI, it asks for that level where the first world asks for MPI's collectives.
- *
- * Before each such call the ranks meet by small messages. So calls that differ are found before MPI starts, and so is a
- * missing rank. MPI cannot cancel a call that it has started. If one ends with an error, keep its buffers until the
- * process ends.
  *
  * Two calls of MPI have no deadline: MPI_Init_thread, and MPI_Finalize at exit. If a rank dies, most launchers end the
  * whole job. Open MPI's lets survivors go on with --enable-recovery: they get DTRAIN_ERR_PEER_LOST once the rank has

@@ -82,16 +82,14 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
  *   - its deadline has passed: it can be called again
  *   - it needs a rank that has left: other ranks may not need it, and the transport knows of all worse cases
  *   - it is a message, and the group was broken before: others may still be received. This holds for a send that was
- *     cut off, too, as it leaves whole what comes
- *
- * Nor does a collective spare the group that the transport still runs. */
+ *     cut off, too, as it leaves whole what comes */
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     int broken = dtrain__group_cause(comm) != NULL;
     int left = op->error.status == DTRAIN_ERR_PEER_LOST && !broken;
     int spares = op->error.status == DTRAIN_ERR_TIMEOUT || left || (dtrain__op_is_one_way(op) && broken);
     int cut = op->touched && !(broken && op->kind == DTRAIN__SEND);
-    if (!spares || dtrain__offload_begun(op) || (left ? !dtrain__message_mends(comm, op) : cut)) {
+    if (!spares || (left ? !dtrain__message_mends(comm, op) : cut)) {
         comm->broken = op->error;
         if (comm->transport.fail != NULL)
             comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
@@ -564,8 +562,6 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     }
     dtrain__thread_error.status = DTRAIN_OK;
     status = dtrain__message_exchange(comm, op, wait_ns);
-    if (status == DTRAIN_OK && op->algorithm == DTRAIN_ALGORITHM_MPI)
-        status = dtrain__offload_advance(comm, op, wait_ns);
     /* a TIMEOUT with a text is the cause that broke the group, not the end of a wait */
     int late = dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)

@@ -82,8 +82,7 @@ static const char *dtrain__op_name(uint64_t op)
 static const char *dtrain__op_algorithm_name(uint64_t algorithm)
 {
     static const char *const names[] = {
-        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck",
-        "nodes", "double_tree",        "mpi"};
+        "fused", "recursive_doubling", "tree", "ring", "halving_doubling", "direct", "bruck", "nodes", "double_tree"};
     algorithm %= DTRAIN__WAY_ANY;
     size_t index = (size_t)(algorithm - DTRAIN_ALGORITHM_FUSED);
     return algorithm == DTRAIN_ALGORITHM_AUTO       ? "auto"
@@ -386,8 +385,7 @@ static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
     size_t mine;
     int whole = op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE;
     if (op->kind > DTRAIN__ALL_TO_ALL || op->kind == DTRAIN__BROADCAST ||
-        (whole && op->algorithm != DTRAIN_ALGORITHM_RING && op->algorithm != DTRAIN_ALGORITHM_DIRECT &&
-         op->algorithm != DTRAIN_ALGORITHM_MPI))
+        (whole && op->algorithm != DTRAIN_ALGORITHM_RING && op->algorithm != DTRAIN_ALGORITHM_DIRECT))
         return; /* it has no parts */
     dtrain__op_extents(comm, op, op->counts, op->offsets, comm->parts);
     if (op->kind != DTRAIN__ALL_TO_ALL)

@@ -7,7 +7,6 @@
 #include "tree.c"
 #include "halving.c"
 #include "rounds.c"
-#include "offload.c"
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of all ranks' inputs */
@@ -18,8 +17,7 @@ DTRAIN__FAST_BEGIN
 static int dtrain__plan_whole(const dtrain__op *op)
 {
     return dtrain__op_reduces(op) && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING &&
-           op->algorithm != DTRAIN_ALGORITHM_DIRECT && op->algorithm != DTRAIN_ALGORITHM_BRUCK &&
-           op->algorithm != DTRAIN_ALGORITHM_MPI;
+           op->algorithm != DTRAIN_ALGORITHM_DIRECT && op->algorithm != DTRAIN_ALGORITHM_BRUCK;
 }
 
 static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op)
@@ -60,7 +58,6 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
     case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_plan(comm, op, k, step);
     case DTRAIN_ALGORITHM_NODES: return dtrain__tree_nodes(comm, op, k, step);
     case DTRAIN_ALGORITHM_DOUBLE_TREE: return dtrain__tree_two(comm, op, k, step);
-    case DTRAIN_ALGORITHM_MPI: /* meets, then hands the call over */
     case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_plan(comm, op, k, step);
     case DTRAIN_ALGORITHM_RING:
         return op->kind == DTRAIN__BROADCAST ? dtrain__ring_broadcast(comm, op, k, step)
@@ -127,8 +124,6 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     int fused = comm->shared != NULL && !op->posted;
     if (fused && dtrain__plan_fuses(comm, op))
         return DTRAIN_ALGORITHM_FUSED;
-    if (asked == DTRAIN_ALGORITHM_MPI && dtrain__offload_fits(comm, op))
-        return asked;
     if (op->counts != NULL && dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
     if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && !doubles)
@@ -167,10 +162,10 @@ static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int la
 /* Finds an algorithm by its name; returns 0 if there is none. */
 static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
 {
-    int found =
-        bytes == 4 && memcmp(name, "auto", 4) == 0
-            ? DTRAIN_ALGORITHM_AUTO
-            : dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_MPI, name, bytes);
+    int found = bytes == 4 && memcmp(name, "auto", 4) == 0
+                    ? DTRAIN_ALGORITHM_AUTO
+                    : dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_DOUBLE_TREE,
+                                        name, bytes);
     if (found >= 0)
         *algorithm = (dtrain_algorithm)found;
     return found >= 0;
@@ -189,7 +184,7 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
         if (first < 0 || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
             return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                                 "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
-                                "tree, ring, halving_doubling, direct, bruck, nodes, double_tree, mpi) nor "
+                                "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
                                 "COLLECTIVE=ALGORITHM as in all_reduce=ring,broadcast=tree",
                                 (int)(bytes < 60 ? bytes : 60), text);
         for (int kind = first; kind <= last; kind++)

@@ -67,10 +67,7 @@ static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
         return dtrain__meet_expire(comm, op);
     if (dtrain__op_is_fused(op))
         return dtrain__fused_expire(comm, op);
-    if (dtrain__offload_begun(op))
-        dtrain__offload_expire(comm, op);
-    else
-        dtrain__recorder_expire(comm, op);
+    dtrain__recorder_expire(comm, op);
     return dtrain__message_fail(comm, op);
 }
 

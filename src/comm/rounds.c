@@ -60,17 +60,11 @@ static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op,
     return at <= pieces;
 }
 
-/* Whether the ranks only meet, without data. */
-static int dtrain__bruck_meets(const dtrain__op *op)
-{
-    return op->kind == DTRAIN__BARRIER || op->algorithm == DTRAIN_ALGORITHM_MPI;
-}
-
 /* The elements before slot number `slot`. */
 static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
 {
     size_t begin = 0;
-    if (dtrain__bruck_meets(op))
+    if (op->kind == DTRAIN__BARRIER)
         return 0;
     if (op->kind == DTRAIN__ALL_REDUCE)
         return (size_t)slot * op->count;
@@ -113,7 +107,7 @@ static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int
     int n = comm->size, levels = dtrain__step_levels(n), distance = 1 << k;
     size_t width = dtrain__op_width(op);
     if (k >= levels) {
-        step->prepare = dtrain__bruck_meets(op) ? NULL : dtrain__bruck_end;
+        step->prepare = op->kind == DTRAIN__BARRIER ? NULL : dtrain__bruck_end;
         return k == levels;
     }
     int slots = distance < n - distance ? distance : n - distance;
@@ -122,7 +116,7 @@ static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int
                       dtrain__bruck_slot(comm, op, slots) * width);
     dtrain__step_recv(step, (comm->rank + distance) % n, comm->scratch + begin * width, (end - begin) * width);
     step->send_first = comm->rank / distance % 2 == 0;
-    step->prepare = k == 0 && !dtrain__bruck_meets(op) ? dtrain__bruck_begin : NULL;
+    step->prepare = k == 0 && op->kind != DTRAIN__BARRIER ? dtrain__bruck_begin : NULL;
     return 1;
 }
 

@@ -223,8 +223,7 @@
  *     DTRAIN_MPI_SHM          0: MPI moves all bytes, also inside a host
  *     DTRAIN_MPI_STAGED       1: MPI never uses the caller's memory
  *     DTRAIN_NODE_RANKS       ranks on each host
- *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms; `mpi`:
- *                             MPI's own collectives, see >>from_mpi
+ *     DTRAIN_ALGORITHM        `ring`, or `all_reduce=ring,broadcast=tree`: overrides the choice of algorithms
  *     DTRAIN_TRACE            PREFIX: a rank that fails writes its last operations to PREFIX.rank-N.json
  *     DTRAIN_DEBUG            1: checks the order of calls under FSDP and DDP, see >>fsdp and dtrain_ddp_desc.
  *                             Before a fault ends the process (SIGSEGV, SIGBUS), a line names the operation whose

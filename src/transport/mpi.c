@@ -42,33 +42,16 @@ typedef struct dtrain__mpi_stream {
     int64_t heard_ns, told_ns;     /* of the first lane: when a sign of life came last, and when one went */
 } dtrain__mpi_stream;
 
-enum { DTRAIN__MPI_GIVEN = 0, DTRAIN__MPI_LACKING, DTRAIN__MPI_MAKING, DTRAIN__MPI_MADE };
-
-/* A group's communicator for collectives. A thread makes it, as MPI has no call for that which does not block. */
-typedef struct dtrain__mpi_maker {
-    int state; /* DTRAIN__MPI_GIVEN: the lane's comm serves */
-    dtrain__os_thread thread;
-    dtrain__mpi_comm comm;
-    dtrain__mpi_group members;
-    int code;
-    uint32_t done;
-} dtrain__mpi_maker;
-
 typedef struct dtrain__mpi_lane {
     dtrain__mpi_comm comm;
     int tag, size, staged;
     int groups; /* of the first lane: groups with a lower number have tags */
-    int makes;  /* of the first lane: groups can have communicators of their own, see >>mpi-offload */
     int *ranks; /* each member's in comm; the streams follow */
     dtrain__mpi_stream *streams;
     dtrain_allocator heap;
     int64_t heartbeat_ns; /* of the first lane: a rank that is silent for so long is lost; 0: none ever is */
     uint64_t *hosts;      /* of the first lane: each rank's */
     long process;
-    dtrain__mpi_maker maker; /* see >>mpi-offload */
-    dtrain__mpi_flight collective;
-    unsigned char *result; /* of a collective in place, until it has ended */
-    int *extents;          /* its counts and offsets, as MPI takes them */
 } dtrain__mpi_lane;
 
 /* Makes a lane. ranks NULL: all of comm. */
@@ -360,8 +343,6 @@ static dtrain_status dtrain__mpi_recv(void *self, int peer, void *data, size_t b
     return status;
 }
 
-static int dtrain__mpi_made(dtrain__mpi_lane *lane);
-
 /* Ends what is under way. Messages that do not end keep their memory, as MPI may still use it. */
 static void dtrain__mpi_lane_destroy(void *self)
 {
@@ -385,8 +366,6 @@ static void dtrain__mpi_lane_destroy(void *self)
             left += dtrain__mpi_ended(&stream->arriving) == 0;
             left += dtrain__mpi_ended(&stream->offering) == 0;
         }
-        left += !dead && dtrain__mpi_ended(&lane->collective) == 0;
-        left += !dead && lane->maker.state == DTRAIN__MPI_MAKING && !dtrain__mpi_made(lane);
         int stuck = left > 0 && dtrain__os_now_ns() >= until;
         dtrain__mpi()->failed |= stuck;
         left = dtrain__mpi()->failed || dead ? -1 : left;
@@ -404,8 +383,6 @@ static void dtrain__mpi_lane_destroy(void *self)
         dtrain__free(&lane->heap, lane->streams[peer].slots);
         dtrain__free(&lane->heap, lane->streams[peer].stage);
     }
-    dtrain__free(&lane->heap, lane->result);
-    dtrain__free(&lane->heap, lane->extents);
     dtrain_allocator heap = lane->heap;
     dtrain__free(&heap, lane->hosts);
     dtrain__free(&heap, lane);
@@ -423,8 +400,6 @@ static void dtrain__mpi_table(dtrain_transport *table, dtrain__mpi_lane *lane, i
     table->destroy = dtrain__mpi_lane_destroy;
 }
 
-static dtrain_status dtrain__mpi_offload(void *self, const dtrain_offload *call, int64_t deadline_ns);
-
 /* Gives a group streams of its own, if MPI has tags for it. */
 static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
 {
@@ -437,9 +412,6 @@ static dtrain_status dtrain__mpi_lanes(void *self, uint64_t group, const int *ra
     if (made == NULL)
         return DTRAIN_ERR_MEMORY;
     dtrain__mpi_table(lane, made, 0);
-    made->maker.state = group == 0 ? DTRAIN__MPI_GIVEN : DTRAIN__MPI_LACKING;
-    if (!made->staged && (group == 0 || all->makes))
-        lane->offload = dtrain__mpi_offload;
     return DTRAIN_OK;
 }
 
@@ -551,10 +523,10 @@ static int dtrain__mpi_copied(dtrain__mpi_copy *copy, dtrain__mpi_comm given, in
 }
 
 /* Makes the table of this rank over a copy of a communicator. */
-static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int polls, int64_t until_ns,
+static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_comm comm, int64_t until_ns,
                                           int64_t heartbeat_ns)
 {
-    int rank = 0, size = 0, flag = 0, level = 0, *most = NULL;
+    int rank = 0, size = 0, flag = 0, *most = NULL;
     dtrain__os_lock(dtrain__mpi_mutex());
     dtrain_status status = dtrain__mpi_usable();
     int code = status == DTRAIN_OK ? dtrain__mpi()->call.Comm_set_errhandler(comm, DTRAIN__MPI_RETURN) : -1;
@@ -562,8 +534,6 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
         code = dtrain__mpi()->call.Comm_rank(comm, &rank);
     if (code == 0)
         code = dtrain__mpi()->call.Comm_size(comm, &size);
-    if (code == 0)
-        code = dtrain__mpi()->call.Query_thread(&level);
     if (code == 0)
         code = dtrain__mpi()->call.Comm_get_attr(comm, DTRAIN__MPI_TAG_UB, (void *)&most, &flag);
     if (code != 0 && status == DTRAIN_OK)
@@ -575,7 +545,6 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
     if (lane == NULL)
         return DTRAIN_ERR_MEMORY;
     lane->groups = (flag ? *most : 32767) / 2 - 1;
-    lane->makes = level == DTRAIN__MPI_MULTIPLE && !polls;
     lane->heartbeat_ns = heartbeat_ns;
     dtrain__os_lock(dtrain__mpi_mutex());
     dtrain__mpi()->worlds++;
@@ -591,7 +560,7 @@ static dtrain_status dtrain__mpi_describe(dtrain_transport *table, dtrain__mpi_c
 }
 
 /* Makes this rank's end of a copy of an MPI communicator. All of its ranks call this. */
-static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int polls, int64_t timeout_ms,
+static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm given, int64_t timeout_ms,
                                       int64_t heartbeat_ms)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
@@ -606,7 +575,7 @@ static dtrain_status dtrain__mpi_open(dtrain_transport *table, dtrain__mpi_comm 
         return dtrain__thread_error.status;
     }
     dtrain_status status =
-        dtrain__mpi_describe(table, copy->comm, polls, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
+        dtrain__mpi_describe(table, copy->comm, until_ns, heartbeat_ms > 0 ? heartbeat_ms * 1000000 : 0);
     dtrain__free(&heap, copy);
     return status;
 }

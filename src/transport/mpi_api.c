@@ -12,8 +12,6 @@ typedef MPI_Comm dtrain__mpi_comm;
 typedef MPI_Request dtrain__mpi_request;
 typedef MPI_Message dtrain__mpi_message;
 typedef MPI_Datatype dtrain__mpi_datatype;
-typedef MPI_Op dtrain__mpi_op;
-typedef MPI_Group dtrain__mpi_group;
 typedef MPI_Errhandler dtrain__mpi_errhandler;
 typedef MPI_Status dtrain__mpi_status;
 #define DTRAIN__MPI_WORLD MPI_COMM_WORLD
@@ -22,9 +20,6 @@ typedef MPI_Status dtrain__mpi_status;
 #define DTRAIN__MPI_BYTE MPI_BYTE
 #define DTRAIN__MPI_RETURN MPI_ERRORS_RETURN
 #define DTRAIN__MPI_NO_STATUS MPI_STATUS_IGNORE
-#define DTRAIN__MPI_IN_PLACE MPI_IN_PLACE
-#define DTRAIN__MPI_TYPE(name, abi) MPI_##name
-#define DTRAIN__MPI_OP(name, abi) MPI_##name
 enum {
     DTRAIN__MPI_SINGLE = MPI_THREAD_SINGLE,
     DTRAIN__MPI_FUNNELED = MPI_THREAD_FUNNELED,
@@ -38,8 +33,6 @@ typedef struct dtrain__mpi_comm_handle *dtrain__mpi_comm;
 typedef struct dtrain__mpi_request_handle *dtrain__mpi_request;
 typedef struct dtrain__mpi_message_handle *dtrain__mpi_message;
 typedef struct dtrain__mpi_datatype_handle *dtrain__mpi_datatype;
-typedef struct dtrain__mpi_op_handle *dtrain__mpi_op;
-typedef struct dtrain__mpi_group_handle *dtrain__mpi_group;
 typedef struct dtrain__mpi_errhandler_handle *dtrain__mpi_errhandler;
 typedef struct dtrain__mpi_status {
     int source, tag, error, reserved[5];
@@ -50,9 +43,6 @@ typedef struct dtrain__mpi_status {
 #define DTRAIN__MPI_BYTE ((dtrain__mpi_datatype)(uintptr_t)0x247)
 #define DTRAIN__MPI_RETURN ((dtrain__mpi_errhandler)(uintptr_t)0x143)
 #define DTRAIN__MPI_NO_STATUS ((dtrain__mpi_status *)0)
-#define DTRAIN__MPI_IN_PLACE ((void *)(uintptr_t)1)
-#define DTRAIN__MPI_TYPE(name, abi) ((dtrain__mpi_datatype)(uintptr_t)(abi))
-#define DTRAIN__MPI_OP(name, abi) ((dtrain__mpi_op)(uintptr_t)(abi))
 enum {
     DTRAIN__MPI_SINGLE = 0,
     DTRAIN__MPI_FUNNELED = 1024,
@@ -91,20 +81,6 @@ typedef struct dtrain__mpi_calls {
     int (*Get_count)(const dtrain__mpi_status *status, dtrain__mpi_datatype type, int *count);
     int (*Test)(dtrain__mpi_request *request, int *flag, dtrain__mpi_status *status);
     int (*Error_string)(int code, char *text, int *length);
-    int (*Comm_group)(dtrain__mpi_comm comm, dtrain__mpi_group *group);
-    int (*Group_incl)(dtrain__mpi_group group, int size, const int ranks[], dtrain__mpi_group *members);
-    int (*Group_free)(dtrain__mpi_group *group);
-    int (*Comm_create_group)(dtrain__mpi_comm comm, dtrain__mpi_group group, int tag, dtrain__mpi_comm *made);
-    int (*Ireduce_scatter)(const void *in, void *out, const int counts[], dtrain__mpi_datatype type, dtrain__mpi_op op,
-                           dtrain__mpi_comm comm, dtrain__mpi_request *request);
-    int (*Iallgatherv)(const void *in, int count, dtrain__mpi_datatype in_type, void *out, const int counts[],
-                       const int offsets[], dtrain__mpi_datatype type, dtrain__mpi_comm comm,
-                       dtrain__mpi_request *request);
-    int (*Ibcast)(void *buffer, int count, dtrain__mpi_datatype type, int root, dtrain__mpi_comm comm,
-                  dtrain__mpi_request *request);
-    int (*Ialltoallv)(const void *in, const int in_counts[], const int in_offsets[], dtrain__mpi_datatype in_type,
-                      void *out, const int counts[], const int offsets[], dtrain__mpi_datatype type,
-                      dtrain__mpi_comm comm, dtrain__mpi_request *request);
 } dtrain__mpi_calls;
 
 /* The members, for the two ways to fill them in. */
@@ -128,15 +104,7 @@ typedef struct dtrain__mpi_calls {
     DTRAIN__MPI_TAKE(Imrecv) \
     DTRAIN__MPI_TAKE(Get_count) \
     DTRAIN__MPI_TAKE(Test) \
-    DTRAIN__MPI_TAKE(Error_string) \
-    DTRAIN__MPI_TAKE(Comm_group) \
-    DTRAIN__MPI_TAKE(Group_incl) \
-    DTRAIN__MPI_TAKE(Group_free) \
-    DTRAIN__MPI_TAKE(Comm_create_group) \
-    DTRAIN__MPI_TAKE(Ireduce_scatter) \
-    DTRAIN__MPI_TAKE(Iallgatherv) \
-    DTRAIN__MPI_TAKE(Ibcast) \
-    DTRAIN__MPI_TAKE(Ialltoallv)
+    DTRAIN__MPI_TAKE(Error_string)
 
 /* MPI belongs to the process, and so does this. */
 typedef struct dtrain__mpi_state {
@@ -297,7 +265,7 @@ static dtrain_status dtrain__mpi_level(int polls)
                                 "DTRAIN_PROGRESS_POLL");
 }
 
-static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offloads)
+static dtrain_status dtrain__mpi_prepare(int initialises, int polls)
 {
     int on = 0, over = 0, level, code;
     dtrain_status status = dtrain__mpi()->loaded ? DTRAIN_OK : dtrain__mpi_find();
@@ -313,8 +281,7 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offload
                             "DTRAIN_MPI_HEADER",
                             dtrain__mpi()->library);
     if (!on) {
-        level = offloads && !polls ? DTRAIN__MPI_MULTIPLE : DTRAIN__MPI_SERIALIZED;
-        code = dtrain__mpi()->call.Init_thread(NULL, NULL, level, &level);
+        code = dtrain__mpi()->call.Init_thread(NULL, NULL, DTRAIN__MPI_SERIALIZED, &level);
         if (code != 0)
             return dtrain__mpi_error("Init_thread", code);
         dtrain__mpi()->owner = dtrain__os_pid();
@@ -324,11 +291,11 @@ static dtrain_status dtrain__mpi_prepare(int initialises, int polls, int offload
     return status == DTRAIN_OK ? dtrain__mpi_level(polls) : status;
 }
 
-/* Loads MPI. Initialises it if `initialises`, and if the program has not. offloads: MPI's collectives are asked for. */
-static dtrain_status dtrain__mpi_ready(int initialises, int polls, int offloads)
+/* Loads MPI. Initialises it if `initialises`, and if the program has not. */
+static dtrain_status dtrain__mpi_ready(int initialises, int polls)
 {
     dtrain__os_lock(dtrain__mpi_mutex());
-    dtrain_status status = dtrain__mpi_prepare(initialises, polls, offloads);
+    dtrain_status status = dtrain__mpi_prepare(initialises, polls);
     dtrain__os_unlock(dtrain__mpi_mutex());
     return status;
 }

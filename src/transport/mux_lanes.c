@@ -393,26 +393,6 @@ static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_t
     }
 }
 
-/* Runs a collective by the lane's own means, and serves the other lanes meanwhile. */
-static dtrain_status dtrain__mux_offload(void *self, const dtrain_offload *call, int64_t deadline_ns)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    for (;;) {
-        int64_t now = dtrain__os_now_ns(), until_ns = now + DTRAIN__MUX_SLICE_NS;
-        dtrain_status status = lane->own.offload(lane->own.self, call, deadline_ns < until_ns ? deadline_ns : until_ns);
-        if (status != DTRAIN_ERR_TIMEOUT)
-            return status;
-        dtrain__mux_enter(lane->mux);
-        dtrain__mux_sweep(lane->mux, DTRAIN__MUX_KEPT);
-        dtrain__mux_exit(lane->mux);
-        const dtrain__error *cause = dtrain__membership_cause(lane->seat.members);
-        if (cause != NULL)
-            return dtrain__report(cause);
-        if (deadline_ns <= now)
-            return status;
-    }
-}
-
 /* ---- lanes come and go ---- */
 
 static void dtrain__mux_lane_free(dtrain__mux_lane *lane)

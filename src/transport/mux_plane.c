@@ -166,7 +166,6 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.fail = dtrain__mux_plane_fail;
     end->transport.leave = dtrain__mux_plane_leave;
     end->transport.destroy = dtrain__mux_detach;
-    end->transport.offload = lane->own.offload != NULL ? dtrain__mux_offload : NULL;
     end->long_runs = lane->own.send != NULL;
 }
 

@@ -24,27 +24,6 @@ typedef struct dtrain_extent {
     size_t begin, count;
 } dtrain_extent;
 
-typedef enum dtrain_offload_kind {
-    DTRAIN_OFFLOAD_REDUCE_SCATTER = 1601, /* parts without gaps; out gets this rank's, and may be its place in in */
-    DTRAIN_OFFLOAD_ALL_GATHER,            /* out holds this rank's part; in is not read */
-    DTRAIN_OFFLOAD_BROADCAST,             /* of `count` elements of out; in is not read */
-    DTRAIN_OFFLOAD_ALL_TO_ALL             /* from parts of in to others of out; in may be out, with equal parts */
-} dtrain_offload_kind;
-
-/* A collective for a transport to run. Reductions are of DTRAIN_F32 and DTRAIN_F64 without DTRAIN_MIN, DTRAIN_MAX and
- * DTRAIN_MEAN, and of integers of 32 and 64 bits. */
-typedef struct dtrain_offload {
-    dtrain_offload_kind kind;
-    dtrain_dtype dtype;
-    dtrain_op op; /* of a reduce-scatter */
-    int rank;     /* of the caller in the group */
-    int root;     /* of a broadcast */
-    size_t count; /* of a broadcast */
-    const void *in;
-    void *out;
-    const dtrain_extent *parts, *others; /* one for each rank; they stay until the collective has ended */
-} dtrain_offload;
-
 /* One rank's end of a transport. send and recv are required; every other function may be NULL.
  *
  * send and recv move up to `bytes` bytes of the stream to or from `peer`. Every return sets *moved to how many moved:
@@ -73,7 +52,6 @@ typedef struct dtrain_offload {
  *   lanes      see below
  *   host       returns a number that ranks of one host have in common, and 0 where it is not known; always the same.
  *              Groups of ranks of a host then share memory for their collectives, if the system lets them
- *   offload    see below
  *   destroy    called once, when the last group of the transport is destroyed
  *
  * If alive returns 0 or -2, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status
@@ -89,13 +67,7 @@ typedef struct dtrain_offload {
  * fills the table `lane`: self, send, recv and, if you like, exchange and destroy. `group` names the group and is the
  * same on all members. Rank i of the group is rank ranks[i] of this transport, for i < size. The call does not wait for
  * other members. Messages about ranks that leave and calls that fail still use this table. lanes is provisional: it may
- * change.
- *
- * The call of lanes may also set offload, without send and recv if the group needs no streams of its own. It runs
- * collectives under DTRAIN_ALGORITHM_MPI. The group's members call it in the same order, one collective at a time, once
- * all of them have made the same call. It returns as send does. After DTRAIN_ERR_TIMEOUT it is called again to go on
- * with the same collective. If it is not, the group is broken, and the transport may use the collective's memory until
- * the process ends. offload is provisional, too. */
+ * change. */
 typedef struct dtrain_transport {
     void *self; /* passed to every function */
     int rank;
@@ -111,7 +83,6 @@ typedef struct dtrain_transport {
     int (*alive)(void *self, int peer);
     dtrain_status (*lanes)(void *self, uint64_t group, const int *ranks, int size, struct dtrain_transport *lane);
     uint64_t (*host)(void *self, int rank);
-    dtrain_status (*offload)(void *self, const dtrain_offload *call, int64_t deadline_ns);
 } dtrain_transport;
 
 #ifdef __cplusplus

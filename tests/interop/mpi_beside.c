@@ -1,7 +1,6 @@
 /* A program that uses MPI itself, with dtrain beside it: on a communicator of its own, on threads of its own, and at a
  * lower level of threads. Run by mpi.sh under mpiexec -n 4; prints what is wrong. Other ways to end:
  *
- *   offload  MPI's collectives in the place of dtrain's, and what ends them
  *   dies     rank 2 kills itself, and the others go on
  *   late     rank 2 does not come to make the group
  *   leaves   all ranks exit with a world open that has initialised MPI
@@ -78,120 +77,6 @@ static void short_lives(dtrain_comm *world)
         for (int i = 0; i < 3; i++)
             dtrain_comm_destroy(groups[(i + round) % 3]);
     }
-}
-
-/* ---- MPI's collectives ---- */
-
-static int begun;                      /* reduce-scatters that MPI was given */
-static MPI_Comm aside = MPI_COMM_NULL; /* not NULL: the next one hangs until all have met there */
-static int (*given)(const void *, void *, const int *, dtrain__mpi_datatype, dtrain__mpi_op, dtrain__mpi_comm,
-                    dtrain__mpi_request *);
-static dtrain__mpi_comm kept;
-
-static int counted(const void *in, void *out, const int *counts, dtrain__mpi_datatype type, dtrain__mpi_op op,
-                   dtrain__mpi_comm comm, dtrain__mpi_request *request)
-{
-    MPI_Request other;
-    begun++;
-    if (aside == MPI_COMM_NULL)
-        return given(in, out, counts, type, op, comm, request);
-    kept = comm;
-    int code = MPI_Ibarrier(aside, &other);
-    memcpy(request, &other, sizeof other);
-    return code;
-}
-
-static dtrain_comm *offloading(int64_t timeout_ms)
-{
-    dtrain_comm *world = NULL;
-    dtrain_comm_desc desc;
-    MPI_Comm all = MPI_COMM_WORLD;
-    memset(&desc, 0, sizeof desc);
-    desc.algorithm = DTRAIN_ALGORITHM_MPI;
-    desc.order = DTRAIN_ORDER_ANY;
-    desc.timeout_ms = timeout_ms;
-    expect(dtrain_comm_from_mpi(&world, &all, &desc) == DTRAIN_OK, "a world that hands its calls to MPI");
-    return world;
-}
-
-/* Calls all_reduce, which must end so; the text must have `part`. Returns its buffer, which MPI may still use. */
-static float *ends(dtrain_comm *world, dtrain_status status, const char *part)
-{
-    float *x = (float *)calloc(COUNT, sizeof(float));
-    dtrain_status got = dtrain_all_reduce(world, x, x, COUNT, DTRAIN_F32, DTRAIN_SUM);
-    expect(got == status && strstr(dtrain_last_error(), part) != NULL, part);
-    return x;
-}
-
-/* What ends a call before MPI has it. */
-static void ends_before(int rank)
-{
-    dtrain_comm *world = offloading(0), *rest = NULL;
-    int before = begun;
-    float x = 0;
-    if (rank == 1)
-        expect(dtrain_broadcast(world, &x, 1, DTRAIN_F32, 0) == DTRAIN_ERR_MISMATCH, "another call than the others'");
-    else
-        free(ends(world, DTRAIN_ERR_MISMATCH, "rank 1"));
-    expect(dtrain_comm_shrink(world, &rest) == DTRAIN_OK && dtrain_comm_size(rest) == 4, "a shrink without a death");
-    sums(rest, 10);
-    expect(begun == before + 10, "the shrunk group's calls are MPI's, and no others");
-    dtrain_comm_destroy(rest);
-    dtrain_comm_destroy(world);
-    world = offloading(0);
-    if (rank == 2)
-        expect(dtrain_comm_abort(world, "enough") == DTRAIN_OK, "an abort");
-    free(ends(world, DTRAIN_ERR_ABORTED, "rank 2 aborted the group: enough"));
-    dtrain_comm_destroy(world);
-    world = offloading(0);
-    if (rank != 3) {
-        free(ends(world, DTRAIN_ERR_PEER_LOST, "rank 3 has left"));
-        expect(dtrain_comm_shrink(world, &rest) == DTRAIN_OK && dtrain_comm_size(rest) == 3, "those that are left");
-        sums(rest, 10);
-        dtrain_comm_destroy(rest);
-    }
-    dtrain_comm_destroy(world);
-    world = offloading(1000);
-    if (rank != 0)
-        free(ends(world, DTRAIN_ERR_TIMEOUT, "waited"));
-    MPI_Barrier(MPI_COMM_WORLD);
-    dtrain_comm_destroy(world);
-    expect(begun == before + (rank != 3 ? 20 : 10), "MPI is given no call that cannot be made");
-}
-
-/* A deadline while MPI has the call: rank 2 begins another one. Then it begins the right one, so that all can end. */
-static void ends_within(int rank)
-{
-    static const int counts[4] = {(COUNT + 3) / 4, (COUNT + 2) / 4, (COUNT + 1) / 4, COUNT / 4};
-    dtrain_comm *world = offloading(1000);
-    MPI_Comm copy, comm;
-    MPI_Request request;
-    MPI_Comm_dup(MPI_COMM_WORLD, &copy);
-    aside = rank == 2 ? copy : MPI_COMM_NULL;
-    float *x = ends(world, DTRAIN_ERR_TIMEOUT, "keep them until the process ends"), part[COUNT];
-    MPI_Barrier(MPI_COMM_WORLD);
-    if (rank == 2) {
-        memcpy(&comm, &kept, sizeof comm);
-        MPI_Ireduce_scatter(x, part, counts, MPI_FLOAT, MPI_SUM, comm, &request);
-    } else {
-        MPI_Ibarrier(copy, &request);
-    }
-    MPI_Wait(&request, MPI_STATUS_IGNORE);
-    dtrain_comm_destroy(world);
-    free(x);
-}
-
-static void gives_calls_to_mpi(int rank)
-{
-    dtrain_comm *world = offloading(0);
-    given = dtrain__mpi()->call.Ireduce_scatter;
-    dtrain__mpi()->call.Ireduce_scatter = counted;
-    sums(world, 50);
-    expect(begun == 50, "each all-reduce is MPI's");
-    dtrain_comm_destroy(world);
-    ends_before(rank);
-    ends_within(rank);
-    MPI_Finalize();
 }
 
 /* The three that have come end with the reason. */
@@ -294,10 +179,6 @@ int main(int argc, char **argv)
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     if (argc > 1 && strcmp(argv[1], "late") == 0)
         misses_rank_2(rank);
-    if (argc > 1 && strcmp(argv[1], "offload") == 0) {
-        gives_calls_to_mpi(rank);
-        return wrong;
-    }
     MPI_Comm_split(MPI_COMM_WORLD, rank % 2, -rank, &colour);
     MPI_Comm all = MPI_COMM_WORLD;
     if (level < MPI_THREAD_MULTIPLE) {

@@ -8,7 +8,6 @@
 #include "dtrain.h"
 #include "test.h"
 #include "processes.h"
-#include "offload_board.h"
 #include <math.h>
 
 const size_t hook_block_bytes = 5 << 10; /* several blocks at small counts */
@@ -549,7 +548,6 @@ static void *rank_of_messages(void *pointer)
         dtrain__threads_end(&end, r->board, r->rank);
         dtrain_transport transport = end.transport;
         transport.fail = NULL;
-        transport.lanes = r->stage->algorithm == DTRAIN_ALGORITHM_MPI ? offload_lanes : NULL;
         status = dtrain_comm_from_transport(&w, &transport, &r->desc);
     } else {
         r->desc.rank = r->rank;
@@ -574,7 +572,6 @@ static void run_stage(const stage *s, int ranks, int calls)
     run *runs = (run *)calloc((size_t)ranks, sizeof *runs);
     pthread_t threads[MOST_RANKS];
     dtrain__threads_group *board = NULL;
-    offload_begin(ranks);
     if (s->how == ON_BARE_MESSAGES)
         CHECK_EQ(dtrain__threads_create(&board, ranks, NULL), DTRAIN_OK);
     for (int rank = 0; rank < ranks; rank++) {
@@ -601,7 +598,6 @@ static void run_stage(const stage *s, int ranks, int calls)
         TEST_FAIL("%s, %d ranks: %s", s->name, ranks, dtrain_last_error());
     for (int rank = 0; s->how != ON_THREADS && rank < ranks; rank++)
         pthread_join(threads[rank], NULL);
-    CHECK_EQ(offload_board.arrived > 0, s->algorithm == DTRAIN_ALGORITHM_MPI && ranks > 1);
     free(runs);
 }
 
@@ -635,7 +631,6 @@ STAGE(nodes_of_four, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_NODES, DTRAIN_ORDER_TREE
 STAGE(nodes_of_three, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_NODES, DTRAIN_ORDER_TREE, 1, 3)
 STAGE(ring, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_RING, DTRAIN_ORDER_TREE, 1, 0)
 STAGE(double_tree, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_DOUBLE_TREE, DTRAIN_ORDER_TREE, 1, 0)
-STAGE(collectives_of_the_transport, ON_BARE_MESSAGES, DTRAIN_ALGORITHM_MPI, DTRAIN_ORDER_ANY, 1, 0)
 STAGE(tree_over_a_board, ON_THREADS, DTRAIN_ALGORITHM_TREE, DTRAIN_ORDER_TREE, 0, 0)
 STAGE(direct_over_a_board, ON_THREADS, DTRAIN_ALGORITHM_DIRECT, DTRAIN_ORDER_TREE, 0, 0)
 
@@ -664,50 +659,16 @@ TEST(tcp)
         run_stage(&one, ranks, 40);
 }
 
-/* The last call was MPI's own, or not. */
-static int ran_on_mpi(dtrain_comm *w)
-{
-    dtrain__record record;
-    return dtrain__recorder_read(w->recorder, w->recorder->begun, &record) &&
-           strcmp(dtrain__op_algorithm_name(record.call.algorithm), "mpi") == 0;
-}
-
-/* MPI adds in any order: a sum that depends on it has the same bits on all ranks. Calls that MPI lacks are dtrain's,
- * and all of them where it has no communicator. */
-static void calls_of_mpi(dtrain_comm *w, int has_none)
-{
-    enum { COUNT = 5003 };
-    static float x[COUNT], y[COUNT];
-    int rank = dtrain_comm_rank(w), ours = dtrain_comm_size(w) == 1 || has_none;
-    for (int i = 0; i < COUNT; i++)
-        x[i] = ldexpf((float)(draw(seed_of_run + (uint64_t)rank, (uint64_t)i) >> 40), (int)(i + 7 * rank) % 40);
-    CHECK_EQ(dtrain_all_reduce(w, x, y, COUNT, DTRAIN_F32, DTRAIN_MEAN), DTRAIN_OK);
-    CHECK(ran_on_mpi(w) != ours);
-    CHECK_EQ(dtrain_comm_check_equal(w, y, COUNT, DTRAIN_F32), DTRAIN_OK);
-    CHECK(ran_on_mpi(w) != ours);
-    CHECK_EQ(dtrain_all_reduce(w, x, x, COUNT, DTRAIN_F32, DTRAIN_MEAN), DTRAIN_OK);
-    CHECK_EQ(memcmp(x, y, sizeof x), 0);
-    CHECK_EQ(dtrain_broadcast(w, x, COUNT, DTRAIN_BF16, 0), DTRAIN_OK);
-    CHECK(ran_on_mpi(w) != ours);
-    CHECK_EQ(dtrain_all_reduce(w, x, x, COUNT, DTRAIN_BF16, DTRAIN_SUM), DTRAIN_OK);
-    CHECK(!ran_on_mpi(w));
-    CHECK_EQ(dtrain_all_reduce(w, x, x, COUNT, DTRAIN_F32, DTRAIN_MIN), DTRAIN_OK);
-    CHECK(!ran_on_mpi(w));
-    CHECK_EQ(dtrain_all_reduce(w, x, x, COUNT, DTRAIN_I32, DTRAIN_MIN), DTRAIN_OK);
-    CHECK(ran_on_mpi(w) != ours);
-}
-
 /* Random calls on a world of MPI's and on halves of it, with a service thread and without. */
 static void calls_over_mpi(dtrain_algorithm algorithm)
 {
     const char *transport = getenv("DTRAIN_TRANSPORT");
-    int theirs = algorithm == DTRAIN_ALGORITHM_MPI, staged = getenv("DTRAIN_MPI_STAGED") != NULL;
     if (transport == NULL || strcmp(transport, "mpi") != 0) {
         printf("skipped: DTRAIN_TRANSPORT is not mpi\n");
         return;
     }
     for (int polls = 0; polls < 2; polls++) {
-        stage one = {"mpi", ON_TCP, algorithm, theirs ? DTRAIN_ORDER_ANY : DTRAIN_ORDER_TREE, theirs, 0, 0};
+        stage one = {"mpi", ON_TCP, algorithm, DTRAIN_ORDER_TREE, 0, 0, 0};
         run r = {&one, 100, 0, 0, NULL, "", {0}};
         dtrain_comm *world = NULL, *half = NULL;
         r.desc.algorithm = one.algorithm;
@@ -721,10 +682,6 @@ static void calls_over_mpi(dtrain_algorithm algorithm)
         int rank = dtrain_comm_rank(world);
         CHECK_EQ(dtrain_comm_split(world, rank % 2, -rank, &half), DTRAIN_OK);
         CHECK_EQ(calls_of_a_rank(half, &r), DTRAIN_OK);
-        if (theirs) {
-            calls_of_mpi(world, staged);
-            calls_of_mpi(half, staged || polls);
-        }
         dtrain_comm_destroy(half);
         CHECK_EQ(calls_of_a_rank(world, &r), DTRAIN_OK);
         dtrain_comm_destroy(world);
@@ -738,12 +695,6 @@ TEST(ranks_of_mpi)
     calls_over_mpi(DTRAIN_ALGORITHM_TREE);
     calls_over_mpi(DTRAIN_ALGORITHM_DIRECT);
     calls_over_mpi(DTRAIN_ALGORITHM_HALVING_DOUBLING);
-}
-
-/* In a process of its own, as MPI is initialised for it. */
-TEST(collectives_of_mpi)
-{
-    calls_over_mpi(DTRAIN_ALGORITHM_MPI);
 }
 
 TEST(worlds_of_64_and_200_on_small_stacks)
