@@ -104,6 +104,14 @@
  *     DTRAIN_CHECK(dtrain_recv_async(world, &before, 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
  *     DTRAIN_CHECK(dtrain_send_async(world, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
  *
+ * Any other call starts so, too, here dtrain_gather_v:
+ *
+ *     dtrain_call call;
+ *     memset(&call, 0, sizeof call);
+ *     call.kind = DTRAIN_CALL_GATHER;
+ *     call.in = params + lo, call.out = all, call.counts = counts, call.dtype = DTRAIN_F32;
+ *     DTRAIN_CHECK(dtrain_start(world, &call, &work));
+ *
  * A FRAME LOOP: no call blocks, and only log lines and traces start a thread. Set desc.progress =
  * DTRAIN_PROGRESS_POLL.
  *
@@ -127,10 +135,10 @@
  * WHICH CALLS BLOCK under DTRAIN_PROGRESS_POLL. The last line of each declaration says it, too. A call that is in no
  * row waits for no peer: it computes, reads or writes a file, or looks at this rank's own state.
  *
- *     never                      dtrain_comm_create_async with a numeric root, dtrain_comm_ready, the collectives and
- *                                messages that end in _async, dtrain_work_done, dtrain_comm_abort, dtrain_ddp_begin,
- *                                dtrain_fsdp_begin, dtrain_fsdp_release, all that end in _destroy but for what
- *                                dtrain_comm_destroy says
+ *     never                      dtrain_comm_create_async with a numeric root, dtrain_comm_ready, dtrain_start, the
+ *                                collectives and messages that end in _async, dtrain_work_done, dtrain_comm_abort,
+ *                                dtrain_ddp_begin, dtrain_fsdp_begin, dtrain_fsdp_release, all that end in _destroy
+ *                                but for what dtrain_comm_destroy says
  *     for about budget_us        dtrain_comm_poll, dtrain_comm_shrink_poll
  *     only what is not done yet  dtrain_work_wait: call it when dtrain_work_done is 1
  *     until the peers answer     every other call of >>comm and >>groups that its declaration calls collective.
@@ -2578,6 +2586,50 @@ DTRAIN_API_MUST dtrain_status dtrain_send_async(dtrain_comm *comm, const void *i
 DTRAIN_API_MUST dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype,
                                                 int peer, dtrain_work **work);
 
+/* Which function's work dtrain_start starts. */
+typedef enum dtrain_call_kind {
+    DTRAIN_CALL_ALL_REDUCE = 1601,
+    DTRAIN_CALL_REDUCE_SCATTER,
+    DTRAIN_CALL_ALL_GATHER,
+    DTRAIN_CALL_BROADCAST, /* of out */
+    DTRAIN_CALL_REDUCE,
+    DTRAIN_CALL_GATHER,
+    DTRAIN_CALL_SCATTER,
+    DTRAIN_CALL_ALL_TO_ALL,
+    DTRAIN_CALL_SCAN,
+    DTRAIN_CALL_EXSCAN,
+    DTRAIN_CALL_BARRIER,
+    DTRAIN_CALL_SEND,
+    DTRAIN_CALL_RECV,
+    DTRAIN_CALL_EXCHANGE
+} dtrain_call_kind;
+
+/* What dtrain_start starts. Zero the whole struct, then set what the function of that name takes. */
+typedef struct dtrain_call {
+    dtrain_call_kind kind;
+    const void *in;
+    void *out;
+    size_t count; /* of an exchange: in_count */
+    dtrain_dtype dtype;
+    dtrain_op op;
+    int root;                        /* or the peer of a message; of an exchange: to */
+    int from;                        /* of an exchange, and so is the next */
+    size_t out_count;
+    const size_t *counts, *offsets;  /* of the _v form, which counts ask for; of an all-to-all: in_counts, in_offsets */
+    const size_t *out_counts, *out_offsets; /* of dtrain_all_to_all_v */
+} dtrain_call;
+
+/* Starts any call of a collective, of its _v form, or of a message.
+ *
+ * The functions that end in _async are short forms of it. What they say holds here, too.
+ *
+ *   call     copied; the arrays that it names belong to the operation until it is done
+ *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
+ *   errors   bad arguments at once; all others from dtrain_work_wait
+ *
+ * collective (messages: this rank and its peer): every rank of comm, same order; never blocks */
+DTRAIN_API_MUST dtrain_status dtrain_start(dtrain_comm *comm, const dtrain_call *call, dtrain_work **work);
+
 /* Says whether an operation has ended, with or without an error; 1 for NULL. It drives nothing.
  *
  * any thread; never blocks */
@@ -2618,7 +2670,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *w
  *   errors        DTRAIN_ERR_INVALID  a fuse is open already
  *
  * Calls that cannot wait for dtrain_fuse_end return DTRAIN_ERR_INVALID inside a fuse: the asynchronous ones,
- * check_equal, and those that make groups.
+ * check_equal, those that make groups, and those of objects that use this very group.
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
@@ -28546,6 +28598,7 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
 
+/* In the order of dtrain_call_kind. */
 typedef enum dtrain__kind {
     DTRAIN__ALL_REDUCE = 1,
     DTRAIN__REDUCE_SCATTER,
@@ -33963,7 +34016,7 @@ static int dtrain__meet_expire(dtrain_comm *comm, dtrain__op *op)
 
 /* ---- >>queue ----
  * The queue of a group's works. Collectives run one after another in the order of their calls. The messages between two
- * of them move together. Whoever drives a queue holds the group's drive_mutex: a waiting caller, a poll, or the service
+ * of them move together. Whoever drives a queue holds the group's queue.drive: a waiting caller, a poll, or the service
  * thread. One service thread drives all groups of a world that this process has. With progress by poll a service has no
  * thread, and serves the groups of one rank. A call that waits then also drives what the rank has started in its other
  * groups. */
@@ -33982,7 +34035,7 @@ struct dtrain__service {
     dtrain__origin *origin; /* the origin of its groups */
     dtrain__bell *bell;     /* what its thread waits for; NULL: its origin's step waits */
     dtrain_allocator *allocator;
-    dtrain__os_mutex mutex; /* guards comms; taken before a drive_mutex */
+    dtrain__os_mutex mutex; /* guards comms; taken before a queue.drive */
     dtrain_comm *comms;
     uint32_t stop;
 };
@@ -34078,7 +34131,7 @@ static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns
     return ended;
 }
 
-/* Returns what is driven next: the first message under way, else the head of the queue. The caller holds drive_mutex.
+/* Returns what is driven next: the first message under way, else the head of the queue. The caller holds queue.drive.
  */
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 {
@@ -34236,7 +34289,7 @@ static int dtrain__queue_ready(void *pointer)
 }
 
 /* Advances queued work until until_ns, or until nothing moves, without waiting for a peer. The caller holds
- * drive_mutex. Returns whether anything moved. */
+ * queue.drive. Returns whether anything moved. */
 static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int in_process = comm->plane->in_process;
@@ -34347,7 +34400,7 @@ DTRAIN__FAST_END
 
 /* ---- the service ---- */
 
-/* The service thread holds drive_mutex and will sleep. Returns 1 if it must look once more before. */
+/* The service thread holds queue.drive and will sleep. Returns 1 if it must look once more before. */
 static int dtrain__queue_doze(dtrain_comm *comm)
 {
     dtrain_work *head = dtrain__queue_head(comm);
@@ -35807,14 +35860,53 @@ DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t 
     return dtrain__collective_async(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
 }
 
-DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
-                                         size_t out_count, int from, dtrain_dtype dtype)
+static dtrain_status dtrain__exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                      size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
 {
     dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
     op.in_count = out_count;
     op.root = to;
     op.from = from;
-    return dtrain__work_call(comm, &op, NULL);
+    return dtrain__work_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype)
+{
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_start(dtrain_comm *comm, const dtrain_call *call, dtrain_work **work)
+{
+    dtrain__error *error = comm != NULL ? &comm->error : NULL;
+    if (work != NULL)
+        *work = NULL;
+    if (call == NULL || work == NULL)
+        return dtrain__fail(error, DTRAIN_ERR_INVALID, "start: %s is NULL; give %s", call == NULL ? "call" : "work",
+                            call == NULL ? "a call" : "an address for the handle");
+    if (call->kind < DTRAIN_CALL_ALL_REDUCE || call->kind > DTRAIN_CALL_EXCHANGE)
+        return dtrain__fail(error, DTRAIN_ERR_INVALID,
+                            "start: call.kind is %d; expected a DTRAIN_CALL constant" DTRAIN__ZERO_FIRST,
+                            (int)call->kind);
+    dtrain__kind kind = (dtrain__kind)((int)call->kind - (int)DTRAIN_CALL_ALL_REDUCE + (int)DTRAIN__ALL_REDUCE);
+    int parts = kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__ALL_GATHER || kind == DTRAIN__GATHER ||
+                kind == DTRAIN__SCATTER || kind == DTRAIN__ALL_TO_ALL;
+    if ((call->counts != NULL && !parts) || (call->out_counts != NULL && kind != DTRAIN__ALL_TO_ALL))
+        return dtrain__fail(error, DTRAIN_ERR_INVALID, "start: %s has no form with %s: leave them NULL",
+                            dtrain__op_kind_name(kind), call->counts != NULL && !parts ? "counts" : "out_counts");
+    if (kind == DTRAIN__EXCHANGE)
+        return dtrain__exchange(comm, call->in, call->count, call->root, call->out, call->out_count, call->from,
+                                call->dtype, work);
+    if (call->out_counts != NULL || (kind == DTRAIN__ALL_TO_ALL && call->counts != NULL))
+        return dtrain__all_to_all_v(comm, call->in, call->counts, call->offsets, call->out, call->out_counts,
+                                    call->out_offsets, call->dtype, work);
+    if (call->counts != NULL)
+        return dtrain__collective_v(comm, kind, call->in, call->out, call->counts, call->offsets, call->dtype, call->op,
+                                    call->root, work);
+    if (kind == DTRAIN__BARRIER)
+        return dtrain__collective(comm, kind, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, work);
+    return dtrain__collective(comm, kind, kind == DTRAIN__BROADCAST ? call->out : call->in, call->out, call->count,
+                              call->dtype, call->op, call->root, work);
 }
 
 /* Compares with rank 0's data, piece by piece. *first: the first element that differs, or count. */
@@ -36382,11 +36474,11 @@ static dtrain_status dtrain__alike_meet(dtrain_comm *comm, dtrain__alike *alike,
     uint64_t said[DTRAIN__ALIKE_WORDS + DTRAIN__ALIKE_MOST], ranks = (uint64_t)dtrain_comm_size(comm);
     size_t index, words = alike->told ? DTRAIN__ALIKE_WORDS + DTRAIN__ALIKE_MOST : DTRAIN__ALIKE_WORDS;
     int differ = 0;
-    if (ranks == 1)
-        return mine;
-    alike->unheard = 1;
+    alike->unheard = ranks > 1;
     if (dtrain__group_whole(comm, alike->call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
+    if (ranks == 1)
+        return mine;
     memset(said, 0, sizeof said);
     if (mine == DTRAIN_OK)
         dtrain__alike_digest(alike, said + 1);
@@ -43557,6 +43649,8 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
     if (c != NULL) /* the step before can no longer be taken back, even after an error */
         dtrain__versions_end(&c->versions, 0);
     dtrain_status status = dtrain__compressed_check(c, in, out, op);
+    if (status == DTRAIN_OK)
+        status = dtrain__group_whole(c->vector.comm, "compressed_all_reduce");
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__compressed_step(c, in, out, op, 1.0, NULL);
@@ -45512,6 +45606,8 @@ static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_
     dtrain_comm *comm = (dtrain_comm *)self;
     dtrain_status status = dtrain__aggregator_check(table, count, weight);
     if (status == DTRAIN_OK)
+        status = dtrain__group_whole(comm, "aggregate");
+    if (status == DTRAIN_OK)
         status = dtrain_all_reduce(comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         if (dtrain__params_trained(&table[i]))
@@ -46023,6 +46119,8 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
     dtrain__compression_end_step(&all->set, 0); /* the step before can no longer be taken back, even after an error */
     dtrain_status status = dtrain__aggregator_check_made(table, count, weight, all->count, all->elements);
     size_t in = 0, out = 0;
+    if (status == DTRAIN_OK)
+        status = dtrain__group_whole(all->set.comm, "aggregate");
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(all->set.comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
     if (status != DTRAIN_OK)
@@ -47299,6 +47397,8 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the object is NULL: create it first", call);
     if (fsdp->broken.status != DTRAIN_OK)
         return dtrain__report(&fsdp->broken);
+    if (fsdp->reducer != NULL && fsdp->copies == NULL && dtrain__group_whole(fsdp->comm, call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID; /* a world of one: compressed sums use the caller's group */
     fsdp->call = call;
     if (unit < 0 || unit >= fsdp->layout.unit_count)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d", call,
@@ -58541,7 +58641,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local)
 {
     if (local == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_publish: the object is NULL: create it first");
-    dtrain_status status = DTRAIN_OK;
+    dtrain_status status = dtrain__group_whole(local->comm, "dtrain_local_sgd_publish");
     for (int turn = 0; status == DTRAIN_OK && turn < 2; turn++)
         status = dtrain__rounds_meet(local, dtrain__rounds_end(local, turn));
     for (size_t i = 0; status == DTRAIN_OK && i < local->params.range_count && !local->desc.no_broadcast; i++)

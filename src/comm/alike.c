@@ -284,11 +284,11 @@ static dtrain_status dtrain__alike_meet(dtrain_comm *comm, dtrain__alike *alike,
     uint64_t said[DTRAIN__ALIKE_WORDS + DTRAIN__ALIKE_MOST], ranks = (uint64_t)dtrain_comm_size(comm);
     size_t index, words = alike->told ? DTRAIN__ALIKE_WORDS + DTRAIN__ALIKE_MOST : DTRAIN__ALIKE_WORDS;
     int differ = 0;
-    if (ranks == 1)
-        return mine;
-    alike->unheard = 1;
+    alike->unheard = ranks > 1;
     if (dtrain__group_whole(comm, alike->call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
+    if (ranks == 1)
+        return mine;
     memset(said, 0, sizeof said);
     if (mine == DTRAIN_OK)
         dtrain__alike_digest(alike, said + 1);

@@ -287,14 +287,53 @@ DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t 
     return dtrain__collective_async(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
 }
 
-DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
-                                         size_t out_count, int from, dtrain_dtype dtype)
+static dtrain_status dtrain__exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                      size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
 {
     dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
     op.in_count = out_count;
     op.root = to;
     op.from = from;
-    return dtrain__work_call(comm, &op, NULL);
+    return dtrain__work_call(comm, &op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
+                                         size_t out_count, int from, dtrain_dtype dtype)
+{
+    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_start(dtrain_comm *comm, const dtrain_call *call, dtrain_work **work)
+{
+    dtrain__error *error = comm != NULL ? &comm->error : NULL;
+    if (work != NULL)
+        *work = NULL;
+    if (call == NULL || work == NULL)
+        return dtrain__fail(error, DTRAIN_ERR_INVALID, "start: %s is NULL; give %s", call == NULL ? "call" : "work",
+                            call == NULL ? "a call" : "an address for the handle");
+    if (call->kind < DTRAIN_CALL_ALL_REDUCE || call->kind > DTRAIN_CALL_EXCHANGE)
+        return dtrain__fail(error, DTRAIN_ERR_INVALID,
+                            "start: call.kind is %d; expected a DTRAIN_CALL constant" DTRAIN__ZERO_FIRST,
+                            (int)call->kind);
+    dtrain__kind kind = (dtrain__kind)((int)call->kind - (int)DTRAIN_CALL_ALL_REDUCE + (int)DTRAIN__ALL_REDUCE);
+    int parts = kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__ALL_GATHER || kind == DTRAIN__GATHER ||
+                kind == DTRAIN__SCATTER || kind == DTRAIN__ALL_TO_ALL;
+    if ((call->counts != NULL && !parts) || (call->out_counts != NULL && kind != DTRAIN__ALL_TO_ALL))
+        return dtrain__fail(error, DTRAIN_ERR_INVALID, "start: %s has no form with %s: leave them NULL",
+                            dtrain__op_kind_name(kind), call->counts != NULL && !parts ? "counts" : "out_counts");
+    if (kind == DTRAIN__EXCHANGE)
+        return dtrain__exchange(comm, call->in, call->count, call->root, call->out, call->out_count, call->from,
+                                call->dtype, work);
+    if (call->out_counts != NULL || (kind == DTRAIN__ALL_TO_ALL && call->counts != NULL))
+        return dtrain__all_to_all_v(comm, call->in, call->counts, call->offsets, call->out, call->out_counts,
+                                    call->out_offsets, call->dtype, work);
+    if (call->counts != NULL)
+        return dtrain__collective_v(comm, kind, call->in, call->out, call->counts, call->offsets, call->dtype, call->op,
+                                    call->root, work);
+    if (kind == DTRAIN__BARRIER)
+        return dtrain__collective(comm, kind, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, work);
+    return dtrain__collective(comm, kind, kind == DTRAIN__BROADCAST ? call->out : call->in, call->out, call->count,
+                              call->dtype, call->op, call->root, work);
 }
 
 /* Compares with rank 0's data, piece by piece. *first: the first element that differs, or count. */

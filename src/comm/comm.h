@@ -614,6 +614,50 @@ DTRAIN_API_MUST dtrain_status dtrain_send_async(dtrain_comm *comm, const void *i
 DTRAIN_API_MUST dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype,
                                                 int peer, dtrain_work **work);
 
+/* Which function's work dtrain_start starts. */
+typedef enum dtrain_call_kind {
+    DTRAIN_CALL_ALL_REDUCE = 1601,
+    DTRAIN_CALL_REDUCE_SCATTER,
+    DTRAIN_CALL_ALL_GATHER,
+    DTRAIN_CALL_BROADCAST, /* of out */
+    DTRAIN_CALL_REDUCE,
+    DTRAIN_CALL_GATHER,
+    DTRAIN_CALL_SCATTER,
+    DTRAIN_CALL_ALL_TO_ALL,
+    DTRAIN_CALL_SCAN,
+    DTRAIN_CALL_EXSCAN,
+    DTRAIN_CALL_BARRIER,
+    DTRAIN_CALL_SEND,
+    DTRAIN_CALL_RECV,
+    DTRAIN_CALL_EXCHANGE
+} dtrain_call_kind;
+
+/* What dtrain_start starts. Zero the whole struct, then set what the function of that name takes. */
+typedef struct dtrain_call {
+    dtrain_call_kind kind;
+    const void *in;
+    void *out;
+    size_t count; /* of an exchange: in_count */
+    dtrain_dtype dtype;
+    dtrain_op op;
+    int root;                        /* or the peer of a message; of an exchange: to */
+    int from;                        /* of an exchange, and so is the next */
+    size_t out_count;
+    const size_t *counts, *offsets;  /* of the _v form, which counts ask for; of an all-to-all: in_counts, in_offsets */
+    const size_t *out_counts, *out_offsets; /* of dtrain_all_to_all_v */
+} dtrain_call;
+
+/* Starts any call of a collective, of its _v form, or of a message.
+ *
+ * The functions that end in _async are short forms of it. What they say holds here, too.
+ *
+ *   call     copied; the arrays that it names belong to the operation until it is done
+ *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
+ *   errors   bad arguments at once; all others from dtrain_work_wait
+ *
+ * collective (messages: this rank and its peer): every rank of comm, same order; never blocks */
+DTRAIN_API_MUST dtrain_status dtrain_start(dtrain_comm *comm, const dtrain_call *call, dtrain_work **work);
+
 /* Says whether an operation has ended, with or without an error; 1 for NULL. It drives nothing.
  *
  * any thread; never blocks */
@@ -654,7 +698,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *w
  *   errors        DTRAIN_ERR_INVALID  a fuse is open already
  *
  * Calls that cannot wait for dtrain_fuse_end return DTRAIN_ERR_INVALID inside a fuse: the asynchronous ones,
- * check_equal, and those that make groups.
+ * check_equal, those that make groups, and those of objects that use this very group.
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_fuse_begin(dtrain_comm *comm);

@@ -15,6 +15,7 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
 
+/* In the order of dtrain_call_kind. */
 typedef enum dtrain__kind {
     DTRAIN__ALL_REDUCE = 1,
     DTRAIN__REDUCE_SCATTER,

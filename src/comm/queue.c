@@ -1,6 +1,6 @@
 /* ---- >>queue ----
  * The queue of a group's works. Collectives run one after another in the order of their calls. The messages between two
- * of them move together. Whoever drives a queue holds the group's drive_mutex: a waiting caller, a poll, or the service
+ * of them move together. Whoever drives a queue holds the group's queue.drive: a waiting caller, a poll, or the service
  * thread. One service thread drives all groups of a world that this process has. With progress by poll a service has no
  * thread, and serves the groups of one rank. A call that waits then also drives what the rank has started in its other
  * groups. */
@@ -25,7 +25,7 @@ struct dtrain__service {
     dtrain__origin *origin; /* the origin of its groups */
     dtrain__bell *bell;     /* what its thread waits for; NULL: its origin's step waits */
     dtrain_allocator *allocator;
-    dtrain__os_mutex mutex; /* guards comms; taken before a drive_mutex */
+    dtrain__os_mutex mutex; /* guards comms; taken before a queue.drive */
     dtrain_comm *comms;
     uint32_t stop;
 };
@@ -121,7 +121,7 @@ static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns
     return ended;
 }
 
-/* Returns what is driven next: the first message under way, else the head of the queue. The caller holds drive_mutex.
+/* Returns what is driven next: the first message under way, else the head of the queue. The caller holds queue.drive.
  */
 static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
 {
@@ -279,7 +279,7 @@ static int dtrain__queue_ready(void *pointer)
 }
 
 /* Advances queued work until until_ns, or until nothing moves, without waiting for a peer. The caller holds
- * drive_mutex. Returns whether anything moved. */
+ * queue.drive. Returns whether anything moved. */
 static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 {
     int in_process = comm->plane->in_process;
@@ -390,7 +390,7 @@ DTRAIN__FAST_END
 
 /* ---- the service ---- */
 
-/* The service thread holds drive_mutex and will sleep. Returns 1 if it must look once more before. */
+/* The service thread holds queue.drive and will sleep. Returns 1 if it must look once more before. */
 static int dtrain__queue_doze(dtrain_comm *comm)
 {
     dtrain_work *head = dtrain__queue_head(comm);

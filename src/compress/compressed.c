@@ -196,6 +196,8 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
     if (c != NULL) /* the step before can no longer be taken back, even after an error */
         dtrain__versions_end(&c->versions, 0);
     dtrain_status status = dtrain__compressed_check(c, in, out, op);
+    if (status == DTRAIN_OK)
+        status = dtrain__group_whole(c->vector.comm, "compressed_all_reduce");
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__compressed_step(c, in, out, op, 1.0, NULL);

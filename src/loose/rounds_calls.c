@@ -449,7 +449,7 @@ DTRAIN_API dtrain_status dtrain_local_sgd_publish(dtrain_local_sgd *local)
 {
     if (local == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_publish: the object is NULL: create it first");
-    dtrain_status status = DTRAIN_OK;
+    dtrain_status status = dtrain__group_whole(local->comm, "dtrain_local_sgd_publish");
     for (int turn = 0; status == DTRAIN_OK && turn < 2; turn++)
         status = dtrain__rounds_meet(local, dtrain__rounds_end(local, turn));
     for (size_t i = 0; status == DTRAIN_OK && i < local->params.range_count && !local->desc.no_broadcast; i++)

@@ -104,6 +104,14 @@
  *     DTRAIN_CHECK(dtrain_recv_async(world, &before, 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
  *     DTRAIN_CHECK(dtrain_send_async(world, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
  *
+ * Any other call starts so, too, here dtrain_gather_v:
+ *
+ *     dtrain_call call;
+ *     memset(&call, 0, sizeof call);
+ *     call.kind = DTRAIN_CALL_GATHER;
+ *     call.in = params + lo, call.out = all, call.counts = counts, call.dtype = DTRAIN_F32;
+ *     DTRAIN_CHECK(dtrain_start(world, &call, &work));
+ *
  * A FRAME LOOP: no call blocks, and only log lines and traces start a thread. Set desc.progress =
  * DTRAIN_PROGRESS_POLL.
  *
@@ -127,10 +135,10 @@
  * WHICH CALLS BLOCK under DTRAIN_PROGRESS_POLL. The last line of each declaration says it, too. A call that is in no
  * row waits for no peer: it computes, reads or writes a file, or looks at this rank's own state.
  *
- *     never                      dtrain_comm_create_async with a numeric root, dtrain_comm_ready, the collectives and
- *                                messages that end in _async, dtrain_work_done, dtrain_comm_abort, dtrain_ddp_begin,
- *                                dtrain_fsdp_begin, dtrain_fsdp_release, all that end in _destroy but for what
- *                                dtrain_comm_destroy says
+ *     never                      dtrain_comm_create_async with a numeric root, dtrain_comm_ready, dtrain_start, the
+ *                                collectives and messages that end in _async, dtrain_work_done, dtrain_comm_abort,
+ *                                dtrain_ddp_begin, dtrain_fsdp_begin, dtrain_fsdp_release, all that end in _destroy
+ *                                but for what dtrain_comm_destroy says
  *     for about budget_us        dtrain_comm_poll, dtrain_comm_shrink_poll
  *     only what is not done yet  dtrain_work_wait: call it when dtrain_work_done is 1
  *     until the peers answer     every other call of >>comm and >>groups that its declaration calls collective.

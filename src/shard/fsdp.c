@@ -312,6 +312,8 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the object is NULL: create it first", call);
     if (fsdp->broken.status != DTRAIN_OK)
         return dtrain__report(&fsdp->broken);
+    if (fsdp->reducer != NULL && fsdp->copies == NULL && dtrain__group_whole(fsdp->comm, call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID; /* a world of one: compressed sums use the caller's group */
     fsdp->call = call;
     if (unit < 0 || unit >= fsdp->layout.unit_count)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d", call,

@@ -111,6 +111,8 @@ static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_
     dtrain_comm *comm = (dtrain_comm *)self;
     dtrain_status status = dtrain__aggregator_check(table, count, weight);
     if (status == DTRAIN_OK)
+        status = dtrain__group_whole(comm, "aggregate");
+    if (status == DTRAIN_OK)
         status = dtrain_all_reduce(comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         if (dtrain__params_trained(&table[i]))

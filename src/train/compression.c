@@ -423,6 +423,8 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
     dtrain_status status = dtrain__aggregator_check_made(table, count, weight, all->count, all->elements);
     size_t in = 0, out = 0;
     if (status == DTRAIN_OK)
+        status = dtrain__group_whole(all->set.comm, "aggregate");
+    if (status == DTRAIN_OK)
         status = dtrain_all_reduce(all->set.comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
     if (status != DTRAIN_OK)
         return status;

@@ -444,7 +444,8 @@ static dtrain_status collected(dtrain_comm *world, void *user)
 /* Calls that go on beside the computation, and a group of the ranks that are left. */
 static dtrain_status beside(dtrain_comm *world, void *user)
 {
-    float params[COUNT], grads[COUNT];
+    float params[COUNT], grads[COUNT], all[COUNT];
+    size_t counts[4];
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), one = rank, before = 0;
     size_t count = COUNT, lo, n = dtrain_shard(world, count, rank, &lo), bytes[1] = {sizeof params};
     void *buffers[1] = {params};
@@ -472,6 +473,17 @@ static dtrain_status beside(dtrain_comm *world, void *user)
         DTRAIN_CHECK(dtrain_work_wait(sent));
         DTRAIN_CHECK(dtrain_work_wait(came));
     }
+    for (int r = 0; r < ranks; r++)
+        counts[r] = dtrain_shard(world, count, r, NULL);
+    dtrain_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = DTRAIN_CALL_GATHER;
+    call.in = params + lo, call.out = all, call.counts = counts, call.dtype = DTRAIN_F32;
+    DTRAIN_CHECK(dtrain_start(world, &call, &work));
+    DTRAIN_CHECK(dtrain_work_wait(work));
+    for (size_t i = 0; i < count && rank == 0; i++)
+        if (all[i] != params[i])
+            return DTRAIN_ERR_INVALID;
     DTRAIN_CHECK(dtrain_comm_shrink(world, &group));
     DTRAIN_CHECK(dtrain_resync(group, step, buffers, bytes, 1, &step));
     int good = params[COUNT - 1] == 0 && before == (ranks > 1 ? (rank + ranks - 1) % ranks : 0);

@@ -293,6 +293,7 @@ TEST(constants_of_all_enums_are_disjoint)
                                         {DTRAIN_MEMORY_DEVICE, DTRAIN_MEMORY_PINNED},
                                         {DTRAIN_DEVICE_STAGED, DTRAIN_DEVICE_HOSTS},
                                         {DTRAIN_LOG_INFO, DTRAIN_LOG_ERROR},
+                                        {DTRAIN_CALL_ALL_REDUCE, DTRAIN_CALL_EXCHANGE},
                                         {DTRAIN_SCHEDULE_LINEAR, DTRAIN_SCHEDULE_COSINE}};
     int count = (int)(sizeof first_last / sizeof first_last[0]);
     for (int i = 0; i < count; i++)
