@@ -64,11 +64,11 @@ chosen_scenes() { # those of $chosen, which has programs and ranks, or programs 
 # Runs these scenes. Each rank says which of them it has run.
 play() { # what
     shared=$(mktemp -d) || exit 1
-    while read -r program ranks tests; do
+    while read -r program ranks names; do
         head -c 4096 /dev/zero >"$shared/board"
         # shellcheck disable=SC2086
         TEST_TRANSPORT=mpi TEST_MPI_RANKS=$ranks TEST_MPI_DIRECTORY=$shared timeout 300 $launch $ranks \
-            "$own/test_$program" $tests >"$logs" 2>&1 </dev/null && [ "$(grep -c "ran $ranks ranks of MPI" "$logs")" -ge $ranks ]
+            "$own/test_$program" $names >"$logs" 2>&1 </dev/null && [ "$(grep -c "ran $ranks ranks of MPI" "$logs")" -ge $ranks ]
         check $? "$name: $program on $ranks ranks$1"
     done
     rm -rf "$shared"

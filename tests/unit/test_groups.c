@@ -165,7 +165,8 @@ static int crossing(dtrain_comm *world, scene *s)
         CHECK(small[3] == 3);
     }
     if (rank == 0) {
-        CHECK(!dtrain_work_done(waiting));
+        if (getenv("DTRAIN_MPI_SHM") == NULL) /* else MPI may have taken all of it */
+            CHECK(!dtrain_work_done(waiting));
         CHECK_EQ(dtrain_barrier(b), DTRAIN_OK);
         CHECK_EQ(dtrain_work_wait(waiting), DTRAIN_OK);
     } else {
