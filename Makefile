@@ -17,7 +17,7 @@
 # make bench-cuda  its kernels as shares of the rate of a copy, collectives and training of ranks that share it, on a GPU
 CC ?= cc
 CFLAGS ?= -O2
-WARN = -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion
+WARN = -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror=implicit-function-declaration
 LIBS = -lpthread -lm
 # Without it a compiler joins a product and a sum into one operation where the processor has it, and what a program
 # computes depends on the machine.

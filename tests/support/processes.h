@@ -89,6 +89,8 @@ static void scene_root(scene *s, int tcp)
     snprintf(s->root, sizeof s->root, "unix:%s/r%d", scene_directory, serial++);
 }
 
+int dtrain__without(const char *what); /* private, and so not declared for tests of the public functions alone */
+
 /* A machine without unix sockets has the loopback device. */
 static int scene_has_unix(void)
 {
