@@ -32971,8 +32971,9 @@ static int dtrain__fused_lacks(dtrain_comm *comm, dtrain__op *op, int peer, int 
     op->at = (size_t)peer;
     op->awaited = peer;
     left |= missing >= 0; /* it will not post, and nothing has moved */
+    missing = missing >= 0 ? missing : peer;
     if (left)
-        dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
+        dtrain__op_needs_left(comm, op, missing);
     /* a peer may have posted, ended the operation and died since this rank looked for its post */
     if (dtrain__membership_broken(comm->members) && !dtrain__fused_all_arrived(comm, op))
         return dtrain__fused_end_broken(comm, op);
@@ -32982,6 +32983,7 @@ static int dtrain__fused_lacks(dtrain_comm *comm, dtrain__op *op, int peer, int 
         op->error.status = DTRAIN_OK;
         return 0;
     }
+    comm->messages.missed = op->number << DTRAIN__RANK_BITS | (uint64_t)missing;
     if (op->touched)
         dtrain__fused_break(comm, op);
     return 1;
@@ -33656,22 +33658,32 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
     return 1;
 }
 
-/* Whether the sender has given up this collective because a rank had left: its message says so. That message is held
- * for its recv. */
+/* Holds what has come of a message for its recv, if its sender has missed a collective because a rank had left, which
+ * this one misses, too. */
+static int dtrain__message_keep(dtrain_comm *comm, const dtrain__op *op, int from, uint64_t tag, const void *came,
+                                size_t bytes)
+{
+    int rank = (int)(tag & (DTRAIN__MAX_RANKS - 1));
+    if (tag >> DTRAIN__RANK_BITS == 0 || rank >= comm->size || rank == comm->rank || rank == from)
+        return 0;
+    dtrain__seat_skipped(comm->seat, rank, (tag >> DTRAIN__RANK_BITS) - 1);
+    if (dtrain__membership_misses(comm->members, op->number) < 0)
+        return 0;
+    memcpy(comm->messages.held, came, bytes);
+    comm->messages.held_from = from;
+    comm->messages.held_bytes = bytes;
+    return 1;
+}
+
+/* Whether the sender has given up this collective because a rank had left: its message says so. */
 static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
     if (dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind != DTRAIN__SEND)
         return 0;
-    int rank = (int)(came.tag & (DTRAIN__MAX_RANKS - 1));
-    if (came.tag >> DTRAIN__RANK_BITS != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
+    if (came.tag >> DTRAIN__RANK_BITS != op->number ||
+        !dtrain__message_keep(comm, op, step->from, came.tag, dtrain__message_buffer(comm, op, 0), op->received))
         return 0;
-    dtrain__seat_skipped(comm->seat, rank, op->number - 1);
-    if (dtrain__membership_misses(comm->members, op->number) < 0)
-        return 0;
-    memcpy(comm->messages.held, dtrain__message_buffer(comm, op, 0), op->received);
-    comm->messages.held_from = step->from;
-    comm->messages.held_bytes = op->received;
     op->received = 0;
     return 1;
 }
@@ -34109,6 +34121,8 @@ static int dtrain__queue_crossed(dtrain_comm *comm, dtrain__op *op)
         return 0;
     if (dtrain__message_transfer(comm, NULL, &in, 0) != DTRAIN_OK || came.magic != DTRAIN__MESSAGE_MAGIC)
         return 0;
+    if (dtrain__message_keep(comm, op, op->awaited, came.tag, &came, sizeof came))
+        return 0; /* the operation misses that rank, too, and ends at the next look */
     dtrain__op_mismatch(comm, op, op->awaited, &came.call);
     dtrain__fused_break(comm, op);
     return 1;

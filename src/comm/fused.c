@@ -447,8 +447,9 @@ static int dtrain__fused_lacks(dtrain_comm *comm, dtrain__op *op, int peer, int 
     op->at = (size_t)peer;
     op->awaited = peer;
     left |= missing >= 0; /* it will not post, and nothing has moved */
+    missing = missing >= 0 ? missing : peer;
     if (left)
-        dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
+        dtrain__op_needs_left(comm, op, missing);
     /* a peer may have posted, ended the operation and died since this rank looked for its post */
     if (dtrain__membership_broken(comm->members) && !dtrain__fused_all_arrived(comm, op))
         return dtrain__fused_end_broken(comm, op);
@@ -458,6 +459,7 @@ static int dtrain__fused_lacks(dtrain_comm *comm, dtrain__op *op, int peer, int 
         op->error.status = DTRAIN_OK;
         return 0;
     }
+    comm->messages.missed = op->number << DTRAIN__RANK_BITS | (uint64_t)missing;
     if (op->touched)
         dtrain__fused_break(comm, op);
     return 1;

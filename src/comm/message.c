@@ -343,22 +343,32 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
     return 1;
 }
 
-/* Whether the sender has given up this collective because a rank had left: its message says so. That message is held
- * for its recv. */
+/* Holds what has come of a message for its recv, if its sender has missed a collective because a rank had left, which
+ * this one misses, too. */
+static int dtrain__message_keep(dtrain_comm *comm, const dtrain__op *op, int from, uint64_t tag, const void *came,
+                                size_t bytes)
+{
+    int rank = (int)(tag & (DTRAIN__MAX_RANKS - 1));
+    if (tag >> DTRAIN__RANK_BITS == 0 || rank >= comm->size || rank == comm->rank || rank == from)
+        return 0;
+    dtrain__seat_skipped(comm->seat, rank, (tag >> DTRAIN__RANK_BITS) - 1);
+    if (dtrain__membership_misses(comm->members, op->number) < 0)
+        return 0;
+    memcpy(comm->messages.held, came, bytes);
+    comm->messages.held_from = from;
+    comm->messages.held_bytes = bytes;
+    return 1;
+}
+
+/* Whether the sender has given up this collective because a rank had left: its message says so. */
 static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
     if (dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind != DTRAIN__SEND)
         return 0;
-    int rank = (int)(came.tag & (DTRAIN__MAX_RANKS - 1));
-    if (came.tag >> DTRAIN__RANK_BITS != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
+    if (came.tag >> DTRAIN__RANK_BITS != op->number ||
+        !dtrain__message_keep(comm, op, step->from, came.tag, dtrain__message_buffer(comm, op, 0), op->received))
         return 0;
-    dtrain__seat_skipped(comm->seat, rank, op->number - 1);
-    if (dtrain__membership_misses(comm->members, op->number) < 0)
-        return 0;
-    memcpy(comm->messages.held, dtrain__message_buffer(comm, op, 0), op->received);
-    comm->messages.held_from = step->from;
-    comm->messages.held_bytes = op->received;
     op->received = 0;
     return 1;
 }

@@ -255,6 +255,47 @@ TEST(a_collective_that_a_leaver_cuts_off_leaves_messages_between_others_whole)
     }
 }
 
+/* Rank 0 is told that rank 2 has left before rank 1 is: it gives up a collective in which rank 1 waits, and sends rank
+ * 1 a message. Of that rank 1 learns why. */
+static int told_by_a_message(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world), number = 7;
+    float x = 1;
+    (void)s;
+    CHECK_EQ(sum(world, 1), 3);
+    if (rank == 0) {
+        CHECK_EQ(dtrain_recv(world, &number, 1, DTRAIN_I32, 1), DTRAIN_OK);
+        usleep(50000); /* until rank 1 waits in the collective, most of the time */
+        dtrain__seat_skipped(world->seat, 2, world->number);
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_PEER_LOST);
+        CHECK_EQ(dtrain_send(world, &number, 1, DTRAIN_I32, 1), DTRAIN_OK);
+        CHECK_EQ(dtrain_recv(world, &number, 1, DTRAIN_I32, 1), DTRAIN_OK);
+    } else if (rank == 1) {
+        CHECK_EQ(dtrain_send(world, &number, 1, DTRAIN_I32, 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_PEER_LOST);
+        CHECK_CONTAINS(dtrain_last_error(), "rank 2 has left the group");
+        number = 0;
+        CHECK_EQ(dtrain_recv(world, &number, 1, DTRAIN_I32, 0), DTRAIN_OK);
+        CHECK_EQ(number, 7);
+        CHECK_EQ(dtrain_send(world, &number, 1, DTRAIN_I32, 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_send(world, &number, 1, DTRAIN_I32, 2), DTRAIN_ERR_PEER_LOST);
+    } else {
+        usleep(300000);
+    }
+    return 0;
+}
+
+TEST(a_message_tells_of_a_leaver_whom_its_receiver_does_not_know_of)
+{
+    static const dtrain_algorithm algorithms[] = {DTRAIN_ALGORITHM_AUTO, DTRAIN_ALGORITHM_TREE};
+    for (int i = 0; i < 4; i++) {
+        scene s;
+        scene_begin(&s, 3, i % 2);
+        s.desc.algorithm = algorithms[i / 2];
+        run_ranks(&s, told_by_a_message);
+    }
+}
+
 /* Rank 1 leaves when rank 0 has left, to which it would have told so, and before anybody else can hear of it. */
 static int two_leave(dtrain_comm *world, scene *s)
 {
