@@ -219,7 +219,7 @@ static int same_way_first(dtrain_comm *world, scene *s)
     world->desc.timeout_ms = test_ms(rank == 0 ? 2000 : 20000);
     dtrain_status status = *sends ? dtrain_send(world, x, LARGE, DTRAIN_F32, (rank + 1) % ranks)
                                   : dtrain_recv(world, x, LARGE, DTRAIN_F32, (rank + ranks - 1) % ranks);
-    CHECK(status != DTRAIN_OK);
+    CHECK(status != DTRAIN_OK || *sends); /* rank 0 leaves then, and takes what is on its way */
     if (rank == 0) {
         CHECK_EQ(status, DTRAIN_ERR_TIMEOUT);
         CHECK_EQ(times("call dtrain_exchange"), 1);
