@@ -33603,12 +33603,18 @@ static dtrain_status dtrain__message_damaged(const dtrain_comm *comm, dtrain__op
                         dtrain__op_text(comm, op).text, comm->rank, what, peer);
 }
 
+/* Whether it is a whole header of this group. */
+static int dtrain__message_is_whole(const dtrain_comm *comm, const dtrain__message_header *came)
+{
+    return came->magic == DTRAIN__MESSAGE_MAGIC && came->check == dtrain__message_header_sum(came) &&
+           came->call.group == comm->group;
+}
+
 /* Reads the header that has come. Returns whether it is a whole header of this group. */
 static int dtrain__message_read(dtrain_comm *comm, const dtrain__op *op, dtrain__message_header *came)
 {
     memcpy(came, dtrain__message_buffer(comm, op, 0), sizeof *came);
-    return came->magic == DTRAIN__MESSAGE_MAGIC && came->check == dtrain__message_header_sum(came) &&
-           came->call.group == comm->group;
+    return dtrain__message_is_whole(comm, came);
 }
 
 /* Compares the header that has come with the call that this rank made. */
@@ -34121,7 +34127,8 @@ static int dtrain__queue_crossed(dtrain_comm *comm, dtrain__op *op)
         return 0;
     if (dtrain__message_transfer(comm, NULL, &in, 0) != DTRAIN_OK || came.magic != DTRAIN__MESSAGE_MAGIC)
         return 0;
-    if (dtrain__message_keep(comm, op, op->awaited, came.tag, &came, sizeof came))
+    if (dtrain__message_is_whole(comm, &came) && came.call.kind == DTRAIN__SEND &&
+        dtrain__message_keep(comm, op, op->awaited, came.tag, &came, sizeof came))
         return 0; /* the operation misses that rank, too, and ends at the next look */
     dtrain__op_mismatch(comm, op, op->awaited, &came.call);
     dtrain__fused_break(comm, op);

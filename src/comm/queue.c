@@ -99,7 +99,8 @@ static int dtrain__queue_crossed(dtrain_comm *comm, dtrain__op *op)
         return 0;
     if (dtrain__message_transfer(comm, NULL, &in, 0) != DTRAIN_OK || came.magic != DTRAIN__MESSAGE_MAGIC)
         return 0;
-    if (dtrain__message_keep(comm, op, op->awaited, came.tag, &came, sizeof came))
+    if (dtrain__message_is_whole(comm, &came) && came.call.kind == DTRAIN__SEND &&
+        dtrain__message_keep(comm, op, op->awaited, came.tag, &came, sizeof came))
         return 0; /* the operation misses that rank, too, and ends at the next look */
     dtrain__op_mismatch(comm, op, op->awaited, &came.call);
     dtrain__fused_break(comm, op);
